@@ -12,7 +12,7 @@ from typing import Any
 
 from remat_jax import compat
 from remat_jax.hardware import target
-from remat_jax.memory.compile.tuned_kernels import never_run_options
+from remat_jax.memory.compile.options import never_run_options
 
 _HEAD = """
 import json

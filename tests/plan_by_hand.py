@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import flax.linen as nn
 
-from remat_jax.memory.compile.limit import OPTION
+from remat_jax.memory.compile.options import OPTION
 from remat_jax.planning.model import Model
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.point import LayerRow, Part, Point

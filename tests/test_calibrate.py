@@ -14,7 +14,7 @@ from remat_jax.cli.app import app
 from remat_jax.errors import TargetError
 from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
-from remat_jax.hardware.write import entry, target_text
+from remat_jax.hardware.target import entry, target_text
 from remat_jax.planning import calibrate as module
 from remat_jax.planning.calibrate import Calibration, calibrate
 

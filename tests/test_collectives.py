@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 
 import optax
@@ -11,6 +12,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.memory.compile.compiler import Sizes
 from remat_jax.memory.hlo.collectives import Collective, executed, read_collectives
+from remat_jax.reading import from_plain
 from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, small_llama
 
 FLOAT = 4
@@ -102,4 +104,4 @@ def test_a_recomputed_layer_gathers_no_weight_again():
 
 def test_sizes_remember_what_is_sent():
     sizes = Sizes(1, 2, 3, 4, 5, 6, 7, 8, collectives=(Collective("all-gather", "forward", 2, 10),))
-    assert Sizes.from_dict(sizes.to_dict()) == sizes
+    assert from_plain(Sizes, dataclasses.asdict(sizes)) == sizes

@@ -10,13 +10,17 @@ import pytest
 from jax.experimental import pallas as pl
 
 from remat_jax import compat
-from remat_jax.cost.cost import cost, jaxpr_cost, materialised, shares
+from remat_jax.cost.cost import Cost, jaxpr_cost, materialised, shares
 from remat_jax.cost.flat import flatten
 from remat_jax.cost.kernels import kernel_flops
 from remat_jax.hardware.rates import Rates
 
 M, K, N = 4, 6, 10
 A, B = jnp.ones((M, K)), jnp.ones((K, N))
+
+
+def cost(fn: Any, *args: Any) -> Cost:
+    return jaxpr_cost(jax.make_jaxpr(fn)(*args))
 
 
 def of(fn: Any, *args: Any) -> tuple[float, float]:

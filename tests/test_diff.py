@@ -47,6 +47,12 @@ def test_what_is_saved_and_offloaded_is_told_by_name_and_in_bytes(scanned):
     assert found.residual_device_bytes == LAYERS * HIDDEN - stream == sum(one.device_bytes for one in found.moves)
 
 
+def test_equal_arrays_of_several_runs_of_layers_all_count() -> None:
+    found = compare_policies(workload(layers=4), "full", "2 × save: *tanh* | 2 × everything")
+    assert sum(one.bytes for one in found.moves if one.name == "layers:tanh#0") == 4 * HIDDEN
+    assert found.residual_device_bytes == sum(one.device_bytes for one in found.moves)
+
+
 def test_there_and_back_is_nothing(scanned):
     there, back = compare_policies(scanned, "full", "dots"), compare_policies(scanned, "dots", "full")
     assert there.moves and moved(back) == {name: (b, a, -d, -h) for name, (a, b, d, h) in moved(there).items()}

@@ -15,7 +15,7 @@ import pytest
 import remat_jax.hardware
 from remat_jax.errors import TargetError
 from remat_jax.hardware import Target, target, targets
-from remat_jax.hardware.checks import FACTS, LINKS
+from remat_jax.hardware.entries import FACTS, LINKS
 from remat_jax.hardware.target import read_table
 
 NAMES = ", ".join(targets())

@@ -10,9 +10,9 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, compiler
-from remat_jax.memory.compile import tuned_kernels as of_kernels
+from remat_jax.memory.compile import options as of_kernels
 from remat_jax.memory.compile.compiler import compile_programs, export_step
-from remat_jax.memory.compile.tuned_kernels import Kernels
+from remat_jax.memory.compile.options import Kernels
 from remat_jax.workload import TrainingStep
 from tests.small_models import Attention, make_loss
 

@@ -10,7 +10,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import UnsupportedError
-from remat_jax.memory.hlo.live import LiveBuffer, live_at_peak, module_path, named_arguments
+from remat_jax.memory.hlo.live import LiveBuffer, Schedule, module_path, named_arguments
 from remat_jax.report.tables import render
 
 
@@ -85,7 +85,7 @@ HloLiveRange (max 9):
 
 
 def test_the_peak_is_the_devices_and_a_loops_state_is_named_by_what_the_loop_writes() -> None:
-    found = live_at_peak(PROGRAM, ASSIGNMENT, RANGES)
+    found = Schedule(PROGRAM, ASSIGNMENT, RANGES).at_peak()
     assert [(one.name, one.phase, one.nbytes, one.shape) for one in found] == [
         ("M/layer:tanh", "forward", 384, "f32[4,3,8]"),  # once, though it has a name inside the loop as well
         ("args[0]", "argument", 256, "f32[8,8]"),
@@ -96,7 +96,7 @@ def test_the_peak_is_the_devices_and_a_loops_state_is_named_by_what_the_loop_wri
 
 
 def test_what_the_program_does_not_name_keeps_its_bytes() -> None:
-    found = live_at_peak("", ASSIGNMENT, "  BufferLiveRange:\n    late{}:7-9\n")
+    found = Schedule("", ASSIGNMENT, "  BufferLiveRange:\n    late{}:7-9\n").at_peak()
     assert found == [LiveBuffer("late", "", "other", 100, "")]
 
 
@@ -134,7 +134,7 @@ def test_what_a_collective_gives_or_takes_is_told() -> None:
     # Later, what is scattered lies where the copy was.
     values.insert(list(PLACES).index("other") + 1, " value: <9 scatter{0} @0> (size=256,offset=0): f32[64]")
     spans = [f"    {name if '{' in name else name + '{}'}:0-8" for name in PLACES] + ["    scatter{0}:9-9"]
-    found = live_at_peak(EXCHANGING, "\n".join(values), "\n".join(spans))
+    found = Schedule(EXCHANGING, "\n".join(values), "\n".join(spans)).at_peak()
     assert sorted((one.nbytes, one.collective) for one in found if one.phase != "argument") == [
         (32, "all-gather"),
         (32, "reduce-scatter"),

@@ -118,11 +118,7 @@ def test_a_file_that_is_not_as_it_was_written_is_compiled_again(
 def test_a_file_of_another_form_is_compiled_again(folder: pathlib.Path, asked: list[str]) -> None:
     digest = cache.digest(program(), H200, {}, compiler.CHILD)
 
-    class Other:
-        def to_dict(self) -> dict[str, Any]:
-            return {"temp": 1, "live": [], "overlap": None}
-
-    cache.write(digest, H200, Other())
+    cache.write(digest, H200, {"temp": 1, "live": [], "overlap": None})
     cache.forget()
     assert ask(program())["full"] == dataclasses.replace(SIZES, temp=1) and asked == ["full"]
 

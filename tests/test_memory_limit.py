@@ -25,7 +25,7 @@ from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, compiler
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
-from remat_jax.memory.compile.limit import LARGEST_FACTOR, OPTION, limit_bytes, limit_options
+from remat_jax.memory.compile.options import LARGEST_FACTOR, OPTION, limit_bytes, limit_options
 from remat_jax.memory.compile.process import compiler_environment
 from remat_jax.memory.measure import measure_many
 

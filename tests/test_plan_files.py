@@ -19,7 +19,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import NoEffectError, PlanningError, RematError
-from remat_jax.memory.compile.limit import OPTION
+from remat_jax.memory.compile.options import OPTION
 from remat_jax.planning import files
 from remat_jax.planning.model import Model, find_block
 from remat_jax.planning.page import page

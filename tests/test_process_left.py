@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 from remat_jax.hardware import target
-from remat_jax.memory.compile import attached, compiler
+from remat_jax.memory.compile import compiler
 from remat_jax.memory.compile.compiler import export_step
 from remat_jax.workload import TrainingStep
 
@@ -34,19 +34,19 @@ def slow_to_compile(x: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize("child", [attached.CHILD, compiler.CHILD], ids=["run", "compile"])
-def test_a_caller_that_is_gone_when_the_child_has_started_is_seen(tmp_path: pathlib.Path, child: pathlib.Path) -> None:
-    step = endless if child == attached.CHILD else slow_to_compile
+@pytest.mark.parametrize("work", ["run", "compile"])
+def test_a_caller_that_is_gone_when_the_child_has_started_is_seen(tmp_path: pathlib.Path, work: str) -> None:
+    step = endless if work == "run" else slow_to_compile
     path = tmp_path / "program"
     path.write_bytes(
         export_step("k", TrainingStep(step, (jax.ShapeDtypeStruct((64, 32), jnp.float32),), ()), target("cpu")).blob
     )
     program = {"key": "k", "path": str(path), "donated": [], "mesh": None, "compiler_options": {}}
-    request = {"key": "k", "platform": "cpu", "program": program, "programs": [program], "compiler_description": None}
-    request["folder"] = str(tmp_path)
+    request = {"key": "k", "platform": "cpu", "compiler_description": None, "folder": str(tmp_path)}
+    request |= {"program": program} if work == "run" else {"programs": [program]}
     none_such = {"parent": 0}  # as where the parent has died: the child's is another one then
     done = subprocess.run(
-        [sys.executable, "-P", str(child)],
+        [sys.executable, "-P", str(compiler.CHILD)],
         input=json.dumps(request | none_such),
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.products import Product
 from remat_jax.hardware.rates import COPY_SECONDS, LAUNCH_SECONDS, Rates
-from remat_jax.memory.hlo.schedule import scanned_offload_is_miscompiled
+from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
 from tests.overlap_at_rates import read_overlap
 
 # A copy of 1000 bytes takes 10 s, a matmul 8 s, an element-wise operation on x 2 s.

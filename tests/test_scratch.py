@@ -17,14 +17,14 @@ import pytest
 
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
-from remat_jax.memory.compile import cache, scratch
+from remat_jax.memory.compile import cache, process
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.memory.compile.process import _remedy
 from remat_jax.workload import TrainingStep
 
 HOLD = """
 import sys, time
-from remat_jax.memory.compile.scratch import scratch
+from remat_jax.memory.compile.process import scratch
 with scratch() as folder:
     print(folder, flush=True)
     time.sleep(100)
@@ -44,7 +44,7 @@ compile_programs([export_step("full", step, target("cpu"))], target("cpu"), time
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    scratch._sweep.cache_clear()
+    process._sweep.cache_clear()
     return tmp_path
 
 
@@ -58,7 +58,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(parent: Path) ->
     for folder in (held, left, *others, unlocked):
         folder.mkdir(exist_ok=True)
         os.utime(folder, (1, 1) if folder in (others[0], unlocked) else (now - 10, now - 10))
-    with scratch.scratch() as own:
+    with process.scratch() as own:
         assert set(parent.iterdir()) == {held, own, *others} and own.is_dir()
     assert set(parent.iterdir()) == {held, *others}
     alive.terminate()

@@ -16,9 +16,8 @@ from remat_jax import compat
 from remat_jax.cost.kernels import named_kernels
 from remat_jax.errors import ArgumentError, TargetError
 from remat_jax.hardware import target
-from remat_jax.hardware.links import Links
 from remat_jax.hardware.products import FILL, REUSE, Product, reached_share
-from remat_jax.hardware.rates import Rates
+from remat_jax.hardware.rates import Links, Rates
 from remat_jax.memory.hlo.collectives import largest_group
 from remat_jax.memory.hlo.schedule import step_time
 

@@ -27,7 +27,7 @@ from examples.distributed import command, processes, training
 from examples.distributed.checkpoints import CheckpointError, Checkpoints, checksums
 from examples.distributed.setting import Setting
 from remat_jax.errors import ArgumentError, PolicyError
-from remat_jax.memory.compile.limit import OPTION
+from remat_jax.memory.compile.options import OPTION
 from remat_jax.planning.model import Model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,11 +12,11 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import compat, warning
-from remat_jax.hardware import quiet
+from remat_jax.hardware import nvidia
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = ROOT / "remat_jax_quiet.pth"
-NO_GPU = not any(Path(one).exists() for one in quiet.DEVICES)
+NO_GPU = not any(Path(one).exists() for one in nvidia.DEVICES)
 WITHOUT_GPU = pytest.mark.skipif(
     not (NO_GPU and compat.gpu_compiler_installed()), reason="JAX's CUDA plugin is not installed, or there is a GPU for it"
 )
@@ -48,26 +48,26 @@ def test_jax_prints_nothing_in_a_script_that_does_not_know_us(tmp_path: Path) ->
 
 
 def test_the_startup_line_is_the_function() -> None:
-    assert LINE.read_text() == quiet.startup_line() and LINE.read_text().count("\n") == 1
+    assert LINE.read_text() == nvidia.startup_line() and LINE.read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize("start", ["function", "line"])
 def test_nothing_is_skipped_where_a_gpu_is(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = tmp_path / "nvidiactl"
-    monkeypatch.setattr(quiet, "DEVICES", (str(device),))
+    monkeypatch.setattr(nvidia, "DEVICES", (str(device),))
 
     def run() -> str | None:
         import os
 
-        quiet.quiet_without_gpu() if start == "function" else exec(quiet.startup_line(), {})
-        return os.environ.get(quiet.VARIABLE)
+        nvidia.quiet_without_gpu() if start == "function" else exec(nvidia.startup_line(), {})
+        return os.environ.get(nvidia.VARIABLE)
 
-    monkeypatch.delenv(quiet.VARIABLE, raising=False)
-    assert run() == quiet.MARK
+    monkeypatch.delenv(nvidia.VARIABLE, raising=False)
+    assert run() == nvidia.MARK
     device.touch()
     # What came with the environment of a machine without a GPU is taken away, what a user has set is not.
     assert run() is None
-    monkeypatch.setenv(quiet.VARIABLE, "1")
+    monkeypatch.setenv(nvidia.VARIABLE, "1")
     assert run() == "1"
 
 

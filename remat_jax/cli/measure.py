@@ -16,7 +16,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
-from remat_jax.memory.compile.limit import limit_bytes
+from remat_jax.memory.compile.options import limit_bytes
 from remat_jax.memory.diff import PolicyDiff, compare_policies
 from remat_jax.memory.hlo.collectives import executed
 from remat_jax.memory.hlo.text import COLLECTIVES

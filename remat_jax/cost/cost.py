@@ -1,19 +1,14 @@
-"""The cost of running a jaxpr: floating-point operations and bytes of memory traffic, kernel by kernel.
-
-`docs/how/planner.md`, "The cost model", states the rule by which equations become kernels.
-"""
+"""The cost of running a jaxpr, kernel by kernel; `docs/how/planner.md`, "The cost model", has the rule for kernels."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import jax
-
 from remat_jax import compat
-from remat_jax.cost.flat import Array, FlatEqn, flatten, live
+from remat_jax.cost.flat import Array, FlatEqn, flatten, region
 from remat_jax.cost.kernels import Work, dtype_of, own_kernel
 
 
@@ -27,17 +22,13 @@ class HasSeconds(Protocol):
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a program.
+    """The work of each kernel of a program, and how often it runs.
 
-    Attributes:
-      kernels: the work of each kernel, and how often it runs.
-      unknown: primitives with unknown operations, of which only the operands' bytes count; and `while`, whose body counts once.
-      of: the loop or branch whose cost this is, if any.
+    `unknown` has the primitives of which only the operands' bytes count, and `while`, whose body counts once.
     """
 
     kernels: tuple[tuple[Work, int], ...] = ()
     unknown: frozenset[str] = frozenset()
-    of: FlatEqn | None = field(default=None, repr=False, compare=False)
 
     @property
     def flops(self) -> float:
@@ -58,20 +49,15 @@ class Cost:
         return Cost(tuple((work, times * rounds) for work, times in self.kernels), self.unknown)
 
 
-def cost(fn: Callable[..., Any], *args: Any) -> Cost:
-    """The cost of one call of `fn`.
+def jaxpr_cost(jaxpr: Any) -> Cost:
+    """The cost of evaluating the closed `jaxpr`, after dead-code elimination.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> a, b = jnp.ones((2, 3)), jnp.ones((3, 5))
-    >>> both = cost(lambda a, b: jnp.sin(a @ b) + 1, a, b)  # a product, and a chain that reads it and writes its result
+    >>> both = jaxpr_cost(jax.make_jaxpr(lambda a, b: jnp.sin(a @ b) + 1)(a, b))  # a product; a chain that reads it
     >>> both.flops, both.bytes
     (80.0, 204.0)
     """
-    return jaxpr_cost(jax.make_jaxpr(fn)(*args))
-
-
-def jaxpr_cost(jaxpr: Any) -> Cost:
-    """The cost of evaluating the closed `jaxpr`, after dead-code elimination."""
     flat = flatten(compat.dce(jaxpr))
     return flat_cost(flat.eqns, flat.outputs)
 
@@ -79,20 +65,7 @@ def jaxpr_cost(jaxpr: Any) -> Cost:
 # Views of an array. The compiler chooses layouts, so a transpose alone costs nothing.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "bitcast_convert_type"})
 # Primitives that move data and compute nothing.
-_MOVES = frozenset(
-    {
-        "broadcast_in_dim",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "dynamic_slice",
-        "gather",
-        "iota",
-        "pad",
-        "rev",
-        "slice",
-    }
-)
+_MOVES = frozenset("broadcast_in_dim concatenate convert_element_type copy dynamic_slice gather iota pad rev slice".split())
 # Primitives that read as much of their first operand as they write.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice"})
 _SOURCES = frozenset({"random_bits", "random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split"})
@@ -110,15 +83,15 @@ _REDUCTIONS = frozenset(
 _FUSED = _MOVES | _SOURCES | _ELEMENTWISE | _REDUCTIONS
 
 
-def is_view(one: FlatEqn) -> bool:
+def is_view(eqn: FlatEqn) -> bool:
     """Whether an equation is a view of its operand, such as a reshape or new axes of length 1."""
-    same_size = one.primitive == "broadcast_in_dim" and one.inputs[0].size == one.outputs[0].size and not one.inputs[0].literal
-    return one.primitive in _VIEWS or same_size
+    same_size = eqn.primitive == "broadcast_in_dim" and eqn.inputs[0].size == eqn.outputs[0].size and not eqn.inputs[0].literal
+    return eqn.primitive in _VIEWS or same_size
 
 
-def is_pass(one: FlatEqn) -> bool:
+def is_pass(eqn: FlatEqn) -> bool:
     """Whether an equation can be fused into a single pass over its operands and outputs."""
-    return one.primitive in _FUSED or is_view(one)
+    return eqn.primitive in _FUSED or is_view(eqn)
 
 
 def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
@@ -126,9 +99,9 @@ def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
     kernels: list[tuple[Work, int]] = []
     unknown: set[str] = set()
     for kernel in _kernels(eqns, outputs):
-        if isinstance(kernel, Cost):
-            kernels += kernel.kernels
-            unknown |= kernel.unknown
+        if isinstance(kernel, tuple):
+            kernels += kernel[1].kernels
+            unknown |= kernel[1].unknown
         else:
             kernels.append((_together(kernel), 1))
             unknown |= kernels[-1][0].unknown
@@ -138,15 +111,13 @@ def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
 def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: HasSeconds) -> dict[FlatEqn, float]:
     """The time of each equation, which together is `flat_cost(eqns, outputs).seconds(rates)`.
 
-    A kernel's time is divided among its equations: in proportion to their bytes, or to their operations if these take longer.
-    Only the first equation of a kernel that reads an array pays for reading it. An array that is read only inside its kernel is
-    free.
+    A kernel's time is divided in proportion to its equations' bytes, or to their operations if these take longer. Only the
+    first equation of a kernel that reads an array pays for it. An array that is read only inside its kernel is free.
     """
     result = dict.fromkeys(eqns, 0.0)
     for kernel in _kernels(eqns, outputs):
-        if isinstance(kernel, Cost):
-            assert kernel.of is not None
-            result[kernel.of] = kernel.seconds(rates)
+        if isinstance(kernel, tuple):
+            result[kernel[0]] = kernel[1].seconds(rates)
             continue
         whole = _together(kernel)
         seconds = rates.seconds(whole.flops, whole.bytes)
@@ -165,18 +136,19 @@ def _together(parts: Parts) -> Work:
     flops: Counter[str] = Counter()
     for work in parts.values():
         flops.update(work.flops)
-    return Work(
-        dict(flops), sum(work.bytes for work in parts.values()), frozenset().union(*(w.unknown for w in parts.values()))
-    )
+    unknown = frozenset().union(*(work.unknown for work in parts.values()))
+    return Work(dict(flops), sum(work.bytes for work in parts.values()), unknown)
 
 
-def _kernels(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[Parts | Cost]:
+def _kernels(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[Parts | tuple[FlatEqn, Cost]]:
+    """The kernels, and the loops and branches with their costs."""
     outputs = [array for array in outputs if not array.literal]
-    eqns = list(live(eqns, outputs))
+    eqns = region(eqns, outputs)
     fusions, roots = _fusions(eqns)
     for eqn in eqns:
         if not is_pass(eqn):
-            yield _structured(eqn) or {eqn: own_kernel(eqn)}
+            structured = _structured(eqn)
+            yield {eqn: own_kernel(eqn)} if structured is None else (eqn, structured)
     read = _readers(eqns, roots)
     kept = {roots.get(array, array) for array in outputs}
     for members in fusions:
@@ -187,35 +159,34 @@ def materialised(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> tuple[set
     """The arrays of a flat program that are in memory between kernels, and for each view the array behind it."""
     fusions, roots = _fusions(eqns)
     kept = {roots.get(array, array) for array in outputs}
-    fusion_of = {id(eqn): number for number, members in enumerate(fusions) for eqn in members}
+    fusion_of = {eqn: number for number, members in enumerate(fusions) for eqn in members}
     read = _readers(eqns, roots)
     in_memory: set[Array] = set()
     for eqn in eqns:
-        fusion = fusion_of.get(id(eqn))
         if not is_view(eqn):
-            outside = (array for array in eqn.outputs if any(fusion_of.get(id(by)) != fusion for by in read[array]))
-            in_memory.update((array for array in eqn.outputs if array in kept or fusion is None), outside)
+            fusion = fusion_of.get(eqn)
+            for array in eqn.outputs:
+                if fusion is None or array in kept or any(fusion_of.get(reader) != fusion for reader in read[array]):
+                    in_memory.add(array)
     return in_memory, roots
 
 
-def _structured(one: FlatEqn) -> Cost | None:
+def _structured(eqn: FlatEqn) -> Cost | None:
     """The cost of a loop or a branch, on one device; None for anything else."""
-    whole, share = _whole_structured(one), one.share
-    if whole is None or share == 1.0:
+    params, share = eqn.eqn.params, eqn.share
+    if eqn.primitive == "scan":
+        whole = jaxpr_cost(compat.closed(params["jaxpr"])).times(params["length"])
+    elif eqn.primitive == "cond":
+        branches = [jaxpr_cost(compat.closed(body)) for body in params["branches"]]
+        whole = max(branches, key=lambda branch: (branch.flops, branch.bytes))
+    elif eqn.primitive == "while":
+        body = jaxpr_cost(compat.closed(params["body_jaxpr"]))
+        whole = Cost(body.kernels, body.unknown | {"while"})
+    else:
+        return None
+    if share == 1.0:
         return whole
-    return replace(whole, kernels=tuple((work.scaled(share, share), times) for work, times in whole.kernels))
-
-
-def _whole_structured(one: FlatEqn) -> Cost | None:
-    if one.primitive == "scan":
-        return replace(jaxpr_cost(compat.closed(one.eqn.params["jaxpr"])).times(one.eqn.params["length"]), of=one)
-    if one.primitive == "cond":
-        branches = [jaxpr_cost(compat.closed(body)) for body in one.eqn.params["branches"]]
-        return replace(max(branches, key=lambda cost: (cost.flops, cost.bytes)), of=one)
-    if one.primitive == "while":
-        body = jaxpr_cost(compat.closed(one.eqn.params["body_jaxpr"]))
-        return Cost(body.kernels, body.unknown | {"while"}, one)
-    return None
+    return Cost(tuple((work.scaled(share, share), times) for work, times in whole.kernels), whole.unknown)
 
 
 def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, Array]]:
@@ -291,15 +262,15 @@ def _fused(
     return parts
 
 
-def _operations(one: FlatEqn) -> int:
+def _operations(eqn: FlatEqn) -> int:
     """One operation per element written; in a reduction, per element read; none in a move of data."""
-    if one.primitive in _MOVES:
+    if eqn.primitive in _MOVES:
         return 0
-    if one.primitive in _REDUCTIONS:
-        return round(one.share * one.inputs[0].size)
-    return round(one.share * sum(array.size for array in one.outputs))
+    if eqn.primitive in _REDUCTIONS:
+        return round(eqn.share * eqn.inputs[0].size)
+    return round(eqn.share * sum(array.size for array in eqn.outputs))
 
 
-def _vector_dtype(one: FlatEqn) -> str:
+def _vector_dtype(eqn: FlatEqn) -> str:
     """The units that elementwise work runs on: float32 units for all smaller types, float64 units for float64."""
-    return "float64" if any(dtype_of(array) in ("float64", "complex128") for array in one.outputs) else "float32"
+    return "float64" if any(dtype_of(array) in ("float64", "complex128") for array in eqn.outputs) else "float32"

@@ -37,9 +37,6 @@ def count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
     """The sum of `weight(eqn)` over the equations that the closed `jaxpr` executes, after dead-code elimination.
 
     A `cond` counts as its most expensive branch.
-
-    Raises:
-      UnsupportedError: an equation with weight is in a `while` loop, whose number of iterations is unknown.
     """
     return _count(compat.dce(jaxpr).jaxpr, weight)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,20 +12,8 @@ from remat_jax.core.walk import inner_jaxprs
 
 # Primitives that evaluate their one inner jaxpr on their own operands.
 _CALLS = frozenset(
-    {
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "eval_jaxpr",
-        "shard_map",
-        "checkpoint",
-        "remat",
-        "remat2",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-    }
+    """jit pjit closed_call core_call eval_jaxpr shard_map checkpoint remat remat2 custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr""".split()
 )
 # Primitives that return their operands unchanged.
 _SAME = frozenset({"name", "optimization_barrier", "reduce_precision", "copy", "copy_p", "mul_identity", "stop_gradient"})
@@ -34,13 +22,9 @@ _SAME_VALUE = frozenset({"device_put", "sharding_constraint", "pvary", "pcast"})
 
 @dataclass(eq=False)
 class Array:
-    """An array of a flat program. It is compared by identity.
+    """An array of a flat program, compared by identity, with its residual names in the order in which they were given.
 
-    Attributes:
-      aval: its type.
-      names: its residual names, in the order in which they were given.
-      literal: whether it is a literal in the program.
-      share: the fraction of it that one device holds if the program is partitioned.
+    `share` is the fraction of it that one device holds if the program is partitioned.
     """
 
     aval: Any
@@ -71,7 +55,7 @@ class FlatEqn:
 
     @property
     def primitive(self) -> str:
-        """The primitive's name."""
+        """The name of its primitive."""
         return str(self.eqn.primitive.name)
 
     @property
@@ -82,12 +66,7 @@ class FlatEqn:
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A flat program.
-
-    Attributes:
-      inputs, outputs: the inputs and outputs of the jaxpr.
-      eqns: the equations that outputs need, in the order of execution.
-    """
+    """A flat program: the equations that its outputs need, in the order of execution."""
 
     inputs: tuple[Array, ...]
     eqns: tuple[FlatEqn, ...]
@@ -97,17 +76,16 @@ class Flat:
         """The same program with copies of its arrays. `copies` maps arrays to copies; new copies are added to it."""
 
         def each(arrays: Iterable[Array]) -> tuple[Array, ...]:
-            return tuple(copies.setdefault(one, replace(one, names=list(one.names))) for one in arrays)
+            return tuple(copies.setdefault(array, replace(array, names=list(array.names))) for array in arrays)
 
-        eqns = tuple(FlatEqn(one.eqn, each(one.inputs), each(one.outputs)) for one in self.eqns)
+        eqns = tuple(FlatEqn(eqn.eqn, each(eqn.inputs), each(eqn.outputs)) for eqn in self.eqns)
         return Flat(each(self.inputs), eqns, each(self.outputs))
 
 
 def flatten(jaxpr: Any) -> Flat:
-    """The closed `jaxpr` as a flat program.
+    """The closed `jaxpr` as a flat program: calls are inlined; loops, branches and kernels remain single equations.
 
-    The bodies of `jit`, `checkpoint`, custom derivatives and `shard_map` are inlined. Loops, branches and kernels remain single
-    equations. A name (`checkpoint_name`) becomes a property of its array. Barriers and moves between memories disappear.
+    A name (`checkpoint_name`) becomes a property of its array. Barriers and moves between memories disappear.
 
     >>> import jax, jax.numpy as jnp
     >>> flat = flatten(jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x) * 2)(1.0))
@@ -117,20 +95,10 @@ def flatten(jaxpr: Any) -> Flat:
     inputs = tuple(Array(var.aval) for var in jaxpr.jaxpr.invars)
     eqns: list[FlatEqn] = []
     outputs = tuple(_run(jaxpr, inputs, eqns))
-    return Flat(inputs, tuple(live(eqns, outputs)), outputs)
+    return Flat(inputs, tuple(region(eqns, outputs)), outputs)
 
 
-def live(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[FlatEqn]:
-    """The `eqns` that `outputs` need, in order."""
-    wanted, needed = set(outputs), []
-    for eqn in reversed(eqns):
-        if wanted.intersection(eqn.outputs):
-            wanted.update(eqn.inputs)
-            needed.append(eqn)
-    return reversed(needed)
-
-
-def region(eqns: Sequence[FlatEqn], wanted: Iterable[Array], given: Collection[Array]) -> list[FlatEqn]:
+def region(eqns: Sequence[FlatEqn], wanted: Iterable[Array], given: Collection[Array] = ()) -> list[FlatEqn]:
     """The `eqns` that compute `wanted` from `given`, in order. Given arrays are not computed."""
     open_, needed = {array for array in wanted if array not in given}, []
     for eqn in reversed(eqns):
@@ -183,7 +151,7 @@ def called(eqn: Any) -> Any | None:
 def _inner_names(eqn: Any) -> list[list[str]]:
     """For each output of a loop or branch, the names of its array inside: a residual is named where it is computed."""
     if eqn.primitive.name == "cond":
-        branches = [flatten(compat.closed(one)).outputs for one in eqn.params["branches"]]
+        branches = [flatten(compat.closed(branch)).outputs for branch in eqn.params["branches"]]
         return [list(dict.fromkeys(name for array in arrays for name in array.names)) for arrays in zip(*branches, strict=True)]
     if eqn.primitive.name != "scan":
         return [[] for _ in eqn.outvars]

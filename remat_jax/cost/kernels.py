@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.core.products import eqn_flops
+from remat_jax.core.products import MATMULS, eqn_flops
 from remat_jax.core.walk import equations
 from remat_jax.cost.flat import Array, FlatEqn
 
@@ -32,21 +32,19 @@ class Work:
         return Work({dtype: work * count for dtype, count in self.flops.items()}, traffic * self.bytes, self.unknown)
 
 
-def own_kernel(one: FlatEqn) -> Work:
+def own_kernel(eqn: FlatEqn) -> Work:
     """The work of an equation that does not fuse, on one device."""
-    # The arrays' bytes include their shares already.
-    return _own_kernel(one).scaled(one.share, 1.0)
-
-
-def _own_kernel(one: FlatEqn) -> Work:
-    special = _SPECIAL.get(one.primitive)
+    special = _SPECIAL.get(eqn.primitive)
     if special is not None:
-        return special(one)
-    if one.primitive.startswith("dot_product_attention"):
-        return _attention(one, one.inputs[:3], backward="bwd" in one.primitive)
-    if one.primitive.startswith("scatter"):
-        return _scatter(one)
-    return Work({}, _touched(one), frozenset({one.primitive}))
+        work = special(eqn)
+    elif eqn.primitive.startswith("dot_product_attention"):
+        work = _attention(eqn)
+    elif eqn.primitive.startswith("scatter"):
+        work = _scatter(eqn)
+    else:
+        work = Work({}, _touched(eqn), frozenset({eqn.primitive}))
+    # The arrays' bytes include their shares already.
+    return work.scaled(eqn.share, 1.0)
 
 
 def dtype_of(array: Array) -> str:
@@ -54,74 +52,76 @@ def dtype_of(array: Array) -> str:
     return str(getattr(array.aval, "dtype", ""))
 
 
-def _touched(one: FlatEqn) -> float:
+def _touched(eqn: FlatEqn) -> float:
     """The bytes of all arrays that are read or written, each counted once."""
-    arrays = {*(array for array in one.inputs if not array.literal), *one.outputs}
+    arrays = {*(array for array in eqn.inputs if not array.literal), *eqn.outputs}
     return float(sum(array.bytes for array in arrays))
 
 
-def _units(one: FlatEqn) -> str:
+def _units(eqn: FlatEqn) -> str:
     """The units of a product: those of its narrower operand. A float32 product runs in tensorfloat32 by default."""
-    dtypes = [dtype_of(array) for array in one.inputs[:2]]
-    dtype = min(dtypes, key=lambda name: one.inputs[dtypes.index(name)].aval.dtype.itemsize)
-    precision = one.eqn.params.get("precision")
+    dtypes = [dtype_of(array) for array in eqn.inputs[:2]]
+    dtype = min(dtypes, key=lambda name: eqn.inputs[dtypes.index(name)].aval.dtype.itemsize)
+    precision = eqn.eqn.params.get("precision")
     asked = {str(getattr(each, "name", each)) for each in (precision if isinstance(precision, tuple) else (precision,))}
     return "tensorfloat32" if dtype == "float32" and asked <= {"None", "DEFAULT"} else dtype
 
 
-def _product(one: FlatEqn) -> Work:
-    return Work({_units(one): eqn_flops(one.eqn)}, _touched(one))
+def _product(eqn: FlatEqn) -> Work:
+    return Work({_units(eqn): eqn_flops(eqn.eqn)}, _touched(eqn))
 
 
-def _attention(one: FlatEqn, operands: tuple[Array, ...], *, backward: bool) -> Work:
+def _attention(eqn: FlatEqn) -> Work:
     """Attention: two products, together 4 · b · s · t · h · d, five in the backward pass; no array of s × t is in memory."""
-    query, key = operands[0].aval.shape, operands[1].aval.shape
-    layout = one.eqn.params.get("layout", 0)
+    query, key = eqn.inputs[0].aval.shape, eqn.inputs[1].aval.shape
+    products = 5 if "bwd" in eqn.primitive else 2
+    layout = eqn.eqn.params.get("layout", 0)
     sequence = 2 if str(getattr(layout, "name", layout)) in ("BNTH", "1") else 1
     scores = math.prod(query[:-1]) * key[sequence]
-    return Work({dtype_of(operands[0]): 2.0 * (5 if backward else 2) * scores * query[-1]}, _touched(one))
+    return Work({dtype_of(eqn.inputs[0]): 2.0 * products * scores * query[-1]}, _touched(eqn))
 
 
-def _scatter(one: FlatEqn) -> Work:
+def _scatter(eqn: FlatEqn) -> Work:
     """A scatter works in place: it reads indices and updates, and reads and writes the updated elements."""
-    _, indices, updates = one.inputs[:3]
+    _, indices, updates = eqn.inputs[:3]
     return Work({"float32": float(updates.size)}, indices.bytes + 3.0 * updates.bytes)
 
 
-def _update(one: FlatEqn) -> Work:
-    return Work({}, 2.0 * one.inputs[1].bytes)
+def _update(eqn: FlatEqn) -> Work:
+    return Work({}, 2.0 * eqn.inputs[1].bytes)
 
 
-def _factorisation(flops: Callable[[int, int], float]) -> Callable[[FlatEqn], Work]:
-    """The work of factorising matrices (…, m, n), with `flops(m, n)` for each."""
+def _factorisation(factor: float) -> Callable[[FlatEqn], Work]:
+    """The work of factorising matrices (…, m, n), with `factor` · m · n · min(m, n) operations for each."""
 
-    def work(one: FlatEqn) -> Work:
-        *batch, rows, columns = one.inputs[0].aval.shape
-        return Work({dtype_of(one.inputs[0]): math.prod(batch) * flops(rows, columns)}, _touched(one))
+    def work(eqn: FlatEqn) -> Work:
+        *batch, rows, columns = eqn.inputs[0].aval.shape
+        flops = factor * rows * columns * min(rows, columns)
+        return Work({dtype_of(eqn.inputs[0]): math.prod(batch) * flops}, _touched(eqn))
 
     return work
 
 
-def _triangular(one: FlatEqn) -> Work:
-    *_, size, _ = one.inputs[0].aval.shape
-    return Work({dtype_of(one.inputs[1]): float(size * one.inputs[1].size)}, _touched(one))
+def _triangular(eqn: FlatEqn) -> Work:
+    *_, size, _ = eqn.inputs[0].aval.shape
+    return Work({dtype_of(eqn.inputs[1]): float(size * eqn.inputs[1].size)}, _touched(eqn))
 
 
-def _fft(one: FlatEqn) -> Work:
-    size = math.prod(one.eqn.params["fft_lengths"])
-    return Work({"float32": 5.0 * one.outputs[0].size * math.log2(max(size, 2))}, _touched(one))
+def _fft(eqn: FlatEqn) -> Work:
+    size = math.prod(eqn.eqn.params["fft_lengths"])
+    return Work({"float32": 5.0 * eqn.outputs[0].size * math.log2(max(size, 2))}, _touched(eqn))
 
 
-def _sort(one: FlatEqn) -> Work:
-    size = one.inputs[0].aval.shape[one.eqn.params.get("dimension", -1)]
-    return Work({"float32": one.inputs[0].size * math.log2(max(size, 2))}, _touched(one))
+def _sort(eqn: FlatEqn) -> Work:
+    size = eqn.inputs[0].aval.shape[eqn.eqn.params.get("dimension", -1)]
+    return Work({"float32": eqn.inputs[0].size * math.log2(max(size, 2))}, _touched(eqn))
 
 
-def _pallas(one: FlatEqn) -> Work:
+def _pallas(eqn: FlatEqn) -> Work:
     """The kernel's own cost estimate. Without one, the products of its body for each program of the grid, and all operands."""
-    estimate = one.eqn.params.get("cost_estimate")
-    dtype = dtype_of(one.inputs[0]) if one.inputs else "float32"
-    return Work({dtype: _pallas_flops(one.eqn)}, _touched(one) if estimate is None else float(estimate.bytes_accessed))
+    estimate = eqn.eqn.params.get("cost_estimate")
+    dtype = dtype_of(eqn.inputs[0]) if eqn.inputs else "float32"
+    return Work({dtype: _pallas_flops(eqn.eqn)}, _touched(eqn) if estimate is None else float(estimate.bytes_accessed))
 
 
 def _pallas_flops(eqn: Any) -> float:
@@ -144,8 +144,8 @@ def named_kernels(jaxpr: Any) -> dict[str, float]:
 def kernel_flops(jaxpr: Any) -> int:
     """The operations of the products in a kernel's body.
 
-    A loop of unknown length is assumed to read its arrays once; half of them if its bounds depend on the program's index in the
-    grid, as in causal attention.
+    A loop of unknown length is assumed to read its arrays once, or half of them if its bounds depend on the program's index in
+    the grid, as in causal attention.
     """
     total = 0
     varying: set[Any] = set()
@@ -163,11 +163,11 @@ def kernel_flops(jaxpr: Any) -> int:
 
 
 def _plain_flops(eqn: Any) -> int:
-    bodies = [compat.closed(value) for value in eqn.params.values() if compat.is_jaxpr(value)]
     if eqn.primitive.name == "cond":
-        return max(kernel_flops(compat.closed(one)) for one in eqn.params["branches"])
+        return max(kernel_flops(compat.closed(branch)) for branch in eqn.params["branches"])
+    inner = [compat.closed(value) for value in eqn.params.values() if compat.is_jaxpr(value)]
     rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    return eqn_flops(eqn) + rounds * sum(map(kernel_flops, bodies))
+    return eqn_flops(eqn) + rounds * sum(map(kernel_flops, inner))
 
 
 def _rounds(body: Any) -> int:
@@ -181,27 +181,17 @@ def _rounds(body: Any) -> int:
     return max(rounds)
 
 
-def _cubed(factor: float) -> Callable[[int, int], float]:
-    return lambda rows, columns: factor * rows * columns * min(rows, columns)
-
-
 _SPECIAL: dict[str, Callable[[FlatEqn], Work]] = {
-    "dot_general": _product,
-    "ragged_dot": _product,
-    "ragged_dot_general": _product,
-    "scaled_matmul_wrapper": _product,
-    "conv_general_dilated": _product,
+    **dict.fromkeys((*MATMULS, "conv_general_dilated"), _product),
     "pallas_call": _pallas,
     "dynamic_update_slice": _update,
     # The leading terms of Golub and Van Loan, Matrix Computations, 4th edition.
-    "cholesky": _factorisation(_cubed(1 / 3)),
-    "lu": _factorisation(_cubed(2 / 3)),
-    "qr": _factorisation(_cubed(2.0)),
-    "geqrf": _factorisation(_cubed(2.0)),
-    "householder_product": _factorisation(_cubed(2.0)),
-    "eigh": _factorisation(_cubed(9.0)),
-    "eig": _factorisation(_cubed(25.0)),
-    "svd": _factorisation(_cubed(22.0)),
+    "cholesky": _factorisation(1 / 3),
+    "lu": _factorisation(2 / 3),
+    **dict.fromkeys(("qr", "geqrf", "householder_product"), _factorisation(2.0)),
+    "eigh": _factorisation(9.0),
+    "eig": _factorisation(25.0),
+    "svd": _factorisation(22.0),
     "triangular_solve": _triangular,
     "fft": _fft,
     "sort": _sort,

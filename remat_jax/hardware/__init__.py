@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from remat_jax.hardware.driver import gpus
-from remat_jax.hardware.quiet import quiet_without_gpu
+from remat_jax.hardware.nvidia import gpus, quiet_without_gpu
 from remat_jax.hardware.target import Target, find_attached_with, target, targets
 
 __all__ = ["Target", "find_attached_with", "gpus", "quiet_without_gpu", "target", "targets"]

@@ -27,18 +27,17 @@ def device_amount(given: Any, target: Target, argument: str, error: type[RematEr
     Args:
       given: an integer of bytes; a float above 0 and up to 1, a share of the target's memory; or a text: `"40GiB"` (1024³),
         `"38 GB"` (1000³), `"80%"`, `"0.8"`, or digits alone for bytes.
-      argument: the argument's name in error messages.
-      error: the class raised if `given` has none of these forms, or is a share of an unknown memory.
+      argument, error: the argument's name in messages, and the class to raise.
     """
-    found = amount(given, target, argument, error)
-    if found <= 0:
+    nbytes = amount(given, target, argument, error)
+    if nbytes <= 0:
         raise error(f"{argument}={given!r}: expected more than 0 bytes; {_FORMS}")
-    if target.memory_bytes is not None and found > target.memory_bytes:
+    if target.memory_bytes is not None and nbytes > target.memory_bytes:
         raise error(
-            f"{argument}={given!r} is {format_bytes(found)}, but the {target.name} has {format_bytes(target.memory_bytes)}: "
+            f"{argument}={given!r} is {format_bytes(nbytes)}, but the {target.name} has {format_bytes(target.memory_bytes)}: "
             "ask for less, for '100%', or for another target"
         )
-    return found
+    return nbytes
 
 
 def amount(given: Any, target: Target | None, argument: str, error: type[RematError]) -> int:
@@ -48,13 +47,13 @@ def amount(given: Any, target: Target | None, argument: str, error: type[RematEr
     if isinstance(given, float):
         return _share(given, given, target, argument, error)
     try:
-        found = operator.index(given)
+        nbytes = operator.index(given)
     except TypeError:
-        found = -1
+        nbytes = -1
     # No memory is larger; an integer may be larger than any float.
-    if isinstance(given, bool) or not 0 <= found < 2**63:
+    if isinstance(given, bool) or not 0 <= nbytes < 2**63:
         raise error(f"{argument}={given!r}: expected {_FORMS}")
-    return found
+    return nbytes
 
 
 def _written(text: str, target: Target | None, argument: str, error: type[RematError]) -> int:
@@ -69,8 +68,7 @@ def _written(text: str, target: Target | None, argument: str, error: type[RematE
     if unit.lower() not in _BY_LOWER:
         hint = nearest(unit, [*UNITS]) if len(unit) > 1 else f" Did you mean {unit.upper() + 'iB'!r} or {unit.upper() + 'B'!r}?"
         raise error(f"{argument}={text!r}: {unit!r} is not a unit of bytes; the units are {', '.join(UNITS)} and %.{hint}")
-    found: int = math.floor(float(number) * UNITS[_BY_LOWER[unit.lower()]])
-    return found
+    return int(float(number) * UNITS[_BY_LOWER[unit.lower()]])
 
 
 def _share(given: Any, share: float, target: Target | None, argument: str, error: type[RematError]) -> int:
@@ -83,5 +81,4 @@ def _share(given: Any, share: float, target: Target | None, argument: str, error
         raise error(
             f"{argument}={given!r}: the target {target.name!r} does not say how much memory it has; give bytes, as '40GiB'"
         )
-    found: int = math.floor(share * target.memory_bytes)
-    return found
+    return math.floor(share * target.memory_bytes)

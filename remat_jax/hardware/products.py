@@ -34,7 +34,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """The operations: a multiplication and an addition for each term."""
+        """A multiplication and an addition for each term."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
@@ -61,22 +61,11 @@ def reached_share(batch: int, m: int, n: int, k: int, cores: int) -> float:
 @lru_cache(maxsize=4096)
 def _used(batch: int, m: int, n: int, k: int, cores: int) -> float:
     """The share of the cores' time spent on terms of the sum, for the best tile and split."""
-    return max(
-        batch * m * n * k / (_rounds(batch, m, n, tile, split, cores) * cores * _terms(tile, k, split) / _speed(tile))
-        for tile in TILES
-        for split in SPLITS
-        if split == 1 or k >= split * FILL
-    )
 
+    def used(rows: int, columns: int, split: int) -> float:
+        rounds = math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) * split / cores)
+        terms = rows * columns * (math.ceil(k / split) + FILL)
+        reuse = rows * columns / (rows + columns)
+        return batch * m * n * k / (rounds * cores * terms / (reuse / (reuse + REUSE)))
 
-def _rounds(batch: int, m: int, n: int, tile: tuple[int, int], split: int, cores: int) -> int:
-    return math.ceil(batch * math.ceil(m / tile[0]) * math.ceil(n / tile[1]) * split / cores)
-
-
-def _terms(tile: tuple[int, int], k: int, split: int) -> float:
-    return tile[0] * tile[1] * (math.ceil(k / split) + FILL)
-
-
-def _speed(tile: tuple[int, int]) -> float:
-    reuse = tile[0] * tile[1] / sum(tile)
-    return reuse / (reuse + REUSE)
+    return max(used(*tile, split) for tile in TILES for split in SPLITS if split == 1 or k >= split * FILL)

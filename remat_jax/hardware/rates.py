@@ -1,4 +1,4 @@
-"""Rates that programs reach on a target, for estimates of time. Plain numbers, without JAX."""
+"""The rates that programs reach on a target and on the links between devices, for estimates of time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from remat_jax.errors import TargetError
-from remat_jax.hardware.checks import LINKS
-from remat_jax.hardware.links import Links
+from remat_jax.hardware.entries import LINKS, SECONDS, is_figure
 from remat_jax.hardware.products import Product, reached_share
 from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
@@ -20,35 +19,73 @@ from remat_jax.hardware.target import target as target_named
 MATMUL_SHARE, MEMORY_SHARE, LINK_SHARE, HIDDEN_SHARE = 0.8, 0.9, 0.8, 0.9
 """The assumed shares of nominal rates that programs reach, and of compute that copies can overlap, without a measurement.
 
-Large matrix products, PCIe copies and collectives commonly reach about four fifths of a data sheet's figure, and streaming
-reads nine tenths. `remat-jax calibrate` measures all of them.
+Large products, PCIe copies and collectives commonly reach four fifths of a data sheet's figure, streaming reads nine tenths.
 """
 LAUNCH_SECONDS, COPY_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 5e-6, 4e-6, 10e-6
-"""The assumed latencies of a kernel launch, a copy to or from the host, a message between devices of a host, and a message
-between hosts, without a measurement."""
-LATENCIES = ("launch_seconds", "copy_seconds", "device_link_seconds", "network_seconds")
-
+"""The assumed latencies of a kernel launch, a copy to or from the host, and messages within and between hosts."""
 # The dtype whose units a dtype without its own figure can run on; followed repeatedly.
 _FALLBACK = {
-    "tensorfloat32": "float32",
-    "complex64": "float32",
+    **dict.fromkeys(("tensorfloat32", "complex64", "float64", "int32", "uint32", "int64", "uint64"), "float32"),
+    **dict.fromkeys(("int16", "uint16", "bool"), "float32"),
+    **dict.fromkeys(("uint8", "int4", "uint4"), "int8"),
     "complex128": "float64",
     "float16": "bfloat16",
     "bfloat16": "float16",
-    "float64": "float32",
-    "int32": "float32",
-    "uint32": "float32",
-    "int64": "float32",
-    "uint64": "float32",
-    "int16": "float32",
-    "uint16": "float32",
-    "bool": "float32",
-    "uint8": "int8",
-    "int4": "int8",
-    "uint4": "int8",
     "int8": "bfloat16",
 }
-_CPU = {"float32": 5e10, "float64": 2.5e10, "hbm_bytes_per_s": 1e10}
+_CPU_FLOPS, _CPU_BYTES = {"float32": 5e10, "float64": 2.5e10}, 1e10
+
+_TWICE = frozenset({"all-reduce"})
+"""Collectives that send everything twice: an all-reduce is a reduce-scatter, then an all-gather."""
+_WHOLE = frozenset({"collective-permute", "collective-broadcast"})
+"""Collectives that send the whole array once, whatever the number of devices."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between devices, each way, as one device sees them.
+
+    Attributes:
+        device_bytes_per_s: between the devices of a host.
+        network_bytes_per_s: between hosts, for each device; None if unknown.
+        device_seconds, network_seconds: the latency of one message over either link.
+
+    >>> links = Links(100.0, 10.0)
+    >>> links.seconds("all-gather", 800.0, 8)  # seven eighths come from others
+    7.0
+    >>> links.seconds("all-gather", 800.0, 8, hosts=2)  # four devices of a host share what comes over the network
+    17.5
+    """
+
+    device_bytes_per_s: float
+    network_bytes_per_s: float | None = None
+    device_seconds: float = 0.0
+    network_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("device_bytes_per_s", "network_bytes_per_s"):
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise TargetError(f"Links: {name}={rate!r}; expected a positive number of bytes per second")
+
+    def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1) -> float | None:
+        """The time of one exchange among `devices` on `hosts`; `size` is the larger of the bytes a device sends and receives.
+
+        The slowest link decides: within a host the device link, between hosts the combined network of the host's participating
+        devices. Messages go along a tree. None if the network is needed but unknown.
+        """
+        if devices < 2:
+            return 0.0
+        inside = max(1, devices // hosts)
+        rate, latency = self.device_bytes_per_s, math.ceil(math.log2(inside)) * self.device_seconds
+        if hosts > 1:
+            if self.network_bytes_per_s is None:
+                return None
+            between = inside * self.network_bytes_per_s
+            rate = between if inside == 1 else min(rate, between)
+            latency += math.ceil(math.log2(hosts)) * self.network_seconds
+        sent = size if kind in _WHOLE else size * (devices - 1) / devices
+        return (2 if kind in _TWICE else 1) * (latency + sent / rate)
 
 
 @dataclass(frozen=True)
@@ -76,7 +113,7 @@ class Rates:
     3.0
     """
 
-    flops: Mapping[str, float]
+    flops: Mapping[str, float] = field(hash=False)
     hbm_bytes_per_s: float
     out_bytes_per_s: float | None = None
     in_bytes_per_s: float | None = None
@@ -84,7 +121,7 @@ class Rates:
     launch_seconds: float = 0.0
     copy_seconds: float = 0.0
     cores: int | None = None
-    products: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    products: Mapping[str, Mapping[int, float]] = field(default_factory=dict, hash=False)
     links: Links | None = None
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
     assumed_dtypes: frozenset[str] = frozenset()
@@ -96,31 +133,25 @@ class Rates:
             )
         for dtype, rate in self.flops.items():
             _check_rate(f"flops[{dtype!r}]", rate)
-        _check_rate("hbm_bytes_per_s", self.hbm_bytes_per_s)
-        for name in ("out_bytes_per_s", "in_bytes_per_s"):
-            if getattr(self, name) is not None:
+        for name in ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s"):
+            if name == "hbm_bytes_per_s" or getattr(self, name) is not None:
                 _check_rate(name, getattr(self, name))
         if (self.out_bytes_per_s is None) != (self.in_bytes_per_s is None):
             raise TargetError("Rates: out_bytes_per_s and in_bytes_per_s belong together; give both, or neither.")
-        if not _is_number(self.hidden_share) or not 0 <= self.hidden_share <= 1:
+        if not is_figure(self.hidden_share) or not 0 <= self.hidden_share <= 1:
             raise TargetError(f"Rates: hidden_share={self.hidden_share!r}; expected a share from 0 to 1.")
         for name in ("launch_seconds", "copy_seconds"):
-            if not _is_number(getattr(self, name)) or not 0 <= getattr(self, name) < 1:
+            if not is_figure(getattr(self, name)) or not 0 <= getattr(self, name) < 1:
                 raise TargetError(f"Rates: {name}={getattr(self, name)!r}; expected seconds, 0 or some millionths.")
-        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
         curves = {dtype: dict(sorted(curve.items())) for dtype, curve in self.products.items()}
-        object.__setattr__(self, "products", MappingProxyType(curves))
-        object.__setattr__(self, "source", MappingProxyType(dict(self.source)))
-
-    def __hash__(self) -> int:
-        return hash((tuple(sorted(self.flops.items())), self.hbm_bytes_per_s, self.out_bytes_per_s, self.in_bytes_per_s))
+        for name, values in (("flops", self.flops), ("products", curves), ("source", self.source)):
+            object.__setattr__(self, name, MappingProxyType(dict(values)))
 
     @classmethod
     def of(cls, target: Target | str) -> Rates:
         """The rates of a target: measured on it, else from published measurements, else a share of the nominal rates.
 
-        `source` gives the origin of each figure. The rates of the CPU are assumed until `remat-jax calibrate` measures them,
-        and the CPU has no link.
+        The rates of the CPU are assumed until `remat-jax calibrate` measures them, and the CPU has no link.
 
         Raises:
             TargetError: the target has no rate for its operations or its memory.
@@ -131,18 +162,13 @@ class Rates:
         """
         described = target_named(target) if isinstance(target, str) else target
         if described.kind == "cpu" and not described.measured:
-            flops = {name: rate for name, rate in _CPU.items() if name != "hbm_bytes_per_s"}
             assumed = "assumed, as no figure is known; run remat-jax calibrate"
             source = {"flops": assumed, "hbm_bytes_per_s": assumed}
-            return cls(flops, _CPU["hbm_bytes_per_s"], source=source, assumed_dtypes=frozenset(flops))
+            return cls(_CPU_FLOPS, _CPU_BYTES, source=source, assumed_dtypes=frozenset(_CPU_FLOPS))
         return cls(**_figures(described))
 
     def flops_per_s(self, dtype: str) -> float:
-        """The rate for a dtype: its own, or the rate of its `fallback`.
-
-        Raises:
-            TargetError: neither dtype has a rate.
-        """
+        """The rate for a dtype: its own, or the rate of its `fallback`; `TargetError` without either."""
         return self.flops[self.fallback(dtype)]
 
     def fallback(self, dtype: str) -> str:
@@ -153,16 +179,15 @@ class Rates:
         """
         tried = [dtype]
         while tried[-1] not in self.flops:
-            following = _FALLBACK.get(tried[-1], "bfloat16" if tried[-1].startswith("float8") else None)
-            if following is None or following in tried:
-                # Two narrow types fall back on each other; float32 is the last resort.
-                following = "float32" if following is not None and "float32" not in tried else None
-            if following is None:
+            following = "bfloat16" if tried[-1].startswith("float8") else _FALLBACK.get(tried[-1], "")
+            # Two narrow types fall back on each other; float32 is the last resort.
+            untried = [each for each in (following, "float32") if each not in tried]
+            if not following or not untried:
                 raise TargetError(
                     f"dtype {dtype!r} has no rate, and neither have its fallbacks ({', '.join(tried[1:]) or 'none'}); the "
                     f"dtypes with a rate are {', '.join(sorted(self.flops))}. Add a rate to flops."
                 )
-            tried.append(following)
+            tried += untried[:1]
         return tried[-1]
 
     def seconds(self, flops: Mapping[str, float], size: float) -> float:
@@ -192,9 +217,9 @@ class Rates:
         ('flops', 'hbm_bytes_per_s')
         """
         used = {self.fallback(dtype) for dtype in dtypes}
-        names = ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", *LINKS, *LATENCIES)
-        found = [name for name in names if "assumed" in self.source.get(name, "")]
-        return ("flops", *found) if used & self.assumed_dtypes else tuple(found)
+        names = ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", *LINKS, *SECONDS)
+        assumed = [name for name in names if "assumed" in self.source.get(name, "")]
+        return ("flops", *assumed) if used & self.assumed_dtypes else tuple(assumed)
 
 
 def _between(curve: Mapping[int, float], size: float) -> float:
@@ -212,50 +237,49 @@ def _figures(target: Target) -> dict[str, Any]:
     """The arguments of `Rates` for a target with figures."""
     source: dict[str, str] = {}
 
-    def reached(name: str, otherwise: float | None, told: str) -> float | None:
+    def reached(name: str, otherwise: float | None, origin: str = "") -> float | None:
         if otherwise is not None:
             _check_rate(name, otherwise)
         for figures in (target.measured, target.reached):
             if name in figures:
-                said = figures["source"]
-                source[name] = str(said[name] if isinstance(said, Mapping) else said)
+                stated = figures["source"]
+                source[name] = str(stated[name] if isinstance(stated, Mapping) else stated)
                 return float(figures[name])
         if otherwise is not None:
-            source[name] = f"{told}assumed"
+            source[name] = f"{origin}assumed"
         return otherwise
 
     def of_nominal(name: str, nominal: float | None, share: float) -> float | None:
         return reached(name, None if nominal is None else nominal * share, f"nominal × {share}, ")
 
     link = target.host_link_bytes_per_s
-    figures_of_rates: dict[str, Any] = {
+    rates: dict[str, Any] = {
         "hbm_bytes_per_s": of_nominal("hbm_bytes_per_s", target.hbm_bytes_per_s, MEMORY_SHARE),
         "out_bytes_per_s": of_nominal("out_bytes_per_s", link, LINK_SHARE),
         "in_bytes_per_s": of_nominal("in_bytes_per_s", link, LINK_SHARE),
         "hidden_share": of_nominal("hidden_share", 1.0, HIDDEN_SHARE),
         "flops": _flops(target, source),
-        "launch_seconds": reached("launch_seconds", LAUNCH_SECONDS if target.kind == "gpu" else None, "") or 0.0,
-        "copy_seconds": reached("copy_seconds", COPY_SECONDS if link is not None else None, "") or 0.0,
+        "launch_seconds": reached("launch_seconds", LAUNCH_SECONDS if target.kind == "gpu" else None) or 0.0,
+        "copy_seconds": reached("copy_seconds", COPY_SECONDS if link is not None else None) or 0.0,
         "cores": target.core_count,
-        "products": {dtype: _curve(curve) for dtype, curve in target.measured.get("products", {}).items()},
+        "products": {
+            dtype: {int(size): float(rate) for size, rate in curve.items()}
+            for dtype, curve in target.measured.get("products", {}).items()
+        },
     }
     between = of_nominal("device_link_bytes_per_s", target.device_link_bytes_per_s, LINK_SHARE)
     if between is not None:
         network = of_nominal("network_bytes_per_s", target.network_bytes_per_s, LINK_SHARE)
-        times = reached("device_link_seconds", DEVICE_LINK_SECONDS, ""), reached("network_seconds", NETWORK_SECONDS, "")
-        figures_of_rates["links"] = Links(between, network, *(one or 0.0 for one in times))
-    if figures_of_rates["hbm_bytes_per_s"] is None or not figures_of_rates["flops"]:
-        lacks = "hbm_bytes_per_s" if figures_of_rates["hbm_bytes_per_s"] is None else "peak_flops"
+        device_seconds = reached("device_link_seconds", DEVICE_LINK_SECONDS) or 0.0
+        rates["links"] = Links(between, network, device_seconds, reached("network_seconds", NETWORK_SECONDS) or 0.0)
+    if rates["hbm_bytes_per_s"] is None or not rates["flops"]:
+        lacks = "hbm_bytes_per_s" if rates["hbm_bytes_per_s"] is None else "peak_flops"
         raise TargetError(
             f"target={target.name!r} has no {lacks}, so times cannot be estimated; state it in the file that describes the "
             "target, measure it with remat-jax calibrate, or pass rates=Rates(...)."
         )
-    stated = {*target.reached.get("flops", {}), *target.measured.get("flops", {})}
-    return {**figures_of_rates, "source": source, "assumed_dtypes": frozenset(figures_of_rates["flops"]) - stated}
-
-
-def _curve(rates: Mapping[str, float]) -> dict[int, float]:
-    return {int(size): float(rate) for size, rate in rates.items()}
+    stated_dtypes = {*target.reached.get("flops", {}), *target.measured.get("flops", {})}
+    return {**rates, "source": source, "assumed_dtypes": frozenset(rates["flops"]) - stated_dtypes}
 
 
 def _flops(target: Target, source: dict[str, str]) -> dict[str, float]:
@@ -272,11 +296,7 @@ def _flops(target: Target, source: dict[str, str]) -> dict[str, float]:
     return {**nominal, **published, **measured}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _check_rate(name: str, value: object) -> None:
     # An integer may be larger than any float.
-    if not _is_number(value) or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+    if not is_figure(value) or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise TargetError(f"Rates: {name}={value!r}; expected a positive number per second.")

@@ -1,24 +1,23 @@
-"""Targets: the hardware for which memory and time are computed, read from ``targets.toml``."""
+"""Targets: the hardware for which memory and time are computed; read from TOML tables, and written as such."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
 
 from remat_jax.errors import TargetError, nearest
-from remat_jax.hardware.checks import TABLE, checked_entry
-from remat_jax.hardware.describe import describe
+from remat_jax.hardware.entries import TABLE, checked_entry, compiler_description
 from remat_jax.reading import read_limited
 
 ATTACHED = "attached"
 ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "a100-80": "a100", "a100-sxm": "a100", "4090": "rtx4090"}
-_find_attached: list[Callable[[], str]] = []
 # "8xh100": GPUs; "8x8xh200": hosts, and GPUs in each.
 _SEVERAL = re.compile(r"(?:(?P<hosts>\d{1,6})x)?(?P<each>\d{1,6})x(?P<one>(?!\d+x).+)", re.DOTALL)
 MOST_BYTES = 2**16
@@ -29,9 +28,7 @@ MOST_LETTERS = 2_000
 
 @dataclass(frozen=True)
 class Target:
-    """A device in figures that do not depend on a program; None for an unknown figure.
-
-    All rates are nominal; programs reach less.
+    """A device in figures that do not depend on a program; None for an unknown figure. Rates are nominal; programs reach less.
 
     Attributes:
         name: the target's name, in lower case.
@@ -44,8 +41,7 @@ class Target:
         device_link_bytes_per_s: rate of the links to the other devices of the host, each way.
         network_bytes_per_s: rate of one device's share of the network between hosts, each way.
         peak_flops: FLOPs per second by dtype name, dense; ``tensorfloat32`` is float32 at reduced matmul precision.
-        compiler_description: the description with which XLA compiles for an absent target, a ``GpuTargetConfigProto`` as text;
-            None if XLA compiles for the machine it runs on.
+        compiler_description: XLA's description of an absent GPU, a ``GpuTargetConfigProto`` as text; None for the CPU.
         devices: the number of devices on all hosts together.
         hosts: the number of hosts, each with the same number of devices.
         device_kinds: JAX's names for the device (``device_kind``), the usual name first.
@@ -53,8 +49,7 @@ class Target:
         source: the origin of each figure, by attribute name.
         core_count: multiprocessors of a GPU.
         reached: the rates of published measurements, in the terms of ``Rates``, with a ``source`` for each figure.
-        measured: the rates measured on such a device, with one ``source``; they take precedence over ``reached``.
-            ``remat-jax calibrate`` writes them.
+        measured: the rates that ``remat-jax calibrate`` measured, with one ``source``; preferred to ``reached``.
 
     Raises:
         TargetError: there is no device or host, or the devices do not divide evenly among the hosts.
@@ -86,15 +81,13 @@ class Target:
                 f"target {self.name[:200]!r}: {self.devices} devices in {self.hosts} hosts; expected the same number in each "
                 "host"
             )
-        object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
-        object.__setattr__(self, "source", MappingProxyType(dict(self.source)))
-        object.__setattr__(self, "reached", MappingProxyType(dict(self.reached)))
-        object.__setattr__(self, "measured", MappingProxyType(dict(self.measured)))
+        for name in ("peak_flops", "source", "reached", "measured"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         object.__setattr__(self, "device_kinds", tuple(self.device_kinds))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only mapping cannot be pickled or copied, but targets go to the compile process.
-        return _rebuild, (self.to_dict(),)
+        return partial(Target, **self.to_dict()), ()
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as plain data for JSON.
@@ -102,7 +95,7 @@ class Target:
         >>> target("h200").to_dict()["devices"]
         1
         """
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
         return plain | {"device_kinds": list(self.device_kinds)}
 
@@ -125,23 +118,39 @@ def target(name: str) -> Target:
     path, colon, inside = wanted.rpartition(":")
     several = _SEVERAL.fullmatch(inside.lower())
     if several is not None and int(several["each"]) and int(several["hosts"] or 1):
-        hosts, one = int(several["hosts"] or 1), target(f"{path}{colon}{several['one']}")
-        return replace(one, name=inside.lower(), devices=hosts * int(several["each"]), hosts=hosts)
+        hosts, single = int(several["hosts"] or 1), target(f"{path}{colon}{several['one']}")
+        return replace(single, name=inside.lower(), devices=hosts * int(several["each"]), hosts=hosts)
     if wanted.lower() == ATTACHED:
         return _attached()
-    known = _read_file(path) if colon else _table()
-    found = known.get(inside.lower() if colon else ALIASES.get(inside.lower(), inside.lower())) or _called(inside, known)
-    if found is None:
+    table = _read_file(path) if colon else _table()
+    lower = inside.lower()
+    described = table.get(lower if colon else ALIASES.get(lower, lower)) or _of_kind(inside, table)
+    if described is None:
         where = f" of {path}" if colon else ""
-        hint = nearest(inside, known) if inside else ""
-        raise TargetError(f"target={name!r} is not a known target{where}; the names are {', '.join(known):.2000}.{hint}")
-    return found
+        hint = nearest(inside, table) if inside else ""
+        raise TargetError(f"target={name!r} is not a known target{where}; the names are {', '.join(table):.2000}.{hint}")
+    return described
 
 
-def _called(device_kind: str, known: Mapping[str, Target]) -> Target | None:
+def targets() -> tuple[str, ...]:
+    """The names of all targets, in the order of the table.
+
+    >>> targets()[:3]
+    ('cpu', 'h200', 'h100')
+    """
+    return tuple(_table())
+
+
+def _of_kind(device_kind: str, table: Mapping[str, Target]) -> Target | None:
     """The target with JAX's or the driver's name ``device_kind``."""
     wanted = device_kind.lower()
-    return next((one for one in known.values() if wanted in (kind.lower() for kind in one.device_kinds)), None)
+    return next((each for each in table.values() if wanted in map(str.lower, each.device_kinds)), None)
+
+
+# --- the attached GPU -------------------------------------------------------------------------------------------------
+
+
+_find_attached: list[Callable[[], str]] = []
 
 
 def find_attached_with(device_kind: Callable[[], str]) -> None:
@@ -158,23 +167,17 @@ def _attached() -> Target:
             f"target={ATTACHED!r} needs remat_jax.memory, which asks JAX for the attached device; import remat_jax"
         )
     kind = _find_attached[0]()
-    found = _called(kind, _table())
-    if found is None:
+    described = _of_kind(kind, _table())
+    if described is None:
         raise TargetError(
             f"target={ATTACHED!r}: the attached GPU is {kind!r}, but no table describes it; the names are "
             f"{', '.join(_table())}. Describe it in a file of your own, in the form of {TABLE}, and ask for "
             "path/to/file.toml:name."
         )
-    return replace(found, name=ATTACHED, attached=True)
+    return replace(described, name=ATTACHED, attached=True)
 
 
-def targets() -> tuple[str, ...]:
-    """The names of all targets, in the order of the table.
-
-    >>> targets()[:3]
-    ('cpu', 'h200', 'h100')
-    """
-    return tuple(_table())
+# --- tables of targets ------------------------------------------------------------------------------------------------
 
 
 def _read_file(path: str) -> dict[str, Target]:
@@ -188,16 +191,15 @@ def _read_file(path: str) -> dict[str, Target]:
 
 @cache
 def _table() -> dict[str, Target]:
-    return read_table(resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8"))
+    return read_table(_text_of_table())
+
+
+def _text_of_table() -> str:
+    return resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8")
 
 
 def read_table(text: str) -> dict[str, Target]:
-    """The targets that a TOML text describes, by name.
-
-    Raises:
-        TargetError: the text is no TOML, a line is very long, a key or kind is unknown or missing, a figure has no source or a
-            source no figure, or a value that should be a table is none.
-    """
+    """The targets that a TOML text describes, by name."""
     longest = max(map(len, text.splitlines()), default=0)
     if longest > MOST_LETTERS:
         raise TargetError(
@@ -207,15 +209,57 @@ def read_table(text: str) -> dict[str, Target]:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # an integer with thousands of digits is a ValueError
         raise TargetError(f"the TOML cannot be read: {error}. Give a file in the form of {TABLE}.") from error
-    return {name: _read_target(name, entry) for name, entry in tables.items()}
+    return {name: _read_target(name, given) for name, given in tables.items()}
 
 
 def _read_target(name: str, given: object) -> Target:
     facts = dict(checked_entry(name, given))
     compiler = facts.pop("compiler", None)
-    described = describe(facts, compiler, name) if compiler is not None else None
+    described = compiler_description(facts, compiler, name) if compiler is not None else None
     return Target(name=name, compiler_description=described, core_count=(compiler or {}).get("core_count"), **facts)
 
 
-def _rebuild(values: dict[str, Any]) -> Target:
-    return Target(**values)
+def entry(name: str) -> dict[str, Any]:
+    """The entry of a target in this package's table, as plain data.
+
+    >>> entry("h200")["memory_bytes"]
+    150754820096
+    """
+    entries: dict[str, dict[str, Any]] = tomllib.loads(_text_of_table())
+    if name not in entries:
+        raise TargetError(f"target={name!r} is not in the table; the names are {', '.join(entries)}")
+    return entries[name]
+
+
+def target_text(name: str, facts: Mapping[str, Any]) -> str:
+    """A target's entry as TOML, tables last. The text is read back once, so that a wrong entry is never written.
+
+    >>> print(target_text("mine", {"kind": "cpu", "description": "a CPU", "source": {}}))
+    [mine]
+    kind = "cpu"
+    description = "a CPU"
+    <BLANKLINE>
+    [mine.source]
+    <BLANKLINE>
+    """
+    text = "\n".join(_toml((name,), facts)) + "\n"
+    read_table(text)
+    return text
+
+
+def _toml(path: tuple[str, ...], values: Mapping[str, Any]) -> list[str]:
+    """The lines of a table and of the tables in it. JSON writes texts, numbers, booleans and lists as TOML does."""
+    lines = [f"[{'.'.join(map(_key, path))}]"]
+    lines += [
+        f"{_key(key)} = {json.dumps(value, ensure_ascii=False)}"
+        for key, value in values.items()
+        if not isinstance(value, Mapping)
+    ]
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            lines += ["", *_toml((*path, key), value)]
+    return lines
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)

@@ -78,14 +78,14 @@ def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...
     if sizes.timeline is None:
         return ()
     adviser = _Adviser(workload, sizes, sizes.timeline, products, devices)
-    made = [one for one in adviser.all() if one.bytes >= LEAST * sizes.device]
-    return tuple(sorted(made, key=lambda one: -one.bytes))
+    worth = [advice for advice in adviser.all() if advice.bytes >= LEAST * sizes.device]
+    return tuple(sorted(worth, key=lambda advice: -advice.bytes))
 
 
 def largest_advice(workload: Workload, sizes: Sizes, devices: int = 1) -> str | None:
     """The first of `advise` in a sentence, for a step that must become smaller; None if it saves less than 5 %."""
-    found = advise(workload, sizes, traced_products(workload), devices)
-    return f"Beyond the blocks: {found[0]}" if found and found[0].bytes >= SHOWN * sizes.device else None
+    advice = advise(workload, sizes, traced_products(workload), devices)
+    return f"Beyond the blocks: {advice[0]}" if advice and advice[0].bytes >= SHOWN * sizes.device else None
 
 
 class _Adviser:
@@ -100,8 +100,13 @@ class _Adviser:
 
     def all(self) -> Iterator[Advice]:
         """All possible advice, whatever its saving."""
-        yield from self._head()
-        yield from self._scores()
+        chunked = f"rj.in_chunks(head_loss, {CHUNKS}, axis=…), a head and its loss in {CHUNKS} chunks"
+        kernel = (
+            'jax.nn.dot_product_attention(q, k, v, implementation="cudnn"), or another kernel that makes no array of scores'
+        )
+        heads, scores = ([each for each in self.products if each.is_head is is_head] for is_head in (True, False))
+        yield from self._products(HEAD, "logits", heads, 1 / CHUNKS, chunked)
+        yield from self._products(SCORES, "attention scores", scores, 0, kernel)
         yield from self._state()
         yield from self._micro_batches()
         yield from self._donation()
@@ -110,28 +115,16 @@ class _Adviser:
     def _saved(self, share: Callable[[LiveBuffer], float]) -> int:
         return self.timeline.peak() - self.timeline.peak(share)
 
-    def _head(self) -> Iterator[Advice]:
-        heads = [one for one in self.products if one.is_head]
-        saved = self._saved(lambda one: 1 / CHUNKS if self._is_product(one, heads) else 1)
-        largest = max(heads, key=lambda one: one.elements, default=None)
-        if largest is not None:
-            how = f"rj.in_chunks(head_loss, {CHUNKS}, axis=…), a head and its loss in {CHUNKS} chunks"
-            yield Advice(HEAD, saved, how, self._why("logits", largest, heads))
-
-    def _scores(self) -> Iterator[Advice]:
-        scores = [one for one in self.products if not one.is_head]
-        saved = self._saved(lambda one: 0 if self._is_product(one, scores) else 1)
-        largest = max(scores, key=lambda one: one.elements, default=None)
-        if largest is not None:
-            how = (
-                'jax.nn.dot_product_attention(q, k, v, implementation="cudnn"), or another kernel that makes no array of scores'
-            )
-            yield Advice(SCORES, saved, how, self._why("attention scores", largest, scores))
-
-    def _why(self, what: str, product: SoftmaxProduct, products: list[SoftmaxProduct]) -> str:
-        held = sum(one.nbytes for one in self.sizes.live if self._is_product(one, products))
-        at = f" made at {product.source}" if product.source else ""
-        return f"{format_bytes(held)} at the peak are {what}, such as {list(product.shape)}{at}"
+    def _products(self, what: str, arrays: str, products: list[SoftmaxProduct], share: float, how: str) -> Iterator[Advice]:
+        """Advice to keep only a `share` of the results of `products`."""
+        if not products:
+            return
+        saved = self._saved(lambda buffer: share if self._is_product(buffer, products) else 1)
+        held = sum(buffer.nbytes for buffer in self.sizes.live if self._is_product(buffer, products))
+        largest = max(products, key=lambda product: product.elements)
+        at = f" made at {largest.source}" if largest.source else ""
+        why = f"{format_bytes(held)} at the peak are {arrays}, such as {list(largest.shape)}{at}"
+        yield Advice(what, saved, how, why)
 
     def _is_product(self, buffer: LiveBuffer, products: list[SoftmaxProduct]) -> bool:
         """Whether a buffer is the result of a product, or computed elementwise from the result."""
@@ -142,9 +135,9 @@ class _Adviser:
         if buffer.phase in ("argument", RESULT) or is_gradient or (buffer.phase == "other" and not is_unnamed):
             return False
         return any(
-            any(self._is_part(buffer, size) for size in (one.elements, one.read))
-            and (one.is_head or is_unnamed or _is_inside(buffer.module, one.path))
-            for one in products
+            (self._is_part(buffer, product.elements) or self._is_part(buffer, product.read))
+            and (product.is_head or is_unnamed or _is_inside(buffer.module, product.path))
+            for product in products
         )
 
     def _is_unnamed(self, buffer: LiveBuffer) -> bool:
@@ -154,14 +147,15 @@ class _Adviser:
 
     def _is_part(self, buffer: LiveBuffer, elements: int) -> bool:
         """Whether a buffer may be one device's part of an array with `elements` elements."""
-        own = _elements(buffer.shape)
-        return own > 0 and elements % own == 0 and self.devices % (elements // own) == 0
+        part = _elements(buffer.shape)
+        return part > 0 and elements % part == 0 and self.devices % (elements // part) == 0
 
     def _state(self) -> Iterator[Advice]:
         state = self.arguments.get("optimizer state")
         if state is None or isinstance(self.workload.optimizer, OffloadedOptimizer):
             return
-        without = self.timeline.peak(lambda one: 0 if one.phase == "argument" and one.module == "optimizer state" else 1)
+        is_state = ("argument", "optimizer state")
+        without = self.timeline.peak(lambda buffer: 0 if (buffer.phase, buffer.module) == is_state else 1)
         # The update streams the state: only a few of its arrays are on the device at once, beside parameters and gradients.
         streamed = 3 * max(map(device_bytes, jax.tree.leaves(state)), default=0)
         updating = sum(map(device_bytes, [*self.parameters.values(), self.arguments["parameters"]])) + streamed
@@ -172,10 +166,10 @@ class _Adviser:
     def _micro_batches(self) -> Iterator[Advice]:
         if not micro_batches_divide(self.workload, self.step.local_arguments):
             return
-        saved = self._saved(lambda one: 1 / MICRO_BATCHES if self._is_activation(one) else 1)
+        saved = self._saved(lambda buffer: 1 / MICRO_BATCHES if self._is_activation(buffer) else 1)
         trained = jax.tree.leaves(self.arguments.get("parameters", ()))
-        sums = sum(math.prod(one.shape) * max(4, compat.itemsize(one.dtype)) for one in trained)
-        held = sum(one.nbytes for one in self.sizes.live if self._is_activation(one))
+        sums = sum(math.prod(leaf.shape) * max(4, compat.itemsize(leaf.dtype)) for leaf in trained)
+        held = sum(buffer.nbytes for buffer in self.sizes.live if self._is_activation(buffer))
         why = (
             f"{format_bytes(held)} at the peak are activations; {MICRO_BATCHES} micro-batches halve them, and the sums of "
             f"gradients add {format_bytes(sums)}"
@@ -183,22 +177,22 @@ class _Adviser:
         yield Advice(MICRO, saved - sums, f"rj.accumulate_gradients(loss, {MICRO_BATCHES})", why)
 
     def _is_activation(self, buffer: LiveBuffer) -> bool:
-        is_made = buffer.phase in ("forward", "recomputed", "backward") or self._is_unnamed(buffer)
-        return is_made and _elements(buffer.shape) not in self._sizes_of_parameters
+        is_computed = buffer.phase in ("forward", "recomputed", "backward") or self._is_unnamed(buffer)
+        return is_computed and _elements(buffer.shape) not in self._sizes_of_parameters
 
     def _donation(self) -> Iterator[Advice]:
         undonated = undonated_arguments(self.workload)
         if not undonated:
             return
-        given = [self.step.local_arguments[place] for place in undonated]
-        twice = sum(map(device_bytes, given))
-        elements = {math.prod(leaf.shape) for leaf in jax.tree.leaves(given)}
+        arguments = [self.step.local_arguments[place] for place in undonated]
+        twice = sum(map(device_bytes, arguments))
+        elements = {math.prod(leaf.shape) for leaf in jax.tree.leaves(arguments)}
         # A result that is not written yet serves as scratch. With donation, that scratch is needed beside the arguments.
-        left = self.timeline.peak(lambda one: 0 if one.phase == RESULT and _elements(one.shape) in elements else 1)
+        left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
-        named = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]
+        names = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]
         why = (
-            f"the step returns {' and '.join(named)} with the shapes of its arguments, so that {format_bytes(twice)} exist "
+            f"the step returns {' and '.join(names)} with the shapes of its arguments, so that {format_bytes(twice)} exist "
             "twice"
         )
         yield Advice(DONATION, min(twice, self.sizes.device - left), how, why)
@@ -211,12 +205,11 @@ class _Adviser:
         state = self._state_follows()
 
         def share(buffer: LiveBuffer) -> float:
-            is_given = buffer.phase == "argument" and (
-                "parameters" in buffer.module or (state and buffer.module == "optimizer state")
-            )
+            if not buffer.shape.startswith("f32") or _elements(buffer.shape) not in elements:
+                return 1.0
+            is_narrowed = "parameters" in buffer.module or (state and buffer.module == "optimizer state")
             is_gradient = buffer.phase in ("backward", "other", RESULT)
-            is_wide = buffer.shape.startswith("f32") and _elements(buffer.shape) in elements
-            return 0.5 if is_wide and (is_given or is_gradient) else 1.0
+            return 0.5 if is_gradient or (buffer.phase == "argument" and is_narrowed) else 1.0
 
         how = "params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params); bfloat16 rounds small updates away"
         parts = ["parameters", "gradients", *(["optimizer's state"] if state else [])]
@@ -228,7 +221,7 @@ class _Adviser:
         if self.workload.optimizer is None or "parameters" not in self.arguments:
             return False
         trained = self.step.arguments[0]
-        narrow = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, jnp.bfloat16), trained)
+        narrow = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), trained)
         return device_bytes(result_structs(self.workload.optimizer.init, narrow)) < device_bytes(self.step.arguments[1])
 
 
@@ -238,7 +231,7 @@ def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -
         return False
     batch = jax.tree.leaves(local_arguments[len(local_arguments) - len(workload.batch) :])
     rows = {leaf.shape[0] if leaf.ndim else 0 for leaf in batch}
-    return len(rows) == 1 and all(one and one % MICRO_BATCHES == 0 for one in rows)
+    return len(rows) == 1 and all(count and count % MICRO_BATCHES == 0 for count in rows)
 
 
 def undonated_arguments(workload: Workload) -> tuple[int, ...]:
@@ -249,7 +242,7 @@ def undonated_arguments(workload: Workload) -> tuple[int, ...]:
         # the parameters' shapes but does not replace them.
         return () if workload.optimizer is None or step.donate_argnums else (0, 1)
     results = jax.eval_shape(step.function, *step.arguments)
-    returned = {_signature(one) for one in (results if isinstance(results, tuple | list) else (results,))}
+    returned = {_signature(result) for result in (results if isinstance(results, tuple | list) else (results,))}
     return tuple(
         place
         for place, argument in enumerate(step.arguments)
@@ -272,5 +265,5 @@ def _elements(shape: str) -> int:
     >>> _elements("bf16[2,8]"), _elements("(f32[2])")
     (16, 0)
     """
-    found = re.fullmatch(r"\w+\[([\d,]*)\]", shape)
-    return math.prod(int(one) for one in found[1].split(",") if one) if found else 0
+    match = re.fullmatch(r"\w+\[([\d,]*)\]", shape)
+    return math.prod(int(size) for size in match[1].split(",") if size) if match else 0

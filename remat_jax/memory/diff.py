@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import jax
 
 from remat_jax import compat
 from remat_jax.core.products import eqn_flops
+from remat_jax.core.walk import equations
 from remat_jax.cost import count
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.memory.report import MemoryReport
-from remat_jax.memory.residuals import Residual, ResidualTable, residuals
+from remat_jax.memory.residuals import SHOWN_ROWS, Residual, ResidualTable, described, residuals
 from remat_jax.policy import Action, as_block_policy, is_off
 from remat_jax.report.stacked import merged_layers
 from remat_jax.report.tables import format_bytes, format_flops, render, table
@@ -26,21 +27,15 @@ NOT_KEPT = "not kept"
 _RECOMPUTED = "rematted_computation"
 """JAX's scope of the computation that a backward pass repeats."""
 
-_SHOWN = 40
-"""Rows of a printed table; `to_dict` has them all."""
-
 _KEPT = (Action.SAVE.value, Action.OFFLOAD.value)
 
 
 @dataclass(frozen=True)
 class Move:
-    """A residual with different actions under the two policies.
+    """A residual with different actions under the two policies; `bytes` is the size of all `count` arrays.
 
-    Attributes:
-      name, shape, dtype, count: as in the table of residuals.
-      bytes: the size of all `count` arrays.
-      before, after: `save`, `offload`, `recompute`, or `not kept`: the backward pass does not read the array if everything is
-        kept, such as the output of a product whose activation is kept.
+    An action may be `not kept`: if everything is kept, the backward pass does not read the array, such as the output of a
+    product whose activation is kept.
     """
 
     name: str
@@ -71,8 +66,7 @@ class PolicyDiff:
       moves: the residuals whose action changes, the largest first.
       recompute_flops: (before, after): the FLOPs of the matrix products that a step recomputes, without products inside
         kernels. None if a loop of unknown length has products.
-      recomputed: the same by module path, with layers that differ in a number joined. The paths are those of the products, not
-        of the residuals.
+      recomputed: the same by the products' module paths, with layers that differ in a number joined.
     """
 
     before: MemoryReport
@@ -124,15 +118,13 @@ class PolicyDiff:
         merged = _layers_together(self.moves)
         rows = [
             (
-                move.name + (f" ×{move.count}" if move.count > 1 else ""),
-                "×".join(map(str, move.shape)) or "scalar",
-                move.dtype,
+                *described(move),
                 format_bytes(move.bytes),
                 f"{move.before} → {move.after}",
                 _signed(move.device_bytes),
                 _signed(move.host_bytes),
             )
-            for move in merged[:_SHOWN]
+            for move in merged[:SHOWN_ROWS]
         ]
         title = f"Residuals that move: {self.before.policy} → {self.after.policy}"
         columns = ("residual", "shape", "dtype", "size", "action", "device", "host")
@@ -157,13 +149,17 @@ class PolicyDiff:
         return table("FLOPs of recomputed products", columns, rows) if rows else None
 
     def _totals(self) -> Any:
-        rows = [
-            _total("residuals on the device", self.before.residual_device_bytes, self.after.residual_device_bytes),
-            _total("residuals in host memory", self.before.residual_host_bytes, self.after.residual_host_bytes),
-            _total("compiled: device memory", self.before.device_bytes, self.after.device_bytes),
-            _total("compiled: temp", self.before.temp_bytes, self.after.temp_bytes),
-            _total("compiled: host memory", self.before.host_bytes, self.after.host_bytes),
-        ]
+        figures = {
+            "residuals on the device": "residual_device_bytes",
+            "residuals in host memory": "residual_host_bytes",
+            "compiled: device memory": "device_bytes",
+            "compiled: temp": "temp_bytes",
+            "compiled: host memory": "host_bytes",
+        }
+        rows = []
+        for name, figure in figures.items():
+            first, second = getattr(self.before, figure) or 0, getattr(self.after, figure) or 0
+            rows.append((name, format_bytes(first), format_bytes(second), _signed(second - first)))
         if self.recompute_flops is not None:
             first, second = self.recompute_flops
             rows.append(
@@ -185,15 +181,8 @@ def compare_policies(
     """The change from the policy `before` to `after`: the residuals that move, and the change of memory and FLOPs.
 
     The bytes of residuals are from JAX's own linearisation (`residuals`), device and host memory from the compiled step
-    (`measure`), FLOPs from the matrix products in the recomputed part of the step's jaxpr.
-
-    Args:
-      before, after: policies, their names or texts.
-      memory_limit: XLA's memory limit, as for `measure`.
-
-    Raises:
-      UnsupportedError: the workload was made by `Workload.from_step`.
-      PolicyError, BlockError, NoEffectError, TargetError, CompileError: as `measure` raises them.
+    (`measure`), FLOPs from the matrix products in the recomputed part of the step's jaxpr. Errors are those of `measure`;
+    `UnsupportedError` for a workload made by `Workload.from_step`.
 
     >>> import jax.numpy as jnp, flax.linen as nn
     >>> class Block(nn.Module):
@@ -226,14 +215,11 @@ def _table(workload: Workload, policy: Any) -> ResidualTable:
 
 def _moves(before: ResidualTable, after: ResidualTable) -> tuple[Move, ...]:
     """The residuals whose action changes; a name whose arrays have several actions has a row for each."""
-    tables = [{(row.name, row.shape, row.dtype, row.action): row for row in side} for side in (before, after)]
-    names = dict.fromkeys(key[:3] for rows in tables for key in rows)
-    moves = []
-    for name in names:
-        first, second = (
-            [rows[*name, action] for action in (*_KEPT, "recompute") if (*name, action) in rows] for rows in tables
-        )
-        moves += _moved(first, second)
+    by_name: dict[Any, tuple[list[Residual], list[Residual]]] = {}
+    for side, rows in enumerate((before, after)):
+        for row in rows:
+            by_name.setdefault((row.name, row.shape, row.dtype), ([], []))[side].append(row)
+    moves = [move for sides in by_name.values() for move in _moved(*sides)]
     return tuple(sorted(moves, key=lambda move: (-move.bytes, move.name)))
 
 
@@ -241,17 +227,12 @@ def _moved(before: list[Residual], after: list[Residual]) -> list[Move]:
     """The moves of one name: kept rows are paired in order, and a side without a row counts as recomputed or not kept."""
     if {(row.action, row.bytes) for row in before} == {(row.action, row.bytes) for row in after}:
         return []
-    sides = [[row for row in side if row.action in _KEPT] for side in (before, after)]
-    if not any(sides):
-        return []
-    rest = [next((row.action for row in side if row.action not in _KEPT), NOT_KEPT) for side in (before, after)]
-    pairs = max(map(len, sides))
     moves = []
-    for index in range(pairs):
-        first, second = (side[index] if index < len(side) else None for side in sides)
+    kept = [[row for row in side if row.action in _KEPT] for side in (before, after)]
+    rest = [next((row.action for row in side if row.action not in _KEPT), NOT_KEPT) for side in (before, after)]
+    for first, second in zip_longest(*kept):
         row = second or first
-        assert row is not None
-        actions = [side.action if side else other for side, other in zip((first, second), rest, strict=True)]
+        actions = (first.action if first else rest[0]), (second.action if second else rest[1])
         if actions[0] != actions[1]:
             moves.append(Move(row.name, row.shape, row.dtype, row.count, row.bytes, *actions))
     return moves
@@ -273,23 +254,15 @@ def _recomputed(workload: Workload, *policies: Any) -> dict[str, tuple[int, ...]
     """The FLOPs of the products that a step recomputes under each policy, by module; None if they cannot be counted."""
     steps = [workload.step(policy) for policy in policies]
     jaxprs = [compat.dce(jax.make_jaxpr(step.function)(*step.arguments)) for step in steps]
-    paths: dict[str, None] = {}
-
-    def note(eqn: Any) -> int:
-        path = _recomputed_path(eqn)
-        if path is not None and eqn_flops(eqn):
-            paths[path] = None
-        return 0
-
-    for jaxpr in jaxprs:
-        count.count(jaxpr, note)
+    products = (eqn for jaxpr in jaxprs for eqn in equations(jaxpr) if eqn_flops(eqn))
+    paths = dict.fromkeys(path for eqn in products if (path := _recomputed_path(eqn)) is not None)
     merged = dict(zip(paths, merged_layers(paths), strict=True))
 
-    def of(module: str) -> Callable[[Any], int]:
-        return lambda eqn: eqn_flops(eqn) if merged.get(_recomputed_path(eqn) or "") == module else 0
+    def flops_of(module: str, jaxpr: Any) -> int:
+        return count.count(jaxpr, lambda eqn: eqn_flops(eqn) if merged.get(_recomputed_path(eqn) or "") == module else 0)
 
     try:
-        flops = {module: tuple(count.count(jaxpr, of(module)) for jaxpr in jaxprs) for module in dict.fromkeys(merged.values())}
+        flops = {module: tuple(flops_of(module, jaxpr) for jaxpr in jaxprs) for module in dict.fromkeys(merged.values())}
     except UnsupportedError:
         return None
     return dict(sorted(flops.items(), key=lambda entry: (-max(entry[1]), entry[0])))
@@ -302,11 +275,6 @@ def _recomputed_path(eqn: Any) -> str | None:
         return None
     # A lifted module opens its scope again: `layers.body/layers/ffn`.
     return "/".join(part for part in scopes[scopes.index(_RECOMPUTED) + 1 :] if "." not in part) or "(no module)"
-
-
-def _total(name: str, before: int | None, after: int | None) -> tuple[str, str, str, str]:
-    first, second = before or 0, after or 0
-    return name, format_bytes(first), format_bytes(second), _signed(second - first)
 
 
 def _signed(n: int) -> str:

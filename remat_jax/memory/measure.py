@@ -20,7 +20,7 @@ from remat_jax.memory.advice import advise, traced_products
 from remat_jax.memory.compile.attached import measured_peak
 from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.compile.devices import check_devices, host_shortage
-from remat_jax.memory.compile.limit import limit_bytes
+from remat_jax.memory.compile.options import limit_bytes
 from remat_jax.memory.compile.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
@@ -42,30 +42,27 @@ def measure(
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed or used.
 
     The compiler runs in its own process. If the policy offloads, or `replan` offloads in the loss, a second step with `save`
-    for `offload` is compiled too: the receipt reports the device memory that the offload saves. Results are cached on the
-    workload object, and programs compiled for a GPU also on disk (`remat_jax.memory.compile.cache`).
+    for `offload` is compiled too, for the receipt. Results are cached on the workload object, and programs compiled for a GPU
+    also on disk (`remat_jax.memory.compile.cache`).
 
-    A workload with a mesh needs a target with as many devices (`"8x8xh200"`); the report is for one device.
-
-    On the target `"attached"`, the GPU of this machine, the step also runs once, on random numbers, in its own process.
-    `measured_peak_bytes` is the allocator's peak of that run.
+    A workload with a mesh needs a target with as many devices (`"8x8xh200"`); the report is for one device. On the target
+    `"attached"`, the GPU of this machine, the step also runs once, on random numbers: `measured_peak_bytes` is its peak.
 
     Args:
       policy: a policy, its name or text, a JAX policy object, policies by layer, or a mapping from block to any of these.
       target: the name of a target (`"cpu"`, `"h200"`, `"attached"`) or a `Target`.
       timeout: seconds for compiling, and again for each run.
       memory_limit: a device memory limit for XLA, written like a budget: bytes, a text (`"40GiB"`, `"80%"`) or a share (0.8).
-        XLA schedules for the limit and rematerialises by itself to meet it, but the step may still need more. Run the step
-        with `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, 76 % of the device's
-        memory; a larger limit has no effect.
+        XLA rematerialises by itself to meet it, but the step may still need more. Run the step with
+        `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, 76 % of the device's memory; a
+        larger limit has no effect.
 
     Raises:
       TargetError: the target is unknown, or no GPU is attached.
-      ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is not an amount of
-        the target's memory; or the target is a CPU, which has no such limit.
-      UnsupportedError: the target has several devices, but the workload has no mesh.
+      ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is no amount of the
+        target's memory, or the target is a CPU, which has no such limit.
+      UnsupportedError: the target has several devices, but the workload has no mesh; or its compiler is not installed.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
-      UnsupportedError: the target's compiler is not installed.
       PolicyError, BlockError, NoEffectError: the policy is invalid, or has no effect on this workload.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
@@ -95,13 +92,14 @@ def measure_many(
     limit = limit_bytes(memory_limit, described)
     check_devices(workload, described)
     check_timeout(timeout)
-    known = _known.setdefault(workload, {})
-    settings = (described.name, described.to_dict().__repr__(), compat.trace_settings(), compat.xla_flags(), limit)
-    keys = [(_hashable(policy), settings) for policy in policies]
-    new = {key: policy for key, policy in zip(keys, policies, strict=True) if key not in known}
-    reports = _measured(workload, list(new.values()), described, timeout, on_done, limit)
-    known.update(zip(new, reports, strict=True))
-    return [known[key] for key in keys]
+    cached = _reports.setdefault(workload, {})
+    settings = (described.name, repr(described.to_dict()), compat.trace_settings(), compat.xla_flags(), limit)
+    checked = [_checked(policy) for policy in policies]
+    new = [policy for policy in dict.fromkeys(checked) if (policy, settings) not in cached]
+    if new:
+        reports = _measured(workload, new, described, timeout, on_done, limit)
+        cached.update(zip(((policy, settings) for policy in new), reports, strict=True))
+    return [cached[policy, settings] for policy in checked]
 
 
 def check_timeout(timeout: float) -> None:
@@ -111,12 +109,20 @@ def check_timeout(timeout: float) -> None:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds, at most {threading.TIMEOUT_MAX:.3g}")
 
 
-_known: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref.WeakKeyDictionary()
+_reports: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref.WeakKeyDictionary()
 
 
-def _hashable(policy: Any) -> Any:
+@dataclass(frozen=True)
+class _NothingOffloaded:
+    """A policy, on a loss whose `replan` offloads, without that offload."""
+
+    policy: Any
+
+
+def _checked(policy: Any) -> Any:
+    """A policy that can be hashed: a mapping from block to policy as its items."""
     if isinstance(policy, dict):
-        return tuple((block, as_block_policy(one)) for block, one in policy.items())
+        return tuple((block, as_block_policy(of_block)) for block, of_block in policy.items())
     return as_block_policy(policy)
 
 
@@ -128,56 +134,35 @@ def _measured(
     on_done: Callable[[str], None] | None,
     limit: int | None,
 ) -> list[MemoryReport]:
-    if not policies:
-        return []
-    asked = [_Asked.of(policy, workload) for policy in policies]
-    keys = _keys([policy for one in asked for policy in (one.policy, one.without_offload) if policy is not None])
-    programs = [export_step(key, _step(workload, policy), described) for policy, key in keys.items()]
+    baselines = [_baseline(workload, policy) for policy in policies]
+    keys = _keys([each for pair in zip(policies, baselines, strict=True) for each in pair if each is not None])
+    programs = {key: export_step(key, _step(workload, policy), described) for policy, key in keys.items()}
     with ThreadPoolExecutor(1) as pool, Children() as children:
         options: dict[str, Any] = {"timeout": timeout, "memory_limit": limit, "on_done": on_done, "children": children}
-        compiling = pool.submit(compile_programs, programs, described, **options)
+        compiling = pool.submit(compile_programs, list(programs.values()), described, **options)
         # Trace the losses while the steps are compiled.
-        tables = [_residuals(workload, one.policy) for one in asked]
+        tables = [_residuals(workload, policy) for policy in policies]
         products = traced_products(workload) if described.kind == "gpu" else ()
         sizes = {policy: compiling.result()[key] for policy, key in keys.items()}
-    reports = [
-        replace(
-            _report(workload, one, table, described, sizes, limit),
-            advice=advise(workload, sizes[one.policy], products, described.devices),
-        )
-        for one, table in zip(asked, tables, strict=True)
-    ]
+    reports = []
+    for policy, baseline, table in zip(policies, baselines, tables, strict=True):
+        without = None if baseline is None else sizes[baseline]
+        report = _report(workload, policy, table, described, sizes[policy], without)
+        advice = advise(workload, sizes[policy], products, described.devices)
+        reports.append(replace(report, memory_limit=limit, advice=advice))
     if not described.attached:
         return reports
-    by_key = {one.key: one for one in programs}
-    peaks = [measured_peak(by_key[keys[one.policy]], timeout, sizes[one.policy].limit_options) for one in asked]
+    peaks = [measured_peak(programs[keys[policy]], timeout, sizes[policy].limit_options) for policy in policies]
     return [replace(report, measured_peak_bytes=peak) for report, peak in zip(reports, peaks, strict=True)]
 
 
-@dataclass(frozen=True)
-class _NothingOffloaded:
-    """A policy, on a loss whose `replan` offloads, without that offload."""
-
-    policy: Any
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A measured policy and its baseline; a mapping from block to policy is stored as its items."""
-
-    policy: Any
-    without_offload: Any
-
-    @classmethod
-    def of(cls, policy: Any, workload: Workload) -> _Asked:
-        if not isinstance(policy, dict):
-            checked = as_block_policy(policy)
-            if not _offloads(checked) and _without_replanned_offload(workload) is not None:
-                return cls(checked, _NothingOffloaded(checked))
-            return cls(checked, _saving(checked) if _offloads(checked) else None)
-        entries = tuple((block, as_block_policy(one)) for block, one in policy.items())
-        saving = tuple((block, _saving(one) if _offloads(one) else one) for block, one in entries)
-        return cls(entries, saving if saving != entries else None)
+def _baseline(workload: Workload, policy: Any) -> Any:
+    """The policy, or the policy and loss, with `save` for `offload`; None if nothing is offloaded."""
+    saving = tuple((block, _saving(of_block)) for block, of_block in policy) if isinstance(policy, tuple) else _saving(policy)
+    if saving != policy:
+        return saving
+    replanned = not isinstance(policy, tuple) and _without_replanned_offload(workload) is not None
+    return _NothingOffloaded(policy) if replanned else None
 
 
 def _step(workload: Workload, policy: Any) -> TrainingStep:
@@ -190,10 +175,10 @@ def _step(workload: Workload, policy: Any) -> TrainingStep:
 
 def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
     """The loss replanned with `save` for `offload`; None if `replan` offloads nothing in it."""
-    made = replanned_from(workload.own_loss) if workload.own_loss is not None else None
-    if made is None or not _offloads(made[1]):
+    replanned = replanned_from(workload.own_loss) if workload.own_loss is not None else None
+    if replanned is None or not _offloads(replanned[1]):
         return None
-    fn, policy = made
+    fn, policy = replanned
     return replan(fn, _saving(policy))
 
 
@@ -216,7 +201,7 @@ def _keys(policies: Sequence[Any]) -> dict[Any, str]:
     for policy in policies:
         if policy not in texts:
             text = _text(policy)
-            alike = sum(one == text or one.startswith(f"{text} (") for one in texts.values())
+            alike = sum(other == text or other.startswith(f"{text} (") for other in texts.values())
             texts[policy] = f"{text} ({alike + 1})" if alike else text
     return texts
 
@@ -225,17 +210,17 @@ def _offloads(policy: Any) -> bool:
     return isinstance(policy, Policy | LayerPolicies) and policy.offloads
 
 
-def _saving(policy: Any) -> Policy | LayerPolicies:
+def _saving(policy: Any) -> Any:
     """`policy` with its offloaded residuals saved; an offloaded input is kept, as `recompute` keeps it."""
+    if not _offloads(policy):
+        return policy
     if isinstance(policy, LayerPolicies):
-        return policy.map(lambda one: _saving(one) if one.offloads else one)  # type: ignore[arg-type,return-value]
+        return policy.map(_saving)
     rules: list[PolicyRule] = []
     for rule in policy.rules:
         if rule.action is not Action.OFFLOAD:
             rules.append(rule)
-            continue
-        saved = tuple(selector for selector in rule.selectors if selector != "@inputs")
-        if saved:
+        elif saved := tuple(selector for selector in rule.selectors if selector != "@inputs"):
             rules.append(PolicyRule(Action.SAVE, saved))
     return Policy(tuple(rules))
 
@@ -244,7 +229,7 @@ def _text(policy: Any) -> str:
     if isinstance(policy, _NothingOffloaded):
         return f"{_text(policy.policy)}, nothing offloaded"
     if isinstance(policy, tuple):
-        return ", ".join(f"{getattr(block, '__name__', block)}: {_text(one)}" for block, one in policy)
+        return ", ".join(f"{getattr(block, '__name__', block)}: {_text(of_block)}" for block, of_block in policy)
     if isinstance(policy, LayerPolicies):
         return str(policy)
     if isinstance(policy, Policy):
@@ -253,52 +238,42 @@ def _text(policy: Any) -> str:
 
 
 def _report(
-    workload: Workload,
-    asked: _Asked,
-    kept: ResidualTable | None,
-    target: Target,
-    sizes: dict[Any, Sizes],
-    limit: int | None,
+    workload: Workload, policy: Any, kept: ResidualTable | None, target: Target, sizes: Sizes, baseline: Sizes | None
 ) -> MemoryReport:
-    found = sizes[asked.policy]
-    report = MemoryReport(
+    time = sizes.time
+    offers = baseline is not None or (kept is not None and kept.host_bytes > 0) or is_miscompiled(sizes)
+    return MemoryReport(
         workload=workload.name,
-        policy=workload.policy_text(_text(asked.policy)),
+        policy=workload.policy_text(_text(policy)),
         target=target.name,
-        device_bytes=found.device,
-        temp_bytes=found.temp,
-        host_bytes=found.host,
-        argument_bytes=found.argument,
-        output_bytes=found.output,
-        alias_bytes=found.alias,
+        device_bytes=sizes.device,
+        temp_bytes=sizes.temp,
+        host_bytes=sizes.host,
+        argument_bytes=sizes.argument,
+        output_bytes=sizes.output,
+        alias_bytes=sizes.alias,
         residual_device_bytes=kept.device_bytes if kept else None,
         residual_host_bytes=kept.host_bytes if kept else None,
-        receipt=None,
-        live=found.live,
+        receipt=_receipt(sizes, baseline, kept, target) if offers else None,
+        live=sizes.live,
         measured_peak_bytes=None,
         jax_version=jax.__version__,
-        overlap=found.overlap,
+        overlap=sizes.overlap,
         devices=target.devices,
         hosts=target.hosts,
-        collectives=found.collectives,
-        host_warning=host_shortage(found.host, target),
-        compiler_warning=UNTILED if found.untiled else None,
+        collectives=sizes.collectives,
+        host_warning=host_shortage(sizes.host, target),
+        compiler_warning=UNTILED if sizes.untiled else None,
         policy_warning=kept.warning if kept else None,
-        memory_limit=limit,
-        compiler_options=found.limit_options,
-        seconds=found.seconds,
-        no_time=found.no_time,
-        compute_seconds=None if found.time is None else found.time.compute_seconds,
-        exchanges=None if found.time is None or not found.time.exchanges.count else found.time.exchanges,
-        untimed=() if found.time is None else found.time.untimed,
-        assumed_rates=() if found.time is None else found.time.assumed,
-        replaced_checkpoints=0 if is_off(asked.policy) else workload.replaced_checkpoints,
+        compiler_options=sizes.limit_options,
+        seconds=sizes.seconds,
+        no_time=sizes.no_time,
+        compute_seconds=time.compute_seconds if time else None,
+        exchanges=time.exchanges if time and time.exchanges.count else None,
+        untimed=time.untimed if time else (),
+        assumed_rates=time.assumed if time else (),
+        replaced_checkpoints=0 if is_off(policy) else workload.replaced_checkpoints,
     )
-    offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
-    if not offers and not is_miscompiled(found):
-        return report
-    baseline = sizes[asked.without_offload] if asked.without_offload is not None else None
-    return replace(report, receipt=_receipt(found, baseline, kept, target))
 
 
 UNTILED = (
@@ -325,18 +300,18 @@ def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
     if target.kind == "cpu":
         warnings.append("a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU target")
     else:
-        there = sizes.host_temp * target.devices
-        if offered is not None and there < offered:
-            warnings.append(f"only {there} of {offered} offered bytes are in host memory")
+        on_host = sizes.host_temp * target.devices
+        if offered is not None and on_host < offered:
+            warnings.append(f"only {on_host} of {offered} offered bytes are in host memory")
         if returned is not None and returned <= 0:
             warnings.append(
                 f"offload frees no device memory: the step needs {-returned} bytes more than with the offloaded arrays saved "
                 "on the device"
             )
         if is_miscompiled(sizes):
-            seen = "as the compiled step shows" if sizes.miscompiled else "and this step's copies could not be checked"
+            evidence = "as the compiled step shows" if sizes.miscompiled else "and this step's copies could not be checked"
             warnings.append(
-                f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {seen}: gradients are silently wrong "
+                f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {evidence}: gradients are silently wrong "
                 "(openxla/xla#46231). The memory is right. Before running it use JAX 0.11.1 or later, unroll the layers, or "
                 "start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
             )

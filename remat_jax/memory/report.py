@@ -10,11 +10,8 @@ from remat_jax.memory.advice import SHOWN, Advice
 from remat_jax.memory.hlo.collectives import Collective, executed
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
-from remat_jax.memory.residuals import SharedInput
+from remat_jax.memory.residuals import SHOWN_SHARED, SharedInput
 from remat_jax.report.tables import format_bytes, format_estimate, format_seconds, render, table
-
-_SHOWN_SHARED = 3
-"""The most shared inputs in a printed report."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +23,9 @@ class Receipt:
       host_bytes: the bytes of the compiled step in host memory.
       returned_bytes: the device memory saved against the same policy with `save` for `offload` (an offloaded input stays on
         the device); None if that step was not compiled.
-      warnings: failures of the offload, in words; empty if there are none. On a mesh, a replicated residual counts once for
-        each device in host memory, so another missing residual may go undetected.
-      shared: the inputs that the policy offloads but that stay on the device, because several blocks read them. They do not
-        count in `offered_bytes`.
+      warnings: failures of the offload, in words. On a mesh, a replicated residual counts once for each device in host memory,
+        so another missing residual may go undetected.
+      shared: the offloaded inputs that stay on the device, because several blocks read them; not in `offered_bytes`.
     """
 
     offered_bytes: int | None
@@ -43,8 +39,7 @@ class Receipt:
 class MemoryReport:
     """The memory of one training step under one policy, as compiled for one target, in bytes.
 
-    On a mesh all figures are of one device, except those of residuals and `offered_bytes`: these are counted in the traced
-    program, for all devices together.
+    On a mesh all figures are of one device, except residuals and `offered_bytes`, which are of all devices together.
 
     Attributes:
       workload, policy, target: the arguments of the measurement.
@@ -57,28 +52,24 @@ class MemoryReport:
       live: the device buffers alive at the peak, the largest first; empty for the target `cpu`.
       measured_peak_bytes: the allocator's peak on an attached device; None elsewhere.
       jax_version: the JAX version that compiled the step.
-      overlap: how far compute covers the copies to and from the host in the compiled schedule; None if nothing is copied, or
-        the target's rates are unknown.
+      overlap: how far compute covers the copies to and from the host; None if nothing is copied, or a rate is unknown.
       devices, hosts: the number of devices among which the step is partitioned, and the number of their hosts.
       collectives: the data exchanged between devices in one step, by kind and phase; None for one device, and the target `cpu`.
       host_warning: a warning that the hosts have too little memory; None if they have enough, or it is unknown.
-      policy_warning: a warning that the policy has no effect, because the model has its own checkpoints around the blocks;
-        else None.
+      policy_warning: a warning that the model's own checkpoints overrule the policy; else None.
       compiler_warning: what the compiler could not do without a GPU, and the effect on the figures; None if nothing.
       replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced, those of a
         scanned block counted once.
       memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
-      compiler_options: the limit for the step: `jax.jit(step, compiler_options=report.compiler_options)`. Empty if no limit was
-        given, or XLA's own is lower.
-      seconds: the estimated time of the step: its compiled schedule, simulated at the rates that programs reach on the target,
-        with copies to and from the host and collectives. None for the target `cpu`, and if a rate is unknown.
+      compiler_options: the limit as `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's own is lower.
+      seconds: the estimated time of the step: its compiled schedule, with copies and collectives, simulated at the rates that
+        programs reach on the target. None for the target `cpu`, and if a rate is unknown.
       no_time: why `seconds` is None, in words; empty if it is not None.
       compute_seconds: the part of `seconds` in which compute runs; the rest is waiting for copies and collectives.
       exchanges: the collectives in the schedule, in the terms of `overlap`; None if there are none.
       untimed: kernels with unknown operations (custom calls): only their bytes count.
       assumed_rates: the rates that were not measured on such a device, by their names in `Rates`.
-      advice: changes beyond the policy that would each save at least 2 % of `device_bytes`, the largest first; empty for the
-        target `cpu`.
+      advice: changes beyond the policy that each save at least 2 % of `device_bytes`; empty for the target `cpu`.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -128,10 +119,7 @@ class MemoryReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """All warnings: on the policy, the offload, the hosts' memory, the compiler and the time.
-
-        A missing time on the CPU is no warning, because no step has a time there.
-        """
+        """All warnings. A missing time on the CPU is none, because no step has a time there."""
         offload = self.receipt.warnings if self.receipt else ()
         no_time = f"no step time: {self.no_time}" if self.no_time and self.target != "cpu" else ""
         return tuple(filter(None, (self.policy_warning, *offload, self.host_warning, self.compiler_warning, no_time)))
@@ -143,27 +131,24 @@ class MemoryReport:
 
     @property
     def exchanged_bytes(self) -> int:
-        """The live bytes at the peak that a collective reads or writes: gathered parameters, gradients before their sum.
-
-        The step's arguments do not count, nor do copies and transposes of such a buffer.
-        """
-        return sum(one.nbytes for one in self.live if one.collective and one.phase != "argument")
+        """The live bytes at the peak that a collective reads or writes, without the step's arguments, copies and transposes."""
+        return sum(buffer.nbytes for buffer in self.live if buffer.collective and buffer.phase != "argument")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
-        overlap = self.overlap.to_dict() if self.overlap else None
-        more = {"overlap": overlap, "host_bytes_per_host": self.host_bytes_per_host, "exchanged_bytes": self.exchanged_bytes}
-        more |= {"exchanges": self.exchanges.to_dict() if self.exchanges else None}
-        listed = {name: [asdict(one) for one in getattr(self, name)] for name in ("live", "advice")}
+        computed = {"host_bytes_per_host": self.host_bytes_per_host, "exchanged_bytes": self.exchanged_bytes}
+        timed = {"overlap": self.overlap and self.overlap.to_dict(), "exchanges": self.exchanges and self.exchanges.to_dict()}
+        listed = {name: [asdict(each) for each in getattr(self, name)] for name in ("live", "advice")}
         listed |= {name: list(getattr(self, name)) for name in ("untimed", "assumed_rates")}
-        return asdict(self) | listed | more
+        return asdict(self) | listed | timed | computed
 
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
         """Live bytes at the peak: (module path, phase) → bytes, the largest first."""
         parts: dict[tuple[str, str], int] = {}
-        for one in self.live:
-            parts[one.module, one.phase] = parts.get((one.module, one.phase), 0) + one.nbytes
+        for buffer in self.live:
+            key = buffer.module, buffer.phase
+            parts[key] = parts.get(key, 0) + buffer.nbytes
         return dict(sorted(parts.items(), key=lambda entry: -entry[1]))
 
     def live_table(self, rows: int = 20) -> Any:
@@ -172,51 +157,64 @@ class MemoryReport:
         lines = [(module or "(elsewhere)", phase, format_bytes(nbytes)) for (module, phase), nbytes in parts[:rows]]
         if len(parts) > rows:
             lines.append((f"{len(parts) - rows} more", "", format_bytes(sum(nbytes for _, nbytes in parts[rows:]))))
-        total = format_bytes(sum(one.nbytes for one in self.live))
+        total = format_bytes(sum(nbytes for _, nbytes in parts))
         title = f"On the device at the peak: {self.policy} on {self.target}, {total}"
         return table(title, ("module", "phase", "bytes"), lines)
 
     def __rich__(self) -> Any:
-        names = ("device_bytes", "temp_bytes", "host_bytes", "argument_bytes", "output_bytes", "alias_bytes")
-        more = ("residual_device_bytes", "residual_host_bytes")
-        rows: list[tuple[Any, ...]] = [
-            (name.removesuffix("_bytes").replace("_", " "), getattr(self, name), format_bytes(getattr(self, name)))
-            for name in names + more
-        ]
-        if self.devices > self.hosts:
-            rows.insert(3, ("host memory, per host", self.host_bytes_per_host, format_bytes(self.host_bytes_per_host)))
+        rows: list[tuple[Any, ...]] = []
+
+        def add(name: str, nbytes: int | None, text: str = "") -> None:
+            rows.append((name, nbytes, text or format_bytes(nbytes)))
+
+        add("device", self.device_bytes)
         if self.memory_limit is not None:
-            rows.insert(1, ("memory limit", self.memory_limit, format_bytes(self.memory_limit)))
+            add("memory limit", self.memory_limit)
+        add("temp", self.temp_bytes)
+        add("host", self.host_bytes)
+        if self.devices > self.hosts:
+            add("host memory, per host", self.host_bytes_per_host)
+        for name in ("argument", "output", "alias", "residual_device", "residual_host"):
+            add(name.replace("_", " "), getattr(self, f"{name}_bytes"))
         if self.receipt is not None:
-            rows.append(("offload: offered", self.receipt.offered_bytes, format_bytes(self.receipt.offered_bytes)))
-            rows.append(("offload: freed", self.receipt.returned_bytes, format_bytes(self.receipt.returned_bytes)))
-            for one in self.receipt.shared[:_SHOWN_SHARED]:
-                rows.append(("stays on the device", one.bytes, f"{format_bytes(one.bytes)} read {one.readers}"))
+            add("offload: offered", self.receipt.offered_bytes)
+            add("offload: freed", self.receipt.returned_bytes)
+            for shared in self.receipt.shared[:SHOWN_SHARED]:
+                add("stays on the device", shared.bytes, f"{format_bytes(shared.bytes)} read {shared.readers}")
         if self.measured_peak_bytes is not None:
-            rows.append(("measured peak", self.measured_peak_bytes, format_bytes(self.measured_peak_bytes)))
-        if self.overlap is not None:
-            rows.append(("copies out", self.overlap.out.bytes, _covered(self.overlap.out)))
-            rows.append(("copies back", self.overlap.back.bytes, _covered(self.overlap.back)))
-            rows.append(("copies both ways", self.overlap.out.bytes + self.overlap.back.bytes, _covered(self.overlap)))
-        if self.exchanges is not None:
-            rows.append(("exchanged", self.exchanges.bytes, _covered(self.exchanges)))
-        if self.seconds is not None:
-            rows.append(("estimated step", "", self._estimate()))
-        elif self.no_time:
-            rows.append(("estimated step", "", f"not known: {self.no_time}"))
+            add("measured peak", self.measured_peak_bytes)
+        rows += self._times()
         if self.collectives and self.live:
-            rows.append(("at the peak, exchanged", self.exchanged_bytes, format_bytes(self.exchanged_bytes)))
+            add("at the peak, exchanged", self.exchanged_bytes)
         for kind, (count, nbytes) in executed(self.collectives or ()).items():
-            rows.append((f"{kind}: {count} arrays", nbytes, format_bytes(nbytes)))
-        remarks = [replaced_text(self.replaced_checkpoints)] if self.replaced_checkpoints else []
-        remarks += [f"beyond the blocks: {one}" for one in self.advice if one.bytes >= SHOWN * self.device_bytes]
-        caption = "\n".join([*remarks, *(f"warning: {one}" for one in self.warnings)])
+            add(f"{kind}: {count} arrays", nbytes)
         each = f", each of {self.devices} devices; residuals are totals" if self.devices > 1 else ""
         title = f"{self.workload} under {self.policy} on {self.target}{each} (JAX {self.jax_version})"
-        return table(title, ("memory", "bytes", ""), rows, caption=caption or None)
+        return table(title, ("memory", "bytes", ""), rows, caption=self._caption())
+
+    def _times(self) -> list[tuple[Any, ...]]:
+        """The rows of what the schedule says."""
+        rows: list[tuple[Any, ...]] = []
+        if self.overlap is not None:
+            out, back = self.overlap.out, self.overlap.back
+            rows.append(("copies out", out.bytes, _covered(out)))
+            rows.append(("copies back", back.bytes, _covered(back)))
+            rows.append(("copies both ways", out.bytes + back.bytes, _covered(self.overlap)))
+        if self.exchanges is not None:
+            rows.append(("exchanged", self.exchanges.bytes, _covered(self.exchanges)))
+        if self.seconds is not None or self.no_time:
+            rows.append(("estimated step", "", self._estimate()))
+        return rows
+
+    def _caption(self) -> str | None:
+        remarks = [replaced_text(self.replaced_checkpoints)] if self.replaced_checkpoints else []
+        remarks += [f"beyond the blocks: {advice}" for advice in self.advice if advice.bytes >= SHOWN * self.device_bytes]
+        return "\n".join([*remarks, *(f"warning: {warning}" for warning in self.warnings)]) or None
 
     def _estimate(self) -> str:
         """The time of the step as text, with the time spent waiting; a range if rates are assumed."""
+        if self.seconds is None:
+            return f"not known: {self.no_time}"
         text = format_estimate(self.seconds, bool(self.assumed_rates))
         if self.compute_seconds is not None and (self.overlap is not None or self.exchanges is not None):
             text += f", of which compute {format_seconds(self.compute_seconds)}"

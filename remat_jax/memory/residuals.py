@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,11 +24,8 @@ from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.warning import warn
 from remat_jax.workload import Workload
 
-_SHOWN = 40
-"""Rows of a printed table; `to_dict` has them all."""
-
-_SHOWN_SHARED = 3
-"""The most shared inputs below a printed table."""
+SHOWN_ROWS, SHOWN_SHARED = 40, 3
+"""The most rows of a printed table, and the most shared inputs below it; `to_dict` has them all."""
 
 _EVERY_NAME, _EVERY_NAME_TOO = Policy.parse("save: *"), Policy.parse("save: **")
 
@@ -87,8 +83,6 @@ class ResidualTable:
     Attributes:
       rows: the saved, then the offloaded, then the recomputed residuals, the largest of each first.
       policy: the policy's text.
-      device_bytes, host_bytes: the bytes kept between the passes, in device and in host memory.
-      recompute_bytes: the bytes that the backward pass recomputes.
       warning: a warning if the policy cannot keep anything, because the blocks are inside the model's own checkpoints.
       shared: the offloaded inputs that stay on the device because several blocks read them, the largest first. Arguments of the
         loss among them are not in `rows`.
@@ -127,40 +121,25 @@ class ResidualTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
-        return {
-            "policy": self.policy,
-            "device_bytes": self.device_bytes,
-            "host_bytes": self.host_bytes,
-            "recompute_bytes": self.recompute_bytes,
-            "warning": self.warning,
-            "shared": [asdict(each) for each in self.shared],
-            "replaced_checkpoints": self.replaced_checkpoints,
-            "rows": [asdict(row) for row in self.rows],
-        }
+        totals = {name: getattr(self, name) for name in ("device_bytes", "host_bytes", "recompute_bytes")}
+        listed = {"shared": [asdict(each) for each in self.shared], "rows": [asdict(row) for row in self.rows]}
+        return asdict(self) | totals | listed
 
     def __rich__(self) -> Any:
         totals = {"device": self.device_bytes, "host": self.host_bytes, "recompute": self.recompute_bytes}
         title = ", ".join(f"{word} {format_bytes(amount)}" for word, amount in totals.items())
-        shown, hidden = self.rows[:_SHOWN], self.rows[_SHOWN:]
-        by_layer = any(row.layers for row in self.rows)
-        rows = [
-            (
-                row.name + (f" ×{row.count}" if row.count > 1 else ""),
-                *((_layers(row),) if by_layer else ()),
-                "×".join(map(str, row.shape)) or "scalar",
-                row.dtype,
-                row.bytes,
-                row.action,
-                row.source,
-            )
-            for row in shown
-        ]
-        columns = ("residual", *(("layers",) if by_layer else ()), "shape", "dtype", "size", "action", "source")
+        hidden = self.rows[SHOWN_ROWS:]
+        columns = ["residual", "shape", "dtype", "size", "action", "source"]
+        rows = [[*described(row), row.bytes, row.action, row.source] for row in self.rows[:SHOWN_ROWS]]
+        if any(row.layers for row in self.rows):
+            columns.insert(1, "layers")
+            for cells, row in zip(rows, self.rows, strict=False):
+                cells.insert(1, _layers(row))
         rest = f"and {len(hidden)} more, {format_bytes(sum(row.bytes for row in hidden))}" if hidden else None
         stays = [f"{each.name}, {format_bytes(each.bytes)} read {each.readers}, stays on the device" for each in self.shared]
         replaced = replaced_text(self.replaced_checkpoints) if self.replaced_checkpoints else None
         warning = f"warning: {self.warning}" if self.warning else None
-        caption = "\n".join(filter(None, (rest, *stays[:_SHOWN_SHARED], replaced, warning)))
+        caption = "\n".join(filter(None, (rest, *stays[:SHOWN_SHARED], replaced, warning)))
         formats = {"size": format_bytes}
         return table(f"residuals under {self.policy}: {title}", columns, rows, formats=formats, caption=caption or None)
 
@@ -171,13 +150,10 @@ class ResidualTable:
 def residuals(workload: Workload, policy: Any) -> ResidualTable:
     """The arrays that `workload` keeps between its forward and its backward pass under `policy`, and those it recomputes.
 
-    They are read from JAX's own linearisation under the policy: saved and offloaded rows are exactly the arrays that pass from
-    the forward to the backward pass, each array once. Recomputed rows are the other arrays that would pass if every named array
-    were saved. Nothing is allocated or run. On a mesh, shapes and bytes are those of all devices together.
-
-    Args:
-      workload: a workload with a loss; the gradient of a finished step cannot be read.
-      policy: a policy, its name or text, `"off"` included; policies by layer; a mapping from block to any of these.
+    Saved and offloaded rows are exactly the arrays that pass from the forward to the backward pass in JAX's own linearisation,
+    each array once. Recomputed rows are the other arrays that would pass if every named array were saved. Nothing is allocated
+    or run. On a mesh, shapes and bytes are those of all devices together. `policy` is a policy, its name or text, `"off"`
+    included, policies by layer, or a mapping from block to any of these.
 
     Raises:
       UnsupportedError: the workload was made by `Workload.from_step`.
@@ -195,8 +171,8 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     if is_off(policy if isinstance(policy, dict) else as_block_policy(policy)):
         return kept
     kept_names = {(row.name, row.layers) for row in kept.rows} | aliases
-    given = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, as_block_policy(policy))
-    everything = {block: _every_name(as_block_policy(of_block)) for block, of_block in given.items()}
+    by_block = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, policy)
+    everything = {block: _every_name(as_block_policy(of_block)) for block, of_block in by_block.items()}
     named, _ = _kept(workload, everything, only_named=True)
     recomputed = [replace(row, action="recompute") for row in named if (row.name, row.layers) not in kept_names]
     # A policy that recomputes has an effect; the check costs another trace.
@@ -228,22 +204,21 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
 @contextlib.contextmanager
 def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
     """What is traced meanwhile is traced anew, and each selector must keep something for the gradients that it takes."""
-    given = [as_block_policy(one) for one in policies]
-    plain = [
-        one for policy in given for one in ([run[1] for run in policy.runs] if isinstance(policy, LayerPolicies) else [policy])
-    ]
-    named = [one for one in plain if isinstance(one, Policy) and one.kept_globs]
-    if not named:
+    selecting: list[Policy] = []
+    for policy in map(as_block_policy, policies):
+        plain = [run[1] for run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]
+        selecting += [each for each in plain if isinstance(each, Policy) and each.kept_globs]
+    if not selecting:
         yield
         return
     with tracing_anew(), noting_differentiated() as blocks:
         yield
-    check_differentiated(blocks, named)
+    check_differentiated(blocks, selecting)
 
 
 def _ordered(rows: list[Residual]) -> list[Residual]:
-    order = [action.value for action in Action]
-    return sorted(rows, key=lambda row: (order.index(row.action), -row.bytes, row.name))
+    actions = [action.value for action in Action]
+    return sorted(rows, key=lambda row: (actions.index(row.action), -row.bytes, row.name))
 
 
 def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
@@ -251,7 +226,7 @@ def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
     by_name: dict[tuple[str, int], SharedInput] = {}
     for reading in read:
         if reading.name and reading.stays():
-            nbytes = _bytes(reading.aval)
+            nbytes = compat.tree_bytes(reading.aval)
             blocks = None if reading.in_every_round else reading.blocks
             by_name.setdefault((reading.name, nbytes), SharedInput(reading.name, nbytes, blocks))
     return tuple(sorted(by_name.values(), key=lambda shared: -shared.bytes))
@@ -260,9 +235,7 @@ def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
 def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]) -> str | None:
     """A warning if the blocks are inside the model's own checkpoints, which overrule every policy; None otherwise."""
     loss, trained, frozen = workload.split_loss(everything)
-    if not block_under_checkpoint(jax.make_jaxpr(loss)(trained, frozen, *workload.batch)):
-        return None
-    return KEPT
+    return KEPT if block_under_checkpoint(jax.make_jaxpr(loss)(trained, frozen, *workload.batch)) else None
 
 
 def _every_name(policy: Any) -> Policy | LayerPolicies:
@@ -292,27 +265,33 @@ def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple
         if array_origin.kind == "named" or (not only_named and array_origin.kind not in ("argument", "constant")):
             origins.setdefault((array_origin.key, is_on_host(atom)), (array_origin, atom))
     rows: dict[Any, Residual] = {}
+    aliases: set[tuple[str, Any]] = set()
     for array_origin, atom in origins.values():
         row = _row(array_origin, atom)
+        aliases.update((alias, row.layers) for alias in array_origin.aliases)
         key = (row.name, row.shape, row.dtype, row.action, row.layers)
         before = rows.get(key)
         rows[key] = replace(row, bytes=before.bytes + row.bytes, count=before.count + 1) if before else row
-    aliases = {
-        (alias, row.layers)
-        for array_origin, atom in origins.values()
-        for row in [_row(array_origin, atom)]
-        for alias in array_origin.aliases
-    }
     return list(rows.values()), aliases
 
 
-def _row(made: Origin, atom: Any) -> Residual:
-    aval = atom.aval
-    action = Action.OFFLOAD if is_on_host(atom) else Action.SAVE
-    layers = (made.layers.start, made.layers.stop) if made.layers else None
+def _row(array_origin: Origin, atom: Any) -> Residual:
     return Residual(
-        made.name, tuple(aval.shape), str(aval.dtype), _bytes(aval), action.value, made.source, 1, made.scanned, layers
+        name=array_origin.name,
+        shape=tuple(atom.aval.shape),
+        dtype=str(atom.aval.dtype),
+        bytes=compat.tree_bytes(atom.aval),
+        action=(Action.OFFLOAD if is_on_host(atom) else Action.SAVE).value,
+        source=array_origin.source,
+        scanned=array_origin.scanned,
+        layers=(array_origin.layers.start, array_origin.layers.stop) if array_origin.layers else None,
     )
+
+
+def described(row: Any) -> tuple[str, str, str]:
+    """The name with the number of arrays, the shape and the dtype of a row or a move, for tables."""
+    name = f"{row.name} ×{row.count}" if row.count > 1 else row.name
+    return name, "×".join(map(str, row.shape)) or "scalar", row.dtype
 
 
 def _layers(row: Residual) -> str:
@@ -320,8 +299,3 @@ def _layers(row: Residual) -> str:
         return ""
     first, end = row.layers
     return str(first) if end == first + 1 else f"{first}–{end - 1}"
-
-
-def _bytes(aval: Any) -> int:
-    """The bytes of an array; an RNG key counts as its data."""
-    return math.prod(aval.shape) * compat.itemsize(aval.dtype)

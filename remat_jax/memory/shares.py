@@ -1,7 +1,6 @@
 """The share of each residual on one device of a mesh, as the compiler partitions it.
 
-The shardings of the arguments are given; XLA propagates them to all other arrays. To read the residuals' shardings, the
-training step under `everything` is compiled once with its residuals as results.
+To read the residuals' shardings, the training step under `everything` is compiled once with its residuals as results.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ DEFAULT_TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class Shares:
-    """The share of each residual on one device.
+    """The share of each residual on one device, from 1 / devices to 1, and their mean, weighted by bytes.
 
-    Attributes:
-      by_name: residual name → share, from 1 / devices to 1; residuals outside the blocks by their place in the program.
-      mean: the mean share of all residuals, weighted by bytes.
+    Residuals outside the blocks are named by their place in the program.
     """
 
     by_name: Mapping[str, float]
@@ -51,23 +48,18 @@ class Shares:
 
 
 def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFAULT_TIMEOUT) -> Shares:
-    """The share of each residual on one device of the workload's mesh; compiles one step for `target`.
-
-    Raises:
-      ArgumentError: the target and the mesh differ in the number of devices.
-      CompileError, UnsupportedError: as in `measure`.
-    """
+    """The share of each residual on one device of the workload's mesh; compiles one step for `target`."""
     check_devices(workload, target)
     step, function = workload.step_with_residuals("everything")
     names = _names(function, step.arguments)
     shapes = result_shapes(export_step("everything, its residuals as results", step, target), target, timeout=timeout)
     shares: dict[str, float] = {}
     local = whole = 0.0
-    for (of_name, aval), shape in zip(names, shapes, strict=False):
+    for (aliases, aval), shape in zip(names, shapes, strict=False):
         size = math.prod(aval.shape)
-        if of_name and size:
+        if aliases and size:
             share = math.prod(shape) / size
-            shares.update((name, share) for name in of_name if name not in shares)
+            shares = dict.fromkeys(aliases, share) | shares
             size *= compat.itemsize(aval.dtype)
             local, whole = local + share * size, whole + size
     return Shares(shares, local / whole if whole else 1.0)
@@ -76,9 +68,9 @@ def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFA
 def _names(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[tuple[str, ...], Any]]:
     """The names and the type of each array that `function` keeps; arguments and constants have no names."""
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    found: list[tuple[tuple[str, ...], Any]] = []
+    named: list[tuple[tuple[str, ...], Any]] = []
     for atom in jaxpr.outvars:
-        made = None if hasattr(atom, "val") else origin(jaxpr, atom)
-        is_residual = made is not None and made.kind not in ("argument", "constant")
-        found.append(((made.name, *made.aliases) if made is not None and is_residual else (), atom.aval))
-    return found
+        source = None if hasattr(atom, "val") else origin(jaxpr, atom)
+        is_named = source is not None and source.kind not in ("argument", "constant")
+        named.append(((source.name, *source.aliases) if source and is_named else (), atom.aval))
+    return named

@@ -1,14 +1,12 @@
 """The matrix products of a traced step whose whole results a softmax reads: a head's logits, and attention's scores.
 
-No model needs these arrays as a whole: a head can run in chunks of the tokens, and an attention kernel computes the scores tile
-by tile. They are recognised in the traced program by a product and an exponential of equal size, not by names.
+No model needs these arrays as a whole. They are recognised by a product and an exponential of equal size, not by names.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,20 +14,17 @@ from remat_jax import compat
 from remat_jax.core.walk import bodies
 from remat_jax.memory.hlo.live import module_path
 
-_LOOPS = ("scan", "while")
-
 
 @dataclass(frozen=True)
 class SoftmaxProduct:
     """A matrix product whose result a softmax reads.
 
     Attributes:
-      is_head: whether it is a head's product, tokens × classes, without batch dimensions and outside loops; otherwise it is a
-        product of queries and keys.
+      is_head: whether it is a head's product, without batch dimensions and outside loops, not one of queries and keys.
       shape: the result's shape, on all devices together.
       path: the innermost module around both the product and the softmax; empty if unknown.
       source: the user's source line.
-      read: the elements of what the softmax reads: all of the result, or most of it, as in a loss without the last token.
+      read: the number of elements that the softmax reads: all, or most, as in a loss without the last token.
     """
 
     is_head: bool
@@ -46,7 +41,7 @@ class SoftmaxProduct:
 
 @dataclass
 class _Body:
-    """The products and exponentials of one traced body, including those of its calls."""
+    """The products and exponentials of a traced body, including those of its calls, with their module paths."""
 
     in_loop: bool
     products: list[tuple[Any, str]] = field(default_factory=list)
@@ -64,7 +59,7 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
     [(True, (2, 8, 50))]
     """
     products: dict[SoftmaxProduct, None] = {}
-    for body in _bodies(jaxpr, (), False):
+    for body in _bodies(jaxpr):
         read = {_size(atom) for eqn, _ in body.products if _has_batch(eqn) for atom in eqn.invars}
         for eqn, path in body.products:
             result = eqn.outvars[0]
@@ -73,32 +68,33 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
             is_candidate = not body.in_loop if is_head else _size(result) in read
             readers = [(atom, module) for atom, module in body.exponentials if is_softmax_of(atom, result, is_head=is_head)]
             if is_candidate and readers:
-                shared, most = _common([path, *(module for _, module in readers)]), max(_size(atom) for atom, _ in readers)
-                shape = tuple(result.aval.shape)
-                products[SoftmaxProduct(is_head, shape, shared, compat.source_line(eqn), most)] = None
+                paths = [each.split("/") for each in (path, *(module for _, module in readers))]
+                shared, most = "/".join(os.path.commonprefix(paths)), max(_size(atom) for atom, _ in readers)
+                products[SoftmaxProduct(is_head, tuple(result.aval.shape), shared, compat.source_line(eqn), most)] = None
     return tuple(products)
 
 
-def _bodies(jaxpr: Any, path: tuple[str, ...], in_loop: bool) -> Iterator[_Body]:
-    collected = _Body(in_loop)
-    yield from _collect(jaxpr, path, collected)
-    yield collected
+def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) -> list[_Body]:
+    """What `jaxpr` computes itself, after the bodies of its loops, which count separately."""
+    loops: list[_Body] = []
+    body = _Body(in_loop)
 
+    def collect(jaxpr: Any, path: tuple[str, ...]) -> None:
+        for eqn in jaxpr.jaxpr.eqns:
+            name, here = eqn.primitive.name, path + compat.scopes(eqn)
+            module = module_path("/".join([*here, name]))[0]
+            if name == "dot_general":
+                body.products.append((eqn, module))
+            elif name == "exp":
+                body.exponentials.append((eqn.outvars[0], module))
+            for inner in bodies(eqn):
+                if name in ("scan", "while"):
+                    loops.extend(_bodies(inner, here, in_loop=True))
+                else:
+                    collect(inner, here)
 
-def _collect(jaxpr: Any, path: tuple[str, ...], collected: _Body) -> Iterator[_Body]:
-    """Add the equations of `jaxpr` to `collected`, and yield the bodies of its loops, which count separately."""
-    for eqn in jaxpr.jaxpr.eqns:
-        here = path + compat.scopes(eqn)
-        module = module_path("/".join([*here, eqn.primitive.name]))[0]
-        if eqn.primitive.name == "dot_general":
-            collected.products.append((eqn, module))
-        elif eqn.primitive.name == "exp":
-            collected.exponentials.append((eqn.outvars[0], module))
-        for body in bodies(eqn):
-            if eqn.primitive.name in _LOOPS:
-                yield from _bodies(body, here, True)
-            else:
-                yield from _collect(body, here, collected)
+    collect(jaxpr, path)
+    return [*loops, body]
 
 
 def is_softmax_of(exponential: Any, product: Any, *, is_head: bool) -> bool:
@@ -121,9 +117,3 @@ def _has_batch(eqn: Any) -> bool:
 
 def _size(atom: Any) -> int:
     return math.prod(atom.aval.shape)
-
-
-def _common(paths: list[str]) -> str:
-    """The module around all of `paths`."""
-    parts = [path.split("/") for path in paths]
-    return "/".join(os.path.commonprefix(parts))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from remat_jax.errors import TargetError
 from remat_jax.hardware import target as target_named
 from remat_jax.hardware import targets
-from remat_jax.hardware.write import entry, target_text
+from remat_jax.hardware.target import entry, target_text
 from remat_jax.report.document import write_whole
 
 DTYPES = ("bfloat16", "float16", "float32", "tensorfloat32", "float64")

@@ -14,8 +14,8 @@ from remat_jax.errors import BlockError, CompileError, PolicyError, UnsupportedE
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.compiler import Sizes, compile_programs
 from remat_jax.memory.compile.exporting import ExportedProgram, export_step
+from remat_jax.memory.compile.options import Kernels
 from remat_jax.memory.compile.process import Children
-from remat_jax.memory.compile.tuned_kernels import Kernels
 from remat_jax.memory.measure import is_miscompiled
 from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.problem import Described

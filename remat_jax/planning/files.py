@@ -12,7 +12,7 @@ from typing import Any
 
 from remat_jax.core.marks import CHECKPOINTS, Block
 from remat_jax.errors import ArgumentError, PlanningError, RematError
-from remat_jax.memory.compile.limit import OPTION
+from remat_jax.memory.compile.options import OPTION
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.plan_data import PlanData
 from remat_jax.planning.point import LayerRow, Part, Point

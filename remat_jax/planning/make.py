@@ -18,7 +18,7 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import largest_advice
 from remat_jax.memory.compile.devices import check_devices, host_shortage
-from remat_jax.memory.compile.tuned_kernels import Kernels
+from remat_jax.memory.compile.options import Kernels
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, check_timeout
 from remat_jax.planning.as_written import as_written, counted_flops
 from remat_jax.planning.below_full import grouped_candidates

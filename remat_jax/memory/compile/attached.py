@@ -1,4 +1,4 @@
-"""The GPU of this machine: its name, and the memory that a step needs when it runs on it."""
+"""The GPU of this machine: its name, and the memory that a step needs when it runs there."""
 
 from __future__ import annotations
 
@@ -9,26 +9,20 @@ from typing import Any
 
 from remat_jax import compat
 from remat_jax.errors import CompileError, TargetError
-from remat_jax.hardware import find_attached_with
 from remat_jax.memory.compile.exporting import ExportedProgram
-from remat_jax.memory.compile.process import Question, ask
-from remat_jax.memory.compile.scratch import scratch
+from remat_jax.memory.compile.process import Question, ask, scratch
 
-CHILD = Path(__file__).with_name("run_child.py")
+CHILD = Path(__file__).with_name("child.py")
 PLATFORM = "cuda"
 SECONDS_TO_START = 120.0
 
 
 def device_kind() -> str:
-    """JAX's name for the attached GPU, from a child process, because JAX in this process may be set up for the CPU.
-
-    Raises:
-      TargetError: no GPU is attached, or JAX cannot use it.
-    """
+    """JAX's name for the attached GPU, from a child process, because JAX in this process may be set up for the CPU."""
     key = "the attached GPU"
     try:
-        found = _asked({"key": key}, f"looking for {key}", SECONDS_TO_START)
-        kind, reason = found["device_kind"], found.get("reason", "")
+        answer = _asked({"key": key}, f"looking for {key}", SECONDS_TO_START)
+        kind, reason = answer["device_kind"], answer.get("reason", "")
     except CompileError as error:
         kind, reason = "", str(error)
     if not kind:
@@ -42,18 +36,13 @@ def device_kind() -> str:
 def measured_peak(program: ExportedProgram, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
     """The allocator's peak in bytes while `program` runs once on the device, on random numbers, in a child process.
 
-    Only the step's allocations count: nothing is preallocated, and kernels are chosen as for the compiled figures. The step is
-    compiled with `compiler_options`.
-
-    Raises:
-      CompileError: the program could not be compiled or run, for example for lack of free memory.
+    Only the step's allocations count: nothing is preallocated, and kernels are chosen as for the compiled figures.
     """
     with scratch() as folder:
         path = folder / "program.jaxexport"
         path.write_bytes(program.blob)
-        asked = {"path": str(path), "donated": program.donated, "compiler_options": dict(compiler_options or {})}
-        request = {"key": program.key, "program": asked}
-        return int(_asked(request, "running on target='attached'", timeout)["peak"])
+        entry = {"path": str(path), "donated": program.donated, "compiler_options": dict(compiler_options or {})}
+        return int(_asked({"key": program.key, "program": entry}, "running on target='attached'", timeout)["peak"])
 
 
 def _asked(request: dict[str, Any], doing: str, timeout: float) -> dict[str, Any]:
@@ -67,6 +56,3 @@ def _asked(request: dict[str, Any], doing: str, timeout: float) -> dict[str, Any
     }
     whole = request | {"platform": PLATFORM}
     return ask(Question(CHILD, whole, [request["key"]], doing, environment, timeout, who="the device"))[request["key"]]
-
-
-find_attached_with(device_kind)

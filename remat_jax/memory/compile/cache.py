@@ -1,13 +1,14 @@
 """A cache of the compiler's answers in memory and, for GPUs, on disk; the key hashes everything that an answer depends on.
 
-The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`). The environment variable
-`REMAT_JAX_CACHE` names another folder, or is `off`. CPU answers are not kept on disk, because they depend on the machine.
-A checksum detects damaged files but not forged ones: a folder that others may write is not used, with a `RematWarning`.
+The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`), or that of the environment variable
+`REMAT_JAX_CACHE`, which may be `off`. CPU answers depend on the machine, and are not on disk. A checksum detects damaged files
+but not forged ones: a folder that others may write is not used, with a `RematWarning`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -15,15 +16,14 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from remat_jax import compat
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.exporting import ExportedProgram
 from remat_jax.memory.compile.process import ENVIRONMENT
-from remat_jax.reading import read_limited
+from remat_jax.reading import from_plain, read_limited
 from remat_jax.warning import warn
 
 VARIABLE = "REMAT_JAX_CACHE"
@@ -39,14 +39,7 @@ _PACKAGES = ("jax", "nvidia")
 _memory: dict[str, Any] = {}
 
 
-class Plain(Protocol):
-    """A value that can be cached."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-
-
-Kept = TypeVar("Kept", bound=Plain)
+Kept = TypeVar("Kept")
 
 
 def digest(program: ExportedProgram, target: Target, options: dict[str, Any], child: Path) -> str:
@@ -62,34 +55,32 @@ def digest(program: ExportedProgram, target: Target, options: dict[str, Any], ch
         "packages": _packages(),
         "sources": _sources(child),
     }
-    found = hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode())
-    found.update(program.blob)
-    return found.hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode() + program.blob).hexdigest()
 
 
-def read(key: str, target: Target, from_dict: Callable[[dict[str, Any]], Kept]) -> Kept | None:
-    """The value cached under `key`; None if there is none, or if its file was altered."""
+def read(key: str, target: Target, kind: type[Kept]) -> Kept | None:
+    """The value of a `kind` cached under `key`; None if there is none, or if its file was altered."""
     if key not in _memory and (folder := _folder(target)) is not None:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             checksum, text = read_limited(folder / f"{key}.json", MOST_BYTES).decode("utf-8").split("\n", 1)
             if checksum == hashlib.sha256(text.encode()).hexdigest():
-                _memory[key] = from_dict(json.loads(text))
+                _memory[key] = from_plain(kind, json.loads(text))
     return _memory.get(key)
 
 
-def write(key: str, target: Target, value: Plain) -> None:
-    """Cache `value`. If the folder cannot be written, warn: the next call compiles again."""
+def write(key: str, target: Target, value: Any) -> None:
+    """Cache a dataclass or plain data. If the folder cannot be written, warn: the next call compiles again."""
     _memory[key] = value
     folder = _folder(target)
     if folder is None:
         return
-    text = json.dumps(value.to_dict())
+    text = json.dumps(value, default=dataclasses.asdict)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            Path(own, "new").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", encoding="utf-8")
-            # Atomic: a reader sees the whole file or none.
-            os.replace(Path(own, "new"), folder / f"{key}.json")
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            new = Path(temporary, "new")
+            new.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", encoding="utf-8")
+            os.replace(new, folder / f"{key}.json")  # atomic: a reader sees the whole file or none
         files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for oldest in files[:-MOST_FILES]:
             oldest.unlink(missing_ok=True)
@@ -124,20 +115,19 @@ def _of_others(folder: Path) -> Path | None:
     """
     if os.name != "posix":
         return None
-    above = [one for path in (folder.absolute(), folder.resolve()) for one in path.parents]
-    found = [one for one in dict.fromkeys([folder, *above]) if _is_others(one, sticky=one != folder)]
-    return found[0] if found else None
+    paths = dict.fromkeys([folder, *folder.absolute().parents, *folder.resolve().parents])
+    return next((path for path in paths if _is_others(path, sticky=path != folder)), None)
 
 
 def _is_others(folder: Path, *, sticky: bool) -> bool:
     """Whether another user owns a folder or may write it; `sticky` allows writing by others in a sticky folder."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return False
-    writers = 0o002 if _is_private(found.st_gid) else 0o022
-    open_to_others = bool(found.st_mode & writers) and not (sticky and found.st_mode & stat.S_ISVTX)
-    return found.st_uid not in (0, os.getuid()) or open_to_others
+    writers = 0o002 if _is_private(status.st_gid) else 0o022
+    open_to_others = bool(status.st_mode & writers) and not (sticky and status.st_mode & stat.S_ISVTX)
+    return status.st_uid not in (0, os.getuid()) or open_to_others
 
 
 def _is_private(group: int) -> bool:
@@ -146,23 +136,21 @@ def _is_private(group: int) -> bool:
     import pwd
 
     try:
-        user, found = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
     except KeyError:  # in a container, neither user nor group has a name
         return group == os.getgid() == os.getuid()
-    return found.gr_name == user and set(found.gr_mem) <= {user}
+    return entry.gr_name == user and set(entry.gr_mem) <= {user}
 
 
 @functools.cache
 def _packages() -> dict[str, str]:
     """The versions of JAX, of its plugins and of NVIDIA's libraries."""
-    found = {str(one.metadata["Name"]): one.version for one in importlib.metadata.distributions()}
-    return {name: version for name, version in sorted(found.items()) if name.lower().startswith(_PACKAGES)}
+    versions = {str(package.metadata["Name"]): package.version for package in importlib.metadata.distributions()}
+    return {name: version for name, version in sorted(versions.items()) if name.lower().startswith(_PACKAGES)}
 
 
 @functools.cache
 def _sources(child: Path) -> str:
     """A hash of the code that reads the compiler's answer: `remat_jax.memory`."""
-    found = hashlib.sha256(child.read_bytes())
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+    paths = [child, *sorted(Path(__file__).parents[1].rglob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()

@@ -1,8 +1,10 @@
-"""The compile process: reads exported programs, compiles each for the target, and prints the compiler's answer.
+"""The child process: compiles exported programs for a target, or runs one on the attached device, and prints the answers.
 
 It runs as a script, by path, so that it imports only JAX. The CUDA plugin is loaded only here, and if the compiler aborts,
-hangs or runs out of memory, only this process is affected. It prints one JSON object per program and flushes at once. Then it
-waits for more requests, because starting takes longer than compiling a small program.
+hangs or runs out of memory, only this process is affected. It prints one JSON object per program and flushes at once. After
+compiling it waits for more requests, because starting takes longer than compiling a small program. A process runs one program,
+so that the allocator's peak is of that step alone: it compiles before any array is on the device and makes the arguments on the
+host.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.experimental import topologies
@@ -22,8 +26,50 @@ from jax.experimental import topologies
 NO_TILES = ("Couldn't find output tile sizes", "No supported config found for HLO: %gemm_fusion")
 """XLA's errors for a matrix product without a fitting Triton tile; on a GPU XLA would try other kernels."""
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+SIZES = ("temp", "argument", "output", "alias", "host_temp", "host_argument", "host_output", "host_alias")
+IDLE_SECONDS = 60.0
+"""Longer than the parent process keeps this one."""
+TILE = np.random.default_rng(0).standard_normal(65_536, np.float32) * 0.02
 
-jax.config.update("jax_platforms", "cpu")  # the process itself computes on the CPU; the GPU is only described
+_busy = threading.Event()
+
+
+def exported_program(program: dict[str, Any]) -> Any:
+    """The program that the parent process wrote."""
+    with open(program["path"], "rb") as file:
+        return export.deserialize(bytearray(file.read()))
+
+
+def lowered_program(exported: Any, program: dict[str, Any], shardings: Sequence[Any]) -> Any:
+    """The program lowered for arguments with these shardings."""
+    structs = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
+    return jax.jit(exported.call, donate_argnums=tuple(program["donated"])).lower(*structs)
+
+
+def is_on_host(aval: Any, device: Any) -> bool:
+    """Whether an argument is in host memory; a CPU has one memory."""
+    return aval.memory_space is jax.memory.Space.Host and device.platform != "cpu"
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+
+def compile_programs(request: dict[str, Any]) -> None:
+    """Compile the programs one after another, and print the compiler's answer to each."""
+    os.environ["TMPDIR"] = request["folder"]  # the call removes the compiler's files with its folder
+    described = devices(request)
+    for program in request["programs"]:
+        answer: dict[str, Any]
+        try:
+            answer = compiled(program, described)
+        except Exception as error:
+            # Any error is the answer: the other programs may still compile.
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"key": program["key"], **answer}), flush=True)
+    jax.clear_caches()
 
 
 def devices(request: dict[str, Any]) -> list[Any]:
@@ -60,52 +106,102 @@ class PinnedHostOfMesh(jax.sharding.NamedSharding):
         return hash((super().__hash__(), self.memory_kind))
 
 
-def shardings(exported: Any, program: dict[str, Any], where: list[Any]) -> list[Any]:
-    """The sharding of each argument: on the mesh as exported, or in a memory of the single device; a CPU has one memory."""
-    on_host = [aval.memory_space is jax.memory.Space.Host and where[0].platform != "cpu" for aval in exported.in_avals]
-    if program["mesh"]:
-        names, sizes = zip(*program["mesh"], strict=True)
-        mesh = jax.sharding.Mesh(np.array(where).reshape(sizes), names)
-        divided = exported.in_shardings_jax(mesh)
-        return [PinnedHostOfMesh(mesh, one.spec) if away else one for one, away in zip(divided, on_host, strict=True)]
-    return [PinnedHost(where[0]) if away else jax.sharding.SingleDeviceSharding(where[0]) for away in on_host]
+def argument_shardings(exported: Any, program: dict[str, Any], described: list[Any]) -> list[Any]:
+    """The sharding of each argument: on the mesh as exported, or in a memory of the single device."""
+    device = described[0]
+    on_host = [is_on_host(aval, device) for aval in exported.in_avals]
+    if not program["mesh"]:
+        return [PinnedHost(device) if host else jax.sharding.SingleDeviceSharding(device) for host in on_host]
+    names, sizes = zip(*program["mesh"], strict=True)
+    mesh = jax.sharding.Mesh(np.array(described).reshape(sizes), names)
+    shardings = zip(exported.in_shardings_jax(mesh), on_host, strict=True)
+    return [PinnedHostOfMesh(mesh, sharding.spec) if host else sharding for sharding, host in shardings]
 
 
-def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
+def compiled(program: dict[str, Any], described: list[Any]) -> dict[str, Any]:
     """The sizes in bytes that the compiler reports for one program, and the shapes of its results on each device."""
-    with open(program["path"], "rb") as file:
-        exported = export.deserialize(bytearray(file.read()))
-    places = shardings(exported, program, where)
-    arguments = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
-        for aval, place in zip(exported.in_avals, places, strict=True)
-    ]
-    jitted = jax.jit(exported.call, donate_argnums=tuple(program["donated"]))
-    lowered = jitted.lower(*arguments)
+    exported = exported_program(program)
+    lowered = lowered_program(exported, program, argument_shardings(exported, program, described))
     options, untiled = program["compiler_options"], False
     try:
         executable = lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
-        untiled = any(said in str(error) for said in NO_TILES)
+        untiled = any(reason in str(error) for reason in NO_TILES)
         if not untiled:
             raise
         executable = lowered.compile(compiler_options=options | NO_TRITON)
     analysis = executable.memory_analysis()
-    names = ("temp", "argument", "output", "alias", "host_temp", "host_argument", "host_output", "host_alias")
     # XLA's own peak is left out on purpose: for a GPU target it counts host buffers as device memory.
-    sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes")) for name in names}
-    if "text" in program and any(sizes[name] for name in names if name.startswith("host")):
+    sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes")) for name in SIZES}
+    if "text" in program and any(sizes[name] for name in SIZES if name.startswith("host")):
         # XLA's own dump is earlier: it lacks the final copies to and from the host in loops.
         with open(program["text"], "w", encoding="utf-8") as file:
             file.write(executable.as_text())
     results = zip(exported.out_avals, executable.output_shardings, strict=True) if program["mesh"] else ()
-    shapes = [place.shard_shape(aval.shape) for aval, place in results]
+    shapes = [sharding.shard_shape(aval.shape) for aval, sharding in results]
     return {"sizes": sizes, "results": shapes, "untiled": untiled}
 
 
-_asked = threading.Event()
-IDLE_SECONDS = 60.0
-"""Longer than the parent process keeps this one."""
+# --- running on the attached device -----------------------------------------------------------------------------------
+
+
+def run_program(request: dict[str, Any]) -> None:
+    """Print the attached device's name and, if the request has a program, the allocator's peak after one step of it."""
+    answer: dict[str, Any]
+    try:
+        device = jax.local_devices(backend=request["platform"])[0]
+        answer = {"device_kind": device.device_kind}
+    except RuntimeError as error:
+        device, answer = None, {"device_kind": "", "reason": str(error)}
+    if "program" in request:
+        try:
+            answer["peak"] = peak(request["program"], device)
+        except Exception as error:
+            # Any error of the device or the compiler is the answer.
+            answer = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps({"key": request["key"], **answer}), flush=True)
+
+
+def argument(aval: Any, sharding: Any) -> Any:
+    """Small random numbers of the argument's type; 0 and 1 for integers and booleans."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        kinds: list[Any] = []
+        jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), aval)
+        key = jax.random.key(0, impl=kinds[0])
+        made = jax.random.split(key, aval.shape) if aval.shape else key
+    else:
+        tile = TILE if jnp.issubdtype(aval.dtype, jnp.inexact) else (TILE > 0)
+        made = np.resize(tile.astype(aval.dtype), aval.shape)
+    return jax.device_put(made, sharding)
+
+
+def stats(device: Any) -> dict[str, int]:
+    """The statistics of the device's allocator; empty if it has none, as on a CPU."""
+    return device.memory_stats() or {}
+
+
+def peak(program: dict[str, Any], device: Any) -> int:
+    """The allocator's peak in bytes after one step."""
+    exported = exported_program(program)
+    shardings = [
+        jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host" if is_on_host(aval, device) else None)
+        for aval in exported.in_avals
+    ]
+    executable = lowered_program(exported, program, shardings).compile(compiler_options=program["compiler_options"] or None)
+    before = stats(device).get("peak_bytes_in_use", 0)
+    results = jax.block_until_ready(executable(*map(argument, exported.in_avals, shardings)))
+    after = stats(device).get("peak_bytes_in_use")
+    del results
+    if after is None:
+        raise RuntimeError(f"the allocator of {device.device_kind} reports no peak (memory_stats has no peak_bytes_in_use)")
+    if after <= before:
+        raise RuntimeError(
+            f"compiling used more device memory ({before} bytes) than the step, so the peak of the step is unknown"
+        )
+    return after
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
 
 
 def end_with(parent: int) -> None:
@@ -113,7 +209,7 @@ def end_with(parent: int) -> None:
     idle = 0.0
     while os.getppid() == parent and idle < IDLE_SECONDS:
         time.sleep(1.0)
-        idle = 0.0 if _asked.is_set() else idle + 1.0
+        idle = 0.0 if _busy.is_set() else idle + 1.0
     os._exit(1)
 
 
@@ -122,29 +218,13 @@ def main() -> None:
     watched = False
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
-        _asked.set()
+        _busy.set()
         if not watched:
             threading.Thread(target=end_with, args=(request["parent"],), daemon=True).start()
             watched = True
-        # The call removes the compiler's files with its folder.
-        os.environ["TMPDIR"] = request["folder"]
-        answer_programs(request)
-        jax.clear_caches()
-        _asked.clear()
+        (compile_programs if "programs" in request else run_program)(request)
+        _busy.clear()
         print(json.dumps({"done": True}), flush=True)
-
-
-def answer_programs(request: dict[str, Any]) -> None:
-    """Compile the programs one after another, and print the compiler's answer to each."""
-    where = devices(request)
-    for program in request["programs"]:
-        answer: dict[str, Any]
-        try:
-            answer = compiled(program, where)
-        except Exception as error:
-            # Any error is the answer: the other programs may still compile.
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"key": program["key"], **answer}), flush=True)
 
 
 if __name__ == "__main__":

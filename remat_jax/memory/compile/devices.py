@@ -14,12 +14,7 @@ from remat_jax.workload import Workload
 
 
 def check_devices(workload: Workload, target: Target) -> None:
-    """Refuse a target with more or fewer devices than the workload's mesh; without a mesh the workload has one device.
-
-    Raises:
-      ArgumentError: the mesh has another size.
-      UnsupportedError: the workload has no mesh but the target has several devices, or it has a mesh on the attached device.
-    """
+    """Refuse a target with more or fewer devices than the workload's mesh; without a mesh the workload has one device."""
     if workload.mesh is None:
         if target.devices > 1:
             raise UnsupportedError(
@@ -37,17 +32,13 @@ def check_devices(workload: Workload, target: Target) -> None:
 
 
 def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
-    """Refuse a mesh with more or fewer devices than the target; `called` describes the mesh in the message.
-
-    Raises:
-      ArgumentError: the mesh has another size.
-    """
+    """Refuse a mesh with more or fewer devices than the target; `called` describes the mesh in the message."""
     if mesh.size != target.devices:
-        one = re.sub(r"^(\d+x){1,2}", "", target.name)
+        single = re.sub(r"^(\d+x){1,2}", "", target.name)
         raise ArgumentError(
             f"target={target.name!r} has {target.devices} device{'s' * (target.devices > 1)}, but {called} has {mesh.size}: "
-            f"ask for {mesh.size}, such as '{mesh.size}x{one}' in one host ('8x8x{one}' has 64 in eight hosts), or change the "
-            "mesh"
+            f"ask for {mesh.size}, such as '{mesh.size}x{single}' in one host ('8x8x{single}' has 64 in eight hosts), or "
+            "change the mesh"
         )
 
 

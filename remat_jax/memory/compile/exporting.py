@@ -27,23 +27,11 @@ _CUSTOM_CALLS = ("annotate_device_placement", "ALL")
 _REFUSED = re.compile(r'custom_call @"?([^\s("]+)"?\(')
 
 
-def _check_process() -> None:
-    """Raise at once for a process in which compiling would fail later or hang."""
-    if not Path(__file__).is_file():
-        raise UnsupportedError(
-            f"remat_jax was imported from {__file__.partition('/remat_jax/')[0]!r}, which is not a folder, but the compile "
-            "process must start from a file: install remat-jax, or unpack it"
-        )
-    compat.warn_of_lost_threads()
-
-
 @dataclass(frozen=True)
 class ExportedProgram:
-    """A training step, exported for a platform.
+    """A training step, exported for a platform, under the caller's key.
 
     Attributes:
-      key: the caller's key for the program.
-      blob: the serialised program.
       donated: the flat arguments whose buffers the program may reuse.
       arguments: the name of each flat argument.
       mesh: the axes of the program's mesh with their sizes; empty for a single device.
@@ -61,24 +49,18 @@ class ExportedProgram:
 
 
 def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram:
-    """`step` lowered for the platform of `target`; nothing is compiled or allocated here.
-
-    Raises:
-      ArgumentError: the call is under a `jax.set_mesh` of another size.
-      CompileError: a kernel needs cuDNN, which is not installed.
-      UnsupportedError: the step has its own mesh of another size, or this package is in a zip file.
-    """
-    _check_process()
+    """`step` lowered for the platform of `target`; nothing is compiled or allocated here."""
+    if not Path(__file__).is_file():
+        raise UnsupportedError(
+            f"remat_jax was imported from {__file__.partition('/remat_jax/')[0]!r}, which is not a folder, but the compile "
+            "process must start from a file: install remat-jax, or unpack it"
+        )
+    compat.warn_of_lost_threads()
     devices = 1 if step.mesh is None else step.mesh.size
     check_context(devices, f"a step for {_counted(devices)}")
     leaves, treedef = jax.tree.flatten(step.arguments)
-    donated: list[int] = []
-    start = 0
-    for index, argument in enumerate(step.arguments):
-        count = len(jax.tree.leaves(argument))
-        if index in step.donate_argnums:
-            donated += range(start, start + count)
-        start += count
+    owners = [index for index, argument in enumerate(step.arguments) for _ in jax.tree.leaves(argument)]
+    donated = tuple(place for place, owner in enumerate(owners) if owner in step.donate_argnums)
 
     def flat(*values: Any) -> list[Any]:
         return jax.tree.leaves(step.function(*jax.tree.unflatten(treedef, values)))
@@ -95,23 +77,23 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
         raise _of_another_mesh(devices, f"the program is for {_counted(exported.nr_devices)}")
     mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
     held = _held_bytes(step, exported.out_avals, donated)
-    return ExportedProgram(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh, held, kernels)
+    return ExportedProgram(key, bytes(exported.serialize()), donated, tuple(_argument_names(step)), mesh, held, kernels)
 
 
 def _held_bytes(step: TrainingStep, results: Sequence[Any], donated: Sequence[int]) -> int:
     """The bytes that one device holds for the whole step; a result is assumed to be sharded like an argument of its type."""
     local = jax.tree.leaves(step.local_arguments)
     reusable: Counter[Any] = Counter()
-    alike: dict[Any, Any] = {}
+    shards: dict[Any, Any] = {}
     for index, (whole, part) in enumerate(zip(jax.tree.leaves(step.arguments), local, strict=True)):
-        alike.setdefault(_type(whole), part)
+        shards.setdefault(_type(whole), part)
         reusable[_type(whole)] += index in donated
     held = device_bytes(local)
     for result in results:
         if reusable[_type(result)]:
             reusable[_type(result)] -= 1
         else:
-            held += device_bytes(alike.get(_type(result), result))
+            held += device_bytes(shards.get(_type(result), result))
     return held
 
 
@@ -164,9 +146,9 @@ def _counted(devices: int) -> str:
 
 
 def _argument_names(step: TrainingStep) -> list[str]:
-    found = []
+    names = []
     for index, argument in enumerate(step.arguments):
         name = step.names[index] if step.names else f"argument {index}"
         paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(argument)]
-        found += [f"{name}/{path}" if path else name for path in paths]
-    return found
+        names += [f"{name}/{path}" if path else name for path in paths]
+    return names

@@ -1,11 +1,18 @@
-"""Child processes for the compiler: if it aborts, hangs or runs out of memory, the child dies, and this process raises."""
+"""Child processes for the compiler, and folders for their files.
+
+If the compiler aborts, hangs or runs out of memory, the child dies, and this process raises. A folder is removed with its
+compilation, or, after a kill, when the next one starts.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +27,11 @@ from typing import Any, TextIO
 from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
-from remat_jax.memory.compile.scratch import full_disk
+
+try:
+    import fcntl
+except ImportError:  # on Windows no folder is swept
+    fcntl = None  # type: ignore[assignment]
 
 ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_")
 """The prefixes of environment variables that affect a compiler's answer."""
@@ -39,6 +50,10 @@ _OUT_OF_MEMORY = (
     "pthread_create",  # no room for a thread's stack
     "can't start new thread",
 )
+_FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)}
+_PREFIX, _LOCK = "remat_jax_compile_", "held"
+_NEW, _OLD = 2.0, 24 * 3600.0
+"""Seconds in which a folder may not be locked yet, and seconds after which a folder without a lock is a leftover."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +63,9 @@ class Question:
     Attributes:
       child: the script. It reads `request` as a line of JSON on standard input, with this process's id as `parent`, and prints
         one JSON object for each of `keys`.
-      doing: the activity for error messages, such as `compiling for target='h200'`.
-      environment: the child's environment variables.
-      timeout: seconds for all keys together.
-      who: the program that refuses a key, for error messages.
-      left: the seconds left by earlier processes of the same call; None for all of `timeout`.
-      again: whether the child prints `{"done": true}` at the end and waits for another question, for at most `IDLE_SECONDS`.
+      doing, who: the activity, and the program that refuses a key, for error messages.
+      timeout, left: the seconds for all keys together, and what earlier processes of the call left of them, if there were any.
+      again: whether the child waits for another question, for at most `IDLE_SECONDS`, after printing `{"done": true}`.
         Starting a child is most of the time for a small program.
     """
 
@@ -67,12 +79,15 @@ class Question:
     left: float | None = None
     again: bool = False
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The script and all settings that affect the answer: one process can answer all questions of one kind."""
+        relevant = {name: value for name, value in self.environment.items() if name.startswith(ENVIRONMENT)}
+        return str(self.child), tuple(sorted(relevant.items()))
+
 
 class Children:
-    """The processes of one call, which end with the call: Ctrl-C kills the compile processes.
-
-    Used as a context manager, it ends the processes when an error leaves the context.
-    """
+    """The processes of one call; an error that leaves this context, such as Ctrl-C, kills them."""
 
     def __init__(self) -> None:
         self._lock, self._ended = threading.Lock(), False
@@ -94,7 +109,7 @@ class Children:
 
     @contextlib.contextmanager
     def running(self, child: _Child) -> Iterator[None]:
-        """A context in which the child is a running process; the child must not be waited for inside."""
+        """A context in which `end` kills the child; the child must not be waited for inside."""
         with self._lock:
             self._running.add(child)
             if self._ended:
@@ -109,26 +124,25 @@ class Children:
 def ask(
     question: Question, on_done: Callable[[str], None] | None = None, children: Children | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The child's answer for each key. `on_done` is called for each answer as it comes; `children` may end the child.
-
-    Raises:
-      CompileError: the child refused a key, died, hung or ran out of memory; the message has its last output.
-    """
-    child = _idle.take(question) or _Child.started(question)
-    alarm = _Alarm(child, question.timeout if question.left is None else question.left)
+    """The child's answer for each key. `on_done` is called for each answer as it comes; `children` may end the child."""
+    child = _idle.take(question) or _Child(question)
+    timer = threading.Timer(question.timeout if question.left is None else question.left, child.expire)
+    timer.daemon = True
+    timer.start()
     waits = False
     try:
         with (children or Children()).running(child):
             answers, failed, waits = _converse(child, question, on_done)
         status = 0 if waits else child.process.wait()
-        said = child.said()
+        output = child.output()
     finally:
-        alarm.cancel()
+        timer.cancel()
+        timer.join()
         if waits and not child.killed:
             _idle.give_back(child)
         else:
             child.end()
-    _raise_for(question, answers, failed, status, alarm.expired, said)
+    _raise_for(question, answers, failed, status, child.expired, output)
     return answers
 
 
@@ -147,65 +161,61 @@ def _converse(
     answers: dict[str, dict[str, Any]] = {}
     failed = ""
     for line in source:
-        answer = _answer(line)
-        if answer is None:
-            continue
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            continue  # the output of a library
         if "key" not in answer:
-            return answers, failed, True
-        if "error" in answer:
+            if "done" in answer:
+                return answers, failed, question.again
+        elif "error" in answer:
             failed = failed or f"{answer['key']}: {answer['error']}"
-            continue
-        answers[answer["key"]] = answer
-        if on_done is not None:
-            on_done(answer["key"])
+        else:
+            answers[answer["key"]] = answer
+            if on_done is not None:
+                on_done(answer["key"])
     return answers, failed, False
 
 
-def _answer(line: str) -> dict[str, Any] | None:
-    """The child's answer in a line; None for output of a library."""
-    try:
-        answer = json.loads(line)
-    except ValueError:
-        return None
-    return answer if isinstance(answer, dict) and ("key" in answer or "done" in answer) else None
-
-
 class _Child:
-    """A process that answers questions of one `kind`."""
+    """A new process that answers questions of the kind of `question`."""
 
-    def __init__(self, process: subprocess.Popen[str], errors: TextIO, kind: tuple[Any, ...]) -> None:
-        self.process, self.kind, self.killed, self.waits_since = process, kind, False, 0.0
-        self._errors = errors
-
-    @classmethod
-    def started(cls, question: Question) -> _Child:
-        """A new child for a question."""
-        errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-        process = subprocess.Popen(
+    def __init__(self, question: Question) -> None:
+        self.kind = question.kind
+        self.killed = self.expired = False
+        self.waits_since = 0.0
+        self._errors: TextIO = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self.process = subprocess.Popen(
             # -P: the modules beside the script must not hide others of their names.
             [sys.executable, "-P", str(question.child)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=self._errors,
             env=question.environment,
             text=True,
             start_new_session=True,
         )
-        return cls(process, errors, _kind(question))
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Its standard error for the last question."""
         self._errors.seek(0)
-        said = self._errors.read().strip()
+        output = self._errors.read().strip()
         self._errors.seek(0)
         self._errors.truncate()
-        return said
+        return output
 
     def kill(self) -> None:
         """Kill the child and the processes started by the compiler: together they are one process group."""
         self.killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    def expire(self) -> None:
+        """Kill the child because its time is up; its own child processes may keep the pipe open even if it has ended."""
+        self.expired = True
+        self.kill()
 
     def end(self) -> None:
         """Kill the child if it runs, and close its pipes and files."""
@@ -216,12 +226,6 @@ class _Child:
             with contextlib.suppress(BrokenPipeError):
                 assert file is not None
                 file.close()
-
-
-def _kind(question: Question) -> tuple[Any, ...]:
-    """The kind of a question: the script and all settings that affect the answer. One process can answer all of one kind."""
-    relevant = {name: value for name, value in question.environment.items() if name.startswith(ENVIRONMENT)}
-    return str(question.child), tuple(sorted(relevant.items()))
 
 
 class _Idle:
@@ -235,18 +239,18 @@ class _Idle:
         """A waiting child for questions of this kind; children that have waited too long are ended."""
         if not question.again:
             return None
-        kind, now = _kind(question), time.monotonic()
+        earliest = time.monotonic() - IDLE_SECONDS
         with self._lock:
             # A child exits by itself only later, so a child taken here is alive.
-            for child in [
-                one for one in self._waiting if now - one.waits_since > IDLE_SECONDS or one.process.poll() is not None
-            ]:
-                self._waiting.remove(child)
-                child.end()
-            found = next((child for child in reversed(self._waiting) if child.kind == kind), None)
-            if found is not None:
-                self._waiting.remove(found)
-            return found
+            for child in list(self._waiting):
+                if child.waits_since < earliest or child.process.poll() is not None:
+                    self._waiting.remove(child)
+                    child.end()
+            for child in reversed(self._waiting):
+                if child.kind == question.kind:
+                    self._waiting.remove(child)
+                    return child
+        return None
 
     def give_back(self, child: _Child) -> None:
         """Keep a waiting child; if there are too many, end the one that has waited longest."""
@@ -292,22 +296,22 @@ def _raise_for(question: Question, answers: dict[str, Any], failed: str, status:
         remedy = f". {compat.CUDNN_REMEDY}" if compat.wants_cudnn(failed) else _remedy(failed, status)
         raise CompileError(f"{question.doing}: {question.who} refused policy={failed[:2000]}{remedy}")
     if missing:
+        # An abort gives its reason before a long stack, an exception after it.
+        shortened = output if len(output) <= 1500 else f"{output[:500]}\n…\n{output[-1000:]}"
         reason = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
         raise CompileError(
             f"{question.doing}: the compile process ended with {reason} at policy={missing[0]!r}. Its output: "
-            f"{_shortened(output) or 'none'}{_remedy(output, status)}"
+            f"{shortened or 'none'}{_remedy(output, status)}"
         )
-
-
-def _shortened(output: str) -> str:
-    """The beginning and the end of an output: an abort gives its reason before a long stack, an exception after it."""
-    return output if len(output) <= 1500 else f"{output[:500]}\n…\n{output[-1000:]}"
 
 
 def _remedy(output: str, status: int) -> str:
     """The remedy at the end of a message, if the reason is known."""
-    if remedy := full_disk(output):
-        return remedy
+    if any(word in output for word in _FULL.values()):
+        return (
+            f". The temporary folder {tempfile.gettempdir()!r} is full, or its files may not be this large (ulimit -f): name "
+            "another folder in TMPDIR"
+        )
     if any(word in output for word in _OUT_OF_MEMORY):
         return ". It ran out of memory: give it more (ulimit -v, the container's limit), or compile fewer policies at once"
     if status == -signal.SIGKILL:
@@ -317,37 +321,45 @@ def _remedy(output: str, status: int) -> str:
     return ""
 
 
-class _Alarm:
-    """Kills the child when its time is up, and remembers that it did."""
-
-    def __init__(self, child: _Child, seconds: float) -> None:
-        self.expired = False
-        self._child = child
-        self._timer = threading.Timer(seconds, self._expire)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _expire(self) -> None:
-        # Its own child processes may keep the pipe open: kill the group even if the child has ended.
-        self.expired = True
-        self._child.kill()
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-        self._timer.join()
-
-
 def compiler_environment(target: Target) -> dict[str, str]:
-    """The environment of a process that compiles for `target` without touching a GPU.
-
-    Raises:
-      CompileError: `XLA_FLAGS` names a file that cannot be read.
-    """
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    environment["JAX_ENABLE_X64"] = "1"  # the exported program carries its own dtypes; without this JAX would narrow them
+    """The environment of a process that compiles for `target` without touching a GPU."""
+    # The exported program carries its own dtypes; without x64 JAX would narrow them.
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "JAX_ENABLE_X64": "1"}
     if target.kind == "gpu":
         environment |= compat.GPU_COMPILER_ENVIRONMENT
         environment["XLA_FLAGS"] = compat.xla_flags(compat.GPU_COMPILER_FLAGS)
     elif target.devices > 1:
         environment["XLA_FLAGS"] = compat.xla_flags(f"--xla_force_host_platform_device_count={target.devices}")
     return environment
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A new folder in the temporary folder."""
+    _sweep(tempfile.gettempdir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, open(Path(folder, _LOCK), "w") as held:
+            if fcntl:
+                fcntl.flock(held, fcntl.LOCK_EX)
+            yield Path(folder)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise CompileError(f"the program to compile cannot be written ({error}){_remedy(str(error), 0)}") from error
+
+
+@functools.cache
+def _sweep(parent: str) -> None:
+    """Remove the folders of ended processes, whose locks nobody holds."""
+    for folder in Path(parent).glob(f"{_PREFIX}*") if fcntl else ():
+        with contextlib.suppress(OSError):
+            # The owner was killed before it made the lock, or while it removed the folder.
+            if not (folder / _LOCK).exists() and time.time() - folder.stat().st_mtime > _OLD:
+                shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError), open(folder / _LOCK, "r+") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - folder.stat().st_mtime > _NEW:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,4 @@
-"""The collectives of one step on a mesh, read from the compiled module.
-
-The compiler's partitioner, not the program, decides where an array is gathered, summed or scattered. A collective in a loop
-counts once per iteration. If collectives were combined into one call, each of its arrays counts.
-"""
+"""The collectives of one step on a mesh, read from the compiled module: the compiler, not the program, places them."""
 
 from __future__ import annotations
 
@@ -15,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from remat_jax.hardware import Target
-from remat_jax.hardware.links import Links
+from remat_jax.hardware.rates import Links
 from remat_jax.memory.hlo.live import module_path
 from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, parse
 
 _WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
-_BODIES = {"while": ("body",), "call": ("to_apply", "calls"), "async-start": ("calls",), "fusion": ("calls",)}
+"""Collectives whose result has the operands too."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,8 @@ class Collective:
 def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
     """The collectives that one execution of the compiled module `text` runs, by kind and phase.
 
-    A loop runs for the trip count that the compiler knows, else once. Every branch of a `conditional` counts.
-
-    Raises:
-      UnsupportedError: the text has a line of an unknown form.
+    A loop runs for the trip count that the compiler knows, else once. Every branch of a `conditional` counts, and every array
+    of a combined collective.
 
     >>> read_collectives('''ENTRY %main (x: f32[2]) -> f32[8] {
     ...   %x = f32[2] parameter(0)
@@ -62,7 +56,8 @@ def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
     for kind, phase, count, nbytes in _within(module, module.computations[module.entry], 1, "other"):
         counts[kind, phase] += count
         sizes[kind, phase] += nbytes
-    return tuple(Collective(*key, counts[key], sizes[key]) for key in sorted(counts, key=_order))
+    ordered = sorted(counts, key=lambda key: (COLLECTIVES.index(key[0]), key[1]))
+    return tuple(Collective(*key, counts[key], sizes[key]) for key in ordered)
 
 
 def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
@@ -71,79 +66,63 @@ def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
     >>> executed([Collective("all-gather", "forward", 2, 10), Collective("all-gather", "backward", 2, 10)])
     {'all-gather': (4, 20)}
     """
-    found: dict[str, tuple[int, int]] = {}
-    for one in collectives:
-        count, nbytes = found.get(one.kind, (0, 0))
-        found[one.kind] = count + one.count, nbytes + one.bytes
-    return found
-
-
-def _order(key: tuple[str, str]) -> tuple[int, str]:
-    return COLLECTIVES.index(key[0]), key[1]
+    totals: dict[str, tuple[int, int]] = {}
+    for each in collectives:
+        count, nbytes = totals.get(each.kind, (0, 0))
+        totals[each.kind] = count + each.count, nbytes + each.bytes
+    return totals
 
 
 def _within(module: HloModule, computation: Computation, times: int, phase: str) -> Iterator[tuple[str, str, int, int]]:
-    for one in computation:
-        own = _phase(one) or phase
-        kind = one.opcode.removesuffix("-start")
+    """The kind, phase, number of arrays and bytes of the collectives of a computation that runs `times` in `phase`."""
+    for instruction in computation:
+        # Merged instructions have no operator name: they take their loop's phase.
+        named_phase = module_path(instruction.op_name)[2]
+        inner_phase = phase if named_phase == "other" else named_phase
+        kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
             # Besides its array, a ragged collective has a result buffer, offsets and sizes as operands.
-            count = 1 if _is_ragged(one) else len(one.operands)
-            yield kind, own, times * count, times * _bytes(computation, one)
-        for name in _inside(one):
-            body = module.computations.get(name)
-            if body is not None:
-                rounds = int(one.config.get("known_trip_count", {}).get("n", 1)) if one.opcode == "while" else 1
-                yield from _within(module, body, times * rounds, own)
+            count = 1 if _is_ragged(instruction) else len(instruction.operands)
+            yield kind, inner_phase, times * count, times * _bytes(computation, instruction)
+        rounds = times * (instruction.trip_count(unknown=1) if instruction.opcode == "while" else 1)
+        for body in module.bodies(instruction):
+            yield from _within(module, body, rounds, inner_phase)
 
 
-def _inside(one: Instruction) -> list[str]:
-    """The computations that an instruction runs."""
-    if one.opcode == "conditional":
-        listed = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
-        names = [name.strip().lstrip("%") for name in listed[1].split(",")] if listed else []
-        return names + [name for key in ("true_computation", "false_computation") if (name := one.attribute(key))]
-    return [name for key in _BODIES.get(one.opcode, ()) if (name := one.attribute(key))][:1]
+def _is_ragged(instruction: Instruction) -> bool:
+    return instruction.opcode.startswith("ragged-")
 
 
-def _phase(one: Instruction) -> str | None:
-    """The phase in an instruction's op name; None if it has none, as for merged instructions, which take their loop's phase."""
-    named = re.search(r'op_name="([^"]*)"', one.rest)
-    phase = module_path(named[1])[2] if named else "other"
-    return None if phase == "other" else phase
-
-
-def _is_ragged(one: Instruction) -> bool:
-    return one.opcode.startswith("ragged-")
-
-
-def _bytes(computation: Computation, one: Instruction) -> int:
-    operands = [computation.operand(one, index) for index in range(1 if _is_ragged(one) else len(one.operands))]
-    given = sum(array.bytes for operand in operands if operand is not None for array in operand.arrays)
-    whole = sum(array.bytes for array in one.arrays)
-    return max(given, whole - given if one.opcode in _WITH_OPERANDS else whole)
+def _bytes(computation: Computation, instruction: Instruction) -> int:
+    operands = [computation.operand(instruction, index) for index in range(len(instruction.operands))]
+    sent = operands[:1] if _is_ragged(instruction) else operands
+    given = sum(array.bytes for operand in sent if operand is not None for array in operand.arrays)
+    whole = sum(array.bytes for array in instruction.arrays)
+    return max(given, whole - given if instruction.opcode in _WITH_OPERANDS else whole)
 
 
 # --- the time of an exchange -------------------------------------------------------------------------------------------
 
 
-def exchange_of(module: HloModule, computation: Computation, one: Instruction) -> tuple[Computation, Instruction] | None:
+def exchange_of(
+    module: HloModule, computation: Computation, instruction: Instruction
+) -> tuple[Computation, Instruction] | None:
     """The collective that an instruction is, starts, or wraps in an asynchronous call; None for other instructions."""
-    if one.opcode.removesuffix("-start") in COLLECTIVES:
-        return computation, one
-    called = module.computations.get(one.attribute("calls") or "") if one.opcode == "async-start" else None
-    inside = [inner for inner in called or () if inner.opcode in COLLECTIVES]
-    return (called, inside[0]) if called is not None and inside else None
+    if instruction.opcode.removesuffix("-start") in COLLECTIVES:
+        return computation, instruction
+    called = module.called(instruction) if instruction.opcode == "async-start" else None
+    if called is None:
+        return None
+    return next(((called, inner) for inner in called if inner.opcode in COLLECTIVES), None)
 
 
-def exchange_seconds(computation: Computation, one: Instruction, target: Target, links: Links | None) -> float | None:
+def exchange_seconds(computation: Computation, instruction: Instruction, target: Target, links: Links | None) -> float | None:
     """Seconds of a collective over the target's links; None if the rate of a link that it needs is unknown."""
-    kind = one.opcode.removesuffix("-start")
-    group = largest_group(one.rest, target.devices)
+    group = largest_group(instruction.rest, target.devices)
+    if len(group) < 2 or links is None:
+        return 0.0 if len(group) < 2 else None
     hosts = len({device // (target.devices // target.hosts) for device in group})
-    if len(group) < 2:
-        return 0.0
-    return None if links is None else links.seconds(kind, _bytes(computation, one), len(group), hosts=hosts)
+    return links.seconds(instruction.opcode.removesuffix("-start"), _bytes(computation, instruction), len(group), hosts=hosts)
 
 
 def largest_group(attributes: str, devices: int) -> list[int]:
@@ -156,12 +135,16 @@ def largest_group(attributes: str, devices: int) -> list[int]:
     """
     tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if tiled is not None:
-        shape, dims = ([int(one) for one in text.split(",")] for text in tiled.group(1, 2))
-        order = [int(one) for one in tiled[3].split(",")] if tiled[3] else list(range(len(dims)))
+        shape, dims = _integers(tiled[1]), _integers(tiled[2])
+        order = _integers(tiled[3]) if tiled[3] else list(range(len(dims)))
         return list(map(int, np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape)[0]))
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", attributes)
     if listed is None:
         return list(range(devices))
-    groups = [[int(one) for one in group.split(",") if one] for group in re.findall(r"\{([\d,]*)\}", listed[1])]
+    groups = [_integers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
     widest: list[int] = max(groups, key=lambda group: (max(group) - min(group), len(group)) if group else (-1, 0))
     return sorted(set(widest))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]

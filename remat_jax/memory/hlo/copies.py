@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, elements
-from remat_jax.memory.hlo.text import arrays_of as _arrays_of
+from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, arrays_of, elements
 
 Direction = Literal["out", "back"]
+_NO_COPIES = FREE | {"while", "call", "conditional", "custom-call"}
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Copies:
 
     @property
     def coverable(self) -> float:
-        """The share that could be covered: the compute available between the first start and the last wait, at most 1.
+        """The share that could be covered by the compute between the first start and the last wait, at most 1.
 
-        It ignores compute that could be moved there. It may be out of reach: a copy cannot start before its array is computed,
-        nor end after the array is read. `Overlap.coverable` takes that into account.
+        It may be out of reach: a copy cannot start before its array is computed, nor end after the array is read.
+        `Overlap.coverable` takes that into account.
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 
@@ -58,10 +58,9 @@ class Overlap:
       compute_seconds: the time of compute alone.
       step_seconds: the time of compute and of its waits for copies.
       coverable_seconds: the time of all copies that compute could cover, if the first start and the last wait of each direction
-        stay where this schedule has them: the `available` compute of each direction, less the time in which an array's own
-        copies cannot run. An array's two copies run one after the other between its computation and its first read, so the
-        compute between these must last for both; for an array of the last block there is hardly any. A schedule that starts
-        late or waits early has less: compare `step_seconds` across schedules.
+        stay where they are: the `available` compute of each direction, less the time in which an array's own copies cannot run.
+        These run one after the other between the array's computation and its first read; for an array of the last block hardly
+        any compute is between. A schedule that starts late or waits early has less: compare `step_seconds` across schedules.
     """
 
     out: Copies
@@ -93,33 +92,27 @@ class Overlap:
 # --- finding the copies -----------------------------------------------------------------------------------------------
 
 
-def host_copy(module: HloModule, computation: Computation, one: Instruction) -> tuple[Direction, int] | None:
-    """The direction and bytes of the host copy that `one` starts or makes; None for other instructions."""
-    if one.opcode in FREE or one.opcode.endswith("-done") or one.opcode in ("while", "call", "conditional", "custom-call"):
+def host_copy(module: HloModule, computation: Computation, instruction: Instruction) -> tuple[Direction, int] | None:
+    """The direction and bytes of the host copy that an instruction starts or makes; None for other instructions."""
+    if instruction.opcode in _NO_COPIES or instruction.opcode.endswith("-done"):
         return None
-    if one.opcode == "copy-start":
-        made, taken = (_arrays_of(part)[0] for part in elements(one.shape)[:2])
-        return _moved(taken.on_host, made.on_host, made.bytes)
-    called = module.computations.get(one.attribute("calls") or "")
+    if instruction.opcode == "copy-start":
+        result, operand = (arrays_of(part)[0] for part in elements(instruction.shape)[:2])
+        return _moved(operand.on_host, result.on_host, result.bytes)
+    called = module.called(instruction)
     inside = computation if called is None else called
-    for inner in [one] if called is None else called:
+    for inner in [instruction] if called is None else called:
         source = inside.operand(inner, 0)
-        if source is None or not source.arrays or not inner.arrays or len(inner.arrays) > 1:
+        if source is None or not source.arrays or len(inner.arrays) != 1:
             continue
+        from_host, result = source.arrays[0].on_host, inner.arrays[0]
         if inner.opcode == "dynamic-update-slice":
             update = inside.operand(inner, 1)
-            if update is not None and source.arrays[0].on_host:
+            if update is not None and from_host:
                 return _moved(update.arrays[0].on_host, True, update.arrays[0].bytes)
-        elif inner.opcode in ("copy", "dynamic-slice", "slice"):
-            copy = _moved(source.arrays[0].on_host, _on_host(one, inner), inner.arrays[0].bytes)
-            if copy is not None:
-                return copy
+        elif inner.opcode in ("copy", "dynamic-slice", "slice") and from_host != result.on_host:
+            return _moved(from_host, result.on_host, result.bytes)
     return None
-
-
-def _on_host(instruction: Instruction, inner: Instruction) -> bool:
-    # If the copy is in a called computation, the inner instruction's shape has the result's memory.
-    return instruction.arrays[-1].on_host if instruction is inner else inner.arrays[0].on_host
 
 
 def _moved(from_host: bool, to_host: bool, size: int) -> tuple[Direction, int] | None:
@@ -129,10 +122,10 @@ def _moved(from_host: bool, to_host: bool, size: int) -> tuple[Direction, int] |
 
 
 Roots = str | list[Any]
+"""The name of the instruction that computes an array; a list for a tuple."""
 
 
-@dataclass(frozen=True)
-class RoundTrip:
+class RoundTrip(NamedTuple):
     """The names of the instructions that compute an array, start its copies to the host and back, and read it first."""
 
     made: str
@@ -141,47 +134,39 @@ class RoundTrip:
     read: str
 
 
-def round_trips(computation: Computation, direction: Callable[[Instruction], str | None]) -> list[RoundTrip]:
+def round_trips(computation: Computation, direction: Callable[[Instruction], str | None]) -> Iterator[RoundTrip]:
     """The arrays that go to the host and back in `computation` itself, outside its loops.
 
     Args:
       direction: "out" or "back" for an instruction that starts a copy between device and host, None for any other.
     """
     roots: dict[str, Roots] = {}
-    sources: dict[str, tuple[str, str]] = {}
+    copies: dict[str, tuple[str, str]] = {}
     readers: dict[str, str] = {}
     for instruction in computation:
         if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             roots[instruction.name] = _passed_on(instruction, roots)
             continue
-        for read in (root for operand in instruction.operands for root in _flat(roots.get(operand, operand))):
-            readers.setdefault(read, instruction.name)
+        sources = [roots.get(operand, operand) for operand in instruction.operands]
+        for root in _flat(sources):
+            readers.setdefault(root, instruction.name)
         copy_direction = direction(instruction)
-        source = (
-            roots.get(instruction.operands[0], instruction.operands[0]) if copy_direction and instruction.operands else None
-        )
-        if copy_direction and isinstance(source, str):
-            sources[instruction.name] = copy_direction, source
-    return list(_pairs(sources, readers))
-
-
-def _pairs(sources: Mapping[str, tuple[str, str]], readers: Mapping[str, str]) -> Any:
-    for back, (way, out) in sources.items():
-        if way == "back" and out in sources and sources[out][0] == "out" and back in readers:
-            yield RoundTrip(sources[out][1], out, back, readers[back])
+        if copy_direction and sources and isinstance(sources[0], str):
+            copies[instruction.name] = copy_direction, sources[0]
+    for back, (copy_direction, out) in copies.items():
+        if copy_direction == "back" and back in readers and out in copies and copies[out][0] == "out":
+            yield RoundTrip(copies[out][1], out, back, readers[back])
 
 
 def _passed_on(instruction: Instruction, roots: Mapping[str, Roots]) -> Roots:
     """The names of the instructions that computed the arrays of an instruction that moves no data."""
-    taken = [roots.get(operand, operand) for operand in instruction.operands]
+    sources = [roots.get(operand, operand) for operand in instruction.operands]
     if instruction.opcode == "get-tuple-element":
-        whole, index = taken[0], instruction.attribute("index")
-        return (
-            whole[int(index)] if isinstance(whole, list) and index is not None and int(index) < len(whole) else instruction.name
-        )
+        whole, index = sources[0], int(instruction.attribute("index") or 0)
+        return whole[index] if isinstance(whole, list) and index < len(whole) else instruction.name
     if instruction.opcode == "tuple":
-        return taken
-    return taken[0] if instruction.opcode not in ("parameter", "constant") and len(taken) == 1 else instruction.name
+        return sources
+    return sources[0] if instruction.opcode not in ("parameter", "constant") and len(sources) == 1 else instruction.name
 
 
 def _flat(roots: Roots) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from remat_jax.hardware.products import Product
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, called_target, product_of, traffic, units_of
+from remat_jax.memory.hlo.text import FREE, Computation, HloArray, HloModule, Instruction
 
-KNOWN = frozenset(
+_KNOWN = frozenset(
     """abs add all-gather all-reduce all-to-all and atan2 bitcast-convert broadcast cbrt ceil cholesky clamp clz
     collective-broadcast collective-permute compare complex concatenate convert convolution copy copy-start cosine divide dot
     dynamic-slice dynamic-update-slice erf exponential exponential-minus-one fft floor fusion gather imag iota is-finite log
@@ -21,7 +21,7 @@ KNOWN = frozenset(
     transpose triangular-solve xor""".split()
 )
 """Instructions whose time depends on their bytes or a product's operations."""
-ATTENTION_SHARE = 0.65
+_ATTENTION_SHARE = 0.65
 """The share of a large product's rate that attention kernels reach, with products and exponentials together.
 
 Dao, FlashAttention-2 (2023), Figures 4 to 6, A100, heads of 128: 0.6 to 0.73 of 312 TFLOP/s forward, 0.5 to 0.6 backward, where
@@ -29,6 +29,19 @@ a large product reaches 0.87.
 """
 _PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
 """Custom calls that mostly read and write, with little compute."""
+_PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
+_DTYPES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "tensorfloat32",
+    "f64": "float64",
+    "c64": "complex64",
+    "c128": "complex128",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+}
+_PARTS = ("dynamic-slice", "slice", "gather")
+"""Instructions that read as much of their first operand as they write."""
 
 
 class KernelTimes:
@@ -47,57 +60,124 @@ class KernelTimes:
         self.dtypes: set[str] = set()
         self._seconds: dict[tuple[str, str], float] = {}
 
-    def seconds(self, computation: Computation, one: Instruction) -> float:
+    def seconds(self, computation: Computation, instruction: Instruction) -> float:
         """The seconds of an instruction that is not a loop, a copy to or from the host, or a collective."""
-        if one.opcode in FREE or one.opcode.endswith("-done"):
+        if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             return 0.0
-        key = computation.name, one.name
+        key = computation.name, instruction.name
         if key not in self._seconds:
-            operations = sum(self._operations(computation, one))
-            memory = traffic(self.module, computation, one) / self.rates.hbm_bytes_per_s
+            operations = sum(self._operations(computation, instruction))
+            memory = self._traffic(computation, instruction) / self.rates.hbm_bytes_per_s
             self._seconds[key] = self.rates.launch_seconds + max(operations, memory)
         return self._seconds[key]
 
-    def _operations(self, computation: Computation, one: Instruction) -> Iterator[float]:
+    def _operations(self, computation: Computation, instruction: Instruction) -> Iterator[float]:
         """The seconds of each product in a kernel."""
-        called = self.module.computations.get(one.attribute("calls") or "")
+        called = self.module.called(instruction)
         if called is not None:
             for inner in called:
                 yield from self._operations(called, inner)
             return
-        product = product_of(computation, one)
+        opcode = instruction.opcode
+        product = _product(computation, instruction)
+        pallas = _PALLAS.search(instruction.rest) if opcode == "custom-call" else None
         if product is not None:
             self.dtypes.add(product.dtype)
             yield self.rates.product_seconds(product)
-        elif (known := self._written_by_hand(one)) is not None:
-            dtype = units_of(one.arrays[0].dtype)
+        elif pallas is not None and pallas[1] in self.kernels:
+            dtype = _units(instruction.arrays[0].dtype)
             self.dtypes.add(dtype)
-            yield known / self.rates.flops_per_s(dtype) / ATTENTION_SHARE
-        elif one.opcode == "custom-call":
-            attention = attention_products(computation, one)
+            yield self.kernels[pallas[1]] / self.rates.flops_per_s(dtype) / _ATTENTION_SHARE
+        elif opcode == "custom-call":
+            attention = attention_products(computation, instruction)
             self.dtypes.update(each.dtype for each in attention)
-            yield from (self.rates.product_seconds(each) / ATTENTION_SHARE for each in attention)
-            if not attention and not called_target(one).startswith(_PASSES):
-                self.unknown.add(called_target(one))
-        elif one.opcode.removesuffix("-start").removesuffix("-update") not in KNOWN and one.opcode not in FREE:
-            self.unknown.add(one.opcode)
+            yield from (self.rates.product_seconds(each) / _ATTENTION_SHARE for each in attention)
+            if not attention and not _called_target(instruction).startswith(_PASSES):
+                self.unknown.add(_called_target(instruction))
+        elif opcode.removesuffix("-start").removesuffix("-update") not in _KNOWN and opcode not in FREE:
+            self.unknown.add(opcode)
 
-    def _written_by_hand(self, one: Instruction) -> float | None:
-        """The operations of a Pallas kernel; None for an unknown kernel or another instruction."""
-        named = _PALLAS.search(one.rest) if one.opcode == "custom-call" else None
-        return self.kernels.get(named[1]) if named else None
+    def _traffic(self, computation: Computation, instruction: Instruction) -> int:
+        """Bytes of device memory that an instruction reads and writes; a sliced array counts with its slice."""
+        called = self.module.called(instruction)
+        if called is None:
+            reads = [computation.operand(instruction, index) for index in range(len(instruction.operands))]
+            if instruction.opcode == "dynamic-update-slice":
+                return 2 * _device_bytes(reads[1:2])
+            return _device_bytes([instruction]) + _device_bytes([instruction] if instruction.opcode in _PARTS else reads)
+        if instruction.opcode == "async-start":
+            # It runs a computation beside others: a fusion that updates a slice, since JAX 0.12.
+            return sum(self._traffic(called, inner) for inner in called if inner.opcode not in FREE)
+        parameters = (inner for inner in called if inner.opcode == "parameter")
+        return sum(_read(called, parameter) for parameter in parameters) + _written(called, called.root)
 
 
-_PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
+def _device_bytes(instructions: Iterable[Instruction | None]) -> int:
+    return sum(array.bytes for each in instructions if each is not None for array in each.arrays if not array.on_host)
 
 
-def attention_products(computation: Computation, one: Instruction) -> list[Product]:
+def _read(called: Computation, parameter: Instruction) -> int:
+    whole = _device_bytes([parameter])
+    part = 0
+    for user in (instruction for instruction in called if parameter.name in instruction.operands):
+        if user.opcode in _PARTS and user.operands[0] == parameter.name:
+            part += _device_bytes([user])
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != parameter.name:
+            return whole
+    return min(part, whole)
+
+
+def _written(called: Computation, root: Instruction) -> int:
+    if root.opcode in ("tuple", "bitcast"):
+        return sum(_written(called, called.instructions[name]) for name in root.operands if name in called.instructions)
+    return _device_bytes([called.operand(root, 1) if root.opcode == "dynamic-update-slice" else root])
+
+
+# --- matrix products --------------------------------------------------------------------------------------------------
+
+
+def _product(computation: Computation, instruction: Instruction) -> Product | None:
+    """The matrix product that a dot, a matmul call or a convolution computes; None for other instructions.
+
+    A convolution is the product of its windows with its kernel, with one window for each output position. Float32 runs as
+    tensorfloat32 unless the program asks for the highest precision.
+    """
+    lhs, rhs = computation.operand(instruction, 0), computation.operand(instruction, 1)
+    if lhs is None or rhs is None or not (lhs.arrays and rhs.arrays and instruction.arrays):
+        return None
+    out, left, right = instruction.arrays[0], lhs.arrays[0], rhs.arrays[0]
+    target = _called_target(instruction)
+    is_dot = instruction.opcode in ("dot", "scaled-dot") or "gemm" in target or "matmul" in target
+    if not (is_dot or instruction.opcode == "convolution" or "cudnn$conv" in target):
+        return None
+    highest = left.dtype == "f32" and re.search(r"operand_precision[^\]}]*highest", instruction.rest, re.IGNORECASE)
+    units = "float32" if highest else _units(left.dtype)
+    if is_dot:
+        summed = math.prod(left.dims[axis] for axis in instruction.dimensions("lhs_contracting_dims"))
+        batch = math.prod(left.dims[axis] for axis in instruction.dimensions("lhs_batch_dims"))
+        rows = math.prod(left.dims) // max(1, batch * summed)
+        columns = math.prod(out.dims) // max(1, batch * rows)
+        return Product(units, batch, rows, columns, summed)
+    labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)
+    if labels is None:
+        return None
+    kernel, result = right, out
+    if "BackwardFilter" in target:
+        kernel, result = out, right
+    elif "BackwardInput" in target:
+        kernel, result = right, left
+    channels = kernel.dims[labels[1].index("o")]
+    windows = math.prod(result.dims) // max(1, channels)
+    return Product(units, 1, windows, channels, math.prod(kernel.dims) // max(1, channels))
+
+
+def attention_products(computation: Computation, instruction: Instruction) -> list[Product]:
     """The products of an attention kernel, of cuDNN or Pallas, from its operands; empty for other calls.
 
     Query, key and value are the first three operands with four axes (three without a batch) and an equal last axis, the head
     width. The forward kernel has two products over all pairs of positions. A backward kernel recomputes the scores, computes
-    their gradient, and has one product for each gradient that it returns: a kernel that returns all three has five products.
-    A causal mask halves the products if the call is marked causal, as cuDNN's calls are.
+    their gradient, and has one product for each gradient that it returns. A causal mask halves the products if the call is
+    marked causal, as cuDNN's calls are.
 
     >>> from remat_jax.memory.hlo.text import parse
     >>> module = parse('''ENTRY %main (q: bf16[2,64,4,16]) -> bf16[2,64,4,16] {
@@ -108,23 +188,33 @@ def attention_products(computation: Computation, one: Instruction) -> list[Produ
     >>> [product.flops for product in attention_products(main, main.root)]  # 2 · 4 · 64 · 64 pairs, 16 wide
     [1048576, 1048576]
     """
-    operands = [
-        array for index in range(len(one.operands)) if (made := computation.operand(one, index)) for array in made.arrays
-    ]
-    wide = [array for array in operands if len(array.dims) in (3, 4) and array.dtype in ("bf16", "f16", "f32", "f8e4m3fn")]
+    operands = [computation.operand(instruction, index) for index in range(len(instruction.operands))]
+    arrays = [array for operand in operands if operand is not None for array in operand.arrays]
+    wide = [array for array in arrays if len(array.dims) in (3, 4) and array.dtype in ("bf16", "f16", "f32", "f8e4m3fn")]
     if len(wide) < 3 or len({(len(array.dims), array.dims[-1]) for array in wide[:3]}) > 1:
         return []
     query, key = wide[0], wide[1]
     width = query.dims[-1]
-    results = sum(len(array.dims) == len(query.dims) and array.dims[-1] == width for array in one.arrays)
-    backward = len(wide) > 3 or "Backward" in called_target(one) or results > 1
+    results = sum(len(array.dims) == len(query.dims) and array.dims[-1] == width for array in instruction.arrays)
+    backward = len(wide) > 3 or "Backward" in _called_target(instruction) or results > 1
     products = 2 + results if backward else 2
-    queries, keys = _positions(query.dims), _positions(key.dims)
+    queries, keys = _positions(query), _positions(key)
     heads = math.prod(query.dims[:-1]) // queries
-    seen = keys // 2 if "CAUSAL" in one.rest else keys
-    return [Product(units_of(query.dtype), heads, queries, width, max(1, seen))] * products
+    seen = keys // 2 if "CAUSAL" in instruction.rest else keys
+    return [Product(_units(query.dtype), heads, queries, width, max(1, seen))] * products
 
 
-def _positions(dims: tuple[int, ...]) -> int:
+def _positions(array: HloArray) -> int:
     """The size of the positions axis in (…, positions, heads, width) or (…, heads, positions, width): the larger axis."""
-    return max(dims[-3:-1])
+    return max(array.dims[-3:-1])
+
+
+def _called_target(instruction: Instruction) -> str:
+    """The target of a custom call; empty for any other instruction."""
+    match = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
+    return match[1] if match else ""
+
+
+def _units(dtype: str) -> str:
+    """The units on which products of an HLO dtype run; integers and unknown dtypes run as int8."""
+    return _DTYPES.get(dtype, "int8")

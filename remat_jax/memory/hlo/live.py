@@ -1,8 +1,7 @@
 """The buffers that are alive on the device at a compiled step's peak, by the module that made them.
 
-Read from XLA's dump of a compilation: the optimised program, its buffer assignment, and the range of the schedule in which each
-buffer is alive. Operator names contain the module path. XLA's own peak, in the last file, is not used, since it counts host
-buffers as device memory.
+Read from XLA's dump: the optimised program, its buffer assignment, and the range of the schedule in which each buffer is alive.
+Operator names contain the module path. XLA's own peak is not used, since it counts host buffers as device memory.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from remat_jax.memory.hlo.text import COLLECTIVES, HloModule, Instruction, elements, parse
+from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, elements, parse, split_outside_brackets
 
 DEVICE_SPACE = 0
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
@@ -25,7 +24,7 @@ _VALUE = re.compile(
     r"\(size=(?P<bytes>\d+),offset=(?P<offset>\d+)\)"
 )
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|pmap|checkpoint|custom_jvp|custom_vjp|shard_map)\((?P<inside>.*)\)$")
-_SLICES = ("dynamic-slice", "dynamic-update-slice")
+_SLICES = ("fusion", "dynamic-slice", "dynamic-update-slice")
 _STRUCTURE = re.compile(
     r"while|closed_call|checkpoint|rematted_computation|call_exported|custom_jvp_call|custom_vjp_call|eval_jaxpr|pjit|branch_\d+_fun"
     r"|layers\[\d+:\d+\]"
@@ -63,27 +62,23 @@ class _Program:
     """The instructions of all computations by name, and the loop that runs each computation."""
 
     def __init__(self, module: HloModule) -> None:
+        self.module = module
         self.instructions: dict[str, Instruction] = {}
-        self.roots: dict[str, str] = {}
-        self._home: dict[str, str] = {}
-        self._loops: dict[str, str] = {}
+        self._home: dict[str, Computation] = {}
+        self._loops: dict[str, Instruction] = {}
         for computation in module.computations.values():
             for instruction in computation:
                 self.instructions[instruction.name] = instruction
-                self._home[instruction.name] = computation.name
-                if instruction.root:
-                    self.roots[computation.name] = instruction.name
+                self._home[instruction.name] = computation
                 if instruction.opcode == "while":
-                    self._loops[instruction.attribute("body") or ""] = instruction.name
+                    self._loops[instruction.attribute("body") or ""] = instruction
 
     def exchanged(self) -> dict[_Value, str]:
         """The operands of collectives, and all elements of their results, with the kind of the collective."""
         kinds: dict[_Value, str] = {}
         for instruction in self.instructions.values():
-            called = self.instructions.get(self.roots.get(instruction.attribute("calls") or "", ""))
-            kind = (called if instruction.opcode == "async-start" and called is not None else instruction).opcode.removesuffix(
-                "-start"
-            )
+            called = self.module.called(instruction) if instruction.opcode == "async-start" else None
+            kind = (instruction if called is None else called.root).opcode.removesuffix("-start")
             if kind in COLLECTIVES:
                 results = {(instruction.name, ",".join(map(str, index))): kind for index in _indices(instruction.shape)}
                 kinds |= results | {self._made(operand): kind for operand in instruction.operands}
@@ -103,20 +98,63 @@ class _Program:
             name = instruction.operands[0]
         return name, ",".join(index)
 
-    def loop_around(self, instruction: Instruction) -> tuple[str, Instruction | None]:
-        """The computation of an instruction, and the loop that runs the computation."""
-        home = self._home[instruction.name]
-        return home, self.instructions.get(self._loops.get(home, ""))
+    def origin(self, name: str, places: list[int]) -> Instruction:
+        """The instruction that computes an element of a loop's state: in the loop's body, or before the loop if unchanged."""
+        seen = set()
+        while (name, tuple(places)) not in seen:
+            seen.add((name, tuple(places)))
+            source = self._before(self.instructions[name], places)
+            if source is None or source[0] not in self.instructions:
+                break
+            name, places = source
+        return self.instructions[name]
+
+    def _before(self, instruction: Instruction, places: list[int]) -> tuple[str, list[int]] | None:
+        """The source of an element of an instruction's result; None if the instruction computes the element."""
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode in ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier") and operands:
+            return operands[0], places
+        if opcode == "get-tuple-element" and operands:
+            return operands[0], [int(instruction.attribute("index") or 0), *places]
+        if opcode == "tuple" and places and places[0] < len(operands):
+            return operands[places[0]], places[1:]
+        if (stack := self._slice_source(instruction)) is not None:
+            return stack, []
+        if opcode == "while" and places:
+            bodies = self.module.bodies(instruction)
+            return (bodies[0].root.name if bodies else ""), places
+        body = self._home[instruction.name]
+        loop = self._loops.get(body.name)
+        if opcode == "parameter" and places and loop is not None:
+            written, unchanged = _written(body, places[0])
+            return (loop.operands[0], places) if unchanged else (written, places[1:])
+        return None
+
+    def _slice_source(self, instruction: Instruction) -> str | None:
+        """The array that a slice reads from, or that an update writes into, a stack; None for other instructions."""
+        primitive = instruction.op_name.rpartition("/")[2]
+        if primitive not in ("dynamic_slice", "dynamic_update_slice") or instruction.opcode not in _SLICES:
+            return None
+        shapes = {name: self.instructions[name].shape for name in instruction.operands if name in self.instructions}
+        arrays = [name for name, shape in shapes.items() if "s32[]" not in shape]
+        if primitive == "dynamic_update_slice":
+            arrays = [name for name in arrays if shapes[name] != instruction.shape]
+        return arrays[0] if arrays else None
+
+
+def _written(body: Computation, place: int) -> tuple[str, bool]:
+    """The value that a loop's body writes at a place of its state, and whether the place is unchanged."""
+    if body.root.opcode != "tuple" or place >= len(body.root.operands):
+        return "", False
+    name = body.root.operands[place]
+    instruction = body.instructions.get(name)
+    if instruction is None or instruction.opcode != "get-tuple-element" or instruction.attribute("index") != str(place):
+        return name, False
+    return name, body.instructions[instruction.operands[0]].opcode == "parameter"
 
 
 class Schedule:
-    """When each device array of a compiled step is alive, and its place in memory.
-
-    Args:
-      program: the optimised program, `….after_optimizations.txt`, as text or parsed.
-      assignment: `…-buffer-assignment.txt`.
-      live_ranges: `…-live-range.txt`.
-    """
+    """When each device array of a compiled step is alive, and its place in memory, from three files of XLA's dump."""
 
     def __init__(self, program: str | HloModule, assignment: str, live_ranges: str) -> None:
         self.places = _device_places(assignment)
@@ -127,7 +165,20 @@ class Schedule:
 
     def buffer(self, value: _Value) -> LiveBuffer:
         """The buffer of a value."""
-        return _buffer(self._program, *value, self.places[value].nbytes)
+        (name, index), nbytes = value, self.places[value].nbytes
+        instruction = self._program.instructions.get(name)
+        if instruction is None:
+            return LiveBuffer(name, "", "other", nbytes, "")
+        places = [int(place) for place in index.split(",") if place]
+        shape = re.sub(r"\{.*", "", _element(instruction.shape, places))
+        origin = self._program.origin(name, places)
+        if origin.opcode == "parameter":
+            is_argument = instruction.opcode in ("parameter", "get-tuple-element", "tuple", "while")
+            # A copy or a slice of an argument, such as one layer of a scanned stack of parameters, is a buffer of its own.
+            phase = "argument" if is_argument else module_path(instruction.op_name)[2]
+            return LiveBuffer(origin.op_name or name, "", phase, nbytes, shape)
+        path, primitive, phase = module_path(origin.op_name)
+        return LiveBuffer(f"{path}:{primitive}" if path else primitive or name, path, phase, nbytes, shape)
 
     def at_peak(self) -> list[LiveBuffer]:
         """The device buffers that are alive at the peak, the largest first."""
@@ -144,8 +195,8 @@ class Schedule:
         buffers = [replace(self.buffer(value), collective=kinds.get(place, "")) for place, value in alive.items()]
         return sorted(buffers, key=lambda buffer: (-buffer.nbytes, buffer.name))
 
-    def totals(self, least: int = 0, most: float = math.inf) -> dict[int, int]:
-        """The total bytes of buffers of `least` to `most` bytes at each moment at which a buffer begins."""
+    def totals(self, most: float = math.inf) -> dict[int, int]:
+        """The total bytes of buffers of at most `most` bytes at each moment at which a buffer begins."""
         events: dict[int, list[tuple[BufferPlace, int]]] = {}
         for value, (start, end) in self.ranges.items():
             for moment, change in ((start, 1), (end + 1, -1)):
@@ -156,19 +207,14 @@ class Schedule:
         for moment in sorted(events):
             for place, change in events[moment]:
                 before, alive[place] = alive[place], alive[place] + change
-                if least <= place.nbytes <= most:
+                if place.nbytes <= most:
                     total += place.nbytes * ((alive[place] > 0) - (before > 0))
             if moment in begins:
                 totals[moment] = total
         return totals
 
 
-def live_at_peak(program: str | HloModule, assignment: str, live_ranges: str) -> list[LiveBuffer]:
-    """The device buffers that are alive at the peak, the largest first; the arguments are those of `Schedule`."""
-    return Schedule(program, assignment, live_ranges).at_peak()
-
-
-def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> list[LiveBuffer]:
+def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> tuple[LiveBuffer, ...]:
     """The buffers, with `names` (one for each flat argument) instead of `args[3]` for arguments.
 
     The first part of a name, such as `parameters`, becomes the module.
@@ -180,7 +226,7 @@ def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> list
             name = names[int(number[1])]
             buffer = replace(buffer, name=name, module=name.partition("/")[0])
         renamed.append(buffer)
-    return renamed
+    return tuple(renamed)
 
 
 class BufferPlace(NamedTuple):
@@ -207,18 +253,17 @@ def module_path(op_name: str) -> tuple[str, str, str]:
     >>> module_path("jit(step)/transpose(jvp(Model.loss))/Model/while/body/layers.body/layers/ffn/up/dot_general")
     ('Model/layers/ffn/up', 'dot_general', 'backward')
 
-    The layers of a policy by layer (`layers[0:8]`) are not part of the path.
-
-    Flax opens a scope again inside itself; both count as one. A module with its parent's name is therefore merged with its
-    parent.
+    The layers of a policy by layer (`layers[0:8]`) are not part of the path. Flax opens a scope again inside itself; both count
+    as one, so a module with its parent's name is merged with its parent.
     """
-    phase = "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "other"
-    phase = "recomputed" if "rematted_computation" in op_name else phase
+    phases = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
+    phase = next((phase for mark, phase in phases.items() if mark in op_name), "other")
     parts: list[str] = []
-    for part in _split(op_name.partition(";")[0]):  # newer compilers join the names of merged operators
+    for part in split_outside_brackets(op_name.partition(";")[0], "/"):  # newer compilers join the names of merged operators
         while (wrapped := _WRAPPER.match(part)) is not None:
             part = wrapped["inside"]
-        parts += [inner for inner in _split(part) if not inner.startswith(("jit(", "remat("))]
+        inside = split_outside_brackets(part, "/")
+        parts += [inner for inner in inside if inner and not inner.startswith(("jit(", "remat("))]
     # A loop's body is not a module, but a module may be called `body`.
     parts = [part for before, part in pairwise(["", *parts]) if not (before == "while" and part in ("body", "cond"))]
     parts = [part for part in parts if _STRUCTURE.fullmatch(part) is None]
@@ -231,84 +276,6 @@ def module_path(op_name: str) -> tuple[str, str, str]:
         if name and (not path or path[-1] != name):
             path.append(name)
     return "/".join(path), primitive, phase
-
-
-def _op_name(instruction: Instruction) -> str:
-    match = re.search(r'op_name="([^"]*)"', instruction.rest)
-    return match[1] if match else ""
-
-
-def _buffer(program: _Program, name: str, index: str, nbytes: int) -> LiveBuffer:
-    instruction = program.instructions.get(name)
-    if instruction is None:
-        return LiveBuffer(name, "", "other", nbytes, "")
-    places = [int(place) for place in index.split(",") if place]
-    shown = re.sub(r"\{.*", "", _element(instruction.shape, places))
-    origin = _origin(program, name, places)
-    if origin.opcode == "parameter":
-        itself = instruction.opcode in ("parameter", "get-tuple-element", "tuple", "while")
-        # A copy or a slice of an argument, such as one layer of a scanned stack of parameters, is a buffer of its own.
-        phase = "argument" if itself else module_path(_op_name(instruction))[2]
-        return LiveBuffer(_op_name(origin) or name, "", phase, nbytes, shown)
-    path, primitive, phase = module_path(_op_name(origin))
-    return LiveBuffer(f"{path}:{primitive}" if path else primitive or name, path, phase, nbytes, shown)
-
-
-def _origin(program: _Program, name: str, places: list[int]) -> Instruction:
-    """The instruction that computes an element of a loop's state: in the loop's body, or before the loop if unchanged."""
-    seen = set()
-    while (name, tuple(places)) not in seen:
-        seen.add((name, tuple(places)))
-        instruction = program.instructions[name]
-        source = _before(program, instruction, places)
-        if source is None or source[0] not in program.instructions:
-            return instruction
-        name, places = source
-    return program.instructions[name]
-
-
-def _before(program: _Program, instruction: Instruction, places: list[int]) -> tuple[str, list[int]] | None:
-    """The source of an element of an instruction's result; None if the instruction computes the element."""
-    if instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier") and instruction.operands:
-        return instruction.operands[0], places
-    if instruction.opcode == "get-tuple-element" and instruction.operands:
-        return instruction.operands[0], [int(instruction.attribute("index") or 0), *places]
-    if instruction.opcode == "tuple" and places and places[0] < len(instruction.operands):
-        return instruction.operands[places[0]], places[1:]
-    if (moved := _moved(program, instruction)) is not None:
-        return moved, []
-    if instruction.opcode == "while" and places:
-        return program.roots.get(instruction.attribute("body") or "", ""), places
-    body, loop = program.loop_around(instruction)
-    if instruction.opcode == "parameter" and places and loop is not None:
-        written, unchanged = _written(program, body, places[0])
-        return (loop.operands[0], places) if unchanged else (written, places[1:])
-    return None
-
-
-def _moved(program: _Program, instruction: Instruction) -> str | None:
-    """The array that a slice reads from, or that an update of a slice writes into, a stack; None for other instructions."""
-    primitive = _op_name(instruction).rpartition("/")[2]
-    if primitive not in ("dynamic_slice", "dynamic_update_slice") or instruction.opcode not in ("fusion", *_SLICES):
-        return None
-    arrays = [operand for operand in instruction.operands if operand in program.instructions]
-    sized = [operand for operand in arrays if "s32[]" not in program.instructions[operand].shape]
-    if primitive == "dynamic_slice":
-        return sized[0] if sized else None
-    updates = [operand for operand in sized if program.instructions[operand].shape != instruction.shape]
-    return updates[0] if updates else None
-
-
-def _written(program: _Program, body: str, place: int) -> tuple[str, bool]:
-    """The value that a loop's body writes at a place of its state, and whether the place is unchanged."""
-    root = program.instructions.get(program.roots.get(body, ""))
-    if root is None or root.opcode != "tuple" or place >= len(root.operands):
-        return "", False
-    value = root.operands[place]
-    instruction = program.instructions.get(value)
-    if instruction is None or instruction.opcode != "get-tuple-element" or instruction.attribute("index") != str(place):
-        return value, False
-    return value, program.instructions[instruction.operands[0]].opcode == "parameter"
 
 
 def _element(shape: str, places: list[int]) -> str:
@@ -329,14 +296,3 @@ def _indices(shape: str) -> list[tuple[int, ...]]:
     if not shape.startswith("("):
         return [()]
     return [(place, *inside) for place, element in enumerate(elements(shape)) for inside in _indices(element)]
-
-
-def _split(op_name: str) -> list[str]:
-    """The parts of a name between slashes outside brackets."""
-    parts, depth, start = [], 0, 0
-    for place, letter in enumerate(op_name):
-        depth += (letter in "({[") - (letter in ")}]")
-        if letter == "/" and depth == 0:
-            parts.append(op_name[start:place])
-            start = place + 1
-    return [part for part in (*parts, op_name[start:]) if part]

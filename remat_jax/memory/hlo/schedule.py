@@ -1,28 +1,31 @@
 """The modelled time of a compiled step, simulated from its schedule, and how far compute covers copies and exchanges.
 
 XLA:GPU writes its schedule into the module: one line starts a copy or a collective, a later line waits for it, and the lines
-between may overlap it. This module simulates the schedule; nothing is run. Compute runs line by line on one stream, copies to
-the host on a second, copies back on a third, collectives on a fourth. A copy or a collective starts when its line is reached
-and its stream is free. The line that waits for it delays compute until it is done.
+between may overlap it. Compute runs line by line on one stream, copies to the host on a second, copies back on a third,
+collectives on a fourth. A copy or a collective starts when its line is reached and its stream is free. The line that waits for
+it delays compute until it is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
-from remat_jax.hardware.rates import LATENCIES, Rates
+from remat_jax.hardware.entries import SECONDS
+from remat_jax.hardware.rates import Rates
 from remat_jax.memory.hlo.collectives import exchange_of, exchange_seconds
 from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy, round_trips
 from remat_jax.memory.hlo.kernel_times import KernelTimes
-from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled as scanned_offload_is_miscompiled
 from remat_jax.memory.hlo.text import Computation, HloModule, Instruction, parse
 
 Lane = Literal["out", "back", "exchange"]
 """The streams beside compute: copies to the host, copies back, collectives."""
+_ENTERED = ("while", "call", "conditional")
+_MATTERS = 0.05
+"""The least share of a step's time at which an assumed latency makes the time a range."""
 
 
 @dataclass(frozen=True)
@@ -45,30 +48,16 @@ class StepTime:
     untimed: tuple[str, ...]
     assumed: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; the keys are the attribute names."""
-        return asdict(self) | {"overlap": self.overlap.to_dict(), "exchanges": self.exchanges.to_dict()}
-
 
 def step_time(
     text: str | HloModule, target: Target, rates: Rates | None = None, *, kernels: Mapping[str, float] | None = None
 ) -> StepTime:
     """The modelled time of the compiled module `text` on one device of `target`.
 
-    A kernel takes its launch time plus the longer of the times for its operations and its bytes. Products reach the rate of
-    their shape (`remat_jax.hardware.products`), attention kernels the rate of their operands. A loop runs for the trip count
+    A kernel takes its launch time plus the longer of the times for its operations and its bytes. A loop runs for the trip count
     that the compiler knows, else once. A `conditional` takes its longest branch.
 
-    Args:
-      text: `compiled.as_text()` of a program compiled for a GPU.
-      target: gives the devices, hosts and links.
-      rates: used instead of the target's `Rates.of(target)`.
-      kernels: the operations of Pallas kernels by name, as in `ExportedProgram.kernels`.
-
-    Raises:
-      ArgumentError: the target lacks a rate that the module needs.
-      TargetError: the target has no rates at all.
-      UnsupportedError: the text has a line of an unknown form.
+    `rates` replace the target's own; `kernels` has the operations of Pallas kernels by name.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
@@ -83,31 +72,22 @@ def step_time(
     """
     module = parse(text)
     rates = Rates.of(target) if rates is None else rates
-    found = _played(module, target, rates, kernels)
-    late = {name for name in found.assumed if name in LATENCIES}
-    if late and found.seconds - _played(module, target, _at_once(rates, late), kernels).seconds < _MATTERS * found.seconds:
-        found = replace(found, assumed=tuple(name for name in found.assumed if name not in late))
-    return found
+    time = _Player(module, target, rates, kernels).play()
+    latencies = {name for name in time.assumed if name in SECONDS}
+    if latencies:
+        without = _Player(module, target, _without(rates, latencies), kernels).play()
+        if time.seconds - without.seconds < _MATTERS * time.seconds:
+            time = replace(time, assumed=tuple(name for name in time.assumed if name not in latencies))
+    return time
 
 
-_MATTERS = 0.05
-"""The least share of a step's time at which an assumed latency makes the time a range."""
-
-
-def _played(module: HloModule, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> StepTime:
-    player = _Player(module, target, rates, kernels)
-    player.run(module.computations[module.entry])
-    return player.result()
-
-
-def _at_once(rates: Rates, late: Collection[str]) -> Rates:
-    """The rates without the latencies in `late`."""
+def _without(rates: Rates, latencies: Collection[str]) -> Rates:
     links = rates.links
     if links is not None:
-        between = [name for name in late if name in ("device_link_seconds", "network_seconds")]
-        links = replace(links, **{name.replace("device_link", "device"): 0.0 for name in between})
-    own = {name: 0.0 for name in late if name in ("launch_seconds", "copy_seconds")}
-    return replace(rates, links=links, **own)  # type: ignore[arg-type]
+        between = {name: 0.0 for name in latencies if name in ("device_link_seconds", "network_seconds")}
+        links = replace(links, **{name.replace("device_link", "device"): latency for name, latency in between.items()})
+    on_device = {name: 0.0 for name in latencies if name in ("launch_seconds", "copy_seconds")}
+    return replace(rates, links=links, **on_device)  # type: ignore[arg-type]
 
 
 # --- simulating the schedule ------------------------------------------------------------------------------------------
@@ -138,46 +118,56 @@ class _Player:
         self._sending: dict[str, bool] = {}
         self._totals: dict[str, float] = {}
 
-    def run(self, computation: Computation) -> None:
+    def play(self) -> StepTime:
+        """Simulate the schedule once."""
+        entry = self.module.computations[self.module.entry]
+        self._run(entry)
+        lanes = {lane: self._lane(stream) for lane, stream in self.streams.items()}
+        out, back, exchanges = lanes.values()
+        overlap = Overlap(out, back, self.compute, self.now, self._coverable(entry, out, back))
+        untimed = tuple(sorted(self.kernels.unknown))
+        return StepTime(self.now, self.compute, overlap, exchanges, untimed, self._assumed(lanes))
+
+    def _run(self, computation: Computation) -> None:
         pending: dict[str, tuple[Lane, float]] = {}
-        for one in computation:
-            self.before[one.name] = self.compute
-            self._play(computation, one, pending)
-            self.after[one.name] = self.compute
+        for instruction in computation:
+            self.before[instruction.name] = self.compute
+            self._play(computation, instruction, pending)
+            self.after[instruction.name] = self.compute
         for lane, end in pending.values():
             self._wait(lane, end)
 
-    def _play(self, computation: Computation, one: Instruction, pending: dict[str, tuple[Lane, float]]) -> None:
-        if one.opcode.endswith("-done"):
-            if one.operands and one.operands[0] in pending:
-                self._wait(*pending.pop(one.operands[0]))
-        elif one.opcode in ("while", "call", "conditional"):
-            self._enter(one)
-        elif (started := self._beside(computation, one)) is not None:
+    def _play(self, computation: Computation, instruction: Instruction, pending: dict[str, tuple[Lane, float]]) -> None:
+        if instruction.opcode.endswith("-done"):
+            if instruction.operands and instruction.operands[0] in pending:
+                self._wait(*pending.pop(instruction.operands[0]))
+        elif instruction.opcode in _ENTERED:
+            self._enter(instruction)
+        elif (started := self._beside(computation, instruction)) is not None:
             lane, size, seconds = started
             end = self._start(lane, size, seconds)
-            self.copying[one.name] = seconds
-            if one.opcode.endswith("-start"):
-                pending[one.name] = (lane, end)
+            self.copying[instruction.name] = seconds
+            if instruction.opcode.endswith("-start"):
+                pending[instruction.name] = (lane, end)
             else:
                 self._wait(lane, end)
         else:
-            self._work(self.kernels.seconds(computation, one))
+            self._work(self.kernels.seconds(computation, instruction))
 
-    def _beside(self, computation: Computation, one: Instruction) -> tuple[Lane, int, float] | None:
+    def _beside(self, computation: Computation, instruction: Instruction) -> tuple[Lane, int, float] | None:
         """The lane, bytes and seconds of a copy or collective that an instruction starts; None if it computes."""
-        found = exchange_of(self.module, computation, one)
-        if found is not None:
-            seconds = exchange_seconds(*found, self.target, self.rates.links)
+        exchange = exchange_of(self.module, computation, instruction)
+        if exchange is not None:
+            seconds = exchange_seconds(*exchange, self.target, self.rates.links)
             if seconds is None:
                 raise ArgumentError(
-                    f"target={self.target.name!r}: its devices exchange arrays ({found[1].opcode}), but the rate of the links "
-                    "between them is unknown; state device_link_bytes_per_s, and network_bytes_per_s for several hosts, in "
-                    "the file that describes the target"
+                    f"target={self.target.name!r}: its devices exchange arrays ({exchange[1].opcode}), but the rate of the "
+                    "links between them is unknown; state device_link_bytes_per_s, and network_bytes_per_s for several hosts, "
+                    "in the file that describes the target"
                 )
-            return "exchange", sum(array.bytes for array in found[1].arrays), seconds
-        copied = host_copy(self.module, computation, one)
-        return None if copied is None else (*copied, self.rates.copy_seconds + copied[1] / self._link(copied[0]))
+            return "exchange", sum(array.bytes for array in exchange[1].arrays), seconds
+        copy = host_copy(self.module, computation, instruction)
+        return None if copy is None else (*copy, self.rates.copy_seconds + copy[1] / self._link(copy[0]))
 
     def _link(self, direction: Direction) -> float:
         rate = self.rates.out_bytes_per_s if direction == "out" else self.rates.in_bytes_per_s
@@ -187,44 +177,39 @@ class _Player:
             )
         return rate
 
-    def _enter(self, one: Instruction) -> None:
-        body, trips = self._body(one)
-        if body is None:
-            return
-        if not self._sends(body):
+    def _enter(self, instruction: Instruction) -> None:
+        body, trips = self._body(instruction)
+        if body is not None and not self._sends(body):
             self._work(trips * self._total(body))
-            return
-        for _ in range(trips):
-            self.run(body)
+        elif body is not None:
+            for _ in range(trips):
+                self._run(body)
 
-    def _body(self, one: Instruction) -> tuple[Computation | None, int]:
-        if one.opcode == "while":
-            trips = int(one.config.get("known_trip_count", {}).get("n", 1))
-            return self.module.computations.get(one.attribute("body") or ""), trips
-        if one.opcode == "call":
-            return self.module.computations.get(one.attribute("to_apply") or one.attribute("calls") or ""), 1
-        branches = list(_branches(self.module, one))
-        return max(branches, key=lambda branch: (self._sends(branch), self._total(branch)), default=None), 1
+    def _body(self, instruction: Instruction) -> tuple[Computation | None, int]:
+        """The computation that a loop, a call or a branch runs, and how often."""
+        bodies = self.module.bodies(instruction)
+        if len(bodies) > 1:
+            bodies = [max(bodies, key=lambda branch: (self._sends(branch), self._total(branch)))]
+        return (bodies[0] if bodies else None), instruction.trip_count(unknown=1) if instruction.opcode == "while" else 1
 
     def _sends(self, computation: Computation) -> bool:
         """Whether a computation starts copies or collectives: then every round of its loop is simulated."""
         if computation.name not in self._sending:
-            inner = (self._body(one)[0] for one in computation if one.opcode in ("while", "call", "conditional"))
-            self._sending[computation.name] = any(self._beside(computation, one) for one in computation) or any(
-                self._sends(body) for body in inner if body is not None
-            )
+            inner = (self._body(each)[0] for each in computation if each.opcode in _ENTERED)
+            starts = any(self._beside(computation, each) for each in computation)
+            self._sending[computation.name] = starts or any(map(self._sends, filter(None, inner)))
         return self._sending[computation.name]
 
     def _total(self, computation: Computation) -> float:
-        """The compute seconds of one round."""
+        """The compute seconds of instruction round."""
         if computation.name not in self._totals:
             total = 0.0
-            for one in computation:
-                if one.opcode in ("while", "call", "conditional"):
-                    body, trips = self._body(one)
+            for instruction in computation:
+                if instruction.opcode in _ENTERED:
+                    body, trips = self._body(instruction)
                     total += trips * self._total(body) if body is not None else 0.0
-                elif self._beside(computation, one) is None:
-                    total += self.kernels.seconds(computation, one)
+                elif self._beside(computation, instruction) is None:
+                    total += self.kernels.seconds(computation, instruction)
             self._totals[computation.name] = total
         return self._totals[computation.name]
 
@@ -247,13 +232,6 @@ class _Player:
         self.now = max(self.now, end)
         self.streams[lane].waited = max(self.streams[lane].waited, self.now)
 
-    def result(self) -> StepTime:
-        lanes = {lane: self._lane(stream) for lane, stream in self.streams.items()}
-        out, back = lanes["out"], lanes["back"]
-        overlap = Overlap(out, back, self.compute, self.now, self._coverable(out, back))
-        untimed = tuple(sorted(self.kernels.unknown))
-        return StepTime(self.now, self.compute, overlap, lanes["exchange"], untimed, self._assumed(lanes))
-
     def _assumed(self, lanes: dict[Lane, Copies]) -> tuple[str, ...]:
         """The assumed rates that this module needs."""
         needs = {"flops", "hbm_bytes_per_s", "launch_seconds"}
@@ -274,33 +252,25 @@ class _Player:
             available_seconds=_common(window, self.busy),
         )
 
-    def _coverable(self, out: Copies, back: Copies) -> float:
-        entry = self.module.computations[self.module.entry]
+    def _coverable(self, entry: Computation, out: Copies, back: Copies) -> float:
         # `together`: the uncoverable time of an array's two copies, by the copy out (the longest wait if the array is fetched
         # more than once). `alone`: the uncoverable time of each copy if it could use all compute between the copies.
         together: dict[str, float] = {}
         alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
-        for trip in round_trips(entry, lambda one: (host_copy(self.module, entry, one) or (None,))[0]):
+        for trip in round_trips(entry, lambda instruction: (host_copy(self.module, entry, instruction) or (None,))[0]):
             between = self.before[trip.read] - self.after[trip.made]
             _raise_to(together, trip.out, self.copying[trip.out] + self.copying[trip.back] - between)
             _raise_to(alone["out"], trip.out, self.copying[trip.out] - between)
             _raise_to(alone["back"], trip.back, self.copying[trip.back] - between)
         reachable = sum(
-            min(one.seconds - sum(exposed.values()), one.available_seconds)
-            for one, exposed in ((out, alone["out"]), (back, alone["back"]))
+            min(copies.seconds - sum(exposed.values()), copies.available_seconds)
+            for copies, exposed in ((out, alone["out"]), (back, alone["back"]))
         )
         return min(reachable, out.seconds + back.seconds - sum(together.values()))
 
 
-def _raise_to(found: dict[str, float], name: str, seconds: float) -> None:
-    found[name] = max(seconds, found.get(name, 0.0))
-
-
-def _branches(module: HloModule, one: Instruction) -> Iterator[Computation]:
-    listed = one.rest.split("branch_computations={")[-1].split("}")[0] if "branch_computations={" in one.rest else ""
-    names = [name.strip().lstrip("%") for name in listed.split(",") if name.strip()]
-    names += [name for key in ("true_computation", "false_computation") if (name := one.attribute(key))]
-    return (module.computations[name] for name in names if name in module.computations)
+def _raise_to(longest: dict[str, float], name: str, seconds: float) -> None:
+    longest[name] = max(seconds, longest.get(name, 0.0))
 
 
 def _common(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:

@@ -8,35 +8,29 @@ still an operand. JAX 0.10.2 and 0.11.0 use the address of slot k if the backwar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable
 
 from remat_jax.errors import UnsupportedError
 from remat_jax.memory.hlo.text import Computation, HloArray, HloModule, Instruction, parse
 
 _ARITHMETIC: dict[str, Callable[..., int]] = {
-    "add": lambda a, b: a + b,
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
     "divide": lambda a, b: int(a / b),
     "remainder": lambda a, b: int(math.fmod(a, b)),
     "maximum": max,
     "minimum": min,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "negate": lambda a: -a,
+    "and": operator.and_,
+    "or": operator.or_,
+    "negate": operator.neg,
     "not": lambda a: 1 - a,
     "select": lambda which, a, b: a if which else b,
     "clamp": lambda low, a, high: max(low, min(a, high)),
     **dict.fromkeys(("convert", "copy", "bitcast", "reshape", "broadcast"), lambda a: a),
 }
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "LT": lambda a, b: a < b,
-    "LE": lambda a, b: a <= b,
-    "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b,
-    "EQ": lambda a, b: a == b,
-    "NE": lambda a, b: a != b,
-}
+_COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne}
 
 
 def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
@@ -44,12 +38,6 @@ def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
 
     Compares every iteration of every loop with a known trip count. False if no loop copies to or from host memory, or if the
     copies compute their addresses at run time.
-
-    Args:
-      text: `compiled.as_text()` of a program compiled for a GPU.
-
-    Raises:
-      UnsupportedError: a copy has a constant address, and the program's index cannot be evaluated.
 
     >>> scanned_offload_is_miscompiled("ENTRY %main (x: f32[]) -> f32[] {\\n  ROOT %x = f32[] parameter(0)\\n}")
     False
@@ -72,22 +60,23 @@ def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
 
 
 def _is_wrong(module: HloModule, body: Computation, loop: Instruction, instruction: Instruction) -> bool:
-    called = module.computations.get(instruction.attribute("calls") or "")
-    for inner in [] if called is None else called:
-        baked = _baked(inner)
-        if called is None or baked is None:
-            continue
+    called = module.called(instruction)
+    if called is None:
+        return False
+    for inner in called:
+        constant = _constant_address(inner)
         whole = called.operand(inner, 0)
-        if whole is None or not any(array.on_host for array in (*whole.arrays, *inner.arrays)):
+        if constant is None or whole is None or not any(array.on_host for array in (*whole.arrays, *inner.arrays)):
             continue
-        for iteration in range(int(loop.config.get("known_trip_count", {}).get("n", 0))):
-            requested = _address(module, body, loop, instruction, called, inner, whole.arrays[0], iteration)
-            if requested != baked[0] + iteration * baked[1]:
+        offset, stride = constant
+        for iteration in range(loop.trip_count(unknown=0)):
+            counters = _counters(loop, iteration)
+            if _address(module, body, counters, instruction, called, inner, whole.arrays[0]) != offset + iteration * stride:
                 return True
     return False
 
 
-def _baked(inner: Instruction) -> tuple[int, int] | None:
+def _constant_address(inner: Instruction) -> tuple[int, int] | None:
     """The constant offset and stride in bytes over the innermost loop's iterations; None without them."""
     if inner.opcode not in ("dynamic-slice", "dynamic-update-slice"):
         return None
@@ -102,16 +91,16 @@ def _baked(inner: Instruction) -> tuple[int, int] | None:
 def _address(
     module: HloModule,
     body: Computation,
-    loop: Instruction,
+    counters: dict[int, int],
     instruction: Instruction,
     called: Computation,
     inner: Instruction,
     whole: HloArray,
-    iteration: int,
 ) -> int:
-    first = 1 if inner.opcode == "dynamic-slice" else 2
-    part = inner.arrays[0] if first == 1 else _first(called.operand(inner, 1))
-    counters = {int(entry["tuple_index"]): int(entry["init"]) + iteration * int(entry["step"]) for entry in _counters(loop)}
+    """The offset in bytes that the program asks for."""
+    first, part = (1, inner) if inner.opcode == "dynamic-slice" else (2, called.operand(inner, 1))
+    if part is None or not part.arrays:
+        raise UnsupportedError("a dynamic-update-slice whose update has no shape in the module's text; give the whole text")
 
     def given(parameter: int) -> int:
         return _value(module, body, body.instructions[instruction.operands[parameter]], counters, None)
@@ -119,23 +108,18 @@ def _address(
     address, stride = 0, whole.bytes // math.prod(whole.dims)
     for axis in whole.order:
         index = _value(module, called, called.instructions[inner.operands[first + axis]], {}, given)
-        address += stride * max(0, min(index, whole.dims[axis] - part.dims[axis]))
+        address += stride * max(0, min(index, whole.dims[axis] - part.arrays[0].dims[axis]))
         stride *= whole.dims[axis]
     return address
 
 
-def _first(instruction: Instruction | None) -> HloArray:
-    if instruction is None or not instruction.arrays:
-        raise UnsupportedError("a dynamic-update-slice whose update has no shape in the module's text; give the whole text")
-    return instruction.arrays[0]
-
-
-def _counters(loop: Instruction) -> Iterator[dict[str, str]]:
+def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
+    """The loop's counters in an iteration, by tuple index."""
     variables = loop.config.get("dynamic_variables")
-    if variables:
-        yield from variables
-    elif "known_induction_variable" in loop.config:
-        yield {**loop.config["known_induction_variable"], **loop.config.get("known_init_step", {"init": "0", "step": "1"})}
+    if not variables and "known_induction_variable" in loop.config:
+        steps = loop.config.get("known_init_step", {"init": "0", "step": "1"})
+        variables = [{**loop.config["known_induction_variable"], **steps}]
+    return {int(each["tuple_index"]): int(each["init"]) + iteration * int(each["step"]) for each in variables or ()}
 
 
 def _value(
@@ -147,7 +131,7 @@ def _value(
 ) -> int:
     """The integer value of a scalar instruction, given the loop's `counters` by tuple index, or `given` parameters."""
     if instruction.opcode == "constant":
-        return int(instruction.argument == "true") if instruction.argument in ("true", "false") else int(instruction.argument)
+        return int({"true": 1, "false": 0}.get(instruction.argument, instruction.argument))
     if instruction.opcode == "parameter" and given is not None:
         return given(int(instruction.argument))
     if instruction.opcode == "get-tuple-element":
@@ -163,9 +147,9 @@ def _value(
         return int(_COMPARE[instruction.attribute("direction") or "EQ"](of(0), of(1)))
     if instruction.opcode in _ARITHMETIC:
         return _ARITHMETIC[instruction.opcode](*(of(index) for index in range(len(operands))))
-    called = module.computations.get(instruction.attribute("calls") or instruction.attribute("to_apply") or "")
-    if instruction.opcode in ("fusion", "call") and called is not None:
-        return _value(module, called, called.root, {}, of)
+    bodies = module.bodies(instruction) if instruction.opcode in ("fusion", "call") else []
+    if bodies:
+        return _value(module, bodies[0], bodies[0].root, {}, of)
     raise UnsupportedError(
         f"instruction {instruction.name!r} ({instruction.opcode}) of {computation.name!r}: the index of a baked-in copy "
         "cannot be traced through this instruction, so the copy cannot be checked"

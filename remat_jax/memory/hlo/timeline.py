@@ -1,7 +1,7 @@
 """Device memory over a compiled schedule: when each buffer is alive, and the peak without some buffers.
 
-Removing a buffer at the peak seldom frees all its bytes, because another peak is nearly as high. The effect of a change that
-was not compiled (a head in chunks, an attention kernel) is therefore computed from the whole schedule.
+Removing a buffer at the peak seldom frees all its bytes, because another peak is nearly as high. So the effect of a change that
+was not compiled is computed from the whole schedule.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from remat_jax.memory.hlo.live import BufferPlace, LiveBuffer, Schedule
 
 _LARGE = 0.0002
 """The least share of the peak for which a buffer is tracked by itself; smaller buffers are summed. In a large unrolled model an
-array of one layer is less than a thousandth of the peak, but the arrays of all layers are most of it.
+array of one layer is less than a thousandth of the peak.
 """
-
-
 RESULT = "result"
 """The phase of a result that does not reuse an argument's buffer."""
 
@@ -38,8 +36,7 @@ class Timeline:
 
     Attributes:
       small: the largest sum of the small buffers in each segment, in bytes.
-      buffers: the large buffers. The new value of a donated argument counts as the argument. Other buffers that are alive at
-        the end of the step have the phase `result`.
+      buffers: the large buffers. The new value of a donated argument counts as the argument.
       spans: where the buffers are alive. If several buffers share a place at one time, only one of them has a span.
 
     >>> logits, kept = LiveBuffer("mul", "", "backward", 80, "f32[20]"), LiveBuffer("x", "", "forward", 60, "f32[15]")
@@ -64,8 +61,7 @@ class Timeline:
     @classmethod
     def of(cls, schedule: Schedule) -> Timeline:
         """The timeline of a compiled step."""
-        totals = schedule.totals()
-        least = int(_LARGE * max(totals.values(), default=0)) + 1
+        least = int(_LARGE * max(schedule.totals().values(), default=0)) + 1
         large = {value: span for value, span in schedule.ranges.items() if schedule.places[value].nbytes >= least}
         edges = sorted({0} | {edge for start, end in large.values() for edge in (start, end + 1)})
         small = [0] * len(edges)
@@ -77,7 +73,6 @@ class Timeline:
         for value, (_, end) in large.items():
             if end == end_of_step and described[value].phase != "argument":
                 described[value] = replace(described[value], phase=RESULT)
-        # The new value of a donated argument is in the argument's place, and counts as the argument.
         arguments = {schedule.places[value]: buffer for value, buffer in described.items() if buffer.phase == "argument"}
         buffers: dict[LiveBuffer, int] = {}
         in_place: dict[BufferPlace, list[Span]] = {}

@@ -1,0 +1,130 @@
+"""The options of a compilation: XLA's memory limit, a cache of kernels, and the passes of a program that never runs.
+
+XLA:GPU schedules and rematerialises so that a step's temporary memory fits
+
+    (device memory · 80 % − held) · factor / 100,
+
+where *held* are the arguments and the results that reuse no argument's buffer. The option is the integer factor; its default is
+95. On an attached GPU the first term is not 80 % of the device's memory but the pool of JAX's allocator, 75 % unless
+XLA_PYTHON_CLIENT_MEM_FRACTION changes it. XLA works towards the limit but does not guarantee it: a step may need more.
+
+Steps under different policies share most kernels, and making kernels is most of the compile time. XLA decides a step's memory
+before it makes kernels, so neither their cache nor their optimisation changes sizes (`docs/memory.md`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from remat_jax.errors import ArgumentError, CompileError
+from remat_jax.hardware import Target
+from remat_jax.hardware.amounts import device_amount
+from remat_jax.memory.compile.process import scratch
+
+OPTION = "xla_gpu_memory_limit_slop_factor"
+LARGEST_FACTOR = 95
+"""XLA's default factor: a larger factor is not set."""
+_AVAILABLE_PERCENT = 80
+"""The share of a described device's memory that XLA takes as available."""
+
+_KERNEL_OPTIONS = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
+_NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")
+_CACHE_SOURCE = "kernel_reuse_cache"
+"""XLA's source file that its error names if it cannot use the cached kernels."""
+_refused: set[str] = set()
+"""The kernel options that the compiler refused: the one installed compiler refuses them always."""
+
+
+def limit_bytes(memory_limit: Any, target: Target) -> int | None:
+    """A user's `memory_limit`, written like a budget, in bytes on `target`; None for no limit.
+
+    >>> from remat_jax.hardware import target
+    >>> limit_bytes("40GiB", target("h200")) == 40 * 2**30, limit_bytes(None, target("cpu"))
+    (True, None)
+    """
+    if memory_limit is None:
+        return None
+    if target.kind != "gpu" or target.memory_bytes is None:
+        raise ArgumentError(
+            f"memory_limit={memory_limit!r} with target={target.name!r}: XLA takes a memory limit only for GPUs whose memory "
+            "is known; give such a GPU, for example 'h200', or leave memory_limit out"
+        )
+    return device_amount(memory_limit, target, "memory_limit", ArgumentError)
+
+
+def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
+    """The compiler options that set XLA's limit to the largest within `limit` bytes; empty if the default limit is lower.
+
+    Also empty without a limit, and for a CPU or a GPU of unknown memory. `held_bytes` is the device memory of the step's
+    arguments and of results that reuse no argument's buffer.
+
+    >>> from remat_jax.hardware import target
+    >>> limit_options(40 * 2**30, target("h200"), 10 * 2**30)
+    {'xla_gpu_memory_limit_slop_factor': 29}
+    """
+    if limit is None or target.kind != "gpu" or target.memory_bytes is None:
+        return {}
+    available = target.memory_bytes * _AVAILABLE_PERCENT // 100 - held_bytes
+    if available <= 0:
+        return {}  # XLA's limit is 0 for every factor
+    factor = max(1, 100 * (limit - held_bytes) // available)
+    return {OPTION: factor} if factor < LARGEST_FACTOR else {}
+
+
+def never_run_options(kind: str) -> dict[str, Any]:
+    """The compiler options for a program that is compiled only for its sizes, for a `kind` of target."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return options | ({"xla_gpu_disable_gpuasm_optimizations": True} if kind == "gpu" else {})
+
+
+class Kernels:
+    """Files of kernels, in a folder that the caller removes.
+
+    Each process takes its own file and returns it. Files cannot be merged, because XLA refuses duplicate kernels.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lock, self._made = folder, threading.Lock(), 0
+        self._free: list[Path] = []
+
+    @classmethod
+    @contextlib.contextmanager
+    def temporary(cls) -> Iterator[Kernels]:
+        """Kernels in a temporary folder."""
+        with scratch() as folder:
+            yield cls(folder)
+
+    def take(self) -> Path:
+        """A file that no other process uses: the largest, or a new one."""
+        with self._lock:
+            if self._free:
+                largest = max(self._free, key=lambda file: file.stat().st_size)
+                self._free.remove(largest)
+                return largest
+            self._made += 1
+            return self._folder / f"kernels_{self._made}"
+
+    def give_back(self, file: Path) -> None:
+        """Return a file. Call this only after the process succeeded: a failed process may have left half a file."""
+        with self._lock:
+            if file.exists():
+                self._free.append(file)
+
+
+def kernel_options(file: Path) -> dict[str, Any]:
+    """The compiler options with which XLA reads kernels from `file` and adds new ones, without refused options."""
+    # A compiler that knows the second option needs it for the first: a kernel must be a separate object to be linked again.
+    # Later compilers always make separate objects and do not know the second option.
+    return {name: value for name, value in zip(_KERNEL_OPTIONS, (str(file), True), strict=True) if name not in _refused}
+
+
+def refuse(error: CompileError) -> bool:
+    """Whether the compiler refused one of `kernel_options` or the file, not the program. A refused option is not used again."""
+    names = {name for name in _NO_SUCH_OPTION.findall(str(error)) if name in _KERNEL_OPTIONS}
+    _refused.update(names)
+    return bool(names) or _CACHE_SOURCE in str(error)

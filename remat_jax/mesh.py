@@ -1,0 +1,343 @@
+"""A workload over several devices: its mesh, the shardings of its arguments, and each device's shard of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from remat_jax import compat
+from remat_jax.errors import ArgumentError, UnsupportedError
+
+REPLICATED, DIVIDED = "data", "fsdp"
+"""The axis names with a default meaning: the batch is divided over both axes, parameters over the second."""
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def as_mesh(mesh: Any) -> AbstractMesh:
+    """The mesh without its devices: `mesh` is a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, as text or data.
+
+    >>> as_mesh({"data": 8, "fsdp": 4}).size
+    32
+    >>> as_mesh("data=8, fsdp=4").axis_names
+    ('data', 'fsdp')
+    """
+    if isinstance(mesh, str):
+        mesh = _written(mesh)
+    if isinstance(mesh, Mapping):
+        sized = [isinstance(name, str) and type(size) is int and size > 0 for name, size in mesh.items()]
+        if not sized or not all(sized):
+            raise ArgumentError(f"mesh={mesh!r}: expected sizes by axis name, such as {{'data': 8, 'fsdp': 8}}")
+        # The default axis type depends on JAX's version.
+        return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+    abstract_mesh = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    if not isinstance(abstract_mesh, AbstractMesh) or not abstract_mesh.axis_names:
+        raise ArgumentError(
+            f"mesh={mesh!r}: expected a jax.sharding.Mesh or AbstractMesh with named axes, or sizes by axis name, such as "
+            "{'data': 8, 'fsdp': 8}"
+        )
+    types = zip(abstract_mesh.axis_names, abstract_mesh.axis_types, strict=True)
+    if refused := [name for name, kind in types if kind is not AxisType.Auto]:
+        raise UnsupportedError(
+            f"mesh: the axes {', '.join(refused)} do not have the type Auto, which lets the compiler partition the "
+            "computation; make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or give sizes by axis name"
+        )
+    return abstract_mesh
+
+
+def _written(text: str) -> dict[str, int]:
+    """The sizes by axis name in a text such as `data=8,fsdp=8`."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (word.strip() for word in part.partition("="))
+        if not equals or not name.isidentifier() or not re.fullmatch(r"0*[1-9][0-9]{0,6}", size):
+            raise ArgumentError(
+                f"mesh={text!r}: {part.strip()!r} is not an axis with its size; expected text such as 'data=8,fsdp=8'"
+            )
+        if name in sizes:
+            raise ArgumentError(f"mesh={text!r} has the axis {name!r} twice; expected text such as 'data=8,fsdp=8'")
+        sizes[name] = int(size)
+    return sizes
+
+
+def shown(mesh: AbstractMesh) -> str:
+    """The axes and sizes as a text for `as_mesh`.
+
+    >>> shown(as_mesh({"data": 8, "fsdp": 4}))
+    'data=8,fsdp=4'
+    """
+    return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+# --- shardings --------------------------------------------------------------------------------------------------------
+
+
+def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
+    """The mesh of a workload, and the shardings of its parameters and batch; None and () for a single device.
+
+    Without `mesh` and `shardings` they are those of the arrays.
+    """
+    if mesh is None and shardings is None:
+        mesh, shardings = _mesh_and_shardings_of(params, batch)
+    if mesh is None and shardings is None:
+        return None, ()
+    if mesh is None or shardings is None:
+        given, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
+        raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
+    if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
+        raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
+    abstract_mesh = as_mesh(mesh)
+    of_params, of_batch = argument_shardings(abstract_mesh, shardings, params, batch)
+    return abstract_mesh, (of_params, *of_batch)
+
+
+def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The axes by name and the specs of arrays that are on a mesh of several devices; (None, None) without such arrays."""
+
+    def place(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
+
+    placed = filter(None, map(place, jax.tree.leaves((params, batch))))
+    meshes = [dict(shape) for shape in dict.fromkeys(tuple(sharding.mesh.shape.items()) for sharding in placed)]
+    if len(meshes) > 1:
+        raise ArgumentError(
+            f"params and batch are on several meshes, {' and '.join(map(str, meshes))}: put them on one, or give mesh=… and "
+            "shardings=…"
+        )
+    if not meshes:
+        return None, None
+    return meshes[0], jax.tree.map(
+        lambda leaf: sharding.spec if (sharding := place(leaf)) else PartitionSpec(), (params, *batch)
+    )
+
+
+def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A `NamedSharding` for each array of `params` and of `batch`.
+
+    Args:
+      shardings: `(for params, for batch[0], …)`. Each entry is a `PartitionSpec`, `NamedSharding` or None (replicated) for a
+        whole argument, a pytree prefix of these, or a function of the path and the leaf that returns one. Arguments without an
+        entry are replicated.
+
+    >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
+    >>> mesh = AbstractMesh((8,), ("data",))
+    >>> argument_shardings(mesh, (None, PartitionSpec("data")), x, (x,))[1][0].shard_shape(x.shape)
+    (2, 4)
+    """
+    expected = "a tuple: for params, then for each argument of batch, such as (PartitionSpec('fsdp'), PartitionSpec('data'))"
+    if not isinstance(shardings, tuple) or isinstance(shardings, PartitionSpec):
+        raise ArgumentError(f"shardings={shardings!r}: expected {expected}")
+    if not 1 <= len(shardings) <= 1 + len(batch):
+        raise ArgumentError(
+            f"shardings: {len(shardings)} entries for params and {len(batch)} arguments of batch; expected {expected}"
+        )
+    given = (*shardings, *[None] * (1 + len(batch) - len(shardings)))
+    names = ("params", *(f"batch[{index}]" for index in range(len(batch))))
+    placed = [_of_argument(mesh, entry, tree, name) for entry, tree, name in zip(given, (params, *batch), names, strict=True)]
+    return placed[0], tuple(placed[1:])
+
+
+def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
+    leaves, treedef = jax.tree.flatten_with_path(tree)
+    arrays = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+    if callable(given) and not _is_spec(given):
+        specs = [given(path, leaf) for path, leaf in arrays]
+    else:
+        try:
+            # In `given` None is a spec; in the argument it is not a leaf.
+            given = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, given, is_leaf=_is_spec)
+            specs = jax.tree.leaves(jax.tree_util.tree_broadcast(given, tree, is_leaf=_is_given), is_leaf=_is_given)
+        except ValueError as error:
+            raise ArgumentError(f"shardings for {name} are not a pytree prefix of it: {error}") from error
+    pairs = zip(specs, arrays, strict=True)
+    checked = [_checked(mesh, spec, leaf.shape, f"{name}/{path}" if path else name) for spec, (path, leaf) in pairs]
+    return jax.tree.unflatten(treedef, checked)
+
+
+def _is_spec(value: Any) -> bool:
+    return value is None or _is_given(value)
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, PartitionSpec | NamedSharding)
+
+
+def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str) -> NamedSharding:
+    """`given` as a sharding over `mesh` for an array of `shape`."""
+    if not _is_spec(given):
+        raise ArgumentError(
+            f"shardings: {given!r} for {where}: expected a PartitionSpec, a NamedSharding, or None for replicated"
+        )
+    if isinstance(given, NamedSharding) and given.memory_kind not in (None, "device"):
+        raise UnsupportedError(
+            f"shardings: {given} for {where} is in {given.memory_kind}; a workload on a mesh supports only device memory"
+        )
+    if isinstance(given, NamedSharding) and dict(given.mesh.shape) != dict(mesh.shape):
+        raise ArgumentError(
+            f"shardings: {given} for {where} has another mesh than mesh={dict(mesh.shape)}; give its PartitionSpec"
+        )
+    spec = PartitionSpec() if given is None else given.spec if isinstance(given, NamedSharding) else given
+
+    def wrong(reason: str) -> ArgumentError:
+        return ArgumentError(f"shardings: {spec} for {where} {reason}")
+
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise wrong("has unreduced or reduced axes, but an argument holds no partial sums: give the spec without these axes")
+    if len(spec) > len(shape):
+        raise wrong(f"has {len(spec)} entries, but the shape {list(shape)} has {len(shape)} dimensions")
+    for dimension, entry in enumerate(spec):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            raise wrong(
+                f"leaves dimension {dimension} unconstrained, but an argument has a fixed layout: give the axes that divide "
+                "it, or None"
+            )
+        axes = _axes([entry])
+        lacking = [axis for axis in axes if axis not in mesh.shape]
+        if lacking:
+            raise wrong(f"names the axis {lacking[0]!r}, but the mesh has {', '.join(mesh.shape)}")
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if shape[dimension] % parts:
+            raise wrong(
+                f"divides dimension {dimension} of {list(shape)} into {parts} parts, but {shape[dimension]} is not a multiple "
+                f"of {parts}; divide another dimension, or pad it"
+            )
+    if len(set(_axes(spec))) < len(_axes(spec)):
+        raise wrong("names an axis twice; an axis can divide only one dimension")
+    return NamedSharding(mesh, spec)
+
+
+def _axes(entries: Iterable[Any]) -> list[str]:
+    """The axes that the entries of a spec name."""
+    return [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+
+
+def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:
+    """The shardings of an optimizer's state: its parameter's sharding for an array of the same shape, else replicated.
+
+    `optax.tree_map_params` maps each array of the state to its parameter. Arrays in host memory have the same sharding there.
+    """
+    replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
+    places = {
+        path: (leaf.shape, place)
+        for (path, leaf), place in zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(shardings), strict=True)
+    }
+
+    def sharding_of(path: Any, array: Any) -> Any:
+        # Match prefixes: a wrapper may mask a parameter (optax.masked) or have several arrays for one parameter (sm3).
+        prefixes = (path[:length] for length in range(len(path), -1, -1))
+        shape, place = next((places[start] for start in prefixes if start in places), (None, replicated))
+        return in_its_memory(array, place if array.shape == shape else replicated)
+
+    def in_its_memory(array: Any, place: NamedSharding) -> NamedSharding:
+        return place.with_memory_kind("pinned_host") if compat.is_on_host(array) else place
+
+    return optax.tree_map_params(
+        optimizer,
+        lambda part: jax.tree.map_with_path(sharding_of, part),
+        state,
+        transform_non_params=lambda array: in_its_memory(array, replicated),
+        is_leaf=lambda _: True,
+    )
+
+
+def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` traced under `mesh`, so that a bare `PartitionSpec` in its constraints refers to this mesh."""
+    if mesh is None:
+        return function
+
+    def traced(*args: Any) -> Any:
+        check_context(mesh.size, f"a workload on a mesh of {mesh.size} devices ({dict(mesh.shape)})")
+        with jax.sharding.use_abstract_mesh(mesh):
+            return function(*args)
+
+    traced.__name__ = getattr(function, "__name__", "function")
+    return traced
+
+
+def check_context(devices: int, called: str) -> None:
+    """Refuse a surrounding `jax.set_mesh` whose size is not `devices`: JAX cannot replace it by a mesh of a different size."""
+    active = jax.sharding.get_abstract_mesh()
+    if not active.empty and active.size != devices:
+        raise ArgumentError(
+            f"jax.set_mesh: a mesh of {active.size} devices ({dict(active.shape)}) is active, and {called} cannot be traced "
+            "under it: make this call outside jax.set_mesh; Workload(…, mesh=…) needs no active mesh"
+        )
+
+
+def pinned(tree: Any, shardings: Any) -> Any:
+    """Constrain every array of `tree` to its sharding in `shardings`, a pytree of the same structure."""
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+
+
+def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
+    """One device's shard of `leaf`, as a shape in the memory of `leaf`."""
+    shape = sharding.shard_shape(leaf.shape)
+    if compat.is_on_host(leaf):
+        return jax.core.ShapedArray(shape, leaf.dtype, memory_space=jax.memory.Space.Host)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
+# --- other meshes than the workload's own ------------------------------------------------------------------------------
+
+
+def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Default shardings: the batch over `data` and `fsdp`, each parameter's largest dimension that divides over `fsdp`.
+
+    The batch size is the first dimension of the batch's first array. Arrays of the batch with a different first dimension, and
+    parameters that no dimension divides, are replicated. PyTorch's hybrid sharding and MaxText use the two names in this way.
+
+    >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
+    >>> tuple(map(tuple, usual_shardings(as_mesh("data=2,fsdp=4"), x, (x,))))
+    (('fsdp', None), (('data', 'fsdp'),))
+    """
+    unnamed = [name for name in mesh.axis_names if name not in (REPLICATED, DIVIDED)]
+    if unnamed:
+        raise ArgumentError(
+            f"mesh={shown(mesh)}: the workload does not say which arrays are partitioned over {', '.join(unnamed)}. Only the "
+            f"names {REPLICATED!r} and {DIVIDED!r} imply this; for other axes write Workload(…, mesh={{…}}, shardings=(…))"
+        )
+    parts = dict(mesh.shape).get(DIVIDED, 1)
+    # An old-style random key, uint32[2], is not an array of rows.
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if leaf.shape and (leaf.shape, leaf.dtype) != ((2,), "uint32")]
+    rows = arrays[0].shape[0] if arrays else 0
+    if not rows or rows % mesh.size:
+        raise ArgumentError(
+            f"mesh={shown(mesh)} divides the batch into {mesh.size} parts, but its first array has {rows} rows: give a batch "
+            f"with a multiple of {mesh.size} rows, or another mesh"
+        )
+
+    def of_parameter(leaf: Any) -> PartitionSpec:
+        dividing = [axis for axis, size in enumerate(leaf.shape) if parts > 1 and size % parts == 0]
+        largest = max(dividing, key=lambda axis: leaf.shape[axis], default=None)
+        return PartitionSpec(*(DIVIDED if axis == largest else None for axis in range(len(leaf.shape)) if largest is not None))
+
+    def of_batch(leaf: Any) -> PartitionSpec:
+        return PartitionSpec(mesh.axis_names) if leaf.shape and leaf.shape[0] == rows else PartitionSpec()
+
+    return jax.tree.map(of_parameter, params), *jax.tree.map(of_batch, batch)
+
+
+def specs_for(mesh: AbstractMesh, shardings: tuple[Any, ...], original: AbstractMesh) -> tuple[Any, ...]:
+    """The specs of `shardings`, which are over the mesh `original`, for use over `mesh`."""
+    named = {axis for sharding in jax.tree.leaves(shardings) for axis in _axes(sharding.spec)}
+    lacking = [axis for axis in original.axis_names if axis in named and axis not in mesh.axis_names]
+    if lacking:
+        raise ArgumentError(
+            f"mesh={shown(mesh)}: the workload's shardings also use {', '.join(map(repr, lacking))}; give each of the "
+            f"workload's axes ({', '.join(original.axis_names)}) a size, 1 if it divides nothing"
+        )
+    idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in named and axis not in original.axis_names]
+    if idle:
+        raise ArgumentError(
+            f"mesh={shown(mesh)}: no array is partitioned over {', '.join(map(repr, idle))}; the workload's axes are "
+            f"{', '.join(original.axis_names)}"
+        )
+    return jax.tree.map(lambda sharding: sharding.spec, shardings)
