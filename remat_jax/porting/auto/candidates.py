@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from remat_jax.porting.auto.match import Table
-from remat_jax.porting.auto.recipes import Way
+from remat_jax.porting.auto.recipes import Table, Way
 from remat_jax.porting.auto.units import FlaxUnit, TorchUnit
 from remat_jax.porting.rules import Rules
 
