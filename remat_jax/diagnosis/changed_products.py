@@ -27,16 +27,17 @@ from remat_jax.apply import scope
 from remat_jax.apply.effect import with_blocks
 from remat_jax.apply.per_layer import layered
 from remat_jax.core.marks import mark_of
-from remat_jax.core.walk import bodies, equations, interpret, map_inner, retrace, value_of, values_of_inputs
+from remat_jax.core.walk import bodies, equations, map_inner, retrace, value_of, values_of_inputs
 from remat_jax.errors import UnsupportedError
 from remat_jax.memory.softmax_products import is_softmax_of
 from remat_jax.mesh import under
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import in_chunks
+from remat_jax.train.streaming import inlined
 from remat_jax.workload import Workload
 
-TILE = 128
-"""Rows of queries and of keys that JAX's kernel takes at a time."""
+# Rows of queries and of keys that JAX's kernel takes at a time.
+_TILE = 128
 
 Change = Callable[[Any, Sequence[Any]], list[Any]]
 """Evaluates a closed jaxpr, changed, on arguments."""
@@ -48,42 +49,37 @@ def with_change(workload: Workload, policy: Any, change: Change) -> Callable[...
     Raises (when the loss is traced):
       UnsupportedError: the loss has nothing that `change` can change.
     """
-    wanted = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, as_block_policy(policy))
+    policies = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, as_block_policy(policy))
     marking = None
-    if not all(is_off(one) for one in wanted.values()):
-        marking = replace(workload.own.policies(wanted), waits=True).anew()
+    if not all(map(is_off, policies.values())):
+        marking = replace(workload.own.policies(policies), waits=True).anew()
 
     def loss(*args: Any) -> Any:
         leaves = jax.tree.leaves(args)
         if marking is None:
             jaxpr, shape = jax.make_jaxpr(workload.loss, return_shape=True)(*args)
-            return jax.tree.unflatten(jax.tree.structure(shape), changed(jaxpr, change)(*leaves))
-        with scope.applying(marking) as record:
-            traced = jax.make_jaxpr(lambda *args: with_blocks(marking, workload.loss, args, {}), return_shape=True)
-            jaxpr, shape = traced(*args)
-            rewritten = retrace(jaxpr, changed(jaxpr, change))
-            blocks = frozenset(block for block, _ in marking.entries)
-            return jax.tree.unflatten(
-                jax.tree.structure(shape), layered.evaluate(compat.dce(rewritten), leaves, blocks, record.audit)[0]
-            )
+            outputs = change(_flat(jaxpr), leaves)
+        else:
+            with scope.applying(marking) as record:
+                traced = jax.make_jaxpr(lambda *args: with_blocks(marking, workload.loss, args, {}), return_shape=True)
+                jaxpr, shape = traced(*args)
+                blocks = frozenset(block for block, _ in marking.entries)
+                outputs = layered.evaluate(_changed(jaxpr, change), leaves, blocks, record.audit)[0]
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     return under(workload.mesh, loss)
 
 
-def changed(jaxpr: Any, change: Change) -> Callable[..., list[Any]]:
-    """`change` of the closed `jaxpr`, in which calls that contain a product are inlined first."""
-    flat = _inlined(jaxpr)
-    return lambda *args: change(flat, args)
+def _changed(jaxpr: Any, change: Change) -> Any:
+    flat = _flat(jaxpr)
+    return compat.dce(retrace(flat, lambda *args: change(flat, args)))
 
 
-def _inlined(jaxpr: Any) -> Any:
-    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-        if eqn.primitive.name not in ("jit", "pjit") or not any(_is_product(one) for one in equations(bodies(eqn)[0])):
-            return None
-        with compat.eqn_context(eqn):
-            return interpret(bodies(eqn)[0], inputs, visit)
-
-    return retrace(jaxpr, lambda *args: interpret(jaxpr, args, visit))
+def _flat(jaxpr: Any) -> Any:
+    """The closed `jaxpr` with the calls that contain a product inlined."""
+    return inlined(
+        jaxpr, lambda eqn: eqn.primitive.name in ("jit", "pjit") and any(map(_is_product, equations(bodies(eqn)[0])))
+    )
 
 
 def _is_product(eqn: Any) -> bool:
@@ -100,17 +96,22 @@ def _size(atom: Any) -> int:
 
 def _dependents(eqns: Sequence[Any], made: Sequence[Any]) -> list[Any]:
     """The equations that read a variable of `made`, or of an equation that does."""
-    reached, found = set(made), []
+    reached, dependents = set(made), []
     for eqn in eqns:
-        if any(atom in reached for atom in eqn.invars if not hasattr(atom, "val")):
-            found.append(eqn)
+        if any(atom in reached for atom in _variables(eqn)):
+            dependents.append(eqn)
             reached.update(eqn.outvars)
-    return found
+    return dependents
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [atom for atom in eqn.invars if not hasattr(atom, "val")]
 
 
 def _has_exponential(eqns: Sequence[Any], product: Any, *, is_head: bool = False) -> bool:
-    inside = (inner for eqn in eqns for inner in (eqn, *(one for body in bodies(eqn) for one in equations(body))))
-    return any(one.primitive.name == "exp" and is_softmax_of(one.outvars[0], product, is_head=is_head) for one in inside)
+    inside = [inner for eqn in eqns for body in bodies(eqn) for inner in equations(body)]
+    exponentials = (eqn.outvars[0] for eqn in (*eqns, *inside) if eqn.primitive.name == "exp")
+    return any(is_softmax_of(exponential, product, is_head=is_head) for exponential in exponentials)
 
 
 # --- a head in chunks --------------------------------------------------------------------------------------------------
@@ -133,10 +134,13 @@ def head_in_chunks(chunks: int) -> Change:
         for eqn in eqns:
             if id(eqn) not in removed:
                 env.update(zip(eqn.outvars, compat.bind(eqn, [value_of(atom, env) for atom in eqn.invars]), strict=True))
-        beside = _read_beside(after, heads, env)
+        # The values that the removed equations read, without the operands of the heads.
+        operands = {atom for eqn in heads for atom in _variables(eqn)}
+        others = dict.fromkeys(atom for eqn in after for atom in _variables(eqn) if atom in env and atom not in operands)
+        beside = [env[atom] for atom in others]
         loss = sum(_cross_entropy(_Head.of(eqn, eqns), env, beside, chunks) for eqn in heads)
         # What the loss adds to the losses of the heads, such as a router's, still has a gradient.
-        loss += sum(jnp.sum(one.astype(jnp.float32)) for one in beside if jnp.issubdtype(one.dtype, jnp.floating))
+        loss += sum(jnp.sum(value.astype(jnp.float32)) for value in beside if jnp.issubdtype(value.dtype, jnp.floating))
         whole = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
         return [loss.astype(outputs[0].aval.dtype), *whole[1:]]
 
@@ -150,13 +154,6 @@ def _heads(eqns: Sequence[Any]) -> Iterator[Any]:
                 yield eqn
 
 
-def _read_beside(after: Sequence[Any], heads: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
-    """The values that the removed equations read, without the operands of the heads."""
-    atoms = dict.fromkeys(atom for eqn in after for atom in eqn.invars if not hasattr(atom, "val") and atom in env)
-    operands = {atom for eqn in heads for atom in eqn.invars if not hasattr(atom, "val")}
-    return [env[atom] for atom in atoms if atom not in operands]
-
-
 @dataclass(frozen=True)
 class _Head:
     """A product of tokens and a kernel.
@@ -165,12 +162,14 @@ class _Head:
       eqn: the product.
       place: which of its operands are the tokens: the operand with more free dimensions.
       axes: the free dimensions of the tokens; the last is cut.
-      views: the casts and transpositions of the kernel, which each chunk makes for itself, the first one first.
+      kernel: the variable of the kernel, before its views.
+      views: the casts and transpositions of the kernel, in order, which each chunk makes for itself.
     """
 
     eqn: Any
     place: int
     axes: tuple[int, ...]
+    kernel: Any
     views: tuple[Any, ...]
 
     @classmethod
@@ -184,19 +183,16 @@ class _Head:
         place = 0 if len(free[0]) >= len(free[1]) else 1
         if len(free[1 - place]) != 1:
             raise UnsupportedError(f"the logits {list(eqn.outvars[0].aval.shape)} have no single dimension of classes")
-        makers = {atom: one for one in eqns for atom in one.outvars if one.primitive.name in _VIEWS}
+        makers = {view.outvars[0]: view for view in eqns if view.primitive.name in _VIEWS}
+        kernel = eqn.invars[1 - place]
         views: list[Any] = []
-        while (kernel := (views[0] if views else eqn).invars[0 if views else 1 - place]) in makers:
+        while kernel in makers:
             views.insert(0, makers[kernel])
-        return cls(eqn, place, free[place], tuple(views))
-
-    @property
-    def kernel(self) -> Any:
-        """The variable of the kernel, before its views."""
-        return self.views[0].invars[0] if self.views else self.eqn.invars[1 - self.place]
+            kernel = views[0].invars[0]
+        return cls(eqn, place, free[place], kernel, tuple(views))
 
     def logits(self, tokens: Any, kernel: Any) -> Any:
-        """The product with its classes last."""
+        """The product, with its classes as the last dimension."""
         for view in self.views:
             (kernel,) = compat.bind(view, [kernel])
         pair = (tokens, kernel) if self.place == 0 else (kernel, tokens)
@@ -214,7 +210,8 @@ def _cross_entropy(head: _Head, env: Mapping[Any, Any], beside: Sequence[Any], c
     """
     tokens, kernel = (value_of(atom, env) for atom in (head.eqn.invars[head.place], head.kernel))
     axis, shape = head.axes[-1], [tokens.shape[dim] for dim in head.axes]
-    numbers = (one for one in beside if jnp.issubdtype(one.dtype, jnp.integer) and one.size == math.prod(shape))
+    size = math.prod(shape)
+    numbers = (value for value in beside if jnp.issubdtype(value.dtype, jnp.integer) and value.size == size)
     targets = next(numbers, jnp.zeros(shape, jnp.int32)).reshape(shape)
     n = min(chunks, shape[-1])
     padding = -shape[-1] % n
@@ -243,42 +240,35 @@ class _Attention:
 
 def attention_in_a_kernel(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """The change that runs every attention, at any depth, as one kernel."""
-    if not any(True for _ in _attentions_inside(jaxpr)):
+    if not _has_attention(jaxpr):
         raise UnsupportedError("the loss has no attention whose scores are read only to mix values")
     return _with_kernels(jaxpr, args)
 
 
-def _attentions_inside(jaxpr: Any) -> Iterator[_Attention]:
-    yield from _attentions(jaxpr.jaxpr.eqns)
-    for eqn in jaxpr.jaxpr.eqns:
-        mark = mark_of(eqn)
-        for body in [_inlined(mark.jaxpr)] if mark is not None else bodies(eqn):
-            yield from _attentions_inside(body)
+def _has_attention(jaxpr: Any) -> bool:
+    if any(True for _ in _attentions(jaxpr.jaxpr.eqns)):
+        return True
+    marks = [(eqn, mark_of(eqn)) for eqn in jaxpr.jaxpr.eqns]
+    inside = (body for eqn, mark in marks for body in ([_flat(mark.jaxpr)] if mark is not None else bodies(eqn)))
+    return any(map(_has_attention, inside))
 
 
 def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    found = {id(one.mixed): one for one in _attentions(jaxpr.jaxpr.eqns)}
+    attentions = {id(attention.mixed): attention for attention in _attentions(jaxpr.jaxpr.eqns)}
     env = values_of_inputs(jaxpr, args)
     for eqn in jaxpr.jaxpr.eqns:
         inputs = [value_of(atom, env) for atom in eqn.invars]
-        if id(eqn) in found:
-            outputs = [_kernel(found[id(eqn)], env)]
+        if id(eqn) in attentions:
+            outputs = [_kernel(attentions[id(eqn)], env)]
         elif (mark := mark_of(eqn)) is not None:
             # The block's jaxpr without the `vmap`s around it; `layered` puts them around the block under its policy.
-            outputs = compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_replaced(mark.jaxpr)))
+            outputs = compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_changed(mark.jaxpr, _with_kernels)))
+        elif any(map(_has_attention, bodies(eqn))):
+            outputs = compat.bind(eqn, inputs, **map_inner(eqn, lambda body: _changed(body, _with_kernels)))
         else:
-            outputs = compat.bind(eqn, inputs, **(map_inner(eqn, _replaced) if _can_change(eqn) else {}))
+            outputs = compat.bind(eqn, inputs)
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
-
-
-def _can_change(eqn: Any) -> bool:
-    return any(True for body in bodies(eqn) for _ in _attentions_inside(body))
-
-
-def _replaced(jaxpr: Any) -> Any:
-    flat = _inlined(jaxpr)
-    return compat.dce(retrace(flat, lambda *args: _with_kernels(flat, args)))
 
 
 def _attentions(eqns: Sequence[Any]) -> Iterator[_Attention]:
@@ -286,42 +276,42 @@ def _attentions(eqns: Sequence[Any]) -> Iterator[_Attention]:
         if not _is_product(eqn) or not _has_batch(eqn):
             continue
         after = _dependents(eqns, eqn.outvars)
-        mixed = next((one for one in after if _is_product(one)), None)
+        mixed = next(filter(_is_product, after), None)
         if mixed is None or not _has_batch(mixed):
             continue
         between = after[: after.index(mixed)]
-        made = {atom for one in (eqn, *between) for atom in one.outvars}
+        made = {atom for maker in (eqn, *between) for atom in maker.outvars}
         reads = [atom in made for atom in mixed.invars]
         if sum(reads) == 1 and _has_exponential(between, eqn.outvars[0]):
             yield _Attention(eqn, mixed, reads.index(False))
 
 
-def _kernel(found: _Attention, env: dict[Any, Any]) -> Any:
+def _kernel(attention: _Attention, env: dict[Any, Any]) -> Any:
     """The result of `mixed` by a kernel, for any number of batch dimensions, and of queries for each key."""
-    contracted, batch = found.scores.params["dimension_numbers"]
-    rows, dims = (one[found.values] for one in found.mixed.params["dimension_numbers"])
-    out = found.mixed.outvars[0].aval
-    with compat.eqn_context(found.mixed):
-        value = _as_heads(value_of(found.mixed.invars[found.values], env), dims, rows, length=0)[0]
+    scores, mixed, place = attention.scores, attention.mixed, attention.values
+    contracted, batch = scores.params["dimension_numbers"]
+    rows, dims = (sides[place] for sides in mixed.params["dimension_numbers"])
+    with compat.eqn_context(mixed):
+        value = _as_heads(value_of(mixed.invars[place], env), dims, rows, length=0)[0]
         sides = [
             _as_heads(value_of(atom, env), of_batch, None, features, length=value.shape[1])
-            for atom, of_batch, features in zip(found.scores.invars, batch, contracted, strict=True)
+            for atom, of_batch, features in zip(scores.invars, batch, contracted, strict=True)
         ]
         # `einsum` orders the operands as it likes: the keys are as many as the values.
         query, key = sides if sides[1].shape[1:] == value.shape and len(sides[1]) == 1 else sides[::-1]
         if key.shape[1:] != value.shape or query.shape[3:] != key.shape[3:]:
             raise UnsupportedError(f"queries {query.shape}, keys {key.shape}, values {value.shape}: no kernel takes them")
         of_key = functools.partial(compat.attention_kernel(), k=_padded(key[0]), v=_padded(value), segment_ids=None)
-        padded = _padded(query)
-        mixed = (of_key(padded[0])[None] if len(query) == 1 else jax.vmap(of_key)(padded))[:, :, : query.shape[2]]
-        order = (1, 3, 2, 0, 4) if found.values else (1, 3, 4, 2, 0)
-        return jnp.transpose(mixed, order).reshape(out.shape).astype(out.dtype)
+        padded, out = _padded(query), mixed.outvars[0].aval
+        result = (of_key(padded[0])[None] if len(query) == 1 else jax.vmap(of_key)(padded))[:, :, : query.shape[2]]
+        order = (1, 3, 2, 0, 4) if place else (1, 3, 4, 2, 0)
+        return jnp.transpose(result, order).reshape(out.shape).astype(out.dtype)
 
 
 def _padded(array: Any) -> Any:
     """`array` with its rows, the third dimension from the end, in whole tiles of the kernel."""
     rows, place = array.shape[-3], array.ndim - 3
-    more = -rows % TILE if rows > TILE else 0
+    more = -rows % _TILE if rows > _TILE else 0
     return jnp.pad(array, [(0, more if dim == place else 0) for dim in range(array.ndim)]) if more else array
 
 

@@ -30,10 +30,9 @@ def unreached_block(observed: Observed) -> Iterator[Finding]:
 
 def unmatched_name(observed: Observed) -> Iterator[Finding]:
     """Selectors, and names in JAX's policies, that match no residual."""
-    for policy in distinct(observed.policies):
-        regions = observed.of(policy)
+    for policy in _distinct(observed.policies):
         if isinstance(policy, Policy):
-            yield from _unmatched_selectors(policy, regions)
+            yield from _unmatched_selectors(policy, observed.of(policy))
     for policy in {region.policy: None for region in observed.regions if callable(region.policy)}:
         assert callable(policy)
         yield from _unmatched_names(policy, [region for region in observed.regions if region.policy == policy])
@@ -54,11 +53,11 @@ def _unmatched_selectors(policy: Policy, regions: list[Region]) -> Iterator[Find
 
 
 def _missed(policy: Policy, regions: list[Region]) -> tuple[str, ...]:
-    missed = policy.unmatched(one for region in regions for one in region.block.named.candidates.values())
-    if missed and regions:
-        # Arrays of derivative rules show only in the linearisation, which costs another trace.
-        missed = policy.unmatched(one for region in regions for one in region.block.candidates)
-    return missed if regions else ()
+    if not regions:
+        return ()
+    missed = policy.unmatched(candidate for region in regions for candidate in region.block.named.candidates.values())
+    # Arrays of derivative rules show only in the linearisation, which costs another trace.
+    return missed and policy.unmatched(candidate for region in regions for candidate in region.block.candidates)
 
 
 def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Finding]:
@@ -81,7 +80,7 @@ def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Findi
 def named_for_offload(observed: Observed) -> Iterator[Finding]:
     """Offloaded names of arrays that the backward pass does not read, so that nothing is moved."""
     for region in observed.regions:
-        unmoved = offloaded_by_name(region) - {one.name for one in region.kept if one.on_host}
+        unmoved = _offloaded_by_name(region) - {kept.name for kept in region.offloaded}
         outputs = _outputs(region) if unmoved else set()
         for name in sorted(unmoved):
             if name in outputs:
@@ -102,16 +101,13 @@ def _named_output(region: Region, name: str) -> Finding:
         for aval, parameter in zip(region.block.jaxpr.in_avals, region.parameters, strict=True)
         if not parameter
     )
-    where = (
-        "of a scan's body: the next round reads it as its input, and that copy stays on the device"
-        if region.looped
-        else ("of the block: the next block reads it as its input, and that copy stays on the device")
-    )
+    block, reader = ("a scan's body", "round") if region.looped else ("the block", "block")
     return Finding(
         "named_output",
         some(region.paths),
         region.place,
-        f"{name!r} is offloaded, but it is the output {where} (up to {input_bytes} bytes each time)",
+        f"{name!r} is offloaded, but it is the output of {block}: the next {reader} reads it as its input, and that copy stays "
+        f"on the device (up to {input_bytes} bytes each time)",
         "Name the input of the block instead of its output (jax#23869): the selector @inputs, the policy offload_inputs, or "
         "checkpoint_name on the first line",
     )
@@ -119,16 +115,16 @@ def _named_output(region: Region, name: str) -> Finding:
 
 def nothing_offloaded(observed: Observed) -> Iterator[Finding]:
     """Policies with an offload that moves nothing at all."""
-    for policy in distinct(observed.policies):
+    for policy in _distinct(observed.policies):
         if isinstance(policy, Policy) and policy.offloads:
             yield from _nothing_moved(policy, observed.of(policy))
 
 
 def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
-    if not regions or any(one.on_host for region in regions for one in region.kept):
+    if not regions or any(region.offloaded for region in regions):
         return
     offloaded = {selector for rule in policy.rules if rule.action is Action.OFFLOAD for selector in rule.selectors}
-    if any(offloaded_by_name(region) for region in regions) or offloaded <= set(_missed(policy, regions)):
+    if any(map(_offloaded_by_name, regions)) or offloaded <= set(_missed(policy, regions)):
         return  # reported by `named_for_offload` or `unmatched_name`
     selected = sorted({name for region in regions for name in region.block.offloaded})
     if selected:
@@ -144,13 +140,13 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
     )
 
 
-def offloaded_by_name(region: Region) -> set[str]:
+def _offloaded_by_name(region: Region) -> set[str]:
     """The user's own names that the policy offloads by exact name, not by a glob."""
     given = set(given_names(region.block.jaxpr))
     if isinstance(region.policy, Policy):
-        candidates = [one for one in region.block.named.candidates.values() if one.name in given]
-        exact = set(region.policy.selectors)
-        return {one.name for one in candidates if one.name in exact and region.policy.action(one) is Action.OFFLOAD}
+        exact = given & set(region.policy.selectors)
+        candidates = [candidate for candidate in region.block.named.candidates.values() if candidate.name in exact]
+        return {candidate.name for candidate in candidates if region.policy.action(candidate) is Action.OFFLOAD}
     if region.policy is None or region.policy is jax.checkpoint_policies.nothing_saveable:
         return set()
     return given & set(compat.offloaded_by(region.policy, region.block.jaxpr))
@@ -158,13 +154,13 @@ def offloaded_by_name(region: Region) -> set[str]:
 
 def _outputs(region: Region) -> set[str]:
     jaxpr = region.block.jaxpr.jaxpr
-    made = [origin(jaxpr, atom) for atom in jaxpr.outvars]
-    return {name for one in made for name in (one.name, *one.aliases)}
+    sources = [origin(jaxpr, atom) for atom in jaxpr.outvars]
+    return {name for source in sources for name in (source.name, *source.aliases)}
 
 
-def distinct(policies: BlockPolicies | None) -> Iterable[Policy | JaxPolicy]:
+def _distinct(policies: BlockPolicies | None) -> Iterable[Policy | JaxPolicy]:
     """The distinct policies of the workload, including those of single layers."""
     unique: dict[Policy | JaxPolicy, None] = {}
     for _, policy in policies.entries if policies else ():
-        unique |= dict.fromkeys([each for _, each in policy.runs] if isinstance(policy, LayerPolicies) else [policy])
+        unique |= dict.fromkeys([run for _, run in policy.runs] if isinstance(policy, LayerPolicies) else [policy])
     return unique

@@ -40,7 +40,7 @@ def remat_scan_of_one_length(observed: Observed) -> Iterator[Finding]:
 def _made_by_remat_scan(eqn: Any) -> bool:
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
-    return any(one.function_name.startswith("remat_scan.") and "flax" in one.file_name for one in frames)
+    return any(frame.function_name.startswith("remat_scan.") and "flax" in frame.file_name for frame in frames)
 
 
 def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
@@ -66,11 +66,11 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
     if len(outermost) != 1 or outermost[0][3]:
         return
     body = body_of(outermost[0][0])
-    inner = {str(one): one for eqn in body.jaxpr.eqns for one in _nested(eqn)}
+    inner = {str(code): code for code in (body_of(eqn) for eqn, *_ in region_equations(body))}
     for region in observed.regions:
         if not inner or not _is(body, region) or _outside(observed, region) > max(map(bytes_in_use, inner.values())):
             continue
-        nested, single = region.executed_flops, region.executed_flops_without
+        nested, single = region.flops(), region.flops_without()
         if nested > single:
             yield Finding(
                 "nested_checkpoint",
@@ -85,58 +85,44 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
 
 def _is(body: Any, region: Region) -> bool:
     """Whether `body` is the code of `region`."""
-    mine = region.block.jaxpr
-    return len(body.jaxpr.eqns) == len(mine.jaxpr.eqns) and str(body.out_avals) == str(mine.out_avals)
+    code = region.block.jaxpr
+    return len(body.jaxpr.eqns) == len(code.jaxpr.eqns) and str(body.out_avals) == str(code.out_avals)
 
 
 def _outside(observed: Observed, region: Region) -> float:
     """The bytes that are saved outside of `region`; infinite if unknown."""
     if observed.residuals is None:
         return math.inf
-    return observed.residuals.device_bytes - sum(one.nbytes for one in region.kept if not one.on_host)
-
-
-def _nested(eqn: Any) -> Iterator[Any]:
-    """The bodies of the regions in `eqn`."""
-    if is_region(eqn):
-        yield body_of(eqn)
-    elif contains_live_region(eqn):
-        for body in bodies(eqn):
-            for one in body.jaxpr.eqns:
-                yield from _nested(one)
+    return observed.residuals.device_bytes - sum(kept.nbytes for kept in region.kept if not kept.on_host)
 
 
 def overruled_policy(observed: Observed) -> Iterator[Finding]:
     """A checkpoint of the user's own around blocks, which drops the arrays that the workload's policy saves inside."""
-    around = [region for region in observed.regions if not region.ours]
-    for region in around:
-        inside = _blocks_inside(region)
-        mine = [one for one in observed.regions if one.ours and one.kept and inside]
-        asked = sum(kept.nbytes for one in mine for kept in one.kept)
-        names = {kept.name for one in mine for kept in one.kept}
-        if asked and not names & {kept.name for kept in region.kept}:
+    wanted = [kept for region in observed.regions if region.ours for kept in region.kept]
+    wanted_bytes, names = sum(kept.nbytes for kept in wanted), {kept.name for kept in wanted}
+    for region in observed.regions:
+        inside = 0 if region.ours else sum(1 for _ in _blocks(region.block.jaxpr))
+        if inside and wanted_bytes and not names & {kept.name for kept in region.kept}:
             word = "policy=None, which recomputes everything in JAX" if region.policy is None else "a policy of its own"
             yield Finding(
                 "overruled_policy",
                 some(region.paths),
                 region.place,
                 f"the model's own checkpoint surrounds {inside} block(s) of the workload and has {word}: it keeps "
-                f"{sum(one.nbytes for one in region.kept)} bytes, but discards the {asked} bytes or more that the policy "
-                f"keeps inside ({some(sorted(names))})",
+                f"{sum(kept.nbytes for kept in region.kept)} bytes, but discards the {wanted_bytes} bytes or more that the "
+                f"policy keeps inside ({some(sorted(names))})",
                 "Leave own_checkpoints='keep' out; the policy then replaces the model's own checkpoint",
             )
 
 
-def _blocks_inside(region: Region) -> int:
-    return sum(1 for eqn in _all(region.block.jaxpr) if compat.is_block(eqn))
-
-
-def _all(jaxpr: Any) -> Iterator[Any]:
+def _blocks(jaxpr: Any) -> Iterator[Any]:
+    """The outermost blocks in the closed `jaxpr`."""
     for eqn in jaxpr.jaxpr.eqns:
-        yield eqn
-        if not compat.is_block(eqn):
+        if compat.is_block(eqn):
+            yield eqn
+        else:
             for body in bodies(eqn):
-                yield from _all(body)
+                yield from _blocks(body)
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------------
@@ -183,15 +169,15 @@ def _decides(jaxpr: Any, flags: set[Any]) -> bool:
     """Whether one of the variables `flags` is the predicate of a select or a cond in `jaxpr`."""
     tracked = set(flags)
     for eqn in jaxpr.jaxpr.eqns:
-        mine = [not hasattr(atom, "val") and atom in tracked for atom in eqn.invars]
-        if not any(mine):
+        operands = [not hasattr(atom, "val") and atom in tracked for atom in eqn.invars]
+        if not any(operands):
             continue
-        if eqn.primitive.name in ("select_n", "cond") and mine[0]:
+        if eqn.primitive.name in ("select_n", "cond") and operands[0]:
             return True
         if compat.kind(eqn) in CALLS:
             for body in bodies(eqn):
-                if _decides(body, {var for var, flag in zip(body.jaxpr.invars, mine, strict=False) if flag}):
+                if _decides(body, {var for var, flag in zip(body.jaxpr.invars, operands, strict=False) if flag}):
                     return True
-        elif is_view(eqn, mine):
+        elif is_view(eqn, operands):
             tracked.update(eqn.outvars)
     return False
