@@ -9,8 +9,15 @@ from remat_jax.core.marks import name_of
 from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.diagnosis.compiled import compiled_traps, pinned_pool
 from remat_jax.diagnosis.findings import Diagnosis, Finding, merged
-from remat_jax.diagnosis.kept import kernel_run_again, keyless_random, parameter_kept
-from remat_jax.diagnosis.policies import named_for_offload, nothing_offloaded, unmatched_name, unreached_block
+from remat_jax.diagnosis.policies import (
+    kernel_run_again,
+    keyless_random,
+    named_for_offload,
+    nothing_offloaded,
+    parameter_kept,
+    unmatched_name,
+    unreached_block,
+)
 from remat_jax.diagnosis.structure import nested_checkpoint, overruled_policy, remat_scan_of_one_length, traced_flag
 from remat_jax.diagnosis.watch import observe
 from remat_jax.errors import ArgumentError

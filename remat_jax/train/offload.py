@@ -14,9 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, NoEffectError
-from remat_jax.train.streaming import Stream
-from remat_jax.train.traced import FlatTrace, Path, trace
-from remat_jax.train.trainable import path_text
+from remat_jax.train.parameters import path_text
+from remat_jax.train.streaming import FlatTrace, Path, Stream, trace
 
 # The first key of a path, in an update's arguments (gradients, state, …) and in its results (updates, state).
 _PARAMETERS, _STATE = jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(1)

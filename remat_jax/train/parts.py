@@ -137,13 +137,8 @@ def _check_batch(batch: tuple[Any, ...], n: int) -> None:
             )
     if not arrays:
         raise ArgumentError("batch: expected at least one array, whose leading axis is cut into micro-batches")
-    sizes = _lengths(arrays)
-    if len(set(sizes.values())) > 1:
-        raise ArgumentError(
-            f"batch: expected leading axes of one length, but {_listed(sizes)}. A random key goes into the batch as "
-            "jax.random.key(…)"
-        )
-    _check_divides(n, arrays, "the leading axis", "a micro-batch", "rows")
+    differ = "batch: expected leading axes of one length, but {}. A random key goes into the batch as jax.random.key(…)"
+    _check_lengths(arrays, n, differ, "the leading axis", "a micro-batch", "rows")
 
 
 def _parts(result: Any, has_aux: bool) -> Any:
@@ -205,11 +200,8 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
             f"fn={fn!r}: expected a function whose results are sums along the axis, such as a head and its loss"
         )
     _check_count(n, "chunks")
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    is_axis = [isinstance(entry, int) and not isinstance(entry, bool) for entry in axes]
-    if not any(is_axis) or not all(
-        ok or (entry is None and isinstance(axis, tuple)) for ok, entry in zip(is_axis, axes, strict=True)
-    ):
+    axes = [entry for entry in axis if entry is not None] if isinstance(axis, tuple) else [axis]
+    if not axes or not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in axes):
         raise ArgumentError(
             f"axis={axis!r}: expected an int (the axis along which every argument is cut), or a tuple with an int or None for "
             "each argument and at least one int"
@@ -218,7 +210,10 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
     @functools.wraps(fn)
     def chunked(*args: P.args, **kwargs: P.kwargs) -> R:
         arrays, one_chunk = _cut_arguments(fn, axis, args, kwargs)
-        _check_chunks(arrays, n)
+        if not arrays:
+            raise ArgumentError("axis: no argument that is to be cut contains an array")
+        differ = "axis: expected the same length along it in all arrays, but {}"
+        _check_lengths(arrays, n, differ, f"axis {arrays[0][2]}", "a chunk", "positions")
         if n == 1:
             return fn(*args, **kwargs)
         chunks = [jnp.moveaxis(_cut(leaf, n, at), at + 1, 0) for _, leaf, at in arrays]
@@ -267,15 +262,6 @@ def _checked(name: str, leaf: Any, axis: int) -> NamedArray:
     return name, leaf, axis % leaf.ndim
 
 
-def _check_chunks(arrays: Sequence[NamedArray], n: int) -> None:
-    if not arrays:
-        raise ArgumentError("axis: no argument that is to be cut contains an array")
-    lengths = _lengths(arrays)
-    if len(set(lengths.values())) > 1:
-        raise ArgumentError(f"axis: expected the same length along it in all arrays, but {_listed(lengths)}")
-    _check_divides(n, arrays, f"axis {arrays[0][2]}", "a chunk", "positions")
-
-
 def _check_sums(whole: Any, stacked: Any, n: int) -> None:
     for (path, expected), chunks in zip(jax.tree.leaves_with_path(whole), jax.tree.leaves(stacked), strict=True):
         if chunks.shape[1:] != expected.shape or not jnp.issubdtype(chunks.dtype, jnp.number):
@@ -291,14 +277,6 @@ def _check_count(n: Any, parts: str) -> None:
         raise ArgumentError(f"n={n!r}: expected the number of {parts}, a positive int")
 
 
-def _lengths(arrays: Sequence[NamedArray]) -> dict[str, int]:
-    return {name: leaf.shape[axis] for name, leaf, axis in arrays}
-
-
-def _listed(lengths: dict[str, int]) -> str:
-    return ", ".join(f"{name} has {length}" for name, length in lengths.items())
-
-
 def _cut(leaf: Any, n: int, axis: int) -> Any:
     """`leaf` with a new axis of the `n` parts after `axis`: part i has the positions i, i + n, i + 2n, …
 
@@ -310,10 +288,12 @@ def _cut(leaf: Any, n: int, axis: int) -> Any:
     return leaf.reshape(*shape[:axis], shape[axis] // n, n, *shape[axis + 1 :])
 
 
-def _check_divides(n: int, arrays: Sequence[NamedArray], which_axis: str, part: str, positions: str) -> None:
+def _check_lengths(arrays: Sequence[NamedArray], n: int, differ: str, which_axis: str, part: str, positions: str) -> None:
     """Raise ArgumentError unless `n` divides the common length of `arrays` into parts that their devices can divide."""
-    (name, first, at), *_ = arrays
-    length = first.shape[at]
+    lengths = {name: leaf.shape[axis] for name, leaf, axis in arrays}
+    if len(set(lengths.values())) > 1:
+        raise ArgumentError(differ.format(", ".join(f"{name} has {length}" for name, length in lengths.items())))
+    name, length = next(iter(lengths.items()))
     if length == 0 or length % n:
         divisors = [count for count in range(1, length + 1) if length % count == 0]
         near = sorted({*[count for count in divisors if count < n][-1:], *[count for count in divisors if count > n][:1]})

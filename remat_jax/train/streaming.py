@@ -1,7 +1,8 @@
-"""Evaluating a jaxpr whose inputs and outputs live in host memory, with few of them on the device at a time."""
+"""A function of pytrees as a flat jaxpr, evaluated with arrays in host memory and few of them on the device at a time."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +14,58 @@ import jax.numpy as jnp
 from remat_jax import compat
 from remat_jax.core.walk import bodies, interpret, retrace
 
+# The path of an array in a pytree.
+Path = tuple[Any, ...]
+
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatTrace:
+    """A traced function.
+
+    Attributes:
+      jaxpr: the closed jaxpr; its inputs and outputs are the arrays of the arguments and the result, all in device memory.
+      values: the arrays of the arguments, in their own memory.
+      in_paths, out_paths: the paths of inputs and outputs; the first key of `in_paths` is the argument's position.
+      finish: computes the function's result from the jaxpr's outputs.
+    """
+
+    jaxpr: Any
+    values: tuple[Any, ...]
+    in_paths: tuple[Path, ...]
+    out_paths: tuple[Path, ...]
+    finish: Callable[[Sequence[Any]], Any]
+
+
+def trace(function: Callable[..., Any], *args: Any) -> FlatTrace:
+    """`function(*args)` traced with every array in device memory; other leaves (strings, functions) stay as they are."""
+    leaves, treedef = jax.tree.flatten_with_path(args)
+    places = [index for index, (_, leaf) in enumerate(leaves) if compat.is_array(leaf)]
+    results: list[tuple[list[tuple[Path, Any]], Any]] = []
+
+    def flat(*values: Any) -> list[Any]:
+        filled = [leaf for _, leaf in leaves]
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
+        outputs, structure = jax.tree.flatten_with_path(function(*jax.tree.unflatten(treedef, filled)))
+        arrays = [out for _, out in outputs if compat.is_array(out)]
+        # None marks an array: a stored tracer would keep the trace alive.
+        results.append(([(path, None if compat.is_array(out) else out) for path, out in outputs], structure))
+        return arrays
+
+    values = tuple(leaves[index][1] for index in places)
+    jaxpr = jax.make_jaxpr(flat)(*map(compat.on_device, values))
+    outputs, structure = results[-1]
+
+    def finish(flat_outputs: Sequence[Any]) -> Any:
+        arrays = iter(flat_outputs)
+        return jax.tree.unflatten(structure, [next(arrays) if out is None else out for _, out in outputs])
+
+    in_paths = tuple(leaves[index][0] for index in places)
+    return FlatTrace(jaxpr, values, in_paths, tuple(path for path, out in outputs if out is None), finish)
 
 
 class Stream:

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.auto.candidates import MapCandidate, Space
 from remat_jax.porting.auto.compress import compress
-from remat_jax.porting.auto.interrogate import identify, other_answers, unexercised
+from remat_jax.porting.auto.interrogate import MapCandidate, Space, identify, other_answers, unexercised
 from remat_jax.porting.auto.pair import FLOAT32_ERROR, LIMIT, ModelPair
 from remat_jax.porting.auto.recipes import by_names, likeness, table
 from remat_jax.porting.auto.units import FlaxUnit, TorchParts, attentions, flax_units, stack_candidates, torch_parts
