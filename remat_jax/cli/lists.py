@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from remat_jax.cli.output import Json, answering
 from remat_jax.hardware import Target, target
 from remat_jax.hardware import targets as target_names
@@ -50,16 +48,13 @@ def policies(as_json: Json = False) -> None:
             }
             for name, policy in NAMED.items()
         ]
-        cells = [(row["name"], row["text"], _meaning(row)) for row in rows]
+        also = [f" (also called {', '.join(row['aliases'])})" if row["aliases"] else "" for row in rows]
+        cells = [(row["name"], row["text"], f"{row['meaning']}{more}") for row, more in zip(rows, also, strict=True)]
         policy_table = table("Policies", ("name", "text", "what it does"), cells)
         for column in policy_table.columns[:2]:
             column.no_wrap = True
         answer.show(policy_table, GRAMMAR)
         answer.data({"policies": rows})
-
-
-def _meaning(row: dict[str, Any]) -> str:
-    return f"{row['meaning']} (also called {', '.join(row['aliases'])})" if row["aliases"] else row["meaning"]
 
 
 def targets(as_json: Json = False) -> None:

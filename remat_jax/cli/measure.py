@@ -25,14 +25,13 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.compile.limit import limit_bytes
-from remat_jax.memory.diff import PolicyDiff, compare_policies
+from remat_jax.memory.diff import compare_policies
 from remat_jax.memory.hlo.collectives import executed
 from remat_jax.memory.hlo.text import COLLECTIVES
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.policy import is_off
 from remat_jax.report import format_bytes, table
 from remat_jax.report.stacked import module_memory_figure
-from remat_jax.workload import Workload
 
 # The most letters of a policy in a progress line.
 _MOST_LETTERS = 60
@@ -100,7 +99,11 @@ def measure(
 
             measured = measure_many(job, [*policies.values()], described, timeout, on_done=compiled, memory_limit=limit)
             reports = [_called(name, report) for name, report in zip(policies, measured, strict=True)]
-            change = _difference(job, diff, described, timeout, limit) if diff else None
+            change = None
+            if diff:
+                before, after = (read_policy(name, job) for name in diff)
+                change = compare_policies(job, before, after, described, timeout, memory_limit=limit)
+                change = replace(change, before=_called(diff[0], change.before), after=_called(diff[1], change.after))
         answer.show(*tables, *(report.live_table() for report in reports if show_live))
         _show(answer, described, reports)
         answer.show(*(change.tables() if change else ()))
@@ -123,12 +126,6 @@ def _asked(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list
     for policy in [*(policies or (() if diff else ("off", "full"))), *(diff or ())]:
         asked.setdefault(check_policy(policy), policy)
     return list(asked.values())
-
-
-def _difference(job: Workload, diff: tuple[str, str], target: Target, timeout: float, limit: int | None) -> PolicyDiff:
-    before, after = (read_policy(name, job) for name in diff)
-    change = compare_policies(job, before, after, target, timeout, memory_limit=limit)
-    return replace(change, before=_called(diff[0], change.before), after=_called(diff[1], change.after))
 
 
 def _called(name: str, report: Any) -> Any:

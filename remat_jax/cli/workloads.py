@@ -38,11 +38,7 @@ MeshOption = Annotated[
 
 
 def load_on_mesh(name: str, mesh: str | None, target: Target | None) -> Workload:
-    """The workload called `name`, on the mesh in the text `mesh` if it is given, with as many devices as the target.
-
-    Raises:
-      ArgumentError: `mesh` is not a mesh, or has a different number of devices; or as `load_named`.
-    """
+    """The workload called `name`, on the mesh in the text `mesh`, which must have as many devices as the target."""
     divided = None if mesh is None else as_mesh(mesh)
     if divided is not None and target is not None:
         check_size(divided, target, f"mesh={mesh!r}")
@@ -55,12 +51,7 @@ POLICY_HELP = "A name, a text, or the .json file of a plan"
 
 
 def check_policy(given: str) -> Any:
-    """The policy, or the path of the plan, that `given` names; for checks before the user's file runs.
-
-    Raises:
-      PolicyError: `given` is not a policy.
-      ArgumentError: the file does not exist.
-    """
+    """The policy, or the path of the plan, that `given` names; for checks before the user's file runs."""
     if not is_plan(given):
         return as_block_policy(given)
     path = Path(given)
@@ -70,11 +61,7 @@ def check_policy(given: str) -> Any:
 
 
 def read_policy(given: str, workload: Workload) -> Any:
-    """The policy `given`, or the policies of a plan for the blocks of `workload`.
-
-    Raises:
-      PlanningError: the file is not a plan, or is a plan of a different model.
-    """
+    """The policy `given`, or the policies of a plan for the blocks of `workload`."""
     return dict(Plan.load(given, workload).policies) if is_plan(given) else given
 
 
@@ -93,11 +80,9 @@ def load_workload(name: str) -> Workload:
 
 
 def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str) -> Any:
-    """The instance of `kinds` called `name`: the object itself, or the result of a function without arguments.
+    """The instance of `kinds` called `name`, or the one that the function called `name` returns without arguments.
 
-    Raises:
-      ArgumentError: the file, module or function does not exist, raises an error, or gives an object of another type. The
-        message calls the name `argument` and asks for `expected`.
+    An error calls the name `argument` and asks for `expected`.
     """
     where, colon, attribute = name.rpartition(":")
     asked = f"{argument}={name!r}"

@@ -74,12 +74,9 @@ def _changed(workload: Workload, policy: Any, advice: Advice) -> TrainingStep | 
     if advice.what == STATE:
         changed.optimizer = offload_optimizer(workload.optimizer)
     elif advice.what == DTYPE:
-        changed.params = jax.tree.map(_narrow, workload.params)
+        changed.params = jax.tree.map(
+            lambda leaf: leaf.update(dtype=jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, workload.params
+        )
     elif advice.what == DONATION:
         changed.donate = True
     return changed.step(policy)
-
-
-def _narrow(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The type of a parameter in bfloat16 where it is float32."""
-    return leaf.update(dtype=jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -26,9 +25,9 @@ _PASSES = 3
 def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float, float] | None:
     """The last block's path, bytes, seconds of copying and seconds of compute, if its copies cannot be hidden.
 
-    None if they may be hidden, if blocks are in a loop (whose last round cannot be told apart), or if only one block
-    offloads. An array is copied out while the rest of its block and later code run, and must be back before its block's
-    backward pass. Compute is overestimated: it counts the whole block, without fusion, with every array read and written.
+    None if they may be hidden, if blocks are in a loop, or if only one block offloads. An array is copied out while the rest of
+    its block and later code run, and must be back before its block's backward pass. Compute is overestimated: it counts the
+    whole block, without fusion, with every array read and written.
     """
     offloading = [region for region in observed.regions if region.ours and region.offloaded]
     last = next((region for region in offloading if observed.order and observed.order[-1] in region.paths), None)
@@ -74,14 +73,10 @@ def _seconds(eqns: list[Any], flops_per_s: float, hbm_bytes_per_s: float) -> flo
         if inside:
             total += sum(inside) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
             continue
-        traffic = sum(map(_bytes, (*eqn.invars, *eqn.outvars)))
+        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+        traffic = compat.tree_bytes([aval for aval in avals if hasattr(aval, "shape") and hasattr(aval, "dtype")])
         total += max(eqn_flops(eqn) / flops_per_s, traffic / hbm_bytes_per_s)
     return total
-
-
-def _bytes(atom: Any) -> int:
-    shape, dtype = getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
-    return 0 if shape is None or dtype is None else math.prod(shape) * compat.itemsize(dtype)
 
 
 _PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

@@ -94,10 +94,8 @@ def named_for_offload(observed: Observed) -> Iterator[Finding]:
             if name in outputs:
                 yield _named_output(region, name)
                 continue
-            yield Finding(
+            yield region.finding(
                 "offload_without_effect",
-                some(region.paths),
-                region.place,
                 f"{name!r} is offloaded, but given the other kept arrays, the backward pass does not read it",
                 "Offload an array that is computed from it, or an array that it is computed from, or leave it out",
             )
@@ -110,10 +108,8 @@ def _named_output(region: Region, name: str) -> Finding:
         if not parameter
     )
     block, reader = ("a scan's body", "round") if region.looped else ("the block", "block")
-    return Finding(
+    return region.finding(
         "named_output",
-        some(region.paths),
-        region.place,
         f"{name!r} is offloaded, but it is the output of {block}: the next {reader} reads it as its input, and that copy stays "
         f"on the device (up to {input_bytes} bytes each time)",
         "Name the input of the block instead of its output (jax#23869): the selector @inputs, the policy offload_inputs, or "
@@ -188,16 +184,15 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
                 wasted.setdefault(id(eqn), (eqn, []))[1].append(array)
         for eqn, kept in wasted.values():
             results = ", ".join(f"{var.aval.dtype}{list(var.aval.shape)}" for var in eqn.outvars)
-            yield Finding(
+            yield region.finding(
                 "kernel_run_again",
-                some(region.paths),
-                compat.source_line(eqn) or region.place,
                 f"{some(array.name for array in kept)} of {eqn.primitive.name} is kept ({sum(array.nbytes for array in kept)} "
                 f"bytes), yet {eqn.primitive.name} runs again in the backward pass, which needs another of its results "
                 f"({results})",
                 "Keep the other results that the backward pass reads too (of flash attention the log-sum-exp; remat-jax "
                 "measure --residuals lists the names; a JAX policy needs names in the kernel's own derivative rule), or keep "
                 "none of the results",
+                eqn=eqn,
             )
 
 
@@ -256,10 +251,8 @@ def parameter_kept(observed: Observed) -> Iterator[Finding]:
             if nbytes <= _NEGLIGIBLE * sum(array.nbytes for array in region.kept):
                 continue
             each = " in each round of the loop" if region.looped else ""
-            yield Finding(
+            yield region.finding(
                 "parameter_kept",
-                some(region.paths),
-                region.place,
                 f"{nbytes} bytes{each} of {'host' if on_host else 'device'} memory hold copies of parameters or constants "
                 f"({some(names)}), which are on the device anyway",
                 f'Recompute them at the cost of a cast: put a rule such as "recompute: {_selectors(names)}" before the others',
@@ -298,11 +291,10 @@ def keyless_random(observed: Observed) -> Iterator[Finding]:
     for region in observed.regions:
         for eqn in region.rerun:
             if eqn.primitive.name == "rng_uniform":
-                yield Finding(
+                yield region.finding(
                     "keyless_random",
-                    some(region.paths),
-                    compat.source_line(eqn) or region.place,
                     "lax.rng_uniform has no key, so the backward pass draws other numbers than the forward pass, and the "
                     "gradient is wrong",
                     "Draw with jax.random and a key, which repeats the same numbers, or save them: @primitive:rng_uniform",
+                    eqn=eqn,
                 )

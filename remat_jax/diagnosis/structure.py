@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.core.flow import CALLS
+from remat_jax.core.flow import CALLS, has
 from remat_jax.core.walk import bodies
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import (
@@ -58,9 +58,8 @@ def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, t
 def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
     """A checkpoint around all others, which runs everything three times without lowering the peak.
 
-    At the start of its backward pass it recomputes all arrays that the inner checkpoints save, at once. It can lower memory
-    only while later code runs, so it is reported if the residuals outside of it are smaller than the memory that an inner
-    checkpoint uses. Several outer checkpoints, or a loop of them, trade time for memory and are not reported.
+    Its backward pass first recomputes all arrays that the inner checkpoints save. So it lowers memory only while later code
+    runs, and is reported if the residuals outside of it are smaller than the memory that an inner checkpoint uses.
     """
     outermost = list(region_equations(observed.jaxpr))
     if len(outermost) != 1 or outermost[0][3]:
@@ -68,25 +67,19 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
     body = body_of(outermost[0][0])
     inner = {str(code): code for code in (body_of(eqn) for eqn, *_ in region_equations(body))}
     for region in observed.regions:
-        if not inner or not _is(body, region) or _outside(observed, region) > max(map(bytes_in_use, inner.values())):
+        code = region.block.jaxpr
+        is_body = len(body.jaxpr.eqns) == len(code.jaxpr.eqns) and str(body.out_avals) == str(code.out_avals)
+        if not inner or not is_body or _outside(observed, region) > max(map(bytes_in_use, inner.values())):
             continue
         nested, single = region.flops(), region.flops_without()
         if nested > single:
-            yield Finding(
+            yield region.finding(
                 "nested_checkpoint",
-                some(region.paths),
-                region.place,
                 f"this checkpoint surrounds all others, so their blocks run three times: {nested} FLOPs per step, and "
                 f"{single} without it. It does not lower the peak: its backward pass first recomputes everything that the "
                 "inner checkpoints keep",
                 "Remove the outer checkpoint, and keep the checkpoints of the single blocks",
             )
-
-
-def _is(body: Any, region: Region) -> bool:
-    """Whether `body` is the code of `region`."""
-    code = region.block.jaxpr
-    return len(body.jaxpr.eqns) == len(code.jaxpr.eqns) and str(body.out_avals) == str(code.out_avals)
 
 
 def _outside(observed: Observed, region: Region) -> float:
@@ -104,10 +97,8 @@ def overruled_policy(observed: Observed) -> Iterator[Finding]:
         inside = 0 if region.ours else sum(1 for _ in _blocks(region.block.jaxpr))
         if inside and wanted_bytes and not names & {kept.name for kept in region.kept}:
             word = "policy=None, which recomputes everything in JAX" if region.policy is None else "a policy of its own"
-            yield Finding(
+            yield region.finding(
                 "overruled_policy",
-                some(region.paths),
-                region.place,
                 f"the model's own checkpoint surrounds {inside} block(s) of the workload and has {word}: it keeps "
                 f"{sum(kept.nbytes for kept in region.kept)} bytes, but discards the {wanted_bytes} bytes or more that the "
                 f"policy keeps inside ({some(sorted(names))})",
@@ -151,7 +142,8 @@ def _regions_with_flags(
     """The user's own regions, with the positions of operands that are Python bools."""
     for eqn in jaxpr.jaxpr.eqns:
         here = path + compat.scopes(eqn)
-        flags = [_is_bool(atom) and (hasattr(atom, "val") or atom in literal) for atom in eqn.invars]
+        bools = [atom.aval.shape == () and str(getattr(atom.aval, "dtype", "")) == "bool" for atom in eqn.invars]
+        flags = [is_bool and has(atom, literal) for atom, is_bool in zip(eqn.invars, bools, strict=True)]
         if compat.is_checkpoint(eqn) and is_region(eqn):
             yield eqn, here, [index for index, flag in enumerate(flags) if flag]
         elif eqn.primitive.name == "scan" or compat.kind(eqn) in CALLS:
@@ -159,10 +151,6 @@ def _regions_with_flags(
             for body in bodies(eqn):
                 inner = {var for var, flag in zip(body.jaxpr.invars[:constants], flags, strict=False) if flag}
                 yield from _regions_with_flags(body, inner, here)
-
-
-def _is_bool(atom: Any) -> bool:
-    return atom.aval.shape == () and str(getattr(atom.aval, "dtype", "")) == "bool"
 
 
 def _decides(jaxpr: Any, flags: set[Any]) -> bool:

@@ -22,6 +22,7 @@ from remat_jax.core.products import eqn_flops
 from remat_jax.core.rewrite import region_body
 from remat_jax.core.walk import bodies, equations, inner_jaxprs, of_some
 from remat_jax.cost.count import count
+from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.errors import BlockError, RematError, UnsupportedError
 from remat_jax.memory import ResidualTable, residuals
 from remat_jax.policy import JaxPolicy, Policy
@@ -105,6 +106,10 @@ class Region:
             return {}
         linearised, primals = self.block.linearised.jaxpr, len(self.block.jaxpr.in_avals)
         return dict(_makers(linearised, [index < primals for index in range(len(linearised.in_avals))]))
+
+    def finding(self, trap: str, problem: str, remedy: str, *, eqn: Any = None) -> Finding:
+        """A mistake in the region, at the line of `eqn` if there is one."""
+        return Finding(trap, some(self.paths), (compat.source_line(eqn) if eqn else "") or self.place, problem, remedy)
 
     @property
     def is_opaque(self) -> bool:
@@ -192,9 +197,9 @@ class Observed:
     """A workload traced under its policies.
 
     Attributes:
-      workload, policies: the workload and its policies; None for `off`.
+      policies: the workload's policies; None for `off`.
       jaxpr: the traced loss (or finished step) under the policies.
-      regions: the regions of the workload's policies, followed by the user's own; equal regions are merged.
+      regions: the regions of the workload's policies, then the user's own; equal regions are merged.
       order: the paths of the workload's blocks in the order of execution.
       unreached: block → why the policy does not reach it.
     """

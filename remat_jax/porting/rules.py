@@ -55,11 +55,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """The rule in a line of text: `torch[, torch] -> flax[, flax] [| step | step]`.
-
-        Raises:
-            PortingError: the text is malformed.
-        """
+        """The rule in a line of text: `torch[, torch] -> flax[, flax] [| step | step]`. Raises PortingError if malformed."""
         names, bar, transform = text.partition("|")
         torch, arrow, flax = names.partition("->")
         if not arrow or not torch.strip() or not flax.strip():
@@ -135,11 +131,7 @@ class Rules:
 
     @classmethod
     def parse(cls, text: str) -> Rules:
-        """The map in a text with an entry per line.
-
-        Raises:
-            PortingError: lists every malformed line with its number.
-        """
+        """The map in a text with an entry per line. Raises a PortingError that lists every malformed line with its number."""
         entries: dict[str, list[Any]] = {key: [] for key in _KEYS}
         problems = []
         for number, line in enumerate(text.splitlines(), 1):
@@ -151,7 +143,7 @@ class Rules:
                     problems.append(f"line {number}: {error}")
         if problems:
             raise PortingError("the rules are malformed:\n  " + "\n  ".join(problems))
-        return cls(**{key: tuple(value) for key, value in entries.items()})
+        return cls(**entries)  # type: ignore[arg-type]  # lists are taken
 
     def __str__(self) -> str:
         lines = [str(rule) for rule in self.rules]
@@ -205,11 +197,7 @@ class Rules:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Rules:
-        """The map in `data`, which `to_dict` returned.
-
-        Raises:
-            PortingError: keys are missing or unknown, the version differs, or a rule is malformed.
-        """
+        """The map in `data`, which `to_dict` returned. Raises PortingError if `data` is malformed or of another version."""
         if not isinstance(data, dict) or set(data) != {"version", *_KEYS} or data["version"] != VERSION:
             raise PortingError(
                 f"a weight map: expected an object of version {VERSION} with {', '.join(_KEYS)}; found {data!r:.200}."
@@ -236,11 +224,7 @@ class Rules:
 
     @classmethod
     def from_json(cls, text: str) -> Rules:
-        """The map in `text`, which `to_json` returned.
-
-        Raises:
-            PortingError: `text` is not JSON, or `from_dict` refuses its content.
-        """
+        """The map in `text`, which `to_json` returned. Raises PortingError as `from_dict`, or if `text` is not JSON."""
         try:
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:

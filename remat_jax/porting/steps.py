@@ -30,11 +30,7 @@ class Step:
     """
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
-        """The shapes that become `after`; `count` is the number of arrays at the start of the whole transform.
-
-        Raises:
-            PortingError: no shapes become `after`.
-        """
+        """The shapes that become `after`; `count` is the number of arrays at the start of the whole transform."""
         return after
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
@@ -176,8 +172,7 @@ class Concat(Step):
 class Sum(Step):
     """Flax has a single array where PyTorch adds several, such as the two biases of an LSTM.
 
-    The inverse gives the first tensor the whole value and the others 0: the same function with different tensors. The
-    gradients of all these PyTorch tensors are equal.
+    The inverse gives the first tensor the whole value and the others 0. The gradients of these tensors are equal.
     """
 
     def __str__(self) -> str:
@@ -201,10 +196,7 @@ class Sum(Step):
 
 @dataclass(frozen=True)
 class GruBias(Step):
-    """The two biases of PyTorch's GRU as the four of Flax's: r, z and n of the input, n of the state.
-
-    For r and for z PyTorch adds two biases and Flax has one; the inverse gives the state's r and z the value 0.
-    """
+    """The two biases of PyTorch's GRU, which are added for r and z, as Flax's four: r, z and n of the input, n of the state."""
 
     def __str__(self) -> str:
         return "gru_bias"
@@ -274,9 +266,6 @@ class Rearrange(Step):
 
     A name is an axis, names in parentheses split a single axis (the last varies fastest), and `1` is an axis of size one.
     Sizes are read from Flax's shape; if an axis there joins several names, all but one of their sizes must be in `sizes`.
-
-    Raises:
-        PortingError: the two sides have different names, or sizes are missing.
 
     >>> heads = Rearrange("(h d) e -> e h d")
     >>> heads.before([(8, 2, 4)], 1)

@@ -56,11 +56,7 @@ def as_torch(array: Any) -> Any:
 
 
 def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
-    """A JAX copy of `array` with the same dtype, placed like `like` if that has a NamedSharding.
-
-    Raises:
-        PortingError: JAX would lose digits, because 64-bit types are off.
-    """
+    """A JAX copy of `array` with the same dtype, placed like `like` if that has a NamedSharding."""
     kept = jax.dtypes.canonicalize_dtype(array.dtype)
     if kept != array.dtype:
         raise PortingError(

@@ -22,11 +22,10 @@ Arrays = dict[str, np.ndarray]
 def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dtype: Any = None) -> Any:
     """Return `variables` filled with PyTorch's values; every tensor is used exactly once and every array is filled.
 
-    `state_dict` maps names to tensors or arrays. `variables` are the Flax model's: the result of a Linen module's `init`, an
-    NNX State, or an NNX module. They may be `jax.ShapeDtypeStruct`, so that nothing need be initialised. The result has the
-    same type; an NNX module gives a new module. `rules` is a `Rules`, its text, or a sequence of rules. The arrays are copies
-    with the tensors' dtypes; floating-point arrays are cast to `dtype` if it is given. An array is placed like the array in
-    `variables` if that has a NamedSharding.
+    `state_dict` maps names to tensors or arrays. `variables` are the Flax model's, arrays or `jax.ShapeDtypeStruct`: the result
+    of a Linen module's `init`, an NNX State, or an NNX module. The result has the same type; an NNX module gives a new module.
+    `rules` is a `Rules`, its text, or a sequence of rules. The arrays are copies with the tensors' dtypes, floating-point ones
+    in `dtype` if it is given, each with the NamedSharding that the array in `variables` has.
 
     Raises:
         PortingError: lists every tensor that is missing, extra, duplicated or of the wrong shape, and every array that is not
@@ -57,10 +56,8 @@ def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = Non
     """Return the PyTorch state dict from which `from_torch` would make `variables`: the inverse of the map.
 
     `like` is a state dict of the PyTorch model: the result must have its names and shapes, and tensors that the rules name as
-    extra are copied from it. The values are copies: tensors, or arrays with `numpy`.
-
-    A permutation is inverted bit for bit. `scale` and `shift` round, and `sum` gives one tensor the whole value and the
-    others 0.
+    extra are copied from it. The values are copies: tensors, or arrays with `numpy`. A permutation is inverted bit for bit;
+    `scale` and `shift` round, and `sum` gives one tensor the whole value and the others 0.
 
     Raises:
         PortingError: lists every array that no rule takes, and every tensor of `like` that no rule makes in its shape.
@@ -89,9 +86,7 @@ def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: An
     `gradients` maps the names of parameters to their gradients. Only the parameters in `variables` are used: the result is
     `{"params": …}` for Linen, and a State of parameters for NNX, as from `nnx.grad`. A parameter that the rules name as
     missing has the gradient 0. Gradients of tied tensors are added, unless both names hold the same tensor, which already is
-    the sum.
-
-    If a weight is multiplied by a factor, its gradient is divided by it.
+    the sum. If a weight is multiplied by a factor, its gradient is divided by it.
 
     Raises:
         PortingError: in the cases of `from_torch`; a gradient that is None counts as missing.
@@ -118,10 +113,8 @@ def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> di
     """Return JAX's gradients under PyTorch's names and in its shapes: the adjoint of the map.
 
     `gradients` is a tree like the variables (`{"params": …}`, an NNX State); only the parameters are used. Tied tensors have a
-    single gradient, under the name that rules use. With `numpy` the values are arrays.
-
-    Raises:
-        PortingError: lists every array that no rule takes.
+    single gradient, under the name that rules use. With `numpy` the values are arrays. Raises a PortingError that lists every
+    array that no rule takes.
 
     >>> gradients_to_torch({"params": {"table": np.array([2.0])}}, "table -> params/table | scale(4)", numpy=True)
     {'table': array([8.])}
@@ -250,17 +243,17 @@ def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, d
             continue
         for place, result in zip(link.flax, results, strict=True):
             parts.setdefault(place.path, {})[place] = result
-    return {path: _assemble(path, shapes[path], each, problems) for path, each in parts.items()}
-
-
-def _assemble(path: str, shape: tuple[int, ...], parts: dict[Place, np.ndarray], problems: list[str]) -> np.ndarray:
-    dtypes = {part.dtype for part in parts.values()}
-    if len(dtypes) > 1:
-        problems.append(f"{path}: the parts of the stack are of several dtypes, {', '.join(map(str, dtypes))}, expected one")
-    whole = np.empty(shape, next(iter(dtypes)))
-    for place, part in parts.items():
-        whole[place.key] = part
-    return whole
+    filled = {}
+    for path, of_array in parts.items():
+        dtypes = {part.dtype for part in of_array.values()}
+        if len(dtypes) > 1:
+            problems.append(
+                f"{path}: the parts of the stack are of several dtypes, {', '.join(map(str, dtypes))}, expected one"
+            )
+        filled[path] = np.empty(shapes[path], next(iter(dtypes)))
+        for place, part in of_array.items():
+            filled[path][place.key] = part
+    return filled
 
 
 def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:

@@ -42,10 +42,7 @@ _INTEGERS = r"-?\d{1,9}(?:\s*,\s*-?\d{1,9})*"
 
 @dataclass(frozen=True)
 class Transform:
-    """A sequence of steps from PyTorch to Flax.
-
-    Raises:
-        PortingError: an unknown step while parsing, or shapes that do not fit while running.
+    """A sequence of steps from PyTorch to Flax. Raises PortingError for an unknown step, and for shapes that do not fit.
 
     >>> Transform.parse("in_proj").before([(8, 2, 4)] * 3, 1)
     [(24, 8)]

@@ -45,7 +45,9 @@ class Variables:
         if trainable and "params" in tree:
             tree = type(tree)({"params": tree["params"]})
         entries, treedef = jax.tree.flatten_with_path(tree)
-        paths = [_linen_path(keys) for keys, _ in entries]
+        # A box with metadata, such as nn.Partitioned, adds the attribute of its array, which is no part of the path.
+        names = [[key for key in keys if not isinstance(key, jax.tree_util.GetAttrKey)] for keys, _ in entries]
+        paths = [jax.tree_util.keystr(tuple(keys), simple=True, separator="/") for keys in names]
         self._fill(paths, [leaf for _, leaf in entries])
         self.rebuild = lambda leaves: jax.tree.unflatten(treedef, [leaves[path] for path in paths])
 
@@ -75,12 +77,6 @@ class Variables:
         wrong = [f"{path}: {repr(leaf)[:80]}" for path, leaf in self.leaves.items() if not hasattr(leaf, "shape")]
         if wrong:
             raise PortingError("variables: every leaf must be an array or a shape, unlike\n  " + "\n  ".join(wrong))
-
-
-def _linen_path(keys: tuple[Any, ...]) -> str:
-    # A box with metadata, such as nn.Partitioned, adds the attribute of its array, which is no part of the path.
-    keys = tuple(key for key in keys if not isinstance(key, jax.tree_util.GetAttrKey))
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def _nnx_path(keys: tuple[Any, ...], variable: Any) -> str | None:

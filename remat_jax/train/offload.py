@@ -270,7 +270,11 @@ def _checked(tx: Any, fraction: Any) -> optax.GradientTransformationExtraArgs:
 
 def _moved(paths: Iterable[Path], avals: Iterable[Any], fraction: float) -> set[Path]:
     """The paths of the leaves that live on the host: the largest first, up to a share of `fraction`."""
-    sizes = {path: compat.tree_bytes(aval) for path, aval in zip(paths, avals, strict=True) if _is_movable(aval)}
+    sizes = {
+        path: compat.tree_bytes(aval)
+        for path, aval in zip(paths, avals, strict=True)
+        if aval.ndim and aval.size and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    }
     quota = fraction * sum(sizes.values())
     moved: set[Path] = set()
     for path, size in sorted(sizes.items(), key=lambda item: -item[1]):
@@ -286,7 +290,3 @@ def _moved(paths: Iterable[Path], avals: Iterable[Any], fraction: float) -> set[
         )
         raise NoEffectError(f"fraction={fraction!r}: no optimizer state would move to the host: {reason}")
     return moved
-
-
-def _is_movable(aval: Any) -> bool:
-    return bool(aval.ndim and aval.size) and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)

@@ -97,7 +97,12 @@ class ModelPair:
     def __init__(self, torch_module: Any, flax_module: Any, inputs: Any, variables: Any, calls: tuple[Any, Any]) -> None:
         self.torch = _torch_copy(torch_module)
         self.torch_call, self.flax_call = (call or (lambda model, *args, **kwargs: model(*args, **kwargs)) for call in calls)
-        self.args, self.kwargs = _inputs(inputs)
+        self.args: tuple[np.ndarray, ...] = ()
+        self.kwargs: Values = {}
+        if isinstance(inputs, Mapping):
+            self.kwargs = {name: _wide(x) for name, x in inputs.items()}
+        else:
+            self.args = tuple(map(_wide, inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
         self.module = _as_module(flax_module)
         self.variables = Variables(self._variables(variables))
         self.trainable = set(Variables(self._variables(variables), trainable=True).leaves)
@@ -227,12 +232,6 @@ class ModelPair:
         init: Callable[..., Any] = nn.init(self.flax_call, self.module)
         with _running("flax_module", self.module):
             return jax.eval_shape(lambda: init(jax.random.key(0), *self.args, **self.kwargs))
-
-
-def _inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), {name: _wide(x) for name, x in inputs.items()}
-    return tuple(map(_wide, inputs if isinstance(inputs, (tuple, list)) else (inputs,))), {}
 
 
 def _wide(x: Any) -> np.ndarray:

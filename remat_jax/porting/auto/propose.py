@@ -68,7 +68,10 @@ def propose(
         unused = unexercised(pair, space, answer)
         _require_forced(space, answer, unused)
         _require_one(pair, space, answer)
-        warn(_unproved(space, unused))
+        if unused:
+            names = [name for unit in unused for name in space.names(unit)]
+            them = "them, so their places follow from" if len(names) > 1 else "it, so its place follows from"
+            warn(f"{', '.join(names)}: the outputs do not depend on {them} name, shape and kind alone, and are not proved")
         return compress(space.rules(answer), {n: x.shape for n, x in pair.initial.items()}, pair.shapes)
 
 
@@ -159,13 +162,6 @@ def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -
             f"the outputs do not depend on {', '.join(names)}, so nothing can be proved about these weights; give inputs that "
             "use them, or rules for them, such as:\n" + "\n".join(f"  {rule}" for rule in lines)
         )
-
-
-def _unproved(space: Space, unused: Sequence[int]) -> str | None:
-    names = [name for unit in unused for name in space.names(unit)]
-    them = "them, so their places follow from" if len(names) > 1 else "it, so its place follows from"
-    text = f"{', '.join(names)}: the outputs do not depend on {them} name, shape and kind alone, and are not proved"
-    return text if names else None
 
 
 def _require_one(pair: ModelPair, space: Space, answer: MapCandidate) -> None:
