@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -138,7 +138,7 @@ def head_in_chunks(chunks: int) -> Change:
         operands = {atom for eqn in heads for atom in _variables(eqn)}
         others = dict.fromkeys(atom for eqn in after for atom in _variables(eqn) if atom in env and atom not in operands)
         beside = [env[atom] for atom in others]
-        loss = sum(_cross_entropy(_Head.of(eqn, eqns), env, beside, chunks) for eqn in heads)
+        loss = sum(_cross_entropy(head, eqns, env, beside, chunks) for head in heads)
         # What the loss adds to the losses of the heads, such as a router's, still has a gradient.
         loss += sum(jnp.sum(value.astype(jnp.float32)) for value in beside if jnp.issubdtype(value.dtype, jnp.floating))
         whole = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
@@ -154,88 +154,54 @@ def _heads(eqns: Sequence[Any]) -> Iterator[Any]:
                 yield eqn
 
 
-@dataclass(frozen=True)
-class _Head:
-    """A product of tokens and a kernel.
-
-    Attributes:
-      eqn: the product.
-      place: which of its operands are the tokens: the operand with more free dimensions.
-      axes: the free dimensions of the tokens; the last is cut.
-      kernel: the variable of the kernel, before its views.
-      views: the casts and transpositions of the kernel, in order, which each chunk makes for itself.
-    """
-
-    eqn: Any
-    place: int
-    axes: tuple[int, ...]
-    kernel: Any
-    views: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, eqn: Any, eqns: Sequence[Any]) -> _Head:
-        """The head of the product `eqn` among `eqns`."""
-        contracted = eqn.params["dimension_numbers"][0]
-        free = [
-            tuple(dim for dim in range(atom.aval.ndim) if dim not in dims)
-            for atom, dims in zip(eqn.invars, contracted, strict=True)
-        ]
-        place = 0 if len(free[0]) >= len(free[1]) else 1
-        if len(free[1 - place]) != 1:
-            raise UnsupportedError(f"the logits {list(eqn.outvars[0].aval.shape)} have no single dimension of classes")
-        makers = {view.outvars[0]: view for view in eqns if view.primitive.name in _VIEWS}
-        kernel = eqn.invars[1 - place]
-        views: list[Any] = []
-        while kernel in makers:
-            views.insert(0, makers[kernel])
-            kernel = views[0].invars[0]
-        return cls(eqn, place, free[place], kernel, tuple(views))
-
-    def logits(self, tokens: Any, kernel: Any) -> Any:
-        """The product, with its classes as the last dimension."""
-        for view in self.views:
-            (kernel,) = compat.bind(view, [kernel])
-        pair = (tokens, kernel) if self.place == 0 else (kernel, tokens)
-        kinds = {name: self.eqn.params[name] for name in ("dimension_numbers", "precision", "preferred_element_type")}
-        return jnp.moveaxis(jax.lax.dot_general(*pair, **kinds), -1 if self.place == 0 else 0, -1)
-
-
 _VIEWS = ("convert_element_type", "transpose")
 
 
-def _cross_entropy(head: _Head, env: Mapping[Any, Any], beside: Sequence[Any], chunks: int) -> Any:
-    """A cross entropy of a head in chunks of its tokens.
+def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], beside: Sequence[Any], chunks: int) -> Any:
+    """A cross entropy of `head`, a product of tokens and a kernel among `eqns`, in chunks of its tokens.
 
     The targets are the integers in `beside` that are as many as the tokens, and 0 without such integers.
     """
-    tokens, kernel = (value_of(atom, env) for atom in (head.eqn.invars[head.place], head.kernel))
-    axis, shape = head.axes[-1], [tokens.shape[dim] for dim in head.axes]
-    size = math.prod(shape)
-    numbers = (value for value in beside if jnp.issubdtype(value.dtype, jnp.integer) and value.size == size)
+    contracted = head.params["dimension_numbers"][0]
+    free = [
+        [dim for dim in range(atom.aval.ndim) if dim not in dims] for atom, dims in zip(head.invars, contracted, strict=True)
+    ]
+    place = 0 if len(free[0]) >= len(free[1]) else 1  # of the tokens
+    if len(free[1 - place]) != 1:
+        raise UnsupportedError(f"the logits {list(head.outvars[0].aval.shape)} have no single dimension of classes")
+    makers = {view.outvars[0]: view for view in eqns if view.primitive.name in _VIEWS}
+    variable = head.invars[1 - place]
+    views: list[Any] = []
+    while variable in makers:
+        views.insert(0, makers[variable])
+        variable = views[0].invars[0]
+    tokens, kernel = value_of(head.invars[place], env), value_of(variable, env)
+    kinds = {name: head.params[name] for name in ("dimension_numbers", "precision", "preferred_element_type")}
+
+    def summed(tokens: Any, targets: Any) -> Any:
+        view = kernel
+        for eqn in views:  # each chunk casts and transposes the kernel for itself
+            (view,) = compat.bind(eqn, [view])
+        logits = jax.lax.dot_general(*((tokens, view) if place == 0 else (view, tokens)), **kinds)
+        logits = jnp.moveaxis(logits, -1 if place == 0 else 0, -1).astype(jnp.float32)
+        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+    axis, shape = free[place][-1], [tokens.shape[dim] for dim in free[place]]
+    numbers = (x for x in beside if jnp.issubdtype(x.dtype, jnp.integer) and x.size == math.prod(shape))
     targets = next(numbers, jnp.zeros(shape, jnp.int32)).reshape(shape)
     n = min(chunks, shape[-1])
     padding = -shape[-1] % n
     tokens = jnp.pad(tokens, [(0, padding if dim == axis else 0) for dim in range(tokens.ndim)])
     targets = jnp.pad(targets, [(0, padding if dim == len(shape) - 1 else 0) for dim in range(len(shape))])
-
-    def summed(tokens: Any, targets: Any) -> Any:
-        logits = head.logits(tokens, kernel).astype(jnp.float32)
-        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
-
-    with compat.eqn_context(head.eqn):
+    with compat.eqn_context(head):
         return in_chunks(summed, n, axis=(axis, len(shape) - 1))(tokens, targets)
 
 
 # --- attention in a kernel ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """The product `scores` of queries and keys, and the product `mixed` of the weights with the operand `values`."""
-
-    scores: Any
-    mixed: Any
-    values: int
+# The product of queries and keys, the product of the weights and the values, and which of its operands the values are.
+_Attention = tuple[Any, Any, int]
 
 
 def attention_in_a_kernel(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -254,12 +220,12 @@ def _has_attention(jaxpr: Any) -> bool:
 
 
 def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    attentions = {id(attention.mixed): attention for attention in _attentions(jaxpr.jaxpr.eqns)}
+    attentions = {id(attention[1]): attention for attention in _attentions(jaxpr.jaxpr.eqns)}
     env = values_of_inputs(jaxpr, args)
     for eqn in jaxpr.jaxpr.eqns:
         inputs = [value_of(atom, env) for atom in eqn.invars]
         if id(eqn) in attentions:
-            outputs = [_kernel(attentions[id(eqn)], env)]
+            outputs = [_kernel(*attentions[id(eqn)], env)]
         elif (mark := mark_of(eqn)) is not None:
             # The block's jaxpr without the `vmap`s around it; `layered` puts them around the block under its policy.
             outputs = compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_changed(mark.jaxpr, _with_kernels)))
@@ -283,12 +249,11 @@ def _attentions(eqns: Sequence[Any]) -> Iterator[_Attention]:
         made = {atom for maker in (eqn, *between) for atom in maker.outvars}
         reads = [atom in made for atom in mixed.invars]
         if sum(reads) == 1 and _has_exponential(between, eqn.outvars[0]):
-            yield _Attention(eqn, mixed, reads.index(False))
+            yield eqn, mixed, reads.index(False)
 
 
-def _kernel(attention: _Attention, env: dict[Any, Any]) -> Any:
+def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:
     """The result of `mixed` by a kernel, for any number of batch dimensions, and of queries for each key."""
-    scores, mixed, place = attention.scores, attention.mixed, attention.values
     contracted, batch = scores.params["dimension_numbers"]
     rows, dims = (sides[place] for sides in mixed.params["dimension_numbers"])
     with compat.eqn_context(mixed):

@@ -76,7 +76,10 @@ class Diagnosis:
             regions = _counted(self.regions, "different checkpointed region") if self.regions else "nothing is checkpointed"
             more = "" if self.target else "\nName a GPU as the target to look for traps that only compiling shows."
             return f"{title}; {regions}.{remark}{more}"
-        rows = [(f.trap, "\n".join(filter(None, (f.block, f.place))), f.problem, f.remedy) for f in self.findings]
+        rows = [
+            (finding.trap, "\n".join(filter(None, (finding.block, finding.place))), finding.problem, finding.remedy)
+            for finding in self.findings
+        ]
         return table(title, ("trap", "where", "what happens", "remedy"), rows, caption=remark.strip() or None)
 
     def __str__(self) -> str:

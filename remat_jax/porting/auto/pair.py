@@ -104,8 +104,8 @@ class ModelPair:
         else:
             self.args = tuple(map(_wide, inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
         self.module = _as_module(flax_module)
-        self.variables = Variables(self._variables(variables))
-        self.trainable = set(Variables(self._variables(variables), trainable=True).leaves)
+        tree = self._variables(variables)
+        self.variables, self.trainable = Variables(tree), set(Variables(tree, trainable=True).leaves)
         self.shapes = {path: tuple(leaf.shape) for path, leaf in self.variables.leaves.items()}
         quickly = compat.quick_compile_options()
         self._outputs = jax.jit(self._flax_outputs, compiler_options=quickly)
