@@ -134,7 +134,7 @@ def _writing(path: Path, refused: type[Exception]) -> Iterator[Path]:
 def _one_file(path: Path) -> Path:
     path = _in_folder(path) if path.is_dir() else path
     # Reading a pipe or a device might never end.
-    if not _is_file(path):
+    if not path.is_file():
         raise PortingError(f"path={str(path)[:400]!r}: no such file, or not a regular file; give {_KINDS}.")
     if not path.name.endswith((".index.json", ".safetensors", *_TORCH)):
         raise PortingError(f"path={str(path)!r}: not the name of a model file; give {_KINDS}.")
@@ -149,13 +149,6 @@ def _in_folder(folder: Path) -> Path:
         if files:
             raise PortingError(f"path={str(folder)!r}: several models: {', '.join(x.name for x in files)}; name one of them.")
     raise PortingError(f"path={str(folder)!r}: a folder without a model; give {_KINDS}.")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name with thousands of letters, or with a null byte
-        return False
 
 
 def _load_shards(index: Path, key: str | None) -> dict[str, Any]:

@@ -195,8 +195,6 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
         return _streamed(_updated, inner, fraction, updates, state, params, extra)
 
     offloaded = OffloadedOptimizer(functools.partial(_init, inner, fraction), update)
-    if not fraction:
-        offloaded = OffloadedOptimizer(inner.init, inner.update)
     offloaded._inner, offloaded._fraction = inner, fraction
     return offloaded
 
@@ -217,8 +215,9 @@ def _traced_init(tx: Any, fraction: float, params: Any) -> tuple[FlatTrace, set[
 
 
 def _init(tx: Any, fraction: float, params: Any) -> Any:
-    if not jax.tree.leaves(params) and not isinstance(params, dict | list | tuple):
-        # `optax.tree_map_params` calls `init` with a placeholder without arrays to find the parameters' parts of the state.
+    # `optax.tree_map_params` calls `init` with a placeholder without arrays to find the parameters' parts of the state.
+    is_placeholder = not jax.tree.leaves(params) and not isinstance(params, dict | list | tuple)
+    if is_placeholder or not fraction:
         return tx.init(params)
     traced, moved = _traced_init(tx, fraction, params)
     inputs, to_host = len(traced.values), [path in moved for path in traced.out_paths]
