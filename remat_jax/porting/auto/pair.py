@@ -128,7 +128,7 @@ class ModelPair:
     def disagreement(self, rules: Rules, values: Values, *, gradients: bool = True) -> tuple[float, str]:
         """The largest relative error of Flax against PyTorch with these values, and its tensor's name."""
         theirs, their_gradients = self._cached_run_torch(values, gradients)
-        ours = [np.asarray(x) for x in self._outputs(self._leaves(rules, values))]
+        ours = [np.asarray(x) for x in self._outputs(self._filled(rules, values))]
         if [x.shape for x in ours] != [x.shape for x in theirs]:
             shapes = f"{[x.shape for x in theirs]} and {[x.shape for x in ours]}"
             raise PortingError(
@@ -147,7 +147,7 @@ class ModelPair:
 
     def change(self, rules: Rules, values: Values, others: Values) -> float:
         """The relative difference of Flax's outputs between two sets of values."""
-        before, after = (self._outputs(self._leaves(rules, weights)) for weights in (values, others))
+        before, after = (self._outputs(self._filled(rules, weights)) for weights in (values, others))
         return _largest(_named(before), _named(after))[0]
 
     def _cached_run_torch(self, values: Values, gradients: bool) -> tuple[list[np.ndarray], Values]:
@@ -180,7 +180,7 @@ class ModelPair:
 
     def flax_gradients(self, rules: Rules, values: Values) -> Values:
         """Flax's gradients under PyTorch's names."""
-        leaves = self._leaves(rules, values)
+        leaves = self._filled(rules, values)
         trained = {path: leaf for path, leaf in leaves.items() if path in self.trainable}
         others = {path: leaf for path, leaf in leaves.items() if path not in self.trainable}
         problems: list[str] = []
@@ -189,7 +189,7 @@ class ModelPair:
             raise PortingError("the gradients do not fit the rules:\n  " + "\n  ".join(problems))
         return result
 
-    def _leaves(self, rules: Rules, values: Values) -> dict[str, Any]:
+    def _filled(self, rules: Rules, values: Values) -> dict[str, Any]:
         """The Flax variables that the rules make from these values, by path."""
         problems: list[str] = []
         tied = {name.text for _, name in rules.ties}
