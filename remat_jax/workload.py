@@ -33,9 +33,8 @@ from remat_jax.mesh import (
 )
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import OffloadedOptimizer, plain
-from remat_jax.train.accumulate import value_and_grad_of_parts
-from remat_jax.train.traced import result_structs, structs
-from remat_jax.train.trainable import check_trained, path_text, split
+from remat_jax.train.parameters import check_trained, path_text, result_structs, split, structs
+from remat_jax.train.parts import value_and_grad_of_parts
 
 Blocks = tuple[Block, ...]
 

@@ -13,7 +13,7 @@ import pytest
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.core.walk import equations
-from remat_jax.diagnosis.changed_products import attention_in_a_kernel, head_in_chunks, with_change
+from remat_jax.diagnosis.beyond import attention_in_a_kernel, head_in_chunks, with_change
 from remat_jax.errors import UnsupportedError
 
 ROWS, LENGTH, WIDTH, HEADS, CLASSES = 2, 64, 32, 4, 640

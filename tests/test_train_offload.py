@@ -17,7 +17,7 @@ from flax.training import train_state
 import remat_jax as rj
 from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.train.offload import update_order
-from remat_jax.train.traced import result_structs
+from remat_jax.train.parameters import result_structs
 from tests.small_models import assert_bit_equal, equations
 
 LEARNING_RATE = 0.1

@@ -24,15 +24,8 @@ app = typer.Typer(
     epilog="Every command takes --json. Exit status: 0 on success, 1 if a check or the compiler fails, 2 for bad usage, 3 if "
     "nothing fits the budget.",
 )
-app.command()(calibrate)
-app.command()(demo)
-app.command()(doctor)
-app.command()(measure)
-app.command()(parity)
-app.command()(plan)
-app.command()(policies)
-app.command()(report)
-app.command()(targets)
+for command in (calibrate, demo, doctor, measure, parity, plan, policies, report, targets):
+    app.command()(command)
 
 
 def _version(wanted: bool) -> None:

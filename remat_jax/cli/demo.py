@@ -48,7 +48,11 @@ def demo(
             changes["target"] = None
         if steps is not None:
             changes["steps"] = steps
-        _check_folder(output)
+        # Create the folder before minutes of training, so that an error comes early.
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"output={str(output)!r} cannot be created as a folder ({error}); give another one") from None
         compat.keep_to_cpu_without_gpu()
         with progress() as bar:
             outcome = driver.run(dataclasses.replace(setting, **changes), bar.tell)
@@ -75,14 +79,6 @@ def _driver() -> ModuleType:
     if beside is None or beside.origin is None or Path(beside.origin).parent.parent != root:
         raise UnsupportedError(f"the examples are missing: expected the folder examples in {root}; install remat_jax again")
     return importlib.import_module("examples.demo")
-
-
-def _check_folder(output: Path) -> None:
-    """Create the folder before minutes of training, so that an error comes early."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"output={str(output)!r} cannot be created as a folder ({error}); give another one") from None
 
 
 def _show(driver: ModuleType, outcome: Any, pictures: list[str], answer: Answer) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.output import FAILED, Json, answering, progress
-from remat_jax.cli.workloads import TAKEN, MeshOption, check_policy, checked_mesh, load_on_mesh, read_policy
+from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
+from remat_jax.cli.workloads import POLICY_HELP, MeshOption, check_policy, load_on_mesh, read_policy
 from remat_jax.diagnosis import doctor as diagnose
 from remat_jax.diagnosis import environment
 from remat_jax.errors import ArgumentError
@@ -24,7 +24,7 @@ def doctor(
             metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.", show_default=False
         ),
     ] = None,
-    policy: Annotated[str, typer.Option("--policy", "-p", help=f"{TAKEN}; off checks the model as it is.")] = "off",
+    policy: Annotated[str, typer.Option("--policy", "-p", help=f"{POLICY_HELP}; off checks the model as it is.")] = "off",
     target: Annotated[
         str | None, typer.Option(help="A GPU to compile for; see remat-jax targets. Default: trace, and compile nothing.")
     ] = None,
@@ -38,17 +38,15 @@ def doctor(
     needed or used. Without FILE:FUNCTION, doctor lists this machine, its packages, and what they cannot do. Add this list, as
     JSON, to a bug report.
     """
-    if workload is None:
-        _environment(context, as_json)
-        return
     with answering(as_json) as answer:
+        if workload is None:
+            _show_environment(context, answer)
+            return
         # Check the arguments before the user's file runs, which may take long.
         check_policy(policy)
         check_timeout(timeout)
         described = target_named(target) if target is not None else None
-        divided = checked_mesh(mesh, described)
-        compat.keep_to_cpu_without_gpu()
-        job = load_on_mesh(workload, divided)
+        job = load_on_mesh(workload, mesh, described)
         with progress() as steps:
             steps.tell(f"{job.name}: tracing" + (f", then compiling for {described.name}" if described else ""), 0, 1)
             diagnosis = diagnose(job, read_policy(policy, job), described, timeout)
@@ -58,17 +56,16 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
-def _environment(context: typer.Context, as_json: bool) -> None:
-    with answering(as_json) as answer:
-        options = ("policy", "target", "mesh", "timeout")
-        # Compare sources, not values: a user may give an option its default value.
-        given = [name for name in options if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-        if given:
-            raise ArgumentError(
-                f"--{given[0]} {context.params[given[0]]!r} without a workload: give FILE:FUNCTION as well, such as "
-                "train.py:job, or leave the option out to list this machine and its packages"
-            )
-        compat.keep_to_cpu_without_gpu()
-        report = environment()
-        answer.show(report)
-        answer.data(report.to_dict())
+def _show_environment(context: typer.Context, answer: Answer) -> None:
+    # Compare sources, not values: a user may give an option its default value.
+    sources = {name: context.get_parameter_source(name) for name in ("policy", "target", "mesh", "timeout")}
+    given = [name for name, source in sources.items() if getattr(source, "name", "") == "COMMANDLINE"]
+    if given:
+        raise ArgumentError(
+            f"--{given[0]} {context.params[given[0]]!r} without a workload: give FILE:FUNCTION as well, such as train.py:job, "
+            "or leave the option out to list this machine and its packages"
+        )
+    compat.keep_to_cpu_without_gpu()
+    report = environment()
+    answer.show(report)
+    answer.data(report.to_dict())

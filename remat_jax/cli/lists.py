@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from remat_jax.cli.output import Json, answering
 from remat_jax.hardware import Target, target
 from remat_jax.hardware import targets as target_names
@@ -41,12 +39,21 @@ _RATES = (
 def policies(as_json: Json = False) -> None:
     """List the named policies: what each says, and what it does."""
     with answering(as_json) as answer:
-        rows = [_policy(name) for name in NAMED]
-        cells = [(row["name"], row["text"], _meaning(row)) for row in rows]
-        shown = table("Policies", ("name", "text", "what it does"), cells)
-        for column in shown.columns[:2]:
+        rows = [
+            {
+                "name": name,
+                "text": str(policy),
+                "meaning": MEANINGS[name],
+                "aliases": [alias for alias, meant in ALIASES.items() if meant == name],
+            }
+            for name, policy in NAMED.items()
+        ]
+        also = [f" (also called {', '.join(row['aliases'])})" if row["aliases"] else "" for row in rows]
+        cells = [(row["name"], row["text"], f"{row['meaning']}{more}") for row, more in zip(rows, also, strict=True)]
+        policy_table = table("Policies", ("name", "text", "what it does"), cells)
+        for column in policy_table.columns[:2]:
             column.no_wrap = True
-        answer.show(shown, GRAMMAR)
+        answer.show(policy_table, GRAMMAR)
         answer.data({"policies": rows})
 
 
@@ -54,34 +61,26 @@ def targets(as_json: Json = False) -> None:
     """List the targets, the hardware that steps can be measured and planned for; none has to be present."""
     with answering(as_json) as answer:
         listed = [target(name) for name in target_names()]
-        cells = [(each.name, format_bytes(each.memory_bytes), *_rates(each), each.description) for each in listed]
+        cells = [(known.name, format_bytes(known.memory_bytes), *_rates(known), known.description) for known in listed]
         columns = ("name", "memory", "memory rate", "to the host, each way", "bfloat16", "description")
         answer.show(table("Targets", columns, cells, caption=_RATES), SEVERAL)
-        answer.data({"targets": [each.to_dict() for each in listed]})
+        answer.data({"targets": [known.to_dict() for known in listed]})
 
 
-def _rates(one: Target) -> list[str | None]:
-    """The nominal rates of memory, of the link to the host and of products in bfloat16, and what estimates take of each."""
-    if one.kind == "cpu":
+def _rates(described: Target) -> list[str | None]:
+    """The nominal rates of memory, of the link to the host and of products in bfloat16, and the rates of estimates."""
+    if described.kind == "cpu":
         return [None, None, None]
-    rates, units = Rates.of(one), ("GB/s", "GB/s", "TFLOP/s")
-    nominal = one.hbm_bytes_per_s, one.host_link_bytes_per_s, one.peak_flops.get("bfloat16")
-    reached = rates.hbm_bytes_per_s, rates.out_bytes_per_s, rates.flops_per_s("bfloat16")
-    gone = rates.assumed(["bfloat16"])
-    marks = ["*" if name in gone else "" for name in ("hbm_bytes_per_s", "out_bytes_per_s", "flops")]
-    return [_rate(*each) for each in zip(nominal, reached, units, marks, strict=True)]
+    rates = Rates.of(described)
+    assumed = rates.assumed(["bfloat16"])
 
+    def written(nominal: float | None, reached: float | None, name: str, unit: str = "GB/s", scale: float = 1e9) -> str | None:
+        if nominal is None or reached is None:
+            return None
+        return f"{nominal / scale:,.0f} {unit} ({reached / scale:,.0f}{'*' if name in assumed else ''})"
 
-def _rate(nominal: float | None, reached: float | None, unit: str, mark: str) -> str | None:
-    scale = 1e12 if unit == "TFLOP/s" else 1e9
-    return None if nominal is None or reached is None else f"{nominal / scale:,.0f} {unit} ({reached / scale:,.0f}{mark})"
-
-
-def _meaning(row: dict[str, Any]) -> str:
-    also = f" (also called {', '.join(row['aliases'])})" if row["aliases"] else ""
-    return f"{row['meaning']}{also}"
-
-
-def _policy(name: str) -> dict[str, Any]:
-    aliases = [alias for alias, policy in ALIASES.items() if policy == name]
-    return {"name": name, "text": str(NAMED[name]), "meaning": MEANINGS[name], "aliases": aliases}
+    return [
+        written(described.hbm_bytes_per_s, rates.hbm_bytes_per_s, "hbm_bytes_per_s"),
+        written(described.host_link_bytes_per_s, rates.out_bytes_per_s, "out_bytes_per_s"),
+        written(described.peak_flops.get("bfloat16"), rates.flops_per_s("bfloat16"), "flops", "TFLOP/s", 1e12),
+    ]

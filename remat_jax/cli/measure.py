@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,45 +10,46 @@ from typing import Annotated, Any
 
 import typer
 
-from remat_jax import compat
-from remat_jax.cli.output import Answer, Json, answering, check_picture, progress
-from remat_jax.cli.workloads import TAKEN, MeshOption, check_policy, checked_mesh, is_plan, load_on_mesh, read_policy
+from remat_jax.cli.output import Answer, Json, answering, check_picture, progress, writing
+from remat_jax.cli.workloads import (
+    POLICY_HELP,
+    MeshOption,
+    WorkloadArgument,
+    check_policy,
+    is_plan,
+    load_on_mesh,
+    read_policy,
+)
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.compile.options import limit_bytes
-from remat_jax.memory.diff import PolicyDiff, compare_policies
+from remat_jax.memory.diff import compare_policies
 from remat_jax.memory.hlo.collectives import executed
 from remat_jax.memory.hlo.text import COLLECTIVES
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.policy import is_off
 from remat_jax.report import format_bytes, table
 from remat_jax.report.stacked import module_memory_figure
-from remat_jax.workload import Workload
 
-PLAIN_AND_FULL = ("off", "full")
-MOST_LETTERS = 60
-"""The most letters of a policy in a progress line."""
+# The most letters of a policy in a progress line.
+_MOST_LETTERS = 60
 
 
 def measure(
-    workload: Annotated[
-        str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")
-    ],
+    workload: WorkloadArgument,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help=f"{TAKEN}; repeat the option for several policies. Default: off and full."),
+        typer.Option("--policy", "-p", help=f"{POLICY_HELP}; repeat the option for several policies. Default: off and full."),
     ] = None,
     target: Annotated[str, typer.Option(help="The target to compile for; see remat-jax targets.")] = "cpu",
     mesh: MeshOption = None,
     memory_limit: Annotated[
         str | None,
         typer.Option(
-            help=(
-                "The limit of device memory that XLA works towards: 40GiB, 80%, bytes. GPU targets only. Default: XLA's own "
-                "limit."
-            )
+            help="The limit of device memory that XLA works towards: 40GiB, 80%, bytes. GPU targets only. Default: XLA's own "
+            "limit."
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit of all compilations in seconds.")] = DEFAULT_TIMEOUT,
@@ -58,7 +60,7 @@ def measure(
     diff: Annotated[
         tuple[str, str] | None,
         typer.Option(
-            metavar="A B", help=("List the residuals that differ between policies A and B, and what the difference costs.")
+            metavar="A B", help="List the residuals that differ between policies A and B, and what the difference costs."
         ),
     ] = None,
     plot: Annotated[
@@ -76,32 +78,34 @@ def measure(
         asked = _asked(policy, diff)
         described = target_named(target)
         limit = limit_bytes(memory_limit, described)
-        if show_live and described.kind != "gpu":
+        check_picture(plot)
+        if (plot is not None or show_live) and described.kind != "gpu":
+            option = f"plot={str(plot)!r} with target=" if plot is not None else "--live with target "
             raise ArgumentError(
-                f"--live with target {described.name!r}: memory at the peak is known only for GPU targets; give one, such as "
-                "--target h200"
+                f"{option}{described.name!r}: memory at the peak is known only for GPU targets; give one, such as --target h200"
             )
-        _check_picture(plot, described)
-        divided = checked_mesh(mesh, described)
-        compat.keep_to_cpu_without_gpu()
-        job = load_on_mesh(workload, divided)
+        job = load_on_mesh(workload, mesh, described)
         with progress() as steps:
             steps.tell(f"{job.name}: tracing, then compiling for {described.name}", 0, len(asked))
             policies = {name: read_policy(name, job) for name in asked}
             if not diff and not any(map(is_off, policies.values())) and job.replaced_checkpoints:
                 policies["off"] = read_policy("off", job)
             tables = [_called(name, residuals(job, policy)) for name, policy in policies.items()] if show_residuals else []
-            done: list[str] = []
+            done = itertools.count(1)
 
             def compiled(name: str) -> None:
-                done.append(name)
-                steps.tell(f"compiled {name[:MOST_LETTERS]} for {described.name}", min(len(done), len(policies)), len(policies))
+                step = f"compiled {name[:_MOST_LETTERS]} for {described.name}"
+                steps.tell(step, min(next(done), len(policies)), len(policies))
 
-            asked_for = list(policies.values())
-            measured = measure_many(job, asked_for, described, timeout, on_done=compiled, memory_limit=limit)
+            measured = measure_many(job, [*policies.values()], described, timeout, on_done=compiled, memory_limit=limit)
             reports = [_called(name, report) for name, report in zip(policies, measured, strict=True)]
-            change = _difference(job, diff, described, timeout, limit) if diff else None
-        _show(answer, described, reports, [*tables, *(report.live_table() for report in reports if show_live)])
+            change = None
+            if diff:
+                before, after = (read_policy(name, job) for name in diff)
+                change = compare_policies(job, before, after, described, timeout, memory_limit=limit)
+                change = replace(change, before=_called(diff[0], change.before), after=_called(diff[1], change.after))
+        answer.show(*tables, *(report.live_table() for report in reports if show_live))
+        _show(answer, described, reports)
         answer.show(*(change.tables() if change else ()))
         picture = _draw(plot, reports, answer) if plot else None
         answer.data(
@@ -109,7 +113,7 @@ def measure(
                 "workload": job.name,
                 "target": described.name,
                 "reports": [report.to_dict() for report in reports],
-                **({"residuals": [each.to_dict() for each in tables]} if show_residuals else {}),
+                **({"residuals": [table.to_dict() for table in tables]} if show_residuals else {}),
                 **({"diff": change.to_dict()} if change else {}),
                 **({"picture": picture} if picture else {}),
             }
@@ -119,15 +123,9 @@ def measure(
 def _asked(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list[str]:
     """The distinct policies to measure, including those of `--diff`, checked before the user's file runs."""
     asked: dict[Any, str] = {}
-    for policy in [*(policies or (() if diff else PLAIN_AND_FULL)), *(diff or ())]:
+    for policy in [*(policies or (() if diff else ("off", "full"))), *(diff or ())]:
         asked.setdefault(check_policy(policy), policy)
     return list(asked.values())
-
-
-def _difference(job: Workload, diff: tuple[str, str], target: Target, timeout: float, limit: int | None) -> PolicyDiff:
-    before, after = (read_policy(name, job) for name in diff)
-    change = compare_policies(job, before, after, target, timeout, memory_limit=limit)
-    return replace(change, before=_called(diff[0], change.before), after=_called(diff[1], change.after))
 
 
 def _called(name: str, report: Any) -> Any:
@@ -135,37 +133,28 @@ def _called(name: str, report: Any) -> Any:
     return replace(report, policy=name) if is_plan(name) else report
 
 
-def _check_picture(plot: Path | None, target: Target) -> None:
-    """Check that a picture can be drawn, before minutes of compiling."""
-    if plot is None:
-        return
-    check_picture(plot)
-    if target.kind != "gpu":
-        raise ArgumentError(
-            f"plot={str(plot)!r} with target={target.name!r}: memory at the peak is known only for GPU targets; give one, "
-            "such as --target h200"
-        )
-
-
 def _draw(plot: Path, reports: Sequence[MemoryReport], answer: Answer) -> str:
-    first = reports[0]
-    title = f"{first.workload}: one training step compiled for {first.target} (JAX {first.jax_version})"
-    figure = module_memory_figure({report.policy: report.live_bytes_by_module for report in reports}, title)
-    try:
+    figure = module_memory_figure({report.policy: report.live_bytes_by_module for report in reports}, _title(reports))
+    with writing("plot", plot):
         picture = figure.save(plot)
-    except OSError as error:
-        raise ArgumentError(f"plot={str(plot)!r} cannot be written ({error}); give another file") from None
     answer.show(f"Picture: {picture}")
     return picture
 
 
-def _show(answer: Answer, target: Target, reports: Sequence[MemoryReport], tables: Sequence[Any]) -> None:
+def _title(reports: Sequence[MemoryReport]) -> str:
     first = reports[0]
-    title = f"{first.workload}: one training step compiled for {first.target} (JAX {first.jax_version})"
+    return f"{first.workload}: one training step compiled for {first.target} (JAX {first.jax_version})"
+
+
+def _show(answer: Answer, target: Target, reports: Sequence[MemoryReport]) -> None:
     columns = ("policy", "device", "temp", "host", "kept: device", "kept: host", "offload freed")
-    answer.show(*tables, table(title, columns, [_cells(report) for report in reports], caption=_caption(target, reports)))
-    answer.show(*_exchanges(reports))
-    for warning, policies in _warnings(reports).items():
+    rows = [_cells(report) for report in reports]
+    answer.show(table(_title(reports), columns, rows, caption=_caption(target, reports)), *_exchanges(reports))
+    policies_by_warning: dict[str, list[str]] = {}
+    for report in reports:
+        for warning in report.warnings:
+            policies_by_warning.setdefault(warning, []).append(report.policy)
+    for warning, policies in policies_by_warning.items():
         answer.remark(f"warning: {warning} ({', '.join(policies)})")
 
 
@@ -179,31 +168,26 @@ def _exchanges(reports: Sequence[MemoryReport]) -> list[Any]:
         (policy, *(f"{by_kind[kind][0]}: {format_bytes(by_kind[kind][1])}" if kind in by_kind else "" for kind in kinds))
         for policy, by_kind in sent.items()
     ]
+    title = "Arrays that one device sends or receives in a step, and their bytes"
     caption = "The difference to off is what the devices send again under a policy." if "off" in sent else None
-    return [
-        table("Arrays that one device sends or receives in a step, and their bytes", ("policy", *kinds), rows, caption=caption)
-    ]
+    return [table(title, ("policy", *kinds), rows, caption=caption)]
 
 
 def _cells(report: MemoryReport) -> tuple[Any, ...]:
-    returned = report.receipt.returned_bytes if report.receipt else None
-    return (
-        report.policy,
-        *(format_bytes(n) for n in (report.device_bytes, report.temp_bytes, report.host_bytes)),
-        format_bytes(report.residual_device_bytes),
-        format_bytes(report.residual_host_bytes),
-        format_bytes(returned) if report.receipt else "",
-    )
+    memory = (report.device_bytes, report.temp_bytes, report.host_bytes)
+    kept = (report.residual_device_bytes, report.residual_host_bytes)
+    freed = format_bytes(report.receipt.returned_bytes) if report.receipt else ""
+    return report.policy, *map(format_bytes, memory + kept), freed
 
 
 def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
     memory = target.memory_bytes
-    caption = "device = arguments + outputs − aliased + temp. kept: residuals, from the forward to the backward pass."
+    caption = "device = arguments + outputs − aliased + temp. "
     if target.devices > 1:
-        caption = (
-            "device = arguments + outputs − aliased + temp. device and host: memory per device; a host has "
-            f"{target.devices // target.hosts} devices. kept: residuals of all {target.devices} devices."
-        )
+        caption += f"device and host: memory per device; a host has {target.devices // target.hosts} devices. "
+        caption += f"kept: residuals of all {target.devices} devices."
+    else:
+        caption += "kept: residuals, from the forward to the backward pass."
     if any(report.receipt for report in reports):
         caption += " offload freed: device memory, compared with saving the same residuals on the device."
     if (limit := reports[0].memory_limit) is not None:
@@ -213,11 +197,3 @@ def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
     too_large = [report.policy for report in reports if report.device_bytes > memory]
     fits = f"not enough for {', '.join(too_large)}" if too_large else "enough for all of these"
     return f"{caption} The {target.name} has {format_bytes(memory)}: {fits}."
-
-
-def _warnings(reports: Sequence[MemoryReport]) -> dict[str, list[str]]:
-    policies_by_warning: dict[str, list[str]] = {}
-    for report in reports:
-        for warning in report.warnings:
-            policies_by_warning.setdefault(warning, []).append(report.policy)
-    return policies_by_warning

@@ -26,23 +26,37 @@ from remat_jax.report.tables import SafeConsole
 from remat_jax.warning import silenced
 
 FAILED, BAD_USAGE, INFEASIBLE = 1, 2, 3
-# Where nobody looks at a terminal (a log, a file) there is no width to keep to.
 _WIDTH_WITHOUT_TERMINAL = 120
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")]
-
 
 _PLAIN = {"−": "-", "–": "-", "—": "-", "×": "x", "≤": "<=", "≥": ">=", "→": "->", "…": "...", "µ": "u", "·": ".", "█": "#"}
 
 
-def check_picture(plot: Path) -> None:
-    """Check before minutes of compiling that a picture can have this name."""
-    if plot.suffix.lower() not in FORMATS:
+def check_picture(plot: Path | None) -> None:
+    """Check that a picture can have this name, before minutes of compiling."""
+    if plot is not None and plot.suffix.lower() not in FORMATS:
         raise ArgumentError(f"plot={str(plot)!r}: pictures are written as SVG; expected a name that ends in .svg")
 
 
+def check_folder(option: str, path: Path | None) -> None:
+    """Check that a file has a folder, before minutes of compiling."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ArgumentError(
+            f"{option}={str(path)!r}: there is no folder {path.absolute().parent}; create it, or give another file"
+        )
+
+
+@contextlib.contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Name the option in the error of a file that cannot be written."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{option}={str(path)!r} cannot be written ({error}); give another file") from None
+
+
 def prepare_streams() -> None:
-    """Have standard output and error take every text: what their encoding lacks in other letters, and a closed one nothing."""
+    """Make standard output and error accept every text: letters that their encoding lacks are replaced."""
     codecs.register_error("remat_jax", _otherwise)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -54,17 +68,17 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def written() -> Iterator[None]:
-    """All that is printed reaches standard output; exits 1 with a message where a disk is full, or the device is gone."""
+    """Flush standard output at the end; exit with a message if its disk is full or its device is gone."""
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
     except OSError as error:
-        # One with a file's name is of that file.
+        # An error with a file name is about another file.
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EIO) or error.filename is not None:
             raise
-        # Python would try once more at its end.
+        # Python flushes once more at its end.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
         sys.exit(f"error: standard output cannot be written ({error.strerror})")
 
@@ -72,8 +86,7 @@ def written() -> Iterator[None]:
 def _otherwise(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    wrong = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(letter, "?") for letter in wrong), error.end
+    return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -113,9 +126,9 @@ class Answer:
 
 @contextlib.contextmanager
 def answering(as_json: bool) -> Iterator[Answer]:
-    """Give the command its `Answer`, and end it with a message and an exit status where one of our errors is raised.
+    """The command's `Answer`; one of our errors ends the command with a message and an exit status.
 
-    With `--json`, whatever else prints meanwhile (a user's own file, say) prints to standard error.
+    With `--json`, other prints, such as those of a user's file, go to standard error.
     """
     answer = Answer(as_json=as_json)
     # The commands print our warnings after their tables.
@@ -130,7 +143,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
 
 @contextlib.contextmanager
 def progress(total: int | None = None) -> Iterator[_Steps]:
-    """A bar on standard error; where that is no terminal, a line for each thing that begins."""
+    """A bar on standard error; without a terminal, a line for each step that begins."""
     screen = console(stderr=True)
     columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
     with Progress(
@@ -140,24 +153,22 @@ def progress(total: int | None = None) -> Iterator[_Steps]:
 
 
 class _Steps:
-    """Tells what is being done, and how much of it is behind."""
-
     def __init__(self, bar: Progress, screen: Console, total: int | None) -> None:
-        self._bar, self._screen, self._said, self._began = bar, screen, "", time.monotonic()
+        self._bar, self._screen, self._step, self._began = bar, screen, "", time.monotonic()
         self._task = bar.add_task("", total=total)
 
-    def tell(self, what: str, done: int, total: int) -> None:
-        """`what` is being done, and `done` of `total` parts are behind."""
-        self._bar.update(self._task, description=what, completed=done, total=total)
-        if self._bar.disable and what != self._said:
-            self._screen.print(f"[{done}/{total}, {time.monotonic() - self._began:.0f} s] {what}", markup=False)
-        self._said = what
+    def tell(self, step: str, done: int, total: int) -> None:
+        """Show that `step` runs, after `done` of `total` steps."""
+        self._bar.update(self._task, description=step, completed=done, total=total)
+        if self._bar.disable and step != self._step:
+            self._screen.print(f"[{done}/{total}, {time.monotonic() - self._began:.0f} s] {step}", markup=False)
+        self._step = step
 
 
 def finite(value: Any) -> Any:
-    """Plain data in which every number that JSON cannot write (infinity, not a number) is None."""
+    """Plain data with None for each number that JSON cannot write (infinity, not a number)."""
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from remat_jax import compat
-from remat_jax.cli.output import Answer, Json, answering, check_picture, progress
-from remat_jax.cli.workloads import MeshOption, checked_mesh, load_on_mesh
-from remat_jax.errors import ArgumentError
+from remat_jax.cli.output import Answer, Json, answering, check_folder, check_picture, progress, writing
+from remat_jax.cli.workloads import MeshOption, WorkloadArgument, load_on_mesh
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
@@ -22,9 +19,7 @@ from remat_jax.planning.plan import Plan
 
 
 def plan(
-    workload: Annotated[
-        str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")
-    ],
+    workload: WorkloadArgument,
     budget: Annotated[
         str, typer.Option("--budget", "-b", help="Device memory: 40GiB, '38 GB', bytes, or a share of the target's: 80%, 0.8.")
     ],
@@ -46,13 +41,13 @@ def plan(
     nothing fits; the error names the least memory that was reached, and its largest parts.
     """
     with answering(as_json) as answer:
-        # What can be wrong in the arguments is said before the user's file runs, which may take long.
+        # Check the arguments before the user's file runs, which may take long.
         described = target_named(target)
         device, host = budget_bytes(budget, described), host_budget_bytes(host_budget, described)
-        _check_files([("save", save), ("html", html), ("plot", plot)])
-        divided = checked_mesh(mesh, described)
-        compat.keep_to_cpu_without_gpu()
-        job = load_on_mesh(workload, divided)
+        for option, path in (("save", save), ("html", html), ("plot", plot)):
+            check_folder(option, path)
+        check_picture(plot)
+        job = load_on_mesh(workload, mesh, described)
         with progress() as steps:
             made = make_plan(job, device, described, host, timeout=timeout, progress=steps.tell)
         answer.show(plan_table(made), named_table(made), next_gib(made), *made.notes)
@@ -62,17 +57,6 @@ def plan(
         answer.data({**made.to_dict(), **written})
 
 
-def _check_files(files: Sequence[tuple[str, Path | None]]) -> None:
-    """Check that all files can be written, before minutes of compiling."""
-    for option, path in files:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ArgumentError(
-                f"{option}={str(path)!r}: there is no folder {path.absolute().parent}; create it, or give another file"
-            )
-        if option == "plot" and path is not None:
-            check_picture(path)
-
-
 def _write(made: Plan, save: Path | None, html: Path | None, plot: Path | None, answer: Answer) -> dict[str, str]:
     written: dict[str, str] = {}
     if save is not None:
@@ -80,10 +64,8 @@ def _write(made: Plan, save: Path | None, html: Path | None, plot: Path | None, 
     if html is not None:
         written["page"] = str(made.to_html(html))
     if plot is not None:
-        try:
+        with writing("plot", plot):
             written["picture"] = picture(made).save(plot)
-        except OSError as error:
-            raise ArgumentError(f"plot={str(plot)!r} cannot be written ({error}); give another file") from None
-    for what, path in written.items():
-        answer.show(f"{what.capitalize()}: {path}")
+    for name, path in written.items():
+        answer.show(f"{name.capitalize()}: {path}")
     return written

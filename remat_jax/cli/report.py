@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from remat_jax import compat
 from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
 from remat_jax.cli.parity import parity_report
-from remat_jax.cli.workloads import MeshOption, checked_mesh, load_on_mesh
+from remat_jax.cli.workloads import MeshOption, WorkloadArgument, load_on_mesh
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
@@ -25,16 +24,14 @@ from remat_jax.report.tables import format_bytes, format_estimate, table
 
 
 def report(
-    workload: Annotated[
-        str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")
-    ],
+    workload: WorkloadArgument,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the page.")],
     policy: Annotated[
         list[str] | None,
         typer.Option(
             "--policy",
             "-p",
-            help=("A name or a text; repeat the option for several policies. Default: the usual named policies."),
+            help="A name or a text; repeat the option for several policies. Default: the usual named policies.",
         ),
     ] = None,
     target: Annotated[str, typer.Option(help="The target to compile for; see remat-jax targets.")] = "h200",
@@ -64,13 +61,14 @@ def report(
         described = target_named(target)
         where, asked = checked_path(output, "output"), checked_policies(policy or None)
         check_timeout(timeout)
-        _check_plan(budget, plan)
+        if budget is not None and plan is not None:
+            raise ArgumentError(f"budget={budget!r} and plan={str(plan)!r}: give only one of them; a plan has its own budget")
+        if plan is not None and not plan.is_file():
+            raise ArgumentError(f"plan={str(plan)!r}: no such file; write one with remat-jax plan --save")
         within = budget_bytes(budget, described) if budget is not None else None
         if parity is not None:
             require_torch()
-        divided = checked_mesh(mesh, described)
-        compat.keep_to_cpu_without_gpu()
-        job = load_on_mesh(workload, divided)
+        job = load_on_mesh(workload, mesh, described)
         made = Plan.load(plan, job) if plan is not None else within
         check_devices(job, described)
         if isinstance(made, Plan):
@@ -83,13 +81,6 @@ def report(
         answer.data({"report": str(where), **gathered.to_dict()})
     if compared is not None and not compared.passed:
         raise typer.Exit(FAILED)
-
-
-def _check_plan(budget: str | None, plan: Path | None) -> None:
-    if budget is not None and plan is not None:
-        raise ArgumentError(f"budget={budget!r} and plan={str(plan)!r}: give only one of them; a plan has its own budget")
-    if plan is not None and not plan.is_file():
-        raise ArgumentError(f"plan={str(plan)!r}: no such file; write one with remat-jax plan --save")
 
 
 def _show(answer: Answer, gathered: Gathered, where: Path) -> None:

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from jax.sharding import AbstractMesh
 
+from remat_jax import compat
 from remat_jax.errors import ArgumentError, RematError, nearest
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.devices import check_size
@@ -23,6 +23,9 @@ from remat_jax.planning.plan import Plan
 from remat_jax.policy import as_block_policy
 from remat_jax.workload import Workload
 
+WorkloadArgument = Annotated[
+    str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")
+]
 MeshOption = Annotated[
     str | None,
     typer.Option(
@@ -34,36 +37,21 @@ MeshOption = Annotated[
 ]
 
 
-def checked_mesh(text: str | None, target: Target | None) -> AbstractMesh | None:
-    """The mesh in `text`, with as many devices as the target; None without a text.
-
-    Raises:
-      ArgumentError: `text` is not a mesh, or has a different number of devices.
-    """
-    if text is None:
-        return None
-    divided = as_mesh(text)
-    if target is not None:
-        check_size(divided, target, f"mesh={text!r}")
-    return divided
-
-
-def load_on_mesh(name: str, mesh: AbstractMesh | None) -> Workload:
-    """The workload called `name`, on `mesh` if it is given."""
+def load_on_mesh(name: str, mesh: str | None, target: Target | None) -> Workload:
+    """The workload called `name`, on the mesh in the text `mesh`, which must have as many devices as the target."""
+    divided = None if mesh is None else as_mesh(mesh)
+    if divided is not None and target is not None:
+        check_size(divided, target, f"mesh={mesh!r}")
+    compat.keep_to_cpu_without_gpu()
     job = load_workload(name)
-    return job if mesh is None else job.on_mesh(mesh)
+    return job if divided is None else job.on_mesh(divided)
 
 
-TAKEN = "A name, a text, or the .json file of a plan"
+POLICY_HELP = "A name, a text, or the .json file of a plan"
 
 
 def check_policy(given: str) -> Any:
-    """The policy, or the path of the plan, that `given` names; for checks before the user's file runs.
-
-    Raises:
-      PolicyError: `given` is not a policy.
-      ArgumentError: the file does not exist.
-    """
+    """The policy, or the path of the plan, that `given` names; for checks before the user's file runs."""
     if not is_plan(given):
         return as_block_policy(given)
     path = Path(given)
@@ -73,11 +61,7 @@ def check_policy(given: str) -> Any:
 
 
 def read_policy(given: str, workload: Workload) -> Any:
-    """The policy `given`, or the policies of a plan for the blocks of `workload`.
-
-    Raises:
-      PlanningError: the file is not a plan, or is a plan of a different model.
-    """
+    """The policy `given`, or the policies of a plan for the blocks of `workload`."""
     return dict(Plan.load(given, workload).policies) if is_plan(given) else given
 
 
@@ -90,23 +74,15 @@ _EXPECTED = "expected path/to/file.py:function or package.module:function"
 
 
 def load_workload(name: str) -> Workload:
-    """The workload called `name`: `name` is a function without arguments that returns a workload, or a workload.
-
-    Raises:
-      ArgumentError: as `load_named`.
-    """
+    """The workload called `name`: `name` is a function without arguments that returns a workload, or a workload."""
     workload: Workload = load_named(name, "workload", (Workload,), "a remat_jax.Workload")
     return workload
 
 
 def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str) -> Any:
-    """The instance of `kinds` called `name`: the object itself, or the result of a function without arguments.
+    """The instance of `kinds` called `name`, or the one that the function called `name` returns without arguments.
 
-    A file inside a package is imported as part of the package, so that relative imports work; a single file may import
-    its neighbours, as if Python ran it. Messages call the name `argument` and ask for `expected`.
-
-    Raises:
-      ArgumentError: the file, module or function does not exist, raises an error, or gives an object of another type.
+    An error calls the name `argument` and asks for `expected`.
     """
     where, colon, attribute = name.rpartition(":")
     asked = f"{argument}={name!r}"
@@ -114,7 +90,12 @@ def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str)
         raise ArgumentError(f"{asked}: {_EXPECTED}, such as train.py:job")
     module = _guarded(asked, lambda: _module(where, asked))
     if not hasattr(module, attribute):
-        choices = [each for each, value in vars(module).items() if _may_be_meant(module, each, value, kinds)]
+        choices = [
+            choice
+            for choice, value in vars(module).items()
+            if not choice.startswith("_")
+            and (isinstance(value, kinds) or (inspect.isfunction(value) and value.__module__ == module.__name__))
+        ]
         raise ArgumentError(
             f"{asked}: {where} has no {attribute!r}.{nearest(attribute, choices)} "
             f"It has {', '.join(choices[:8]) or 'no function of its own'}."
@@ -131,9 +112,9 @@ def _called(asked: str, function: Any, expected: str) -> Any:
     if not callable(function):
         raise ArgumentError(f"{asked} is a {type(function).__name__}: expected {expected}, or a function that returns one")
     needed = [
-        each.name
-        for each in inspect.signature(function).parameters.values()
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if needed:
         raise ArgumentError(
@@ -153,19 +134,17 @@ def _module(where: str, asked: str) -> ModuleType:
         raise ArgumentError(f"{asked}: {where!r} is neither a .py file nor a module's name; {_EXPECTED}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
-    if not _exists(where):
+    try:
+        spec = importlib.util.find_spec(where)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
         raise ArgumentError(f"{asked}: there is no module {where!r} here or among the installed packages; {_EXPECTED}")
     return importlib.import_module(where)
 
 
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def _from_file(path: Path) -> ModuleType:
+    """The module in a file, imported as part of its package if it has one; it may import its neighbours."""
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]
@@ -191,15 +170,7 @@ def _guarded(asked: str, run: Callable[[], Any]) -> Any:
     # A script that exits has returned no workload, and its exit status is not that of the command.
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        users = [frame for frame in frames if "importlib" not in frame.filename and Path(frame.filename).parent != _HERE]
+        here = Path(__file__).parent
+        users = [frame for frame in frames if "importlib" not in frame.filename and Path(frame.filename).parent != here]
         at = f", at {users[0].filename}:{users[0].lineno} in {users[0].name}" if users else ""
         raise ArgumentError(f"{asked}: running it raised {type(error).__name__}: {error}{at}") from error
-
-
-_HERE = Path(__file__).parent
-
-
-def _may_be_meant(module: ModuleType, name: str, value: Any, kinds: tuple[type, ...]) -> bool:
-    if isinstance(value, kinds) and not name.startswith("_"):
-        return True
-    return inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")

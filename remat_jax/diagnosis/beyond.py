@@ -1,16 +1,34 @@
-"""Replace the estimates of advice beyond the blocks by compiled figures, where the change can be made here."""
+"""Replaces the estimates of advice beyond the blocks by compiled figures, if the change can be made here.
+
+A head and an attention are changed in the traced loss, with marks in place of its blocks, so that a policy reaches the changed
+blocks. The loss then has other values, but the shapes, and so the memory, of a loss with the change:
+
+- **head**: each product that makes logits runs in chunks (`in_chunks`) with optax's cross entropy, in the place
+  of what the loss computes from the logits.
+- **scores**: what a block computes from queries, keys and values is replaced by JAX's own attention kernel for GPUs, without
+  the mask.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from remat_jax.diagnosis.changed_products import attention_in_a_kernel, head_in_chunks, with_change
-from remat_jax.errors import CompileError
+from remat_jax import compat
+from remat_jax.apply import scope
+from remat_jax.apply.effect import with_blocks
+from remat_jax.apply.per_layer import layered
+from remat_jax.core.marks import mark_of
+from remat_jax.core.walk import bodies, equations, map_inner, retrace, value_of, values_of_inputs
+from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport
 from remat_jax.memory.advice import (
@@ -27,8 +45,18 @@ from remat_jax.memory.advice import (
     undonated_arguments,
 )
 from remat_jax.memory.compile.compiler import compile_programs, export_step
-from remat_jax.train import offload_optimizer
+from remat_jax.memory.softmax_products import is_softmax_of
+from remat_jax.mesh import under
+from remat_jax.policy import as_block_policy, is_off
+from remat_jax.train import in_chunks, offload_optimizer
+from remat_jax.train.streaming import inlined
 from remat_jax.workload import TrainingStep, Workload
+
+# Rows of queries and of keys that JAX's kernel takes at a time.
+_TILE = 128
+
+Change = Callable[[Any, Sequence[Any]], list[Any]]
+"""Evaluates a closed jaxpr, changed, on arguments."""
 
 
 def compiled_advice(
@@ -41,7 +69,7 @@ def compiled_advice(
 
 
 def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryReport, target: Target, timeout: float) -> Advice:
-    step = _changed(workload, policy, advice)
+    step = _changed_step(workload, policy, advice)
     if step is None:
         return advice
     try:
@@ -57,7 +85,7 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
     return replace(advice, bytes=report.device_bytes - sizes.device, compiled=True)
 
 
-def _changed(workload: Workload, policy: Any, advice: Advice) -> TrainingStep | None:
+def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingStep | None:
     """The step with the advised change; None if only the user can make it."""
     if advice.what == MICRO:
         return workload.step(policy, micro_batches=MICRO_BATCHES)
@@ -74,12 +102,266 @@ def _changed(workload: Workload, policy: Any, advice: Advice) -> TrainingStep | 
     if advice.what == STATE:
         changed.optimizer = offload_optimizer(workload.optimizer)
     elif advice.what == DTYPE:
-        changed.params = jax.tree.map(_narrow, workload.params)
+        changed.params = jax.tree.map(
+            lambda leaf: leaf.update(dtype=jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, workload.params
+        )
     elif advice.what == DONATION:
         changed.donate = True
     return changed.step(policy)
 
 
-def _narrow(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The type of a parameter in bfloat16 where it is float32."""
-    return leaf.update(dtype=jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
+# --- changes of the traced loss ---------------------------------------------------------------------------------------
+
+
+def with_change(workload: Workload, policy: Any, change: Change) -> Callable[..., Any]:
+    """The loss of `workload` under `policy`, traced and evaluated by `change`.
+
+    Raises (when the loss is traced):
+      UnsupportedError: the loss has nothing that `change` can change.
+    """
+    policies = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, as_block_policy(policy))
+    marking = None
+    if not all(map(is_off, policies.values())):
+        marking = replace(workload.own.policies(policies), waits=True).anew()
+
+    def loss(*args: Any) -> Any:
+        leaves = jax.tree.leaves(args)
+        if marking is None:
+            jaxpr, shape = jax.make_jaxpr(workload.loss, return_shape=True)(*args)
+            outputs = change(_flat(jaxpr), leaves)
+        else:
+            with scope.applying(marking) as record:
+                traced = jax.make_jaxpr(lambda *args: with_blocks(marking, workload.loss, args, {}), return_shape=True)
+                jaxpr, shape = traced(*args)
+                blocks = frozenset(block for block, _ in marking.entries)
+                outputs = layered.evaluate(_changed(jaxpr, change), leaves, blocks, record.audit)[0]
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+    return under(workload.mesh, loss)
+
+
+def _changed(jaxpr: Any, change: Change) -> Any:
+    flat = _flat(jaxpr)
+    return compat.dce(retrace(flat, lambda *args: change(flat, args)))
+
+
+def _flat(jaxpr: Any) -> Any:
+    """The closed `jaxpr` with the calls that contain a product inlined."""
+    return inlined(
+        jaxpr, lambda eqn: eqn.primitive.name in ("jit", "pjit") and any(map(_is_product, equations(bodies(eqn)[0])))
+    )
+
+
+def _is_product(eqn: Any) -> bool:
+    return bool(eqn.primitive.name == "dot_general")
+
+
+def _has_batch(eqn: Any) -> bool:
+    return bool(eqn.params["dimension_numbers"][1][0])
+
+
+def _size(atom: Any) -> int:
+    return math.prod(atom.aval.shape)
+
+
+def _dependents(eqns: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+    """The equations that read a variable of `made`, or of an equation that does."""
+    reached, dependents = set(made), []
+    for eqn in eqns:
+        if any(atom in reached for atom in _variables(eqn)):
+            dependents.append(eqn)
+            reached.update(eqn.outvars)
+    return dependents
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [atom for atom in eqn.invars if not hasattr(atom, "val")]
+
+
+def _has_exponential(eqns: Sequence[Any], product: Any, *, is_head: bool = False) -> bool:
+    inside = [inner for eqn in eqns for body in bodies(eqn) for inner in equations(body)]
+    exponentials = (eqn.outvars[0] for eqn in (*eqns, *inside) if eqn.primitive.name == "exp")
+    return any(is_softmax_of(exponential, product, is_head=is_head) for exponential in exponentials)
+
+
+# --- a head in chunks --------------------------------------------------------------------------------------------------
+
+
+def head_in_chunks(chunks: int) -> Change:
+    """The change that runs every head in `chunks` chunks; the first output of the jaxpr is the loss."""
+
+    def change(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        eqns, outputs = jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars
+        heads = list(_heads(eqns))
+        after = _dependents(eqns, [eqn.outvars[0] for eqn in heads])
+        made = {atom for eqn in (*heads, *after) for atom in eqn.outvars}
+        if not heads or outputs[0] not in made:
+            raise UnsupportedError("the loss has no head outside loops whose logits it reads")
+        if any(_size(atom) >= _size(eqn.outvars[0]) for atom in outputs for eqn in heads if atom in made):
+            raise UnsupportedError("the loss returns what has the size of its logits")
+        removed = {id(eqn) for eqn in (*heads, *after)}
+        env = values_of_inputs(jaxpr, args)
+        for eqn in eqns:
+            if id(eqn) not in removed:
+                env.update(zip(eqn.outvars, compat.bind(eqn, [value_of(atom, env) for atom in eqn.invars]), strict=True))
+        # The values that the removed equations read, without the operands of the heads.
+        operands = {atom for eqn in heads for atom in _variables(eqn)}
+        others = dict.fromkeys(atom for eqn in after for atom in _variables(eqn) if atom in env and atom not in operands)
+        beside = [env[atom] for atom in others]
+        loss = sum(_cross_entropy(head, eqns, env, beside, chunks) for head in heads)
+        # What the loss adds to the losses of the heads, such as a router's, still has a gradient.
+        loss += sum(jnp.sum(value.astype(jnp.float32)) for value in beside if jnp.issubdtype(value.dtype, jnp.floating))
+        whole = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
+        return [loss.astype(outputs[0].aval.dtype), *whole[1:]]
+
+    return change
+
+
+def _heads(eqns: Sequence[Any]) -> Iterator[Any]:
+    for eqn in eqns:
+        if _is_product(eqn) and not _has_batch(eqn) and _size(eqn.outvars[0]):
+            if _has_exponential(_dependents(eqns, eqn.outvars), eqn.outvars[0], is_head=True):
+                yield eqn
+
+
+_VIEWS = ("convert_element_type", "transpose")
+
+
+def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], beside: Sequence[Any], chunks: int) -> Any:
+    """A cross entropy of `head`, a product of tokens and a kernel among `eqns`, in chunks of its tokens.
+
+    The targets are the integers in `beside` that are as many as the tokens, and 0 without such integers.
+    """
+    contracted = head.params["dimension_numbers"][0]
+    free = [
+        [dim for dim in range(atom.aval.ndim) if dim not in dims] for atom, dims in zip(head.invars, contracted, strict=True)
+    ]
+    place = 0 if len(free[0]) >= len(free[1]) else 1  # of the tokens
+    if len(free[1 - place]) != 1:
+        raise UnsupportedError(f"the logits {list(head.outvars[0].aval.shape)} have no single dimension of classes")
+    makers = {view.outvars[0]: view for view in eqns if view.primitive.name in _VIEWS}
+    variable = head.invars[1 - place]
+    views: list[Any] = []
+    while variable in makers:
+        views.insert(0, makers[variable])
+        variable = views[0].invars[0]
+    tokens, kernel = value_of(head.invars[place], env), value_of(variable, env)
+    kinds = {name: head.params[name] for name in ("dimension_numbers", "precision", "preferred_element_type")}
+
+    def summed(tokens: Any, targets: Any) -> Any:
+        view = kernel
+        for eqn in views:  # each chunk casts and transposes the kernel for itself
+            (view,) = compat.bind(eqn, [view])
+        logits = jax.lax.dot_general(*((tokens, view) if place == 0 else (view, tokens)), **kinds)
+        logits = jnp.moveaxis(logits, -1 if place == 0 else 0, -1).astype(jnp.float32)
+        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+    axis, shape = free[place][-1], [tokens.shape[dim] for dim in free[place]]
+    numbers = (x for x in beside if jnp.issubdtype(x.dtype, jnp.integer) and x.size == math.prod(shape))
+    targets = next(numbers, jnp.zeros(shape, jnp.int32)).reshape(shape)
+    n = min(chunks, shape[-1])
+    padding = -shape[-1] % n
+    tokens = jnp.pad(tokens, [(0, padding if dim == axis else 0) for dim in range(tokens.ndim)])
+    targets = jnp.pad(targets, [(0, padding if dim == len(shape) - 1 else 0) for dim in range(len(shape))])
+    with compat.eqn_context(head):
+        return in_chunks(summed, n, axis=(axis, len(shape) - 1))(tokens, targets)
+
+
+# --- attention in a kernel ---------------------------------------------------------------------------------------------
+
+
+# The product of queries and keys, the product of the weights and the values, and which of its operands the values are.
+_Attention = tuple[Any, Any, int]
+
+
+def attention_in_a_kernel(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """The change that runs every attention, at any depth, as one kernel."""
+    if not _has_attention(jaxpr):
+        raise UnsupportedError("the loss has no attention whose scores are read only to mix values")
+    return _with_kernels(jaxpr, args)
+
+
+def _has_attention(jaxpr: Any) -> bool:
+    if any(True for _ in _attentions(jaxpr.jaxpr.eqns)):
+        return True
+    marks = [(eqn, mark_of(eqn)) for eqn in jaxpr.jaxpr.eqns]
+    inside = (body for eqn, mark in marks for body in ([_flat(mark.jaxpr)] if mark is not None else bodies(eqn)))
+    return any(map(_has_attention, inside))
+
+
+def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    attentions = {id(attention[1]): attention for attention in _attentions(jaxpr.jaxpr.eqns)}
+    env = values_of_inputs(jaxpr, args)
+    for eqn in jaxpr.jaxpr.eqns:
+        inputs = [value_of(atom, env) for atom in eqn.invars]
+        if id(eqn) in attentions:
+            outputs = [_kernel(*attentions[id(eqn)], env)]
+        elif (mark := mark_of(eqn)) is not None:
+            # The block's jaxpr without the `vmap`s around it; `layered` puts them around the block under its policy.
+            outputs = compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_changed(mark.jaxpr, _with_kernels)))
+        elif any(map(_has_attention, bodies(eqn))):
+            outputs = compat.bind(eqn, inputs, **map_inner(eqn, lambda body: _changed(body, _with_kernels)))
+        else:
+            outputs = compat.bind(eqn, inputs)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
+
+
+def _attentions(eqns: Sequence[Any]) -> Iterator[_Attention]:
+    for eqn in eqns:
+        if not _is_product(eqn) or not _has_batch(eqn):
+            continue
+        after = _dependents(eqns, eqn.outvars)
+        mixed = next(filter(_is_product, after), None)
+        if mixed is None or not _has_batch(mixed):
+            continue
+        between = after[: after.index(mixed)]
+        made = {atom for maker in (eqn, *between) for atom in maker.outvars}
+        reads = [atom in made for atom in mixed.invars]
+        if sum(reads) == 1 and _has_exponential(between, eqn.outvars[0]):
+            yield eqn, mixed, reads.index(False)
+
+
+def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:
+    """The result of `mixed` by a kernel, for any number of batch dimensions, and of queries for each key."""
+    contracted, batch = scores.params["dimension_numbers"]
+    rows, dims = (sides[place] for sides in mixed.params["dimension_numbers"])
+    with compat.eqn_context(mixed):
+        value = _as_heads(value_of(mixed.invars[place], env), dims, rows, length=0)[0]
+        sides = [
+            _as_heads(value_of(atom, env), of_batch, None, features, length=value.shape[1])
+            for atom, of_batch, features in zip(scores.invars, batch, contracted, strict=True)
+        ]
+        # `einsum` orders the operands as it likes: the keys are as many as the values.
+        query, key = sides if sides[1].shape[1:] == value.shape and len(sides[1]) == 1 else sides[::-1]
+        if key.shape[1:] != value.shape or query.shape[3:] != key.shape[3:]:
+            raise UnsupportedError(f"queries {query.shape}, keys {key.shape}, values {value.shape}: no kernel takes them")
+        of_key = functools.partial(compat.attention_kernel(), k=_padded(key[0]), v=_padded(value), segment_ids=None)
+        padded, out = _padded(query), mixed.outvars[0].aval
+        result = (of_key(padded[0])[None] if len(query) == 1 else jax.vmap(of_key)(padded))[:, :, : query.shape[2]]
+        order = (1, 3, 2, 0, 4) if place else (1, 3, 4, 2, 0)
+        return jnp.transpose(result, order).reshape(out.shape).astype(out.dtype)
+
+
+def _padded(array: Any) -> Any:
+    """`array` with its rows, the third dimension from the end, in whole tiles of the kernel."""
+    rows, place = array.shape[-3], array.ndim - 3
+    more = -rows % _TILE if rows > _TILE else 0
+    return jnp.pad(array, [(0, more if dim == place else 0) for dim in range(array.ndim)]) if more else array
+
+
+def _as_heads(
+    array: Any, batch: Sequence[int], rows: Sequence[int] | None = None, features: Sequence[int] | None = None, *, length: int
+) -> Any:
+    """`array` as (others, batch, rows, heads, features); the heads are its last batch dimension.
+
+    Without `rows` they are the dimension of `length`, or the largest; without `features` they are all other dimensions.
+    """
+    rest = [dim for dim in range(array.ndim) if dim not in (*batch, *(rows or ()), *(features or ()))]
+    if rows is None:
+        rows = [max(rest, key=lambda dim: (array.shape[dim] == length, array.shape[dim]))]
+        rest = [dim for dim in rest if dim not in rows]
+    others, features = (rest, features) if features is not None else ([], rest)
+    parts = [list(part) for part in (others, batch[:-1], rows, batch[-1:], features)]
+    sizes = [math.prod(array.shape[dim] for dim in part) for part in parts]
+    return jnp.transpose(array, [dim for part in parts for dim in part]).reshape(sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -19,18 +18,18 @@ from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_st
 from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.report.tables import format_bytes, format_seconds
 
-BACKWARD = 3
-"""The cost, in forward passes, of the code after the last block: one forward, and a backward that costs two."""
+# The code after the last block costs one forward pass, and a backward pass that costs two.
+_PASSES = 3
 
 
 def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float, float] | None:
     """The last block's path, bytes, seconds of copying and seconds of compute, if its copies cannot be hidden.
 
-    None if they may be hidden, if blocks are in a loop (whose last round cannot be told apart), or if only one block
-    offloads. An array is copied out while the rest of its block and later code run, and must be back before its block's
-    backward pass. Compute is overestimated: it counts the whole block, without fusion, with every array read and written.
+    None if they may be hidden, if blocks are in a loop, or if only one block offloads. An array is copied out while the rest of
+    its block and later code run, and must be back before its block's backward pass. Compute is overestimated: it counts the
+    whole block, without fusion, with every array read and written.
     """
-    offloading = [region for region in observed.regions if region.ours and any(one.on_host for one in region.kept)]
+    offloading = [region for region in observed.regions if region.ours and region.offloaded]
     last = next((region for region in offloading if observed.order and observed.order[-1] in region.paths), None)
     after = _after_last_region(observed.jaxpr)
     if last is None or last.looped or after is None or sum(len(region.paths) for region in offloading) < 2:
@@ -38,19 +37,19 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
     rate = _rate(last, target)
     if rate is None or not target.host_link_bytes_per_s or not target.hbm_bytes_per_s:
         return None
-    sizes = [one.nbytes for one in last.kept if one.on_host]
+    sizes = [kept.nbytes for kept in last.offloaded]
     # The directions of the link overlap, but the last array to leave, at least the smallest, returns after it has left.
     copying = (sum(sizes) + min(sizes)) / target.host_link_bytes_per_s
     block = _seconds(last.block.jaxpr.jaxpr.eqns, rate, target.hbm_bytes_per_s)
-    computing = block + BACKWARD * _seconds(after, rate, target.hbm_bytes_per_s)
+    computing = block + _PASSES * _seconds(after, rate, target.hbm_bytes_per_s)
     return (observed.order[-1], sum(sizes), copying, computing) if copying > computing else None
 
 
 def _rate(region: Region, target: Target) -> float | None:
     """The nominal rate of the block's own dtype."""
     dtypes = [str(eqn.invars[0].aval.dtype) for eqn in region.block.jaxpr.jaxpr.eqns if eqn_flops(eqn)]
-    known = target.peak_flops
-    return min((known[dtype] for dtype in dtypes if dtype in known), default=known.get("float32"))
+    rates = target.peak_flops
+    return min((rates[dtype] for dtype in dtypes if dtype in rates), default=rates.get("float32"))
 
 
 def _after_last_region(jaxpr: Any) -> list[Any] | None:
@@ -74,33 +73,27 @@ def _seconds(eqns: list[Any], flops_per_s: float, hbm_bytes_per_s: float) -> flo
         if inside:
             total += sum(inside) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
             continue
-        traffic = sum(map(_bytes, (*eqn.invars, *eqn.outvars)))
+        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+        traffic = compat.tree_bytes([aval for aval in avals if hasattr(aval, "shape") and hasattr(aval, "dtype")])
         total += max(eqn_flops(eqn) / flops_per_s, traffic / hbm_bytes_per_s)
     return total
 
 
-def _bytes(atom: Any) -> int:
-    shape, dtype = getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
-    return 0 if shape is None or dtype is None else math.prod(shape) * compat.itemsize(dtype)
+_PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+# XLA's default limit of pinned host memory, in GiB (xla/pjrt/gpu/gpu_helpers.cc).
+_PINNED_POOL_DEFAULT = 64
+# The relative difference of two compilations that is ignored: instruction order moves a few buffers.
+_ALIKE = 0.01
+# The share of a step's memory or time from which the effect of a flag is reported.
+_LARGE = 0.1
 
-
-PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-PINNED_POOL_DEFAULT = 64
-"""XLA's default limit of pinned host memory, in GiB (xla/pjrt/gpu/gpu_helpers.cc)."""
-
-ALIKE = 0.01
-"""The relative difference of two compilations that is ignored: instruction order moves a few buffers."""
-
-LARGE = 0.1
-"""The share of a step's memory or time from which the effect of a flag is reported."""
-
-SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
-_SCHEDULER = re.compile(SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
+_SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
+_SCHEDULER_FLAG = re.compile(_SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
 
 
 def compiled_traps(observed: Observed, target: Target, timeout: float) -> Iterator[Finding]:
     """The traps that compiling the step for the GPU `target` shows."""
-    report = measure(observed.workload, policy_of(observed), target, timeout)
+    report = measure(observed.workload, observed.policy, target, timeout)
     yield from offload_came_to_nothing(observed, report)
     yield from pinned_pool(observed, report.host_bytes_per_host)
     yield from host_memory(report)
@@ -110,17 +103,12 @@ def compiled_traps(observed: Observed, target: Target, timeout: float) -> Iterat
     yield from copies_not_hidden(observed, report, target, timeout)
 
 
-def policy_of(observed: Observed) -> Any:
-    """The observed policies, in the form that `measure` takes."""
-    return dict(observed.policies.entries) if observed.policies else "off"
-
-
 def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterator[Finding]:
     """Offloaded bytes that are not on the host, an offload that frees no device memory, and a known miscompilation."""
     receipt = report.receipt
     if receipt is None:
         return
-    by_hand = any(not region.ours and any(one.on_host for one in region.kept) for region in observed.regions)
+    by_hand = any(region.offloaded for region in observed.regions if not region.ours)
     remedy = (
         "The model itself offloads with a JAX policy, and XLA delays the copies: use remat_jax.replan or checkpoint_blocks, "
         "which tie each block to its place in the schedule, or scan the layers"
@@ -128,9 +116,9 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
         else 'Use policy "full", which keeps no more on the device, or offload other residuals'
     )
     problems = []
-    there = receipt.host_bytes * report.devices
-    if receipt.offered_bytes is not None and there < receipt.offered_bytes:
-        problems.append(f"only {there} of {receipt.offered_bytes} offered bytes are in host memory")
+    host_bytes = receipt.host_bytes * report.devices
+    if receipt.offered_bytes is not None and host_bytes < receipt.offered_bytes:
+        problems.append(f"only {host_bytes} of {receipt.offered_bytes} offered bytes are in host memory")
     if receipt.returned_bytes is not None and receipt.returned_bytes <= 0:
         problems.append(
             f"the step needs {-receipt.returned_bytes} bytes more device memory than with the same residuals saved on the "
@@ -159,8 +147,8 @@ def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[F
         if observed.workload.mesh is not None:
             return  # the residuals are summed over all devices
         host_bytes = observed.residuals.host_bytes if observed.residuals else 0
-    given = os.environ.get(PINNED_POOL, "")
-    limit = (int(given) if given.strip().isdigit() else PINNED_POOL_DEFAULT) * 2**30
+    given = os.environ.get(_PINNED_POOL, "")
+    limit = (int(given) if given.strip().isdigit() else _PINNED_POOL_DEFAULT) * 2**30
     if host_bytes > limit:
         yield Finding(
             "pinned_pool",
@@ -168,7 +156,7 @@ def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[F
             "",
             f"the step needs {format_bytes(host_bytes)} of pinned host memory, but XLA's pool is limited to "
             f"{format_bytes(limit)}: the run would fail with RESOURCE_EXHAUSTED",
-            f"Start with {PINNED_POOL}={-(-host_bytes // 2**30) + 1} or more (if the host has this much memory), or offload "
+            f"Start with {_PINNED_POOL}={-(-host_bytes // 2**30) + 1} or more (if the host has this much memory), or offload "
             "less",
         )
 
@@ -205,7 +193,7 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
         return
     passes = ",".join((*compat.disabled_passes(), "rematerialization"))
     plain = _compiled(observed, target, timeout, {"xla_disable_hlo_passes": passes}).device
-    if abs(plain - report.device_bytes) > ALIKE * plain:
+    if abs(plain - report.device_bytes) > _ALIKE * plain:
         yield Finding(
             "xla_rematerialization",
             observed.workload.name,
@@ -220,29 +208,29 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
 
 def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
     """The latency-hiding scheduler, which keeps more arrays alive to overlap operations (jax#20763)."""
-    given = _SCHEDULER.findall(compat.xla_flags())
+    given = _SCHEDULER_FLAG.findall(compat.xla_flags())
     if not given or given[-1].lower() in ("false", "0"):
         return
     plain = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": False})
-    if report.device_bytes > (1 + LARGE) * plain.device and not _is_faster(report.overlap, plain.overlap):
+    if report.device_bytes > (1 + _LARGE) * plain.device and not _is_faster(report.overlap, plain.overlap):
         yield Finding(
             "latency_hiding_scheduler",
             observed.workload.name,
             "",
             f"XLA_FLAGS enables the latency-hiding scheduler: the step needs {format_bytes(report.device_bytes)} with it and "
             f"{format_bytes(plain.device)} without it",
-            f"Take {SCHEDULER}=true out of XLA_FLAGS, or scan the layers (jax#20763)",
+            f"Take {_SCHEDULER}=true out of XLA_FLAGS, or scan the layers (jax#20763)",
         )
 
 
 def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
     """Copies that compute waits for, and that the latency-hiding scheduler, which is off by default, would hide."""
     waited = report.overlap
-    if waited is None or _SCHEDULER.search(compat.xla_flags()):
+    if waited is None or _SCHEDULER_FLAG.search(compat.xla_flags()):
         return
     # `coverable` cannot decide: a schedule that waits for each copy at its start has no compute to overlap. Copies that nothing
     # can hide show no gain below.
-    if waited.step_seconds - waited.compute_seconds < LARGE * waited.step_seconds:
+    if waited.step_seconds - waited.compute_seconds < _LARGE * waited.step_seconds:
         return
     other = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": True})
     if other.overlap is not None and _is_faster(other.overlap, waited):
@@ -254,15 +242,15 @@ def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, 
             f"scheduler {other.overlap.covered * 100:.1f} %: the step takes an estimated {format_seconds(waited.step_seconds)} "
             f"and {format_seconds(other.overlap.step_seconds)} (device: {format_bytes(report.device_bytes)} and "
             f"{format_bytes(other.device)})",
-            f"Start with XLA_FLAGS={SCHEDULER}=true where the memory allows it, and measure with it",
+            f"Start with XLA_FLAGS={_SCHEDULER}=true where the memory allows it, and measure with it",
         )
 
 
-def _is_faster(one: Overlap | None, other: Overlap | None) -> bool:
-    return one is not None and other is not None and one.step_seconds < (1 - LARGE) * other.step_seconds
+def _is_faster(first: Overlap | None, second: Overlap | None) -> bool:
+    return first is not None and second is not None and first.step_seconds < (1 - _LARGE) * second.step_seconds
 
 
 def _compiled(observed: Observed, target: Target, timeout: float, options: dict[str, Any]) -> Sizes:
     """The sizes of the step compiled with other options."""
-    program = export_step("step", observed.workload.step(policy_of(observed)), target)
+    program = export_step("step", observed.workload.step(observed.policy), target)
     return compile_programs([program], target, timeout=timeout, compiler_options=options)["step"]

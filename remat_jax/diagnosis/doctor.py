@@ -7,10 +7,17 @@ from typing import Any
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.core.marks import name_of
 from remat_jax.diagnosis.beyond import compiled_advice
-from remat_jax.diagnosis.compiled import compiled_traps, pinned_pool, policy_of
+from remat_jax.diagnosis.compiled import compiled_traps, pinned_pool
 from remat_jax.diagnosis.findings import Diagnosis, Finding, merged
-from remat_jax.diagnosis.kept import kernel_run_again, keyless_random, parameter_kept
-from remat_jax.diagnosis.policies import named_for_offload, nothing_offloaded, unmatched_name, unreached_block
+from remat_jax.diagnosis.policies import (
+    kernel_run_again,
+    keyless_random,
+    named_for_offload,
+    nothing_offloaded,
+    parameter_kept,
+    unmatched_name,
+    unreached_block,
+)
 from remat_jax.diagnosis.structure import nested_checkpoint, overruled_policy, remat_scan_of_one_length, traced_flag
 from remat_jax.diagnosis.watch import observe
 from remat_jax.errors import ArgumentError
@@ -67,15 +74,12 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `latency_hiding_scheduler` | the flag costs more than a tenth of the step's memory, and saves no time (GPU target) |
     | `copies_not_hidden` | compute waits for copies that XLA's latency-hiding scheduler would hide (GPU target) |
 
-    The model's own checkpoints (`nn.remat`, `jax.checkpoint`) are examined too; the policy `"off"` examines only these. Traps
-    are found in the traced or compiled program, not in the source code. Nothing is run. With a target the step is compiled;
-    some traps need a second compilation to compare.
+    The model's own checkpoints (`nn.remat`, `jax.checkpoint`) are examined too; the policy `"off"` examines only these. The
+    step is traced, and compiled if there is a target, but never run. A `jax.checkpoint` without a policy is no trap: it may
+    deliberately recompute everything.
 
     With a target the diagnosis also has `advice`: changes that save memory which policies on the blocks cannot save. Each
     change is compiled. Its saving is an estimate (`Advice.compiled`) only if the change cannot be made here.
-
-    Random numbers of `jax.random` are no trap: recomputed with the same key they are equal. A `jax.checkpoint` with a missing
-    policy cannot be distinguished from a deliberate `None`, which recomputes everything.
 
     Args:
       policy: a policy, its name or text, a policy object of JAX's, or a mapping from block to policy.
@@ -104,30 +108,27 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
         raise ArgumentError(f"target={described.name!r} is not a GPU: compiling shows traps only for GPUs; leave target out")
     if described is not None:
         check_devices(workload, described)
-    none = _is_none(workload, policy)
-    if none:
-        return Diagnosis(workload.name, "None", _name(described), merged(none), 0)
+    target_name = None if described is None else described.name
+    undefined = _undefined(workload, policy)
+    if undefined:
+        return Diagnosis(workload.name, "None", target_name, merged(undefined), 0)
     policies, text = _policies(workload, policy)
     replaced = workload.replaced_checkpoints if policies is not None else 0
     observed = observe(workload, policies)
     findings = [finding for trap in TRAPS for finding in trap(observed)]
-    is_refused = policies is not None and bool(REFUSED & {one.trap for one in findings})
+    is_refused = policies is not None and bool(REFUSED & {finding.trap for finding in findings})
     advice: tuple[Advice, ...] = ()
     if described is not None and not is_refused:
         findings += compiled_traps(observed, described, timeout)
-        asked = policy_of(observed)
-        advice = compiled_advice(workload, asked, measure(workload, asked, described, timeout), described, timeout)
+        report = measure(workload, observed.policy, described, timeout)
+        advice = compiled_advice(workload, observed.policy, report, described, timeout)
     else:
         findings += pinned_pool(observed)
-    return Diagnosis(workload.name, text, _name(described), merged(findings), len(observed.regions), replaced, advice)
+    return Diagnosis(workload.name, text, target_name, merged(findings), len(observed.regions), replaced, advice)
 
 
-def _name(target: Target | None) -> str | None:
-    return target.name if target is not None else None
-
-
-def _is_none(workload: Workload, policy: Any) -> list[Finding]:
-    entries = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, policy)
+def _undefined(workload: Workload, policy: Any) -> list[Finding]:
+    by_block = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, policy)
     return [
         Finding(
             "policy_none",
@@ -137,8 +138,8 @@ def _is_none(workload: Workload, policy: Any) -> list[Finding]:
             "checkpoint, and remat_jax refuses it",
             'Write "full" to recompute everything, "everything" or "off" to recompute nothing',
         )
-        for block, one in entries.items()
-        if one is None
+        for block, block_policy in by_block.items()
+        if block_policy is None
     ]
 
 
@@ -146,8 +147,7 @@ def _policies(workload: Workload, policy: Any) -> tuple[BlockPolicies | None, st
     """The policies of the blocks (None for `off`), and their text."""
     if isinstance(policy, dict):
         policies = workload.own.policies(policy)
-        named = [f"{name_of(block)}: {_text(one)}" for block, one in policies.entries]
-        return policies, ", ".join(named)
+        return policies, ", ".join(f"{name_of(block)}: {_text(block_policy)}" for block, block_policy in policies.entries)
     checked = as_block_policy(policy)
     if is_off(checked):
         return None, "off"

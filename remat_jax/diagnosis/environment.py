@@ -15,12 +15,12 @@ from remat_jax.hardware import gpus
 from remat_jax.memory.compile.attached import device_kind
 from remat_jax.report.tables import render, table
 
-PACKAGES = (
+_PACKAGES = (
     *("remat_jax", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
     *("flax", "optax", "numpy", "scipy", "torch"),
 )
-PREFIXES = ("JAX_", "XLA_", "REMAT_JAX_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
-NOT_INSTALLED = "not installed"
+_PREFIXES = ("JAX_", "XLA_", "REMAT_JAX_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
+_WITHOUT_TORCH = "parity, porting.propose and torch_ref need PyTorch, which is not installed: pip install 'remat-jax[torch]'"
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Environment:
 
     def __rich__(self) -> Any:
         rows = [("Python", self.python), ("platform", self.platform)]
-        rows += [(name, version or NOT_INSTALLED) for name, version in self.versions.items()]
-        rows += [("GPU", ", ".join(one.values())) for one in self.gpus] or [("GPU", "none")]
+        rows += [(name, version or "not installed") for name, version in self.versions.items()]
+        rows += [("GPU", ", ".join(gpu.values())) for gpu in self.gpus] or [("GPU", "none")]
         rows += [("JAX's GPU", self.attached)] if self.attached else []
         rows += list(self.flags.items())
         rows += [("cannot", limit) for limit in self.limits]
@@ -69,15 +69,15 @@ def environment() -> Environment:
     (True, True)
     """
     devices = tuple(gpus())
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: _version(name) for name in _PACKAGES}
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),
         versions=versions,
         gpus=devices,
         attached=_attached() if devices else None,
-        flags={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
-        limits=(*compat.limits(), *_without_torch()),
+        flags={name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+        limits=(*compat.limits(), *(() if importlib.util.find_spec("torch") else (_WITHOUT_TORCH,))),
     )
 
 
@@ -93,9 +93,3 @@ def _attached() -> str:
         return device_kind()
     except TargetError as error:
         return str(error)
-
-
-def _without_torch() -> tuple[str, ...]:
-    if importlib.util.find_spec("torch") is not None:
-        return ()
-    return ("parity, porting.propose and torch_ref need PyTorch, which is not installed: pip install 'remat-jax[torch]'",)

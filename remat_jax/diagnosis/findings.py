@@ -64,35 +64,30 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
-        return {
-            "workload": self.workload,
-            "policy": self.policy,
-            "target": self.target,
-            "ok": self.ok,
-            "findings": [asdict(one) for one in self.findings],
-            "regions": self.regions,
-            "replaced_checkpoints": self.replaced_checkpoints,
-            "advice": [asdict(one) for one in self.advice],
-        }
+        data = asdict(self)
+        return {**data, "ok": self.ok, "findings": list(data["findings"]), "advice": list(data["advice"])}
 
     def __rich__(self) -> Any:
         where = f"compiled for {self.target}" if self.target else "traced, not compiled"
         title = f"{self.workload} under {self.policy} ({where}): {_counted(len(self.findings), 'trap')}"
         remark = f"\n{replaced_text(self.replaced_checkpoints)}." if self.replaced_checkpoints else ""
-        remark += "".join(f"\nbeyond the blocks: {one}" for one in self.advice)
+        remark += "".join(f"\nbeyond the blocks: {advice}" for advice in self.advice)
         if self.ok:
             regions = _counted(self.regions, "different checkpointed region") if self.regions else "nothing is checkpointed"
             more = "" if self.target else "\nName a GPU as the target to look for traps that only compiling shows."
             return f"{title}; {regions}.{remark}{more}"
-        rows = [(one.trap, "\n".join(filter(None, (one.block, one.place))), one.problem, one.remedy) for one in self.findings]
+        rows = [
+            (finding.trap, "\n".join(filter(None, (finding.block, finding.place))), finding.problem, finding.remedy)
+            for finding in self.findings
+        ]
         return table(title, ("trap", "where", "what happens", "remedy"), rows, caption=remark.strip() or None)
 
     def __str__(self) -> str:
         return render(self)
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -1,21 +1,29 @@
-"""Traps of the policy itself: selectors and names that match nothing, and offloads that move nothing."""
+"""Traps of a policy: selectors and names that match nothing, offloads that move nothing, and arrays saved in vain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 
 from remat_jax import compat
 from remat_jax.apply.audit import closest
 from remat_jax.apply.scope import BlockPolicies
+from remat_jax.core.flow import CALLS, flagged
 from remat_jax.core.marks import name_of
 from remat_jax.core.origins import origin
-from remat_jax.core.walk import given_names
+from remat_jax.core.products import MATMULS
+from remat_jax.core.walk import bodies, equations, given_names
 from remat_jax.diagnosis.findings import Finding, some
-from remat_jax.diagnosis.watch import Observed, Region
+from remat_jax.diagnosis.watch import Kept, Observed, Region, is_view
 from remat_jax.errors import nearest
 from remat_jax.policy import Action, JaxPolicy, LayerPolicies, Policy
+
+# The share of a region's saved bytes that is too small to report, such as the scales of its norms.
+_NEGLIGIBLE = 0.01
+
+_KERNELS = frozenset({"pallas_call", "ffi_call", "custom_call", "triton_kernel_call", "jax_triton", "tpu_custom_call"})
 
 
 def unreached_block(observed: Observed) -> Iterator[Finding]:
@@ -30,10 +38,9 @@ def unreached_block(observed: Observed) -> Iterator[Finding]:
 
 def unmatched_name(observed: Observed) -> Iterator[Finding]:
     """Selectors, and names in JAX's policies, that match no residual."""
-    for policy in distinct(observed.policies):
-        regions = observed.of(policy)
+    for policy in _distinct(observed.policies):
         if isinstance(policy, Policy):
-            yield from _unmatched_selectors(policy, regions)
+            yield from _unmatched_selectors(policy, observed.of(policy))
     for policy in {region.policy: None for region in observed.regions if callable(region.policy)}:
         assert callable(policy)
         yield from _unmatched_names(policy, [region for region in observed.regions if region.policy == policy])
@@ -54,11 +61,11 @@ def _unmatched_selectors(policy: Policy, regions: list[Region]) -> Iterator[Find
 
 
 def _missed(policy: Policy, regions: list[Region]) -> tuple[str, ...]:
-    missed = policy.unmatched(one for region in regions for one in region.block.named.candidates.values())
-    if missed and regions:
-        # Arrays of derivative rules show only in the linearisation, which costs another trace.
-        missed = policy.unmatched(one for region in regions for one in region.block.candidates)
-    return missed if regions else ()
+    if not regions:
+        return ()
+    missed = policy.unmatched(candidate for region in regions for candidate in region.block.named.candidates.values())
+    # Arrays of derivative rules show only in the linearisation, which costs another trace.
+    return missed and policy.unmatched(candidate for region in regions for candidate in region.block.candidates)
 
 
 def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Finding]:
@@ -81,16 +88,14 @@ def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Findi
 def named_for_offload(observed: Observed) -> Iterator[Finding]:
     """Offloaded names of arrays that the backward pass does not read, so that nothing is moved."""
     for region in observed.regions:
-        unmoved = offloaded_by_name(region) - {one.name for one in region.kept if one.on_host}
+        unmoved = _offloaded_by_name(region) - {kept.name for kept in region.offloaded}
         outputs = _outputs(region) if unmoved else set()
         for name in sorted(unmoved):
             if name in outputs:
                 yield _named_output(region, name)
                 continue
-            yield Finding(
+            yield region.finding(
                 "offload_without_effect",
-                some(region.paths),
-                region.place,
                 f"{name!r} is offloaded, but given the other kept arrays, the backward pass does not read it",
                 "Offload an array that is computed from it, or an array that it is computed from, or leave it out",
             )
@@ -102,16 +107,11 @@ def _named_output(region: Region, name: str) -> Finding:
         for aval, parameter in zip(region.block.jaxpr.in_avals, region.parameters, strict=True)
         if not parameter
     )
-    where = (
-        "of a scan's body: the next round reads it as its input, and that copy stays on the device"
-        if region.looped
-        else ("of the block: the next block reads it as its input, and that copy stays on the device")
-    )
-    return Finding(
+    block, reader = ("a scan's body", "round") if region.looped else ("the block", "block")
+    return region.finding(
         "named_output",
-        some(region.paths),
-        region.place,
-        f"{name!r} is offloaded, but it is the output {where} (up to {input_bytes} bytes each time)",
+        f"{name!r} is offloaded, but it is the output of {block}: the next {reader} reads it as its input, and that copy stays "
+        f"on the device (up to {input_bytes} bytes each time)",
         "Name the input of the block instead of its output (jax#23869): the selector @inputs, the policy offload_inputs, or "
         "checkpoint_name on the first line",
     )
@@ -119,16 +119,16 @@ def _named_output(region: Region, name: str) -> Finding:
 
 def nothing_offloaded(observed: Observed) -> Iterator[Finding]:
     """Policies with an offload that moves nothing at all."""
-    for policy in distinct(observed.policies):
+    for policy in _distinct(observed.policies):
         if isinstance(policy, Policy) and policy.offloads:
             yield from _nothing_moved(policy, observed.of(policy))
 
 
 def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
-    if not regions or any(one.on_host for region in regions for one in region.kept):
+    if not regions or any(region.offloaded for region in regions):
         return
     offloaded = {selector for rule in policy.rules if rule.action is Action.OFFLOAD for selector in rule.selectors}
-    if any(offloaded_by_name(region) for region in regions) or offloaded <= set(_missed(policy, regions)):
+    if any(map(_offloaded_by_name, regions)) or offloaded <= set(_missed(policy, regions)):
         return  # reported by `named_for_offload` or `unmatched_name`
     selected = sorted({name for region in regions for name in region.block.offloaded})
     if selected:
@@ -144,13 +144,13 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
     )
 
 
-def offloaded_by_name(region: Region) -> set[str]:
+def _offloaded_by_name(region: Region) -> set[str]:
     """The user's own names that the policy offloads by exact name, not by a glob."""
     given = set(given_names(region.block.jaxpr))
     if isinstance(region.policy, Policy):
-        candidates = [one for one in region.block.named.candidates.values() if one.name in given]
-        exact = set(region.policy.selectors)
-        return {one.name for one in candidates if one.name in exact and region.policy.action(one) is Action.OFFLOAD}
+        exact = given & set(region.policy.selectors)
+        candidates = [candidate for candidate in region.block.named.candidates.values() if candidate.name in exact]
+        return {candidate.name for candidate in candidates if region.policy.action(candidate) is Action.OFFLOAD}
     if region.policy is None or region.policy is jax.checkpoint_policies.nothing_saveable:
         return set()
     return given & set(compat.offloaded_by(region.policy, region.block.jaxpr))
@@ -158,13 +158,143 @@ def offloaded_by_name(region: Region) -> set[str]:
 
 def _outputs(region: Region) -> set[str]:
     jaxpr = region.block.jaxpr.jaxpr
-    made = [origin(jaxpr, atom) for atom in jaxpr.outvars]
-    return {name for one in made for name in (one.name, *one.aliases)}
+    sources = [origin(jaxpr, atom) for atom in jaxpr.outvars]
+    return {name for source in sources for name in (source.name, *source.aliases)}
 
 
-def distinct(policies: BlockPolicies | None) -> Iterable[Policy | JaxPolicy]:
+def _distinct(policies: BlockPolicies | None) -> Iterable[Policy | JaxPolicy]:
     """The distinct policies of the workload, including those of single layers."""
     unique: dict[Policy | JaxPolicy, None] = {}
     for _, policy in policies.entries if policies else ():
-        unique |= dict.fromkeys([each for _, each in policy.runs] if isinstance(policy, LayerPolicies) else [policy])
+        unique |= dict.fromkeys([run for _, run in policy.runs] if isinstance(policy, LayerPolicies) else [policy])
     return unique
+
+
+# --- saved arrays and recomputation ---------------------------------------------------------------------------------------
+
+
+def kernel_run_again(observed: Observed) -> Iterator[Finding]:
+    """Kernels with several results (flash attention and its log-sum-exp) that save one and run again for another."""
+    for region in observed.regions:
+        again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
+        wasted: dict[int, tuple[Any, list[Kept]]] = {}
+        for array in region.kept if again else ():
+            eqn = _kernel_of(*region.makers[array.name]) if array.name in region.makers else None
+            if eqn is not None and any(_is_same(eqn, other) for other in again):
+                wasted.setdefault(id(eqn), (eqn, []))[1].append(array)
+        for eqn, kept in wasted.values():
+            results = ", ".join(f"{var.aval.dtype}{list(var.aval.shape)}" for var in eqn.outvars)
+            yield region.finding(
+                "kernel_run_again",
+                f"{some(array.name for array in kept)} of {eqn.primitive.name} is kept ({sum(array.nbytes for array in kept)} "
+                f"bytes), yet {eqn.primitive.name} runs again in the backward pass, which needs another of its results "
+                f"({results})",
+                "Keep the other results that the backward pass reads too (of flash attention the log-sum-exp; remat-jax "
+                "measure --residuals lists the names; a JAX policy needs names in the kernel's own derivative rule), or keep "
+                "none of the results",
+                eqn=eqn,
+            )
+
+
+def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
+    """The only kernel with several results that the named array comes from without further expensive work, or None."""
+    kernels: dict[int, Any] = {}
+    seen: set[Any] = set()
+    ahead = [(atom, made) for atom in name.invars]
+    while ahead:
+        atom, made = ahead.pop()
+        if hasattr(atom, "val") or atom in seen:
+            continue
+        seen.add(atom)
+        eqn = made.get(atom)
+        if eqn is None or eqn.primitive.name in MATMULS:
+            return None
+        if len(eqn.outvars) > 1 and _is_expensive(eqn):
+            kernels[id(eqn)] = eqn
+        elif compat.kind(eqn) in CALLS and bodies(eqn):
+            inner = bodies(eqn)[0].jaxpr
+            whole = [maker for maker in inner.eqns if maker.primitive.name not in ("scan", "while")]
+            ahead.append((inner.outvars[eqn.outvars.index(atom)], {var: maker for maker in whole for var in maker.outvars}))
+        else:
+            ahead += [(operand, made) for operand in eqn.invars]
+    return next(iter(kernels.values())) if len(kernels) == 1 else None
+
+
+def _is_expensive(eqn: Any) -> bool:
+    """Whether `eqn` is a kernel, or a loop or custom-VJP call that contains kernels or matrix multiplications."""
+    if not eqn.primitive.name.startswith(("scan", "while", "custom_vjp_call")):
+        return _is_kernel(eqn)
+    inside = [inner for body in bodies(eqn) for inner in equations(body)]
+    return any(inner.primitive.name in MATMULS or _is_kernel(inner) for inner in inside)
+
+
+def _is_kernel(eqn: Any) -> bool:
+    return eqn.primitive.name in _KERNELS or "attention" in eqn.primitive.name
+
+
+def _is_same(eqn: Any, again: Any) -> bool:
+    """Whether `again` is a recomputation of `eqn`, perhaps without unread results; the transpose of `eqn` is not."""
+    first, second = ((each.primitive.name, compat.source_line(each), each.params.get("reverse")) for each in (eqn, again))
+    avals = [str(var.aval) for var in eqn.outvars]
+    return first == second and all(str(var.aval) in avals for var in again.outvars)
+
+
+def parameter_kept(observed: Observed) -> Iterator[Finding]:
+    """Parameters, or copies in another dtype, that a policy saves although they are on the device anyway."""
+    for region in observed.regions:
+        copies = _copies_of_parameters(region)
+        wasted = [array for array in region.kept if array.name in copies]
+        wasted = [array for array in wasted if array.on_host or copies[array.name] or region.looped]
+        for on_host in (False, True):
+            names = sorted(array.name for array in wasted if array.on_host is on_host)
+            nbytes = sum(array.nbytes for array in wasted if array.on_host is on_host)
+            if nbytes <= _NEGLIGIBLE * sum(array.nbytes for array in region.kept):
+                continue
+            each = " in each round of the loop" if region.looped else ""
+            yield region.finding(
+                "parameter_kept",
+                f"{nbytes} bytes{each} of {'host' if on_host else 'device'} memory hold copies of parameters or constants "
+                f"({some(names)}), which are on the device anyway",
+                f'Recompute them at the cost of a cast: put a rule such as "recompute: {_selectors(names)}" before the others',
+            )
+
+
+def _selectors(names: list[str]) -> str:
+    if all(":" in name for name in names):
+        names = sorted({f"@primitive:{name.rpartition(':')[2].partition('#')[0]}" for name in names})
+    return ", ".join(names)
+
+
+def _copies_of_parameters(region: Region) -> dict[str, bool]:
+    """The names of arrays that are views or casts of a parameter → whether the array was cast."""
+    jaxpr = region.block.named.jaxpr
+    views = flagged(jaxpr, region.parameters, is_view)
+    copies: dict[str, bool] = {}
+    cast: set[Any] = set()
+    for eqn in jaxpr.jaxpr.eqns:
+        if not eqn.outvars or eqn.outvars[0] not in views:
+            continue
+        operands = [atom for atom in eqn.invars if not hasattr(atom, "val")]
+        if operands and (eqn.primitive.name == "convert_element_type" or cast & set(operands)):
+            cast.add(eqn.outvars[0])
+        name = compat.given_name(eqn)
+        if name is not None:
+            copies[name] = eqn.invars[0] in cast
+    return copies
+
+
+def keyless_random(observed: Observed) -> Iterator[Finding]:
+    """Random numbers without a key in a recomputation: they differ, so the gradients belong to a different mask.
+
+    Numbers of `jax.random` (any implementation) are a function of their key: recomputed, they are equal bit for bit.
+    """
+    for region in observed.regions:
+        for eqn in region.rerun:
+            if eqn.primitive.name == "rng_uniform":
+                yield region.finding(
+                    "keyless_random",
+                    "lax.rng_uniform has no key, so the backward pass draws other numbers than the forward pass, and the "
+                    "gradient is wrong",
+                    "Draw with jax.random and a key, which repeats the same numbers, or save them: @primitive:rng_uniform",
+                    eqn=eqn,
+                )

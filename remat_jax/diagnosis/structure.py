@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.core.flow import CALLS
+from remat_jax.core.flow import CALLS, has
 from remat_jax.core.walk import bodies
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import (
@@ -40,7 +40,7 @@ def remat_scan_of_one_length(observed: Observed) -> Iterator[Finding]:
 def _made_by_remat_scan(eqn: Any) -> bool:
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
-    return any(one.function_name.startswith("remat_scan.") and "flax" in one.file_name for one in frames)
+    return any(frame.function_name.startswith("remat_scan.") and "flax" in frame.file_name for frame in frames)
 
 
 def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
@@ -58,24 +58,23 @@ def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, t
 def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
     """A checkpoint around all others, which runs everything three times without lowering the peak.
 
-    At the start of its backward pass it recomputes all arrays that the inner checkpoints save, at once. It can lower memory
-    only while later code runs, so it is reported if the residuals outside of it are smaller than the memory that an inner
-    checkpoint uses. Several outer checkpoints, or a loop of them, trade time for memory and are not reported.
+    Its backward pass first recomputes all arrays that the inner checkpoints save. So it lowers memory only while later code
+    runs, and is reported if the residuals outside of it are smaller than the memory that an inner checkpoint uses.
     """
     outermost = list(region_equations(observed.jaxpr))
     if len(outermost) != 1 or outermost[0][3]:
         return
     body = body_of(outermost[0][0])
-    inner = {str(one): one for eqn in body.jaxpr.eqns for one in _nested(eqn)}
+    inner = {str(code): code for code in (body_of(eqn) for eqn, *_ in region_equations(body))}
     for region in observed.regions:
-        if not inner or not _is(body, region) or _outside(observed, region) > max(map(bytes_in_use, inner.values())):
+        code = region.block.jaxpr
+        is_body = len(body.jaxpr.eqns) == len(code.jaxpr.eqns) and str(body.out_avals) == str(code.out_avals)
+        if not inner or not is_body or _outside(observed, region) > max(map(bytes_in_use, inner.values())):
             continue
-        nested, single = region.executed_flops, region.executed_flops_without
+        nested, single = region.flops(), region.flops_without()
         if nested > single:
-            yield Finding(
+            yield region.finding(
                 "nested_checkpoint",
-                some(region.paths),
-                region.place,
                 f"this checkpoint surrounds all others, so their blocks run three times: {nested} FLOPs per step, and "
                 f"{single} without it. It does not lower the peak: its backward pass first recomputes everything that the "
                 "inner checkpoints keep",
@@ -83,60 +82,38 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
             )
 
 
-def _is(body: Any, region: Region) -> bool:
-    """Whether `body` is the code of `region`."""
-    mine = region.block.jaxpr
-    return len(body.jaxpr.eqns) == len(mine.jaxpr.eqns) and str(body.out_avals) == str(mine.out_avals)
-
-
 def _outside(observed: Observed, region: Region) -> float:
     """The bytes that are saved outside of `region`; infinite if unknown."""
     if observed.residuals is None:
         return math.inf
-    return observed.residuals.device_bytes - sum(one.nbytes for one in region.kept if not one.on_host)
-
-
-def _nested(eqn: Any) -> Iterator[Any]:
-    """The bodies of the regions in `eqn`."""
-    if is_region(eqn):
-        yield body_of(eqn)
-    elif contains_live_region(eqn):
-        for body in bodies(eqn):
-            for one in body.jaxpr.eqns:
-                yield from _nested(one)
+    return observed.residuals.device_bytes - sum(kept.nbytes for kept in region.kept if not kept.on_host)
 
 
 def overruled_policy(observed: Observed) -> Iterator[Finding]:
     """A checkpoint of the user's own around blocks, which drops the arrays that the workload's policy saves inside."""
-    around = [region for region in observed.regions if not region.ours]
-    for region in around:
-        inside = _blocks_inside(region)
-        mine = [one for one in observed.regions if one.ours and one.kept and inside]
-        asked = sum(kept.nbytes for one in mine for kept in one.kept)
-        names = {kept.name for one in mine for kept in one.kept}
-        if asked and not names & {kept.name for kept in region.kept}:
+    wanted = [kept for region in observed.regions if region.ours for kept in region.kept]
+    wanted_bytes, names = sum(kept.nbytes for kept in wanted), {kept.name for kept in wanted}
+    for region in observed.regions:
+        inside = 0 if region.ours else sum(1 for _ in _blocks(region.block.jaxpr))
+        if inside and wanted_bytes and not names & {kept.name for kept in region.kept}:
             word = "policy=None, which recomputes everything in JAX" if region.policy is None else "a policy of its own"
-            yield Finding(
+            yield region.finding(
                 "overruled_policy",
-                some(region.paths),
-                region.place,
                 f"the model's own checkpoint surrounds {inside} block(s) of the workload and has {word}: it keeps "
-                f"{sum(one.nbytes for one in region.kept)} bytes, but discards the {asked} bytes or more that the policy "
-                f"keeps inside ({some(sorted(names))})",
+                f"{sum(kept.nbytes for kept in region.kept)} bytes, but discards the {wanted_bytes} bytes or more that the "
+                f"policy keeps inside ({some(sorted(names))})",
                 "Leave own_checkpoints='keep' out; the policy then replaces the model's own checkpoint",
             )
 
 
-def _blocks_inside(region: Region) -> int:
-    return sum(1 for eqn in _all(region.block.jaxpr) if compat.is_block(eqn))
-
-
-def _all(jaxpr: Any) -> Iterator[Any]:
+def _blocks(jaxpr: Any) -> Iterator[Any]:
+    """The outermost blocks in the closed `jaxpr`."""
     for eqn in jaxpr.jaxpr.eqns:
-        yield eqn
-        if not compat.is_block(eqn):
+        if compat.is_block(eqn):
+            yield eqn
+        else:
             for body in bodies(eqn):
-                yield from _all(body)
+                yield from _blocks(body)
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------------
@@ -165,7 +142,8 @@ def _regions_with_flags(
     """The user's own regions, with the positions of operands that are Python bools."""
     for eqn in jaxpr.jaxpr.eqns:
         here = path + compat.scopes(eqn)
-        flags = [_is_bool(atom) and (hasattr(atom, "val") or atom in literal) for atom in eqn.invars]
+        bools = [atom.aval.shape == () and str(getattr(atom.aval, "dtype", "")) == "bool" for atom in eqn.invars]
+        flags = [is_bool and has(atom, literal) for atom, is_bool in zip(eqn.invars, bools, strict=True)]
         if compat.is_checkpoint(eqn) and is_region(eqn):
             yield eqn, here, [index for index, flag in enumerate(flags) if flag]
         elif eqn.primitive.name == "scan" or compat.kind(eqn) in CALLS:
@@ -175,23 +153,19 @@ def _regions_with_flags(
                 yield from _regions_with_flags(body, inner, here)
 
 
-def _is_bool(atom: Any) -> bool:
-    return atom.aval.shape == () and str(getattr(atom.aval, "dtype", "")) == "bool"
-
-
 def _decides(jaxpr: Any, flags: set[Any]) -> bool:
     """Whether one of the variables `flags` is the predicate of a select or a cond in `jaxpr`."""
     tracked = set(flags)
     for eqn in jaxpr.jaxpr.eqns:
-        mine = [not hasattr(atom, "val") and atom in tracked for atom in eqn.invars]
-        if not any(mine):
+        operands = [not hasattr(atom, "val") and atom in tracked for atom in eqn.invars]
+        if not any(operands):
             continue
-        if eqn.primitive.name in ("select_n", "cond") and mine[0]:
+        if eqn.primitive.name in ("select_n", "cond") and operands[0]:
             return True
         if compat.kind(eqn) in CALLS:
             for body in bodies(eqn):
-                if _decides(body, {var for var, flag in zip(body.jaxpr.invars, mine, strict=False) if flag}):
+                if _decides(body, {var for var, flag in zip(body.jaxpr.invars, operands, strict=False) if flag}):
                     return True
-        elif is_view(eqn, mine):
+        elif is_view(eqn, operands):
             tracked.update(eqn.outvars)
     return False

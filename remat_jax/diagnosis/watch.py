@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,20 +20,20 @@ from remat_jax.core.marks import Block
 from remat_jax.core.origins import is_on_host, origin
 from remat_jax.core.products import eqn_flops
 from remat_jax.core.rewrite import region_body
-from remat_jax.core.walk import bodies, inner_jaxprs, of_some
+from remat_jax.core.walk import bodies, equations, inner_jaxprs, of_some
 from remat_jax.cost.count import count
+from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.errors import BlockError, RematError, UnsupportedError
 from remat_jax.memory import ResidualTable, residuals
 from remat_jax.policy import JaxPolicy, Policy
 from remat_jax.workload import Workload
 
 FULL, EVERYTHING = Policy.parse("full"), Policy.parse("everything")
-_SPENT = "rematted_computation"
 _NO_REVERSE_MODE = (NotImplementedError, TypeError, ValueError)
 # Operations that only rearrange an array, or cast it.
 _VIEWS = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "name", "reshape", "rev", "slice", "squeeze"}
-) | {"transpose"}
+    {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "reshape", "rev", "slice", "squeeze", "transpose"}
+)
 
 
 def is_view(eqn: Any, flags: Sequence[bool]) -> bool:
@@ -75,8 +74,13 @@ class Region:
 
     @functools.cached_property
     def kept(self) -> tuple[Kept, ...]:
-        """The arrays that the forward pass saves for the backward pass, without parameters and inputs left in place."""
+        """The arrays saved for the backward pass, without parameters and inputs left in place."""
         return _kept(self.block)
+
+    @property
+    def offloaded(self) -> tuple[Kept, ...]:
+        """The saved arrays in host memory."""
+        return tuple(kept for kept in self.kept if kept.on_host)
 
     @functools.cached_property
     def rerun(self) -> tuple[Any, ...]:
@@ -84,25 +88,28 @@ class Region:
         jaxpr = _traced(self.block.checkpointed(prevent_cse=False), self.block.jaxpr, lambda pullback, outs: pullback(outs))
         if jaxpr is None:
             return ()
-        return tuple(eqn for eqn, spent in _equations(compat.dce(jaxpr).jaxpr, False) if spent)
+        regions = filter(is_spent, equations(compat.dce(jaxpr)))
+        return tuple(eqn for region in regions for body in bodies(region) for eqn in equations(body))
 
-    @functools.cached_property
-    def executed_flops(self) -> int:
+    def flops(self) -> int:
         """The FLOPs of a forward and a backward pass of the region."""
         return _flops(self.block.checkpointed(prevent_cse=False), self.block.jaxpr)
 
-    @functools.cached_property
-    def executed_flops_without(self) -> int:
+    def flops_without(self) -> int:
         """The FLOPs without this checkpoint, but with the checkpoints inside it."""
         return _flops(compat.jaxpr_function(self.block.jaxpr), self.block.jaxpr)
 
     @functools.cached_property
     def makers(self) -> dict[str, tuple[Any, dict[Any, Any]]]:
-        """Name → the equation that gives it, and the equations that make the variables around it."""
+        """Name → the equation that gives it, and variable → equation around it."""
         if self.is_opaque:
             return {}
         linearised, primals = self.block.linearised.jaxpr, len(self.block.jaxpr.in_avals)
         return dict(_makers(linearised, [index < primals for index in range(len(linearised.in_avals))]))
+
+    def finding(self, trap: str, problem: str, remedy: str, *, eqn: Any = None) -> Finding:
+        """A mistake in the region, at the line of `eqn` if there is one."""
+        return Finding(trap, some(self.paths), (compat.source_line(eqn) if eqn else "") or self.place, problem, remedy)
 
     @property
     def is_opaque(self) -> bool:
@@ -133,13 +140,12 @@ def _kept(block: PlannedBlock) -> tuple[Kept, ...]:
     jaxpr = _traced(block.checkpointed(prevent_cse=False), block.jaxpr, lambda pullback, _: pullback)
     if jaxpr is None:
         return ()
-    found: dict[Any, Kept] = {}
+    kept: dict[Any, Kept] = {}
     for atom in jaxpr.jaxpr.outvars:
-        made = None if hasattr(atom, "val") else origin(jaxpr.jaxpr, atom)
-        if made is not None and (made.kind not in ("argument", "constant") or is_on_host(atom)):
-            nbytes = math.prod(atom.aval.shape) * compat.itemsize(atom.aval.dtype)
-            found.setdefault((made.key, is_on_host(atom)), Kept(made.name, nbytes, is_on_host(atom)))
-    return tuple(found.values())
+        source, on_host = origin(jaxpr.jaxpr, atom), is_on_host(atom)
+        if source.kind not in ("argument", "constant") or (on_host and not hasattr(atom, "val")):
+            kept.setdefault((source.key, on_host), Kept(source.name, compat.tree_bytes(atom.aval), on_host))
+    return tuple(kept.values())
 
 
 def _flops(run: Callable[..., Any], jaxpr: Any) -> int:
@@ -153,21 +159,12 @@ def _flops(run: Callable[..., Any], jaxpr: Any) -> int:
 
 def bytes_in_use(body: Any) -> int:
     """The bytes of all arrays that the closed jaxpr `body` makes and its backward pass reads."""
-    return sum(one.nbytes for one in _kept(plan_block(body, EVERYTHING, "", [False] * len(body.in_avals))))
+    return sum(kept.nbytes for kept in _kept(plan_block(body, EVERYTHING, "", [False] * len(body.in_avals))))
 
 
-def _equations(jaxpr: Any, spent: bool) -> Iterator[tuple[Any, bool]]:
-    """Every equation at any depth, and whether it is part of a recomputation."""
-    for eqn in jaxpr.eqns:
-        again = spent or (compat.is_checkpoint(eqn) and bool(compat.checkpoint_parts(eqn)[1].get("differentiated")))
-        yield eqn, again
-        for body in bodies(eqn):
-            yield from _equations(body.jaxpr, again)
-
-
-def _makers(jaxpr: Any, known: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
-    """The makers of names in a linearisation, restricted to values without tangents; `known` flags such inputs."""
-    fixed = flagged(jaxpr, known, _all)
+def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
+    """The makers of names in a linearisation, restricted to values without tangents; `primal` flags such inputs."""
+    fixed = flagged(jaxpr, primal, _all)
     # A differentiated loop is no longer the loop that a backward pass recomputes; calls can be entered.
     eqns = [eqn for eqn in jaxpr.jaxpr.eqns if compat.kind(eqn) in CALLS or all(var in fixed for var in eqn.outvars)]
     made = {var: eqn for eqn in eqns for var in eqn.outvars if var in fixed}
@@ -175,16 +172,21 @@ def _makers(jaxpr: Any, known: Sequence[bool]) -> Iterator[tuple[str, tuple[Any,
         name = compat.given_name(eqn)
         if name is not None:
             yield name, (eqn, made)
-        flags = [has(atom, fixed) for atom in eqn.invars]
-        for key, value in inner_jaxprs(eqn).items():
-            for one in value if isinstance(value, tuple) else (value,):
-                inner = compat.closed(one)
-                if len(inner.in_avals) == len(flags) or eqn.primitive.name in ("cond", "while"):
-                    yield from _makers(inner, inner_flags(eqn, key, inner, flags, _all))
+        for key, inner in _inner(eqn):
+            if len(inner.in_avals) == len(eqn.invars) or eqn.primitive.name in ("cond", "while"):
+                flags = [has(atom, fixed) for atom in eqn.invars]
+                yield from _makers(inner, inner_flags(eqn, key, inner, flags, _all))
 
 
 def _all(_: Any, flags: list[bool]) -> bool:
     return all(flags)
+
+
+def _inner(eqn: Any) -> Iterator[tuple[str, Any]]:
+    """The closed jaxprs inside `eqn`, each with the name of its parameter."""
+    for key, value in inner_jaxprs(eqn).items():
+        for jaxpr in value if isinstance(value, tuple) else (value,):
+            yield key, compat.closed(jaxpr)
 
 
 # --- the workload -------------------------------------------------------------------------------------------------------
@@ -195,9 +197,9 @@ class Observed:
     """A workload traced under its policies.
 
     Attributes:
-      workload, policies: the workload and its policies; None for `off`.
+      policies: the workload's policies; None for `off`.
       jaxpr: the traced loss (or finished step) under the policies.
-      regions: the regions of the workload's policies, followed by the user's own; equal regions are merged.
+      regions: the regions of the workload's policies, then the user's own; equal regions are merged.
       order: the paths of the workload's blocks in the order of execution.
       unreached: block → why the policy does not reach it.
     """
@@ -209,11 +211,16 @@ class Observed:
     order: list[str] = field(default_factory=list)
     unreached: dict[Block, str] = field(default_factory=dict)
 
+    @property
+    def policy(self) -> Any:
+        """The policies in the form that `measure` takes."""
+        return dict(self.policies.entries) if self.policies else "off"
+
     @functools.cached_property
     def residuals(self) -> ResidualTable | None:
         """The workload's residuals; None for a finished step, or if the policy is refused."""
         try:
-            return residuals(self.workload, dict(self.policies.entries) if self.policies else "off")
+            return residuals(self.workload, self.policy)
         except RematError:
             return None
 
@@ -233,7 +240,7 @@ def observe(workload: Workload, policies: BlockPolicies | None) -> Observed:
         observed = Observed(workload, None, jax.make_jaxpr(function)(*args))
     else:
         observed = _under(workload, policies, function, args)
-    observed.regions += grouped(_users_own(observed.jaxpr))
+    observed.regions += _grouped(_users_own(observed.jaxpr))
     return observed
 
 
@@ -245,20 +252,20 @@ def _under(workload: Workload, policies: BlockPolicies, function: Callable[..., 
         return function(*args)
 
     def traced(*args: Any) -> Any:
-        outputs, found = run_under(policies.anew(), collecting, args, {})
-        records.append(found)
+        outputs, record = run_under(policies.anew(), collecting, args, {})
+        records.append(record)
         return outputs
 
     observed = Observed(workload, policies, jax.make_jaxpr(traced)(*args))
     for entry in policies.entries:
-        alone = BlockPolicies((entry,))
-        missed: RematError | None = None if entry[0] in records[-1].reached else scope.missed(alone, records[-1])
-        if isinstance(missed, BlockError):
-            observed.unreached[entry[0]] = str(missed)
+        if entry[0] not in records[-1].reached:
+            missed = scope.missed(BlockPolicies((entry,)), records[-1])
+            if isinstance(missed, BlockError):
+                observed.unreached[entry[0]] = str(missed)
     # Flax traces the body of a scan a second time outside of the loop, to find broadcast variables.
     in_loops = {region.paths for region in collector.regions if region.looped}
     regions = [region for region in collector.regions if region.looped or region.paths not in in_loops]
-    observed.regions = grouped(regions)
+    observed.regions = _grouped(regions)
     observed.order = list(dict.fromkeys(region.paths[0] for region in regions))
     return observed
 
@@ -281,18 +288,15 @@ class _Collector(Audit):
     ) -> None:
         if whole:
             named = block.named.jaxpr.jaxpr
-            inputs = {eqn.invars[0] for eqn in named.eqns if (name := compat.given_name(eqn)) and _is_input(block, name)}
+            input_names = {name for name, candidate in block.named.candidates.items() if candidate.is_input}
+            inputs = {eqn.invars[0] for eqn in named.eqns if compat.given_name(eqn) in input_names}
             parameters = tuple(var not in inputs for var in named.invars)
             loop = compat.in_loop() if looped is None else looped
-            self.regions.append(Region((path or "the block",), place_of(block), block.policy, block, parameters, loop, True))
+            self.regions.append(Region((path or "the block",), _place_of(block), block.policy, block, parameters, loop, True))
 
 
-def _is_input(block: PlannedBlock, name: str) -> bool:
-    return name in block.named.candidates and block.named.candidates[name].is_input
-
-
-def place_of(block: PlannedBlock) -> str:
-    """The first line of the user's source in a block."""
+def _place_of(block: PlannedBlock) -> str:
+    """The first line of the user's source."""
     return next((line for eqn in block.jaxpr.jaxpr.eqns if (line := compat.source_line(eqn))), "")
 
 
@@ -304,28 +308,22 @@ def _users_own(jaxpr: Any) -> Iterator[Region]:
         body, params = compat.checkpoint_parts(eqn)
         policy = params.get("policy")
         block = plan_block(body, FULL if policy is None else policy, path, [not flag for flag in given])
-        yield Region((path,), place_of(block), policy, block, tuple(given), looped, False)
+        yield Region((path,), _place_of(block), policy, block, tuple(given), looped, False)
 
 
-def region_equations(jaxpr: Any) -> Iterator[tuple[Any, str, list[bool], bool]]:
-    """The outermost regions of a closed jaxpr: equation, path, whether each operand comes from outside, whether in a loop."""
-    yield from _region_equations(jaxpr, [True] * len(jaxpr.in_avals), (), False)
-
-
-def _region_equations(
-    jaxpr: Any, given: Sequence[bool], path: tuple[str, ...], looped: bool
+def region_equations(
+    jaxpr: Any, given: Sequence[bool] | None = None, path: tuple[str, ...] = (), looped: bool = False
 ) -> Iterator[tuple[Any, str, list[bool], bool]]:
-    known = flagged(jaxpr, given, is_view)
+    """The outermost regions of a closed jaxpr: equation, path, whether each operand comes from outside, whether in a loop."""
+    outside = flagged(jaxpr, [True] * len(jaxpr.in_avals) if given is None else given, is_view)
     for eqn in jaxpr.jaxpr.eqns:
-        flags, here = [has(atom, known) for atom in eqn.invars], path + compat.scopes(eqn)
+        flags, here = [has(atom, outside) for atom in eqn.invars], path + compat.scopes(eqn)
         if is_region(eqn):
             yield eqn, "/".join(here) or "region", flags, looped
         elif not is_spent(eqn) and contains_live_region(eqn):
             loop = looped or eqn.primitive.name in ("scan", "while")
-            for key, value in inner_jaxprs(eqn).items():
-                for one in value if isinstance(value, tuple) else (value,):
-                    inner = compat.closed(one)
-                    yield from _region_equations(inner, inner_flags(eqn, key, inner, flags, is_view), here, loop)
+            for key, inner in _inner(eqn):
+                yield from region_equations(inner, inner_flags(eqn, key, inner, flags, is_view), here, loop)
 
 
 def is_spent(eqn: Any) -> bool:
@@ -349,17 +347,16 @@ def contains_live_region(eqn: Any) -> bool:
     """Whether `eqn` contains a region that is not differentiated yet."""
     if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
         return False
-    return any(is_region(one) or contains_live_region(one) for body in bodies(eqn) for one in body.jaxpr.eqns)
+    return any(is_region(inner) or contains_live_region(inner) for body in bodies(eqn) for inner in body.jaxpr.eqns)
 
 
-def grouped(regions: Any) -> list[Region]:
+def _grouped(regions: Iterable[Region]) -> list[Region]:
     """The regions; those with the same code and decisions are merged."""
-    found: dict[Any, Region] = {}
+    groups: dict[Any, Region] = {}
     for region in regions:
         named = region.block.named.candidates.values()
         actions = tuple(map(region.policy.action, named)) if isinstance(region.policy, Policy) else ()
         key = (region.policy, region.looped, region.ours, region.place, region.parameters, actions, str(region.block.jaxpr))
-        before = found.get(key)
-        paths = (*before.paths, *region.paths) if before else region.paths
-        found[key] = replace(before or region, paths=tuple(dict.fromkeys(paths)))
-    return list(found.values())
+        first = groups.setdefault(key, region)
+        groups[key] = replace(first, paths=tuple(dict.fromkeys((*first.paths, *region.paths))))
+    return list(groups.values())

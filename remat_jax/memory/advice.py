@@ -18,7 +18,7 @@ from remat_jax.memory.hlo.timeline import RESULT, Timeline
 from remat_jax.memory.softmax_products import SoftmaxProduct, softmax_products
 from remat_jax.report.tables import format_bytes
 from remat_jax.train import OffloadedOptimizer
-from remat_jax.train.traced import device_bytes, result_structs
+from remat_jax.train.parameters import device_bytes, result_structs
 from remat_jax.workload import Workload
 
 LEAST = 0.02

@@ -24,7 +24,7 @@ from remat_jax.parity.divergence import Divergence, first_backward, first_forwar
 from remat_jax.parity.match import match
 from remat_jax.porting import as_numpy, as_rules
 from remat_jax.porting.float64 import keep_float64
-from remat_jax.porting.tied_tensors import pairs as tied
+from remat_jax.porting.links import tied_pairs as tied
 from remat_jax.porting.transfer import take
 
 

@@ -33,7 +33,7 @@ from remat_jax.parity.settings import settings
 from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.torch_side import TorchSide
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
-from remat_jax.porting.tied_tensors import pairs
+from remat_jax.porting.links import tied_pairs as pairs
 from remat_jax.warning import silenced
 
 Tell = Callable[[str, int, int], None]

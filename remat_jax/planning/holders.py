@@ -16,7 +16,7 @@ from remat_jax.memory.compile.compiler import Sizes
 from remat_jax.planning.candidate import Tried
 from remat_jax.report.stacked import merged_layers, without_common_root
 from remat_jax.report.tables import format_bytes
-from remat_jax.train.traced import device_bytes
+from remat_jax.train.parameters import device_bytes
 from remat_jax.workload import Workload
 
 _SHOWN = 5

@@ -24,7 +24,7 @@ from remat_jax.planning.nodes import Node, nodes, residual
 from remat_jax.planning.program import BlockProgram, Price, block_program
 from remat_jax.planning.selectors import selectors
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
-from remat_jax.train.traced import device_bytes
+from remat_jax.train.parameters import device_bytes
 from remat_jax.workload import TrainingStep, Workload
 
 KEEP_ALL = ("off", "everything")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from remat_jax.porting.auto import propose
 from remat_jax.porting.files import load, save
-from remat_jax.porting.restacking import restack
 from remat_jax.porting.rules import Rule, Rules, as_rules
 from remat_jax.porting.tensors import as_numpy
-from remat_jax.porting.transfer import from_torch, gradients_from_torch, gradients_to_torch, to_torch
+from remat_jax.porting.transfer import from_torch, gradients_from_torch, gradients_to_torch, restack, to_torch
 from remat_jax.porting.transform import NAMED, Transform
 
 __all__ = [

@@ -17,16 +17,16 @@ from remat_jax.reading import read_limited
 from remat_jax.report.document import written_whole
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
-MOST_INDEX_BYTES = 64 * 2**20
+_MOST_INDEX_BYTES = 64 * 2**20
 _KINDS = f"a .safetensors file, one of PyTorch's ({', '.join(_TORCH)}), a .index.json of either, or a folder with one of these"
 
 
 def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
     """Return the state dict in a file, name → array, for `from_torch`.
 
-    A safetensors file gives NumPy arrays and needs no PyTorch. A PyTorch file gives tensors on the CPU and is read with
-    `weights_only`: a file that would run code is refused. `key` names the entry that holds the state dict, if a PyTorch file
-    has several. An index of shards (`model.safetensors.index.json`) loads all shards; a folder loads its only model.
+    A safetensors file gives NumPy arrays and needs no PyTorch. A PyTorch file gives tensors on the CPU; one that would run
+    code is refused. `key` names the entry that holds the state dict, if a PyTorch file has several. An index
+    (`model.safetensors.index.json`) loads all its shards; a folder loads its only model.
 
     Raises:
         PortingError: the path is no such file, a shard lacks a tensor, the file holds no state dict, or `key` is no text.
@@ -40,19 +40,16 @@ def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
     if not (key is None or isinstance(key, str)):
         raise PortingError(f"key={key!r}: expected the name of an entry of the file, a text.")
     try:
-        return _load(_one_file(_path(path)), key)
+        file = _one_file(_path(path))
+        if file.name.endswith(".index.json"):
+            return _load_shards(file, key)
+        if file.suffix != ".safetensors":
+            return _state_dict(_load_torch(file), file, key)
+        if key is not None:
+            raise PortingError(f"key={key!r}: {file.name} holds tensors alone; leave the key out.")
+        return _load_safetensors(file)
     except OSError as error:
         raise PortingError(f"path={str(path)[:400]!r} cannot be read ({error.strerror or error}); give another file.") from None
-
-
-def _load(path: Path, key: str | None) -> dict[str, Any]:
-    if path.name.endswith(".index.json"):
-        return _load_shards(path, key)
-    if path.suffix == ".safetensors":
-        if key is not None:
-            raise PortingError(f"key={key!r}: {path.name} holds tensors alone; leave the key out.")
-        return _load_safetensors(path)
-    return _state_dict(_load_torch(path), path, key)
 
 
 def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[str, str] | None = None) -> None:
@@ -81,7 +78,9 @@ def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[s
     if path.suffix != ".safetensors":
         if metadata:
             raise PortingError(f"metadata={metadata!r}: a {path.suffix} file cannot store metadata; write .safetensors.")
-        _save_torch(path, _converted(state_dict, lambda value: value if is_torch(value) else as_torch(value)))
+        tensors, torch = _converted(state_dict, lambda value: value if is_torch(value) else as_torch(value)), _torch(path)
+        with _writing(path, RuntimeError) as new:
+            torch.save(tensors, new)
         return
     unnamed = [repr(name) for name in state_dict if not isinstance(name, str)]
     if unnamed:
@@ -89,7 +88,7 @@ def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[s
             f"names that are not texts: {', '.join(unnamed)}; a safetensors file takes only texts, give str(name)."
         )
     header = {**metadata} if isinstance(metadata, Mapping) else metadata or {}
-    if not isinstance(header, dict) or not all(isinstance(one, str) for pair in header.items() for one in pair):
+    if not isinstance(header, dict) or not all(isinstance(text, str) for text in (*header, *header.values())):
         raise PortingError(
             f"metadata={metadata!r:.400}: a safetensors file takes only texts; give text → text, such as str(value)."
         )
@@ -135,7 +134,7 @@ def _writing(path: Path, refused: type[Exception]) -> Iterator[Path]:
 def _one_file(path: Path) -> Path:
     path = _in_folder(path) if path.is_dir() else path
     # Reading a pipe or a device might never end.
-    if not _is_file(path):
+    if not path.is_file():
         raise PortingError(f"path={str(path)[:400]!r}: no such file, or not a regular file; give {_KINDS}.")
     if not path.name.endswith((".index.json", ".safetensors", *_TORCH)):
         raise PortingError(f"path={str(path)!r}: not the name of a model file; give {_KINDS}.")
@@ -152,23 +151,9 @@ def _in_folder(folder: Path) -> Path:
     raise PortingError(f"path={str(folder)!r}: a folder without a model; give {_KINDS}.")
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name with thousands of letters, or with a null byte
-        return False
-
-
-def _content(path: Path, most: int) -> bytes:
-    try:
-        return read_limited(path, most)
-    except ValueError as error:
-        raise PortingError(f"{path.name}: {error}; give the index that was written with the shards.") from None
-
-
 def _load_shards(index: Path, key: str | None) -> dict[str, Any]:
     try:
-        places = json.loads(_content(index, MOST_INDEX_BYTES))["weight_map"]
+        places = json.loads(read_limited(index, _MOST_INDEX_BYTES))["weight_map"]
         files = sorted(set(places.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         files = None
@@ -182,17 +167,16 @@ def _load_shards(index: Path, key: str | None) -> dict[str, Any]:
     if outside:
         raise PortingError(f"{index.name}: the shards must be in its folder, unlike {', '.join(outside)}.")
     result: dict[str, Any] = {}
-    found: dict[str, str] = {}
+    shards: dict[str, str] = {}
     problems = []
     for name in files:
         for tensor, value in load(index.parent / name, key=key).items():
-            if tensor in found:
-                problems.append(f"{tensor}: duplicated, in {found[tensor]} and in {name}")
-            found[tensor], result[tensor] = name, value
-    problems += [
-        f"{tensor}: not in {name}, although the index says so" for tensor, name in places.items() if found.get(tensor) != name
-    ]
-    problems += [f"{tensor}: in {name}, but not in the index" for tensor, name in found.items() if tensor not in places]
+            if tensor in shards:
+                problems.append(f"{tensor}: duplicated, in {shards[tensor]} and in {name}")
+            shards[tensor], result[tensor] = name, value
+    lost = {tensor: name for tensor, name in places.items() if shards.get(tensor) != name}
+    problems += [f"{tensor}: not in {name}, although the index says so" for tensor, name in lost.items()]
+    problems += [f"{tensor}: in {name}, but not in the index" for tensor, name in shards.items() if tensor not in places]
     if problems:
         raise PortingError(f"{index.name} and its shards do not agree:\n  " + "\n  ".join(problems))
     return result
@@ -240,12 +224,6 @@ def _load_torch(path: Path) -> Any:
     except Exception as error:  # a truncated or corrupt file can raise anything in the reader
         reason = (str(error).splitlines() or [""])[0]
         raise PortingError(f"{path.name}: not a PyTorch file ({type(error).__name__}: {reason}).") from None
-
-
-def _save_torch(path: Path, tensors: dict[str, Any]) -> None:
-    torch = _torch(path)
-    with _writing(path, RuntimeError) as new:
-        torch.save(tensors, new)
 
 
 def _state_dict(content: Any, path: Path, key: str | None) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from jax.extend.core import Primitive
 from remat_jax import compat
 
 _MAKERS = ("arange", "array", "empty", "eye", "full", "geomspace", "linspace", "logspace", "ones", "tile", "zeros")
+# Calls of NumPy from these packages keep their dtype: they make no tables of a model.
 _LIBRARIES = {"flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax", "orbax", "torch"}
-"""Calls of NumPy from these packages keep their dtype: they make no tables of a model."""
 _NARROW = (np.dtype("float32"), np.dtype("float16"))
 
 
@@ -40,10 +40,7 @@ class WideArray(np.ndarray):
 
 @contextmanager
 def keep_numpy_float64() -> Iterator[None]:
-    """Make NumPy return float64 wherever a model's own code requests float32 or float16.
-
-    Inside the context, NumPy's functions such as `arange` return a `WideArray` to the model's code; JAX and Flax get plain
-    arrays as usual.
+    """Make NumPy return float64 wherever a model's own code, but not JAX or Flax, requests float32 or float16.
 
     >>> with keep_numpy_float64():
     ...     angles = np.einsum("i,j->ij", np.arange(3), 1 / (10 ** (np.arange(0, 4, 2) / 4))).astype("float32")
@@ -100,23 +97,21 @@ FLOAT32_REMEDY = (
 _widening = compat.trace_context(False)
 
 _FLOAT64 = jnp.dtype("float64")
-_ASKED = {"new_dtype", "preferred_element_type"}
-"""The parameters that request an operation's dtype."""
-_WHOLE = {"jit", "pjit", "scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "checkpoint", "bitcast_convert_type"}
+_DTYPE_PARAMETERS = {"new_dtype", "preferred_element_type"}
+# The bodies of calls and loops are traced, and therefore widened, already.
+_CALLS = {"jit", "pjit", "scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "checkpoint", "bitcast_convert_type"}
 
 
 @contextmanager
 def keep_float64() -> Iterator[None]:
     """Make PyTorch use float64 wherever float32, float16 or bfloat16 is requested, by dtype or by default.
 
-    Many models cast to float32 for a norm, a softmax or a rotation, whatever the dtype of their parameters: after
-    `.double()` they are exact only to 1e-7, which hides real faults of a port. Run the forward and the backward pass in the
-    context (a checkpoint runs forward code in the backward pass). Build the model in the context too, and load its weights
-    afterwards: tables that a constructor computes in float32, such as rotary frequencies, keep their rounding through
-    `.double()`. Existing float32 tensors, such as the parameters of a model built outside, stay float32.
+    Many models cast to float32 for a norm, a softmax or a rotation: after `.double()` they are exact only to 1e-7, which hides
+    real faults of a port. Run both passes in the context (a checkpoint runs forward code in the backward pass). Build the model
+    in it too, and load its weights afterwards: tables that a constructor computes in float32, such as rotary frequencies, keep
+    their rounding through `.double()`. Existing float32 tensors stay float32.
 
-    The context is a `torch.overrides.TorchFunctionMode`, so it does not see casts that C++ makes inside an operator. The
-    default dtype is float64 in all threads meanwhile.
+    The context does not see casts that C++ makes inside an operator. The default dtype is float64 in all threads meanwhile.
 
     >>> import torch
     >>> x = torch.tensor(1 / 3, dtype=torch.float64)
@@ -142,10 +137,9 @@ def keep_float64() -> Iterator[None]:
 def keep_jax_float64() -> Iterator[None]:
     """Make traced JAX code use float64 wherever a cast or a product requests float32, float16 or bfloat16.
 
-    Flax modules contain `astype(jnp.float32)` and `dtype=jnp.float32` for a norm, a softmax or a position, which hides real
-    faults of a port below 1e-7. Trace both passes in the context, with 64-bit types enabled. Tables that a model's own code
-    makes with NumPy stay float64 too. Other arrays made in float32 without a cast keep its rounding, and JAX raises an error
-    for a loop whose carry starts as such an array.
+    Flax modules cast to float32 for a norm, a softmax or a position, which hides real faults of a port below 1e-7. Trace both
+    passes in the context, with 64-bit types enabled. Tables that a model's own code makes with NumPy stay float64 too. Other
+    arrays made in float32 without a cast keep its rounding, and JAX raises an error for a loop whose carry starts as such one.
 
     >>> with jax.enable_x64(True):
     ...     x = jnp.ones(2, "float64")
@@ -158,9 +152,8 @@ def keep_jax_float64() -> Iterator[None]:
     bind = Primitive.bind
 
     def wide(primitive: Any, *args: Any, **params: Any) -> Any:
-        # The bodies of calls and loops are traced, and therefore widened, already.
-        if primitive.name not in _WHOLE:
-            params |= {name: _FLOAT64 for name in _ASKED & params.keys() if _is_narrow(params[name])}
+        if primitive.name not in _CALLS:
+            params |= {name: _FLOAT64 for name in _DTYPE_PARAMETERS & params.keys() if _is_narrow(params[name])}
             dtypes = [getattr(x, "dtype", None) for x in args]
             if _FLOAT64 in dtypes:
                 widen = functools.partial(jax.lax.convert_element_type, new_dtype=_FLOAT64)
@@ -216,10 +209,9 @@ def _wide_like(value: Any, like: bool) -> Any:
 
 
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call `func`, a PyTorch function that runs a backward pass, with the mode enabled during recomputation.
+    """Call `func`, which runs a backward pass, with graph edges in place of tensors.
 
-    A mode is disabled while it handles a call, and these functions invoke the mode for every tensor argument. Graph edges
-    in place of tensors mean the same and do not invoke it.
+    A tensor argument would invoke the mode, which is disabled while it handles a call, also for recomputation.
     """
     import torch
     from torch.autograd.graph import get_gradient_edge

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from remat_jax.errors import PortingError, nearest
-from remat_jax.porting.pattern import Captures, Index
+from remat_jax.porting.pattern import Captures, Index, indexed
 from remat_jax.porting.rules import Rule, Rules
 
 Shape = tuple[int, ...]
@@ -21,8 +21,7 @@ class Place:
     index: Index = ()
 
     def __str__(self) -> str:
-        index = ", ".join(":" if entry is None else str(entry) for entry in self.index)
-        return f"{self.path}[{index}]" if self.index else self.path
+        return indexed(self.path, self.index)
 
     @property
     def key(self) -> tuple[int | slice, ...]:
@@ -52,13 +51,18 @@ class Link:
     torch: tuple[str, ...]
     flax: tuple[Place, ...]
 
+    def flax_shapes(self, arrays: Mapping[str, Shape]) -> list[Shape]:
+        """The shapes of the places in `arrays`, path → shape."""
+        return [place.shape(arrays[place.path]) for place in self.flax]
+
 
 def links_of_tensors(rules: Rules, names: Iterable[str]) -> dict[str, Link]:
     """For every tensor, the link of the first rule that takes it; a tensor without a rule is left out."""
     links = {}
     for name in names:
-        link = next(filter(None, (_link_of_tensor(rule, name) for rule in rules.rules)), None)
-        if link:
+        matches = ((rule, pattern.match(name)) for rule in rules.rules for pattern in rule.torch)
+        candidates = (_link(rule, captures) for rule, captures in matches if captures is not None)
+        if link := next(filter(None, candidates), None):
             links[name] = link
     return links
 
@@ -68,41 +72,41 @@ def links_of_places(rules: Rules, shapes: Mapping[str, Shape]) -> dict[Place, Li
     links: dict[Place, Link] = {}
     for path, shape in shapes.items():
         here: dict[Place, Link] = {}
-        for rule in rules.rules:
-            for place, link in _links_of_path(rule, path, shape):
-                # Several rules may fill parts of a stack; a later rule that indexes different axes is ignored.
-                if not here or place.axes == next(iter(here)).axes:
-                    here.setdefault(place, link)
+        matches = (
+            (rule, captures, Place(path, index))
+            for rule in rules.rules
+            for target in rule.flax
+            for captures, index in target.matches(path, shape)
+        )
+        for rule, captures, place in matches:
+            link = _link(rule, captures)
+            # Several rules may fill parts of a stack; a later rule that indexes different axes is ignored.
+            if link and (not here or place.axes == next(iter(here)).axes):
+                here.setdefault(place, link)
         links |= here
     return links
 
 
-def _link_of_tensor(rule: Rule, name: str) -> Link | None:
-    matches = (pattern.match(name) for pattern in rule.torch)
-    return next((link for captures in matches if captures is not None and (link := _link(rule, captures))), None)
-
-
-def _links_of_path(rule: Rule, path: str, shape: Shape) -> Iterable[tuple[Place, Link]]:
-    for target in rule.flax:
-        for captures, index in target.matches(path, shape):
-            link = _link(rule, captures)
-            if link:
-                yield Place(path, index), link
+def tied_pairs(rules: Rules, names: Iterable[str]) -> list[tuple[str, str]]:
+    """The ties of these names, as (the name that rules use, the second name); only one of the two need be in `names`."""
+    found: dict[tuple[str, str], None] = {}
+    for name in names:
+        for first, second in rules.ties:
+            for captures in (first.match(name), second.match(name)):
+                pair = (first.format(captures), second.format(captures)) if captures is not None else (None, None)
+                if pair[0] is not None and pair[1] is not None:
+                    found[pair[0], pair[1]] = None
+    return list(found)
 
 
 def _link(rule: Rule, captures: Captures) -> Link | None:
-    torch = [pattern.format(captures) for pattern in rule.torch]
-    flax = [target.format(captures) for target in rule.flax]
-    names = tuple(name for name in torch if name is not None)
-    places = tuple(Place(*place) for place in flax if place is not None)
-    return Link(rule, names, places) if len(names) == len(torch) and len(places) == len(flax) else None
+    names = tuple(name for pattern in rule.torch if (name := pattern.format(captures)) is not None)
+    places = tuple(Place(*place) for target in rule.flax if (place := target.format(captures)) is not None)
+    return Link(rule, names, places) if len(names) == len(rule.torch) and len(places) == len(rule.flax) else None
 
 
 def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> tuple[list[Link], list[str]]:
-    """The links that map every tensor to its place, each used exactly once; and the problems, each starting with a name.
-
-    `tensors` maps names to shapes, `arrays` paths to shapes.
-    """
+    """The links that map every tensor to its place, each used exactly once; and the problems, each starting with a name."""
     by_tensor = links_of_tensors(rules, tensors)
     by_place = links_of_places(rules, arrays)
     # A rule applies only to tensors that no earlier rule takes, and to places that no earlier rule fills.
@@ -121,10 +125,8 @@ def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape])
     free = [name for name in tensors if name not in by_tensor], [path for path in arrays if path not in filled]
     good = []
     for link in links:
-        absent = [name for name in link.torch if name not in tensors]
-        if absent and all(rules.allows_missing(place.path) for place in link.flax):
-            if len(absent) == len(link.torch):
-                continue
+        if tensors.keys().isdisjoint(link.torch) and all(rules.allows_missing(place.path) for place in link.flax):
+            continue
         misfits = _misfits(link, tensors, arrays, free)
         problems += misfits
         good += [] if misfits else [link]
@@ -151,7 +153,7 @@ def _misfits(
 
 
 def _misshapen(link: Link, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> list[str]:
-    after = [place.shape(arrays[place.path]) for place in link.flax]
+    after = link.flax_shapes(arrays)
     to = ", ".join(f"{place} {_text(shape)}" for place, shape in zip(link.flax, after, strict=True))
     try:
         expected = link.rule.transform.before(after, len(link.torch))
@@ -166,22 +168,17 @@ def _misshapen(link: Link, tensors: Mapping[str, Shape], arrays: Mapping[str, Sh
 
 def _used_twice(links: list[Link], tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> list[str]:
     users: dict[str, list[str]] = {}
+    fillers: dict[Place, list[str]] = {}
     for link in links:
         for name in link.torch:
             if name in tensors:
-                users.setdefault(f"{name}: duplicated, used for", []).append(", ".join(map(str, link.flax)))
-    fillers: dict[str, list[str]] = {}
-    for link in links:
+                users.setdefault(name, []).append(", ".join(map(str, link.flax)))
         for place in link.flax:
             if place.path in arrays and all(name in tensors for name in link.torch):
-                fillers.setdefault(f"{place}: duplicated, filled by", []).append(", ".join(link.torch))
-    again = " and again for ", " and again by "
-    return [
-        f"{what} {joint.join(each)}; each is used exactly once"
-        for table, joint in ((users, again[0]), (fillers, again[1]))
-        for what, each in table.items()
-        if len(each) > 1
-    ]
+                fillers.setdefault(place, []).append(", ".join(link.torch))
+    problems = [f"{name}: duplicated, used for {' and again for '.join(uses)}" for name, uses in users.items() if uses[1:]]
+    problems += [f"{place}: duplicated, filled by {' and again by '.join(by)}" for place, by in fillers.items() if by[1:]]
+    return [f"{problem}; each is used exactly once" for problem in problems]
 
 
 def _holes(links: list[Link], arrays: Mapping[str, Shape]) -> list[str]:
@@ -191,15 +188,15 @@ def _holes(links: list[Link], arrays: Mapping[str, Shape]) -> list[str]:
         if place.path in arrays and place.inside(arrays[place.path]):
             parts.setdefault(place.path, set()).add(place)
     problems = []
-    for path, found in parts.items():
-        shape, axes = arrays[path], next(iter(found)).axes
-        if any(place.axes != axes for place in found):
-            problems.append(f"{path}: duplicated, filled as {' and as '.join(sorted(map(str, found)))}; use one kind of index")
+    for path, filled in parts.items():
+        shape, axes = arrays[path], next(iter(filled)).axes
+        if any(place.axes != axes for place in filled):
+            problems.append(f"{path}: duplicated, filled as {' and as '.join(sorted(map(str, filled)))}; use one kind of index")
             continue
         every = itertools.product(
             *(range(size) if axis in axes else [None] for axis, size in enumerate(shape[: max(axes, default=-1) + 1]))
         )
-        holes = [str(place) for index in every if (place := Place(path, index)) not in found]
+        holes = [str(place) for index in every if (place := Place(path, index)) not in filled]
         problems += [
             f"{hole}: not filled, shape {_text(shape)}: no rule fills this part of the stack; write a rule" for hole in holes
         ]

@@ -6,19 +6,19 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from remat_jax.errors import PortingError
 
 Captures = dict[str, str]
-# A place in a stacked array: an index per leading axis, None for an axis that stays whole.
+# One entry per leading axis of a stacked array; None keeps the axis whole.
 Index = tuple[int | None, ...]
 
 # At most nine digits, so that every number fits into Python's and NumPy's integers.
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:\s*([+-])\s*(\d{1,9}))?\}")
-MOST_NAMES = 10_000
-"""The most names that a text may expand to: several braces multiply."""
+# Several braces multiply.
+_MOST_NAMES = 10_000
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class Pattern:
     """
 
     text: str
+
+    def __str__(self) -> str:
+        return self.text
 
     def __post_init__(self) -> None:
         rest = _PLACEHOLDER.sub("", self.text)
@@ -47,28 +50,22 @@ class Pattern:
 
     def match(self, name: str) -> Captures | None:
         """The text of each placeholder in `name`; None if `name` does not match."""
-        parts, regex = _compiled(self.text)
+        _, placeholders, regex = _compiled(self.text)
         matched = regex.fullmatch(name)
         if not matched:
             return None
         captures: Captures = {}
-        for part, text in zip(parts, matched.groups(), strict=True):
-            value = str(int(text) - _offset(part)) if part[2] else text
-            if captures.setdefault(part[1], value) != value:
+        for (placeholder, offset), text in zip(placeholders, matched.groups(), strict=True):
+            value = text if offset is None else str(int(text) - offset)
+            if captures.setdefault(placeholder, value) != value:
                 return None
         return captures
 
     def format(self, captures: Captures) -> str | None:
         """The name for these captures; None if a number would be negative, or a text is no number."""
-        pieces: list[str] = []
-        end = 0
-        for part in _PLACEHOLDER.finditer(self.text):
-            value = _shifted(captures[part[1]], _offset(part)) if part[2] else captures[part[1]]
-            if value is None:
-                return None
-            pieces += [self.text[end : part.start()], value]
-            end = part.end()
-        return "".join(pieces) + self.text[end:]
+        texts, placeholders, _ = _compiled(self.text)
+        values = [captures[name] if offset is None else _shifted(captures[name], offset) for name, offset in placeholders]
+        return None if None in values else _interleaved(texts, values)
 
 
 @dataclass(frozen=True)
@@ -102,21 +99,18 @@ class FlaxPattern:
         return cls(Pattern(match[1]), tuple(None if entry == ":" else Pattern(entry) for entry in entries))
 
     def __str__(self) -> str:
-        index = ", ".join(":" if entry is None else entry.text for entry in self.index)
-        return self.path.text + (f"[{index}]" if self.index else "")
+        return indexed(self.path, self.index)
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """The names of the placeholders, including those of the index."""
+        """The names of the placeholders, also in the index."""
         return self.path.placeholders.union(*(entry.placeholders for entry in self.index if entry is not None))
 
     def format(self, captures: Captures) -> tuple[str, Index] | None:
         """The path and index for these captures; None if a number would be negative, or an index is no number."""
         path = self.path.format(captures)
-        numbers = [None if entry is None else entry.format(captures) for entry in self.index]
-        index = [None if number is None else _shifted(number, 0) for number in numbers]
-        missing = any(entry is not None and number is None for entry, number in zip(self.index, index, strict=True))
-        return None if path is None or missing else (path, tuple(None if n is None else int(n) for n in index))
+        index = tuple(None if entry is None else _number(entry.format(captures)) for entry in self.index)
+        return None if path is None or index.count(None) > self.index.count(None) else (path, index)
 
     def matches(self, path: str, shape: tuple[int, ...]) -> Iterator[tuple[Captures, Index]]:
         """The captures and the index of every place in the array at `path` that matches this target."""
@@ -152,29 +146,39 @@ def expand(text: str) -> list[str]:
     for name in names:
         pieces = re.split(r"\{([^{}]*,[^{}]*)\}", name)
         choices = [[piece] if number % 2 == 0 else piece.split(",") for number, piece in enumerate(pieces)]
-        if math.prod(map(len, choices)) + len(result) > MOST_NAMES:
+        if math.prod(map(len, choices)) + len(result) > _MOST_NAMES:
             raise PortingError(
-                f"{text[:200]!r} stands for more than {MOST_NAMES} names; write a rule for some of them at a time."
+                f"{text[:200]!r} stands for more than {_MOST_NAMES} names; write a rule for some of them at a time."
             )
         result += ["".join(part.strip() for part in chosen) for chosen in itertools.product(*choices)]
     return result
 
 
+def indexed(path: object, index: Sequence[object]) -> str:
+    """A path and an index as text, such as `params/layers/q/kernel[0, :, 1]`."""
+    entries = ", ".join(":" if entry is None else str(entry) for entry in index)
+    return f"{path}[{entries}]" if index else str(path)
+
+
 @functools.lru_cache(maxsize=4096)
-def _compiled(text: str) -> tuple[list[re.Match[str]], re.Pattern[str]]:
-    """The placeholders of a pattern and its regular expression; cached because a map matches each pattern many times."""
-    parts = list(_PLACEHOLDER.finditer(text))
-    pieces, end = [], 0
-    for part in parts:
-        pieces += [re.escape(text[end : part.start()]), r"(\d{1,18})" if part[2] else r"([^./]+)"]
-        end = part.end()
-    return parts, re.compile("".join(pieces) + re.escape(text[end:]))
+def _compiled(text: str) -> tuple[list[str], list[tuple[str, int | None]], re.Pattern[str]]:
+    """The texts around a pattern's placeholders, the placeholders with their offsets (None: any text), and its expression."""
+    pieces = _PLACEHOLDER.split(text)
+    texts, names, signs, digits = (pieces[start::4] for start in range(4))
+    offsets = [int(sign + number) if sign else None for sign, number in zip(signs, digits, strict=True)]
+    values = [r"([^./]+)" if offset is None else r"(\d{1,18})" for offset in offsets]
+    regex = re.compile(_interleaved(map(re.escape, texts), values))
+    return texts, list(zip(names, offsets, strict=True)), regex
 
 
-def _offset(part: re.Match[str]) -> int:
-    return int(part[3]) * (1 if part[2] == "+" else -1) if part[2] else 0
+def _interleaved(texts: Iterable[str], values: Sequence[str | None]) -> str:
+    return "".join(f"{text}{value}" for text, value in zip(texts, [*values, ""], strict=True))
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() and len(text) <= 18 else None
 
 
 def _shifted(text: str, offset: int) -> str | None:
-    is_number = text.isdecimal() and len(text) <= 18
-    return str(int(text) + offset) if is_number and int(text) + offset >= 0 else None
+    number = _number(text)
+    return str(number + offset) if number is not None and number + offset >= 0 else None

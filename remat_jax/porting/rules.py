@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -48,19 +48,14 @@ class Rule:
         for name in (*torch, *flax):
             lacking = sorted(every - name.placeholders)
             if lacking:
-                text = name.text if isinstance(name, Pattern) else str(name)
                 raise PortingError(
-                    f"Rule: {str(self)!r}: {text!r} has no {{{lacking[0]}}}, so several tensors would share one name; use the "
-                    "same placeholders in every name."
+                    f"Rule: {str(self)!r}: {str(name)!r} has no {{{lacking[0]}}}, so several tensors would share one name; use "
+                    "the same placeholders in every name."
                 )
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """The rule in a line of text: `torch[, torch] -> flax[, flax] [| step | step]`.
-
-        Raises:
-            PortingError: the text is malformed.
-        """
+        """The rule in a line of text: `torch[, torch] -> flax[, flax] [| step | step]`. Raises PortingError if malformed."""
         names, bar, transform = text.partition("|")
         torch, arrow, flax = names.partition("->")
         if not arrow or not torch.strip() or not flax.strip():
@@ -68,17 +63,15 @@ class Rule:
         return cls(tuple(expand(torch)), tuple(expand(flax)), transform if bar else "identity")  # type: ignore[arg-type]  # texts are taken
 
     def __str__(self) -> str:
-        torch = ", ".join(name.text for name in self.torch)
         steps = "" if self.transform == Transform() else f" | {self.transform}"
-        return f"{torch} -> {', '.join(map(str, self.flax))}{steps}"
+        return f"{', '.join(map(str, self.torch))} -> {', '.join(map(str, self.flax))}{steps}"
 
     def __repr__(self) -> str:
         return f"Rule.parse({str(self)!r})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the names, the paths, and the transform as text."""
-        names = {"torch": [name.text for name in self.torch], "flax": [str(target) for target in self.flax]}
-        return {**names, "transform": str(self.transform)}
+        return {"torch": [*map(str, self.torch)], "flax": [*map(str, self.flax)], "transform": str(self.transform)}
 
 
 def _several(names: Any) -> tuple[Any, ...]:
@@ -132,17 +125,13 @@ class Rules:
         for pair in ties:
             if len(pair) != 2 or pair[0].placeholders != pair[1].placeholders or pair[0] == pair[1]:
                 raise PortingError(f"Rules: the tie {pair!r} must be two names with the same placeholders.")
-        chained = sorted({one.text for one, _ in ties} & {other.text for _, other in ties})
+        chained = sorted({first.text for first, _ in ties} & {second.text for _, second in ties})
         if chained:
             raise PortingError(f"Rules: {chained[0]!r} is first in one tie and second in another; tie all names to one.")
 
     @classmethod
     def parse(cls, text: str) -> Rules:
-        """The map in a text with an entry per line.
-
-        Raises:
-            PortingError: lists every malformed line with its number.
-        """
+        """The map in a text with an entry per line. Raises a PortingError that lists every malformed line with its number."""
         entries: dict[str, list[Any]] = {key: [] for key in _KEYS}
         problems = []
         for number, line in enumerate(text.splitlines(), 1):
@@ -154,11 +143,11 @@ class Rules:
                     problems.append(f"line {number}: {error}")
         if problems:
             raise PortingError("the rules are malformed:\n  " + "\n  ".join(problems))
-        return cls(**{key: tuple(value) for key, value in entries.items()})
+        return cls(**entries)  # type: ignore[arg-type]  # lists are taken
 
     def __str__(self) -> str:
         lines = [str(rule) for rule in self.rules]
-        lines += [f"tie: {one.text} = {other.text}" for one, other in self.ties]
+        lines += [f"tie: {first} = {second}" for first, second in self.ties]
         lines += [f"{key}: {', '.join(globs)}" for key, globs in (("extra", self.extra), ("missing", self.missing)) if globs]
         return "\n".join(lines)
 
@@ -187,13 +176,10 @@ class Rules:
             path = whole.replace(f"/{each}/", f"/{stack}/").strip("/")
             return FlaxPattern(Pattern(path), (Pattern(placeholder), *target.index))
 
-        changed = self._with_targets(restack)
-        if changed == self:
+        rules = tuple(replace(rule, flax=tuple(map(restack, rule.flax))) for rule in self.rules)
+        if rules == self.rules:
             raise PortingError(f"stacked(each={each!r}): no Flax path of the rules has it; give what is between slashes.")
-        return changed
-
-    def _with_targets(self, function: Callable[[FlaxPattern], FlaxPattern]) -> Rules:
-        return replace(self, rules=tuple(replace(rule, flax=tuple(map(function, rule.flax))) for rule in self.rules))
+        return replace(self, rules=rules)
 
     def allows_extra(self, name: str) -> bool:
         """Whether a PyTorch tensor of this name may stay unused."""
@@ -205,17 +191,13 @@ class Rules:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        ties = [[one.text, other.text] for one, other in self.ties]
+        ties = [[*map(str, pair)] for pair in self.ties]
         rules = [rule.to_dict() for rule in self.rules]
         return {"version": VERSION, "rules": rules, "ties": ties, "extra": list(self.extra), "missing": list(self.missing)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Rules:
-        """The map in `data`, which `to_dict` returned.
-
-        Raises:
-            PortingError: keys are missing or unknown, the version differs, or a rule is malformed.
-        """
+        """The map in `data`, which `to_dict` returned. Raises PortingError if `data` is malformed or of another version."""
         if not isinstance(data, dict) or set(data) != {"version", *_KEYS} or data["version"] != VERSION:
             raise PortingError(
                 f"a weight map: expected an object of version {VERSION} with {', '.join(_KEYS)}; found {data!r:.200}."
@@ -234,8 +216,7 @@ class Rules:
                 raise PortingError(
                     f"a rule of a weight map: expected lists of texts, torch and flax, and a text, transform; not {rule!r:.99}."
                 )
-        rules = tuple(Rule(**rule) for rule in data["rules"])
-        return cls(rules, tuple(map(tuple, data["ties"])), tuple(data["extra"]), tuple(data["missing"]))
+        return cls(tuple(Rule(**rule) for rule in data["rules"]), *(tuple(data[key]) for key in _KEYS[1:]))
 
     def to_json(self) -> str:
         """`to_dict` as text."""
@@ -243,11 +224,7 @@ class Rules:
 
     @classmethod
     def from_json(cls, text: str) -> Rules:
-        """The map in `text`, which `to_json` returned.
-
-        Raises:
-            PortingError: `text` is not JSON, or `from_dict` refuses its content.
-        """
+        """The map in `text`, which `to_json` returned. Raises PortingError as `from_dict`, or if `text` is not JSON."""
         try:
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
@@ -261,7 +238,7 @@ def _are_texts(value: Any, *, pairs: bool = False) -> bool:
     """Whether `value` is a list of texts, or of pairs of texts."""
     if not isinstance(value, list):
         return False
-    return all(_are_texts(one) and len(one) == 2 if pairs else isinstance(one, str) for one in value)
+    return all(_are_texts(item) and len(item) == 2 if pairs else isinstance(item, str) for item in value)
 
 
 def as_rules(rules: Any) -> Rules:
@@ -294,8 +271,7 @@ def _read(line: str, entries: dict[str, list[Any]]) -> None:
     elif key.strip() in ("extra", "missing"):
         entries[key.strip()] += expand(rest)
     elif key.strip() == "tie" and rest.count("=") == 1:
-        one, other = (Pattern(name.strip()) for name in rest.split("="))
-        entries["ties"].append((one, other))
+        entries["ties"].append(tuple(Pattern(name.strip()) for name in rest.split("=")))
     else:
         raise PortingError(
             f"{line!r} is neither a rule 'torch -> flax | transform' nor 'tie: a = b', 'extra: globs', 'missing: globs'"

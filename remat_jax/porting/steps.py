@@ -7,8 +7,11 @@ like values; for a scale, a shift and a sum they are not.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,20 +20,17 @@ from remat_jax.errors import PortingError
 
 Shape = tuple[int, ...]
 Arrays = list[np.ndarray]
+Group = tuple[str, ...]
 
 
 class Step:
     """A step from arrays to arrays; the base class is the identity.
 
-    A step that joins or splits arrays changes their number. Gradients are converted like values unless a step overrides it.
+    Gradients are converted like values unless a step overrides it.
     """
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
-        """The shapes that become `after`; `count` is the number of arrays at the start of the whole transform.
-
-        Raises:
-            PortingError: no shapes become `after`.
-        """
+        """The shapes that become `after`; `count` is the number of arrays at the start of the whole transform."""
         return after
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
@@ -66,10 +66,10 @@ class Scale(Step):
         return f"scale({self.factor!r})"
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
-        return [_exactly(x, lambda y: y * self.factor) for x in arrays]
+        return _rounded_once(arrays, lambda x: x * self.factor)
 
     def inverse(self, arrays: Arrays, before: list[Shape]) -> Arrays:
-        return [_exactly(x, lambda y: y / self.factor) for x in arrays]
+        return _rounded_once(arrays, lambda x: x / self.factor)
 
     def adjoint(self, arrays: Arrays, before: list[Shape]) -> Arrays:
         return self.forward(arrays, before)
@@ -88,10 +88,10 @@ class Shift(Step):
         return f"shift({self.offset!r})"
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
-        return [_exactly(x, lambda y: y + self.offset) for x in arrays]
+        return _rounded_once(arrays, lambda x: x + self.offset)
 
     def inverse(self, arrays: Arrays, before: list[Shape]) -> Arrays:
-        return [_exactly(x, lambda y: y - self.offset) for x in arrays]
+        return _rounded_once(arrays, lambda x: x - self.offset)
 
     def adjoint(self, arrays: Arrays, before: list[Shape]) -> Arrays:
         return arrays
@@ -100,9 +100,9 @@ class Shift(Step):
         return arrays
 
 
-def _exactly(x: np.ndarray, function) -> np.ndarray:  # type: ignore[no-untyped-def]
-    # Computed in float64, so that only the result is rounded, and only once.
-    return function(x.astype(np.float64)).astype(x.dtype)
+def _rounded_once(arrays: Arrays, function: Callable[[np.ndarray], np.ndarray]) -> Arrays:
+    """`function` of each array, computed in float64."""
+    return [function(x.astype(np.float64)).astype(x.dtype) for x in arrays]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Split(Step):
         return f"split({self.axis})"
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
-        return [joined(after, self.axis, str(self))]
+        return [_joined(after, self.axis, self)]
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
         return _cut(arrays, [shape[self.axis] for shape in after], self.axis)
@@ -151,9 +151,7 @@ class Concat(Step):
         return f"concat({', '.join(map(str, (self.axis, *self.sizes)))})"
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
-        if len(after) != 1:
-            raise PortingError(f"{self} makes one array, but {len(after)} are needed")
-        (shape,) = after
+        shape = _single(after, self)
         if not -len(shape) <= self.axis < len(shape):
             raise PortingError(f"{self}: an array of shape {shape} has no such axis")
         total = shape[self.axis]
@@ -174,17 +172,14 @@ class Concat(Step):
 class Sum(Step):
     """Flax has a single array where PyTorch adds several, such as the two biases of an LSTM.
 
-    The inverse gives the first tensor the whole value and the others 0: the same function with different tensors. The
-    gradients of all these PyTorch tensors are equal.
+    The inverse gives the first tensor the whole value and the others 0. The gradients of these tensors are equal.
     """
 
     def __str__(self) -> str:
         return "sum"
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
-        if len(after) != 1:
-            raise PortingError(f"sum makes one array, but {len(after)} are needed")
-        return after * count
+        return [_single(after, self)] * count
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
         return [_sum(arrays)]
@@ -196,15 +191,12 @@ class Sum(Step):
         return [arrays[0] for _ in before]
 
     def gradient(self, arrays: Arrays, after: list[Shape]) -> Arrays:
-        return [the_same(arrays, "sum")]
+        return [_the_same(arrays, self)]
 
 
 @dataclass(frozen=True)
 class GruBias(Step):
-    """The two biases of PyTorch's GRU as the four of Flax's: r, z and n of the input, n of the state.
-
-    For r and for z PyTorch adds two biases and Flax has one; the inverse gives the state's r and z the value 0.
-    """
+    """The two biases of PyTorch's GRU, which are added for r and z, as Flax's four: r, z and n of the input, n of the state."""
 
     def __str__(self) -> str:
         return "gru_bias"
@@ -228,15 +220,17 @@ class GruBias(Step):
 
     def gradient(self, arrays: Arrays, after: list[Shape]) -> Arrays:
         (ir, iz, inew), (hr, hz, hnew) = (np.split(x, 3) for x in arrays)
-        return [the_same([ir, hr], "gru_bias"), the_same([iz, hz], "gru_bias"), inew, hnew]
+        return [_the_same([ir, hr], self), _the_same([iz, hz], self), inew, hnew]
 
 
-def the_same(arrays: Sequence[np.ndarray], step: str) -> np.ndarray:
-    """The first of several gradients that must be equal, because PyTorch adds their tensors.
+def _single(after: list[Shape], step: Step) -> Shape:
+    if len(after) != 1:
+        raise PortingError(f"{step} makes one array, but {len(after)} are needed")
+    return after[0]
 
-    Raises:
-        PortingError: the gradients differ by more than rounding, so they are not gradients of a sum.
-    """
+
+def _the_same(arrays: Arrays, step: Step) -> np.ndarray:
+    """The first of several gradients, which are equal up to rounding because PyTorch adds their tensors."""
     first = arrays[0].astype(np.float64)
     # Half of the digits: far above rounding, far below the difference of unrelated gradients.
     limit = np.sqrt(float(np.spacing(np.asarray(1, arrays[0].dtype)))) * np.linalg.norm(first)
@@ -247,12 +241,8 @@ def the_same(arrays: Sequence[np.ndarray], step: str) -> np.ndarray:
     return arrays[0]
 
 
-def joined(shapes: Sequence[Shape], axis: int, step: str) -> Shape:
-    """The shape of arrays concatenated along `axis`.
-
-    >>> joined([(2, 3), (4, 3)], 0, "split(0)")
-    (6, 3)
-    """
+def _joined(shapes: Sequence[Shape], axis: int, step: Step) -> Shape:
+    """The shape of arrays concatenated along `axis`."""
     rank = len(shapes[0])
     if not -rank <= axis < rank:
         raise PortingError(f"{step}: an array of shape {shapes[0]} has no such axis")
@@ -268,3 +258,95 @@ def _cut(arrays: Arrays, sizes: Iterable[int], axis: int) -> Arrays:
 
 def _sum(arrays: Arrays) -> np.ndarray:
     return np.sum([x.astype(np.float64) for x in arrays], axis=0).astype(arrays[0].dtype)
+
+
+@dataclass(frozen=True)
+class Rearrange(Step):
+    """Split, permute and join the axes of each array: PyTorch's axes on the left, Flax's on the right.
+
+    A name is an axis, names in parentheses split a single axis (the last varies fastest), and `1` is an axis of size one.
+    Sizes are read from Flax's shape; if an axis there joins several names, all but one of their sizes must be in `sizes`.
+
+    >>> heads = Rearrange("(h d) e -> e h d")
+    >>> heads.before([(8, 2, 4)], 1)
+    [(8, 8)]
+    >>> heads.forward([np.arange(6).reshape(6, 1)], [(1, 2, 3)])[0]
+    array([[[0, 1, 2],
+            [3, 4, 5]]])
+    """
+
+    pattern: str
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        left, arrow, right = self.pattern.partition("->")
+        if not arrow:
+            raise PortingError(f"{self.pattern!r} has no '->'; write the axes of both, as in '(h d) e -> e h d'.")
+        object.__setattr__(self, "pattern", f"{' '.join(left.split())} -> {' '.join(right.split())}")
+        object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
+        atoms = {name for group in self._sides[0] for name in group}
+        if atoms != {name for group in self._sides[1] for name in group}:
+            raise PortingError(f"{self.pattern!r}: the two sides name different axes; name the same on both.")
+        strange = [name for name, size in self.sizes if name not in atoms or size < 1]
+        if strange:
+            raise PortingError(f"{self.pattern!r}: {', '.join(strange)}: no axis has this name, or the size is not positive.")
+        for group in self._sides[1]:
+            if sum(name not in dict(self.sizes) for name in group) > 1:
+                given = ", ".join(f"{name}=…" for name in group[1:])
+                raise PortingError(
+                    f"{self.pattern!r}: the size of ({' '.join(group)}) can be divided in many ways; give {given}."
+                )
+
+    @functools.cached_property
+    def _sides(self) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+        left, _, right = self.pattern.partition("->")
+        return _groups(left, self.pattern), _groups(right, self.pattern)
+
+    def __str__(self) -> str:
+        return ", ".join([self.pattern, *(f"{name}={size}" for name, size in self.sizes)])
+
+    def before(self, after: list[Shape], count: int) -> list[Shape]:
+        return [_shape(self._sides[0], self._measure(shape)) for shape in after]
+
+    def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
+        left, right = self._sides
+        return [_move(x, left, right, self._measure(shape)) for x, shape in zip(arrays, after, strict=True)]
+
+    def inverse(self, arrays: Arrays, before: list[Shape]) -> Arrays:
+        left, right = self._sides
+        return [_move(x, right, left, self._measure(x.shape)) for x in arrays]
+
+    def _measure(self, shape: Shape) -> dict[str, int]:
+        """The size of every named axis, read from the right side's shape."""
+        right, given = self._sides[1], dict(self.sizes)
+        if len(shape) != len(right):
+            raise PortingError(f"{self.pattern!r} ends in {len(right)} axes, but the shape {tuple(shape)} has {len(shape)}")
+        sizes = dict(given)
+        for group, total in zip(right, shape, strict=True):
+            product = math.prod(given[name] for name in group if name in given)
+            rest = [name for name in group if name not in given]
+            if total % product if rest else total != product:
+                raise PortingError(
+                    f"{str(self)!r}: an axis of {tuple(shape)}, of size {total}, does not divide into ({' '.join(group)})"
+                )
+            sizes |= dict.fromkeys(rest, total // product)
+        return sizes
+
+
+def _groups(side: str, pattern: str) -> tuple[Group, ...]:
+    tokens = re.findall(r"\([^()]*\)|\S+", side)
+    groups = tuple(() if token == "1" else tuple(token.strip("()").split()) for token in tokens)
+    atoms = [name for group in groups for name in group]
+    if any(not name.isidentifier() for name in atoms) or len(set(atoms)) != len(atoms):
+        raise PortingError(f"{pattern!r}: {side.strip()!r} must be names of axes, each once, or '1', as in '(h d) e'.")
+    return groups
+
+
+def _shape(groups: tuple[Group, ...], sizes: dict[str, int]) -> Shape:
+    return tuple(math.prod(sizes[name] for name in group) for group in groups)
+
+
+def _move(x: np.ndarray, source: tuple[Group, ...], to: tuple[Group, ...], sizes: dict[str, int]) -> np.ndarray:
+    here, there = ([name for group in side for name in group] for side in (source, to))
+    divided = x.reshape([sizes[name] for name in here])
+    return divided.transpose([here.index(name) for name in there]).reshape(_shape(to, sizes))

@@ -20,7 +20,7 @@ def is_torch(value: Any) -> bool:
 def as_numpy(value: Any) -> np.ndarray:
     """A NumPy copy of a tensor or array with the same dtype, also for bfloat16 and float8.
 
-    A view would change with the next step of an optimizer. PyTorch converts bfloat16 to NumPy only through integers.
+    A view would change with the next step of an optimizer.
 
     Raises:
         PortingError: the tensor holds no data, or is not dense.
@@ -38,9 +38,10 @@ def as_numpy(value: Any) -> np.ndarray:
     value = value.detach().cpu().resolve_conj().resolve_neg()
     name = str(value.dtype).removeprefix("torch.")
     if name.startswith(("bfloat16", "float8")):
+        # PyTorch converts these to NumPy only as integers.
         torch = _torch()
-        whole = value.contiguous().view({1: torch.uint8, 2: torch.int16}[value.element_size()])
-        return whole.numpy().view(getattr(ml_dtypes, name)).copy()
+        integers = value.contiguous().view({1: torch.uint8, 2: torch.int16}[value.element_size()])
+        return integers.numpy().view(getattr(ml_dtypes, name)).copy()
     return value.numpy().copy()
 
 
@@ -49,17 +50,13 @@ def as_torch(array: Any) -> Any:
     torch = _torch()
     array = np.ascontiguousarray(np.array(array)).reshape(np.shape(array))
     if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat16", "float8")):
-        whole = torch.from_numpy(array.view({1: np.uint8, 2: np.int16}[array.dtype.itemsize]))
-        return whole.view(getattr(torch, array.dtype.name))
+        integers = torch.from_numpy(array.view({1: np.uint8, 2: np.int16}[array.dtype.itemsize]))
+        return integers.view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)
 
 
 def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
-    """A JAX copy of `array` with the same dtype, placed like `like` if that has a NamedSharding.
-
-    Raises:
-        PortingError: JAX would lose digits, because 64-bit types are off.
-    """
+    """A JAX copy of `array` with the same dtype, placed like `like` if that has a NamedSharding."""
     kept = jax.dtypes.canonicalize_dtype(array.dtype)
     if kept != array.dtype:
         raise PortingError(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.links import Link, Place, fit, links_of_places
-from remat_jax.porting.rules import Rules, as_rules
-from remat_jax.porting.tensors import as_jax, as_numpy, as_torch, is_torch
-from remat_jax.porting.tied_tensors import add_tied, join_tied, names_of, refuse_shared
+from remat_jax.porting.links import Place, fit, links_of_places, links_of_tensors, tied_pairs
+from remat_jax.porting.pattern import FlaxPattern, Pattern
+from remat_jax.porting.rules import Rule, Rules, as_rules
+from remat_jax.porting.tensors import address, as_jax, as_numpy, as_torch, is_torch, same_memory
 from remat_jax.porting.variables import Leaves, Variables
 
 Arrays = dict[str, np.ndarray]
@@ -20,11 +22,10 @@ Arrays = dict[str, np.ndarray]
 def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dtype: Any = None) -> Any:
     """Return `variables` filled with PyTorch's values; every tensor is used exactly once and every array is filled.
 
-    `state_dict` maps names to tensors or arrays. `variables` are the Flax model's: the result of a Linen module's `init`, an
-    NNX State, or an NNX module. They may be `jax.ShapeDtypeStruct`, so that nothing need be initialised. The result has the
-    same type; an NNX module gives a new module. `rules` is a `Rules`, its text, or a sequence of rules. The arrays are copies
-    with the tensors' dtypes; floating-point arrays are cast to `dtype` if it is given. An array is placed like the array in
-    `variables` if that has a NamedSharding.
+    `state_dict` maps names to tensors or arrays. `variables` are the Flax model's, arrays or `jax.ShapeDtypeStruct`: the result
+    of a Linen module's `init`, an NNX State, or an NNX module. The result has the same type; an NNX module gives a new module.
+    `rules` is a `Rules`, its text, or a sequence of rules. The arrays are copies with the tensors' dtypes, floating-point ones
+    in `dtype` if it is given, each with the NamedSharding that the array in `variables` has.
 
     Raises:
         PortingError: lists every tensor that is missing, extra, duplicated or of the wrong shape, and every array that is not
@@ -39,15 +40,11 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
     rules, target = as_rules(rules), Variables(variables)
     problems: list[str] = []
     arrays = _read(state_dict, problems)
-    refuse_shared(rules, state_dict, arrays, problems)
-    arrays = join_tied(rules, arrays, problems)
-    flat = fill(rules, arrays, target.leaves, problems, direction="forward")
-    leaves = dict(target.leaves)
-    for path, array in flat.items():
-        try:
-            leaves[path] = as_jax(_in_dtype(array, dtype, target.leaves[path]), target.leaves[path])
-        except PortingError as error:
-            problems.append(f"{path}: {error}")
+    _refuse_shared(rules, state_dict, arrays, problems)
+    arrays = _join_tied(rules, arrays, problems)
+    filled = fill(rules, arrays, target.leaves, problems, direction="forward")
+    filled = {path: _in_dtype(array, dtype, target.leaves[path]) for path, array in filled.items()}
+    leaves = target.leaves | _as_jax(filled, target.leaves, problems)
     if not problems:
         remedy = "named as missing, but has no value to keep; give variables with values, such as those of the model's init"
         problems += [f"{path}: {remedy}" for path in _abstract(leaves)]
@@ -59,10 +56,8 @@ def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = Non
     """Return the PyTorch state dict from which `from_torch` would make `variables`: the inverse of the map.
 
     `like` is a state dict of the PyTorch model: the result must have its names and shapes, and tensors that the rules name as
-    extra are copied from it. The values are copies: tensors, or arrays with `numpy`.
-
-    A permutation is inverted bit for bit. `scale` and `shift` round, and `sum` gives one tensor the whole value and the
-    others 0.
+    extra are copied from it. The values are copies: tensors, or arrays with `numpy`. A permutation is inverted bit for bit;
+    `scale` and `shift` round, and `sum` gives one tensor the whole value and the others 0.
 
     Raises:
         PortingError: lists every array that no rule takes, and every tensor of `like` that no rule makes in its shape.
@@ -74,7 +69,11 @@ def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = Non
     rules, source = as_rules(rules), Variables(variables)
     problems: list[str] = []
     result = take(rules, source.leaves, problems, direction="inverse")
-    add_tied(rules, result, like)
+    for first, second in tied_pairs(rules, result):
+        if like is None or second in like:
+            result.setdefault(second, result[first])
+        if like is not None and first not in like:
+            result.pop(first, None)
     if like is not None:
         _hold_to(like, rules, result, problems)
     _raise(problems, "the variables do not fit the tensors")
@@ -87,9 +86,7 @@ def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: An
     `gradients` maps the names of parameters to their gradients. Only the parameters in `variables` are used: the result is
     `{"params": …}` for Linen, and a State of parameters for NNX, as from `nnx.grad`. A parameter that the rules name as
     missing has the gradient 0. Gradients of tied tensors are added, unless both names hold the same tensor, which already is
-    the sum.
-
-    If a weight is multiplied by a factor, its gradient is divided by it.
+    the sum. If a weight is multiplied by a factor, its gradient is divided by it.
 
     Raises:
         PortingError: in the cases of `from_torch`; a gradient that is None counts as missing.
@@ -99,20 +96,15 @@ def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: An
     {'params': {'table': Array([2., 1.], dtype=float32)}}
     """
     rules, target = as_rules(rules), Variables(variables, trainable=True)
-    problems = [f"{name}: its gradient is None" for name, value in gradients.items() if value is None]
-    problems = [problem for problem in problems if not rules.allows_extra(problem.partition(":")[0])]
+    absent = [name for name, value in gradients.items() if value is None]
+    problems = [f"{name}: its gradient is None" for name in absent if not rules.allows_extra(name)]
     present = {name: value for name, value in gradients.items() if value is not None}
-    arrays = join_tied(rules, _read(present, problems), problems, gradients=present)
-    flat = fill(rules, arrays, target.leaves, problems, direction="gradient")
+    arrays = _join_tied(rules, _read(present, problems), problems, gradients=present)
+    filled = fill(rules, arrays, target.leaves, problems, direction="gradient")
     for path, leaf in target.leaves.items():
-        if path not in flat and rules.allows_missing(path):
-            flat[path] = np.zeros(leaf.shape, leaf.dtype)
-    leaves: Leaves = {}
-    for path, array in flat.items():
-        try:
-            leaves[path] = as_jax(array)
-        except PortingError as error:
-            problems.append(f"{path}: {error}")
+        if path not in filled and rules.allows_missing(path):
+            filled[path] = np.zeros(leaf.shape, leaf.dtype)
+    leaves = _as_jax(filled, {}, problems)
     _raise(problems, "the gradients do not fit the parameters")
     return target.rebuild(leaves)
 
@@ -121,10 +113,8 @@ def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> di
     """Return JAX's gradients under PyTorch's names and in its shapes: the adjoint of the map.
 
     `gradients` is a tree like the variables (`{"params": …}`, an NNX State); only the parameters are used. Tied tensors have a
-    single gradient, under the name that rules use. With `numpy` the values are arrays.
-
-    Raises:
-        PortingError: lists every array that no rule takes.
+    single gradient, under the name that rules use. With `numpy` the values are arrays. Raises a PortingError that lists every
+    array that no rule takes.
 
     >>> gradients_to_torch({"params": {"table": np.array([2.0])}}, "table -> params/table | scale(4)", numpy=True)
     {'table': array([8.])}
@@ -134,6 +124,42 @@ def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> di
     result = take(rules, source.leaves, problems, direction="adjoint")
     _raise(problems, "the gradients do not fit the rules")
     return result if numpy else {name: as_torch(array) for name, array in result.items()}
+
+
+def restack(variables: Any, like: Any, each: str, stack: str) -> Any:
+    """Return the values of `variables` in the form of `like`: unrolled layers are stacked on axis 0, or the reverse.
+
+    `each` is the name of a single layer, such as `layers_{i}`; `stack` is the name of the stacked layers. Both may be Linen
+    or NNX, in either direction; `like` may be shapes. If both have the same form, only the container changes.
+
+    Raises:
+        PortingError: lists every array that only one of the two has, or that differs in shape.
+
+    >>> zero, one = np.zeros(2, np.float32), np.ones(2, np.float32)
+    >>> unrolled = {"params": {"layers_0": {"scale": zero}, "layers_1": {"scale": one}}}
+    >>> stacked = {"params": {"layers": {"scale": np.zeros((2, 2))}}}
+    >>> restack(unrolled, stacked, "layers_{i}", "layers")["params"]["layers"]["scale"].tolist()
+    [[0.0, 0.0], [1.0, 1.0]]
+    """
+    if len(Pattern(each).placeholders) != 1:
+        raise PortingError(f"each={each!r}: expected a name with one placeholder, such as 'layers_{{i}}'.")
+    unrolled = to_torch(variables, _unrolling(Variables(variables), each, stack), numpy=True)
+    return from_torch(unrolled, like, _unrolling(Variables(like), each, stack))
+
+
+def _unrolling(variables: Variables, each: str, stack: str) -> Rules:
+    """The rules from unrolled paths, used as tensor names, to the variables' paths; those of unstacked arrays first."""
+    (placeholder,) = Pattern(each).placeholders
+    rules = []
+    for path in sorted(variables.leaves, key=lambda path: f"/{stack}/" in f"/{path}/"):
+        if "{" in path or "}" in path:
+            raise PortingError(
+                "restack: a path of the variables has braces in it, which name a placeholder; rename the module."
+            )
+        name = f"/{path}/".replace(f"/{stack}/", f"/{each}/").strip("/")
+        index = (Pattern(f"{{{placeholder}}}"),) if name != path else ()
+        rules.append(Rule((Pattern(name),), (FlaxPattern(Pattern(path), index),)))
+    return Rules(tuple(rules))
 
 
 def _read(tensors: Mapping[str, Any], problems: list[str]) -> Arrays:
@@ -151,6 +177,54 @@ def _read(tensors: Mapping[str, Any], problems: list[str]) -> Arrays:
     return arrays
 
 
+def _as_jax(arrays: Arrays, like: Leaves, problems: list[str]) -> Leaves:
+    leaves = {}
+    for path, array in arrays.items():
+        try:
+            leaves[path] = as_jax(array, like.get(path))
+        except PortingError as error:
+            problems.append(f"{path}: {error}")
+    return leaves
+
+
+def _join_tied(rules: Rules, arrays: Arrays, problems: list[str], gradients: Mapping[str, Any] | None = None) -> Arrays:
+    """The arrays with each tie under the name that rules use: equal values once, and gradients added."""
+    result = dict(arrays)
+    for first_name, name in tied_pairs(rules, arrays):
+        if name not in result:
+            continue
+        second = result.pop(name)
+        first = result.setdefault(first_name, second)
+        if first is second:
+            continue
+        if first.shape != second.shape or first.dtype != second.dtype:
+            kinds = f"{first.dtype} {first.shape} and {second.dtype} {second.shape}"
+            problems.append(f"{name}: tied to {first_name}, but they are {kinds}")
+        elif gradients is None:
+            if first.tobytes() != second.tobytes():
+                remedy = "remove the tie, or give equal tensors"
+                problems.append(f"{name}: tied to {first_name}, but their values differ; {remedy}")
+        elif not same_memory(gradients[first_name], gradients[name]):
+            result[first_name] = (first.astype(np.float64) + second.astype(np.float64)).astype(first.dtype)
+    return result
+
+
+def _refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, problems: list[str]) -> None:
+    """Refuse a tensor with two names that would fill two arrays: the arrays would diverge in training."""
+    tied = {frozenset(pair) for pair in tied_pairs(rules, state_dict)}
+    by_address: dict[int, list[str]] = {}
+    for name in links_of_tensors(rules, arrays):
+        by_address.setdefault(address(state_dict[name]), []).append(name)
+    for first, *others in by_address.values():
+        for other in others:
+            if same_memory(state_dict[first], state_dict[other]) and frozenset((first, other)) not in tied:
+                problems.append(
+                    f"{other}: duplicated: it is the same tensor as {first}, but would fill a second array, which then trains "
+                    f"separately; share one array in Flax, and write 'tie: {first} = {other}'; or give copies if the arrays "
+                    "should train separately"
+                )
+
+
 def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
     """PyTorch's values or gradients as whole Flax arrays, with the parts of stacks assembled."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
@@ -158,29 +232,28 @@ def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, d
     problems += misfits
     parts: dict[str, dict[Place, np.ndarray]] = {}
     for link in links:
-        after = [place.shape(shapes[place.path]) for place in link.flax]
         given = [arrays[name] for name in link.torch]
         if len({array.dtype for array in given}) > 1:
             problems.append(f"{', '.join(link.torch)}: several dtypes, {', '.join(str(x.dtype) for x in given)}, expected one")
             continue
         try:
-            results = getattr(link.rule.transform, direction)(given, after)
+            results = getattr(link.rule.transform, direction)(given, link.flax_shapes(shapes))
         except PortingError as error:
             problems.append(f"{', '.join(link.torch)}: {error}")
             continue
         for place, result in zip(link.flax, results, strict=True):
             parts.setdefault(place.path, {})[place] = result
-    return {path: _assemble(path, shapes[path], each, problems) for path, each in parts.items()}
-
-
-def _assemble(path: str, shape: tuple[int, ...], parts: dict[Place, np.ndarray], problems: list[str]) -> np.ndarray:
-    dtypes = {part.dtype for part in parts.values()}
-    if len(dtypes) > 1:
-        problems.append(f"{path}: the parts of the stack are of several dtypes, {', '.join(map(str, dtypes))}, expected one")
-    whole = np.empty(shape, next(iter(dtypes)))
-    for place, part in parts.items():
-        whole[place.key] = part
-    return whole
+    filled = {}
+    for path, of_array in parts.items():
+        dtypes = {part.dtype for part in of_array.values()}
+        if len(dtypes) > 1:
+            problems.append(
+                f"{path}: the parts of the stack are of several dtypes, {', '.join(map(str, dtypes))}, expected one"
+            )
+        filled[path] = np.empty(shapes[path], next(iter(dtypes)))
+        for place, part in of_array.items():
+            filled[path][place.key] = part
+    return filled
 
 
 def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
@@ -191,7 +264,8 @@ def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -
     problems += [f"{path}: has no value" for path in _abstract(leaves)]
     # Every tensor that the arrays could make is assumed to exist; only the arrays are checked.
     for link in links:
-        wanted |= _shapes_before(link, shapes)
+        with contextlib.suppress(PortingError, KeyError):  # `fit` reports the problem with its names
+            wanted |= zip(link.torch, link.rule.transform.before(link.flax_shapes(shapes), len(link.torch)), strict=True)
     good, misfits = fit(rules, wanted, shapes)
     problems += misfits
     if problems:
@@ -205,14 +279,6 @@ def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -
     return result
 
 
-def _shapes_before(link: Link, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    try:
-        after = [place.shape(shapes[place.path]) for place in link.flax]
-        return dict(zip(link.torch, link.rule.transform.before(after, len(link.torch)), strict=True))
-    except (PortingError, KeyError):
-        return {}  # `fit` reports the problem with its names
-
-
 def _hold_to(like: Mapping[str, Any], rules: Rules, result: Arrays, problems: list[str]) -> None:
     for name, tensor in like.items():
         if name in result:
@@ -222,20 +288,19 @@ def _hold_to(like: Mapping[str, Any], rules: Rules, result: Arrays, problems: li
             result[name] = as_numpy(tensor)
         else:
             problems.append(f"{name}: no rule makes it; write a rule, or name it under 'extra:'")
-    expected_names = {other for name in like for other in names_of(rules, name)}
+    expected_names = {*like, *(name for pair in tied_pairs(rules, like) for name in pair)}
     problems += [f"{name}: not a tensor of the PyTorch model" for name in result if name not in expected_names]
 
 
 def _in_dtype(array: np.ndarray, dtype: Any, leaf: Any) -> np.ndarray:
-    kind = "floating" if np.issubdtype(array.dtype, np.floating) or array.dtype.kind == "V" else array.dtype.kind
-    if kind == "floating" or array.dtype.name.startswith(("bfloat16", "float8")):
+    if array.dtype.kind == "V" or jnp.issubdtype(array.dtype, jnp.floating):
         return array if dtype is None else array.astype(dtype)
     # PyTorch's counts and positions are always 64-bit; JAX's have the model's dtype.
     cast = array.astype(leaf.dtype) if array.dtype.kind in "iu" and np.issubdtype(leaf.dtype, np.integer) else array
     return cast if np.array_equal(cast, array) else array
 
 
-def _abstract(leaves: Leaves) -> Iterable[str]:
+def _abstract(leaves: Leaves) -> list[str]:
     return [path for path, leaf in leaves.items() if not hasattr(leaf, "__array__")]
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from remat_jax.errors import PortingError, nearest
-from remat_jax.porting.rearrange import Rearrange
-from remat_jax.porting.steps import Arrays, Concat, Flip, GruBias, Scale, Shape, Shift, Split, Step, Sum
+from remat_jax.porting.steps import Arrays, Concat, Flip, GruBias, Rearrange, Scale, Shape, Shift, Split, Step, Sum
 
 # Values and gradients of each transform are tested in float64 against its PyTorch module.
 NAMED: dict[str, str] = {
@@ -44,10 +42,7 @@ _INTEGERS = r"-?\d{1,9}(?:\s*,\s*-?\d{1,9})*"
 
 @dataclass(frozen=True)
 class Transform:
-    """A sequence of steps from PyTorch to Flax.
-
-    Raises:
-        PortingError: an unknown step while parsing, or shapes that do not fit while running.
+    """A sequence of steps from PyTorch to Flax. Raises PortingError for an unknown step, and for shapes that do not fit.
 
     >>> Transform.parse("in_proj").before([(8, 2, 4)] * 3, 1)
     [(24, 8)]
@@ -72,19 +67,19 @@ class Transform:
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
         """PyTorch's values as Flax's, of the shapes `after`."""
-        return self._run(arrays, after, lambda step: step.forward)
+        return self._to_flax("forward", arrays, after)
 
     def gradient(self, arrays: Arrays, after: list[Shape]) -> Arrays:
         """PyTorch's gradients as Flax's, of the shapes `after`: the inverse of `adjoint`."""
-        return self._run(arrays, after, lambda step: step.gradient)
+        return self._to_flax("gradient", arrays, after)
 
     def inverse(self, arrays: Arrays, count: int) -> Arrays:
         """Flax's values as the `count` tensors of PyTorch."""
-        return self._run_back(arrays, count, lambda step: step.inverse)
+        return self._to_torch("inverse", arrays, count)
 
     def adjoint(self, arrays: Arrays, count: int) -> Arrays:
         """Flax's gradients as the gradients of the `count` PyTorch tensors: the transpose of the linear part."""
-        return self._run_back(arrays, count, lambda step: step.adjoint)
+        return self._to_torch("adjoint", arrays, count)
 
     def _chain(self, after: list[Shape], count: int) -> list[list[Shape]]:
         """The shapes before every step, and after the last step."""
@@ -95,28 +90,27 @@ class Transform:
             raise PortingError(f"'{self}' takes {len(chain[0])} tensors, but {count} are given")
         return chain
 
-    def _run(self, arrays: Arrays, after: list[Shape], direction: Callable[[Step], Callable[..., Arrays]]) -> Arrays:
+    def _to_flax(self, method: str, arrays: Arrays, after: list[Shape]) -> Arrays:
         shapes = self._chain(after, len(arrays))
         for step, result in zip(self.steps, shapes[1:], strict=True):
-            arrays = direction(step)(arrays, result)
+            arrays = getattr(step, method)(arrays, result)
         return arrays
 
-    def _run_back(self, arrays: Arrays, count: int, direction: Callable[[Step], Callable[..., Arrays]]) -> Arrays:
+    def _to_torch(self, method: str, arrays: Arrays, count: int) -> Arrays:
         shapes = self._chain([x.shape for x in arrays], count)
         for step, result in zip(reversed(self.steps), reversed(shapes[:-1]), strict=True):
-            arrays = direction(step)(arrays, result)
+            arrays = getattr(step, method)(arrays, result)
         return arrays
 
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> tuple[Step, ...]:
-    parts = [part.strip() for part in text.split("|")]
-    return tuple(step for part in parts for step in _steps(part))
+    return tuple(step for part in text.split("|") for step in _steps(part.strip()))
 
 
 def _steps(part: str) -> tuple[Step, ...]:
     if part in NAMED:
-        return tuple(step for each in filter(None, NAMED[part].split("|")) for step in _steps(each.strip()))
+        return _parsed(NAMED[part]) if NAMED[part] else ()
     if "->" in part:
         pattern, *sizes = part.split(",")
         return (Rearrange(pattern, tuple(_size(text, part) for text in sizes)),)
@@ -135,8 +129,8 @@ def _steps(part: str) -> tuple[Step, ...]:
             return (Split(numbers[0]),)
     raise PortingError(
         f"{part!r} is not a transform; the names are {', '.join(NAMED)}; the steps are scale(x), scale(sqrt(x)), shift(x), "
-        "flip(axes), split(axis), concat(axis, sizes), sum, gru_bias, and patterns such as '(h d) e -> e h "
-        f"d'.{nearest(part, NAMED)}"
+        f"flip(axes), split(axis), concat(axis, sizes), sum, gru_bias, and patterns such as '(h d) e -> e h d'."
+        f"{nearest(part, NAMED)}"
     )
 
 

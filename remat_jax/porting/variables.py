@@ -11,18 +11,15 @@ from flax import nnx
 
 from remat_jax.errors import PortingError
 
-PARAMS = "params"
 Leaves = dict[str, Any]
 
 
 class Variables:
-    """A tree of variables as `leaves`, path → array or shape; `rebuild` makes a tree of the same type.
+    """A tree of variables as `leaves`, path → array or shape; `rebuild(leaves)` makes a tree of the same type.
 
     A path starts with the collection. A Linen tree is nested dictionaries. An NNX tree is a State or a module: the collection
     is Flax's name for the variable's type, and the index of a list is appended to the list's name, such as
-    `params/layers_0/up/kernel`. Random keys in NNX are left out of `leaves` and stay the same.
-
-    With `trainable`, `leaves` has only the parameters, which have gradients.
+    `params/layers_0/up/kernel`. `leaves` lacks NNX's random keys, which stay the same; with `trainable` all but the parameters.
 
     Raises:
         PortingError: `tree` is none of these, or two variables have the same path.
@@ -30,15 +27,12 @@ class Variables:
 
     def __init__(self, tree: Any, *, trainable: bool = False) -> None:
         self.leaves: Leaves = {}
-        self._rebuild: Callable[[Leaves], Any]
+        self.rebuild: Callable[[Leaves], Any]
         if isinstance(tree, nnx.Module):
             graph, state = nnx.split(tree)
-            self._read_nnx(state, trainable)
-            if not trainable:
-                inner = self._rebuild
-                self._rebuild = lambda leaves: nnx.merge(graph, inner(leaves))
+            self._read_nnx(state, trainable, None if trainable else graph)
         elif isinstance(tree, nnx.State):
-            self._read_nnx(tree, trainable)
+            self._read_nnx(tree, trainable, None)
         elif isinstance(tree, Mapping):
             self._read_linen(tree, trainable)
         else:
@@ -47,34 +41,33 @@ class Variables:
                 "give what a Linen module's init returns, or an NNX State or module."
             )
 
-    def rebuild(self, leaves: Leaves) -> Any:
-        """A tree of the same type as the given tree, with these leaves."""
-        return self._rebuild(leaves)
-
     def _read_linen(self, tree: Any, trainable: bool) -> None:
-        if trainable and PARAMS in tree:
-            tree = type(tree)({PARAMS: tree[PARAMS]})
-        entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        paths = [_linen_path(keys) for keys, _ in entries]
+        if trainable and "params" in tree:
+            tree = type(tree)({"params": tree["params"]})
+        entries, treedef = jax.tree.flatten_with_path(tree)
+        # A box with metadata, such as nn.Partitioned, adds the attribute of its array, which is no part of the path.
+        names = [[key for key in keys if not isinstance(key, jax.tree_util.GetAttrKey)] for keys, _ in entries]
+        paths = [jax.tree_util.keystr(tuple(keys), simple=True, separator="/") for keys in names]
         self._fill(paths, [leaf for _, leaf in entries])
-        self._rebuild = lambda leaves: jax.tree_util.tree_unflatten(treedef, [leaves[path] for path in paths])
+        self.rebuild = lambda leaves: jax.tree.unflatten(treedef, [leaves[path] for path in paths])
 
-    def _read_nnx(self, state: Any, trainable: bool) -> None:
+    def _read_nnx(self, state: Any, trainable: bool, graph: Any) -> None:
         flat = nnx.to_flat_state(state)
         if trainable:
             flat = [(keys, variable) for keys, variable in flat if issubclass(variable.type, nnx.Param)]
         paths = [_nnx_path(keys, variable) for keys, variable in flat]
-        pairs = [(path, variable) for path, (_, variable) in zip(paths, flat, strict=True) if path is not None]
-        self._fill([path for path, _ in pairs], [variable.get_value() for _, variable in pairs])
+        values = [variable.get_value() for path, (_, variable) in zip(paths, flat, strict=True) if path is not None]
+        self._fill([path for path in paths if path is not None], values)
 
         def rebuild(leaves: Leaves) -> Any:
             filled = [
                 (keys, variable if path is None else variable.replace(leaves[path]))
                 for path, (keys, variable) in zip(paths, flat, strict=True)
             ]
-            return nnx.from_flat_state(filled)
+            rebuilt = nnx.from_flat_state(filled)
+            return rebuilt if graph is None else nnx.merge(graph, rebuilt)
 
-        self._rebuild = rebuild
+        self.rebuild = rebuild
 
     def _fill(self, paths: list[str], leaves: list[Any]) -> None:
         self.leaves = dict(zip(paths, leaves, strict=True))
@@ -84,14 +77,6 @@ class Variables:
         wrong = [f"{path}: {repr(leaf)[:80]}" for path, leaf in self.leaves.items() if not hasattr(leaf, "shape")]
         if wrong:
             raise PortingError("variables: every leaf must be an array or a shape, unlike\n  " + "\n  ".join(wrong))
-
-
-def _linen_path(keys: tuple[Any, ...]) -> str:
-    # A box with metadata, such as nn.Partitioned, adds the attribute of its array, which is no part of the path.
-    names = [
-        str(getattr(key, "key", getattr(key, "idx", None))) for key in keys if not isinstance(key, jax.tree_util.GetAttrKey)
-    ]
-    return "/".join(names)
 
 
 def _nnx_path(keys: tuple[Any, ...], variable: Any) -> str | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from remat_jax.train.accumulate import accumulate_gradients
-from remat_jax.train.chunks import in_chunks
 from remat_jax.train.offload import OffloadedOptimizer, StateLeaf, StatePlacement, offload_optimizer, plain
+from remat_jax.train.parts import accumulate_gradients, in_chunks
 
 __all__ = [
     "accumulate_gradients",

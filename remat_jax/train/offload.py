@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,21 +14,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, NoEffectError
-from remat_jax.train.streaming import StreamPlan, stream
-from remat_jax.train.traced import FlatTrace, Path, trace
+from remat_jax.train.parameters import path_text
+from remat_jax.train.streaming import FlatTrace, Path, Stream, trace
 
 # The first key of a path, in an update's arguments (gradients, state, …) and in its results (updates, state).
 _PARAMETERS, _STATE = jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(1)
 
 
-def divided_places(
-    params: Sequence[Any], paths: Sequence[Path], state_paths: Sequence[Path], state: Sequence[Any], to_host: Sequence[bool]
-) -> list[NamedSharding] | None:
-    """A sharding for each array of the `state`, if a parameter lies on a mesh of several devices; None otherwise.
+def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSharding] | None:
+    """A sharding for each array of the state that a traced `init` makes, if a parameter is on a mesh of several devices.
 
     An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. `optax`
     called op by op gets these shardings from `zeros_like` of the parameters, but a traced `init` sees only their shapes.
     """
+    params = traced.values
     # A tracer's sharding is unknown; the compiler or the caller of `jit` decides.
     shardings = [None if compat.is_traced(param) else getattr(param, "sharding", None) for param in params]
     divided = [sharding for sharding in shardings if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1]
@@ -35,20 +35,20 @@ def divided_places(
         return None
     # One set of devices may have several meshes; an array without a parameter may use any of them.
     replicated = NamedSharding(divided[0].mesh, PartitionSpec())
-    of_params = [(_PARAMETERS, *path[1:]) for path in paths]
-    owned = owners([*of_params, *((_STATE, *path) for path in state_paths)])[len(params) :]
-    places = []
-    for array, owner, on_host in zip(state, owned, to_host, strict=True):
+    of_params = [(_PARAMETERS, *path[1:]) for path in traced.in_paths]
+    owners = _owners([*of_params, *((_STATE, *path) for path in traced.out_paths)])[len(params) :]
+    state_shardings = []
+    for array, owner, on_host in zip(traced.jaxpr.out_avals, owners, to_host, strict=True):
         like = shardings[owner] if owner is not None and params[owner].shape == array.shape else None
-        place = like if isinstance(like, NamedSharding) else replicated
-        places.append(place.with_memory_kind("pinned_host" if on_host else "device"))
-    return places
+        sharding = like if isinstance(like, NamedSharding) else replicated
+        state_shardings.append(sharding.with_memory_kind("pinned_host" if on_host else "device"))
+    return state_shardings
 
 
-def owners(paths: Sequence[Path]) -> list[int | None]:
-    """For each leaf of the second tree (the state), the index of its parameter in the first tree (gradients, parameters).
+def _owners(paths: Sequence[Path]) -> list[int | None]:
+    """For each leaf of the state, the index of its parameter in the first tree: the leaf's path ends in the parameter's path.
 
-    The path of the state's leaf ends in the parameter's path, as `mu/layers_1/kernel` does. None for other trees and leaves.
+    None for leaves of other trees, and for leaves without a parameter.
     """
     first = {path[1:]: index for index, path in enumerate(paths) if path[0] == _PARAMETERS}
 
@@ -69,15 +69,15 @@ def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []
-    for index, (path, owner) in enumerate(zip(paths, owners(paths), strict=True)):
+    for index, (path, owner) in enumerate(zip(paths, _owners(paths), strict=True)):
         if path[0] != _PARAMETERS:
             (rest if owner is None else groups[owner]).append(index)
-    backwards = sorted(groups, key=lambda index: _in_natural_order(paths[index]), reverse=True)
+    backwards = sorted(groups, key=lambda index: _natural(path_text(paths[index])), reverse=True)
     backwards.sort(key=lambda index: made[index])
     return [output for index in backwards for output in (*groups[index], index)] + rest
 
 
-def made_at(leaf: Any) -> tuple[int, ...]:
+def _made_at(leaf: Any) -> tuple[int, ...]:
     """The position of the equation that computes `leaf` in the current trace, then positions inside calls; empty if none."""
     made = compat.made_by(leaf)
     return () if made is None else (made[0], *_made_inside(*made[1:]))
@@ -86,18 +86,18 @@ def made_at(leaf: Any) -> tuple[int, ...]:
 def _made_inside(eqn: Any, var: Any) -> tuple[int, ...]:
     """The position at which the body of a call (`jit`, `checkpoint`, …) computes the call's output `var`."""
     bodies = [compat.closed(value).jaxpr for value in eqn.params.values() if compat.is_jaxpr(value)]
-    if len(bodies) != 1 or len(bodies[0].outvars) != len(eqn.outvars) or not any(out is var for out in eqn.outvars):
+    if len(bodies) != 1 or len(bodies[0].outvars) != len(eqn.outvars):
         return ()
-    inner = bodies[0].outvars[next(index for index, out in enumerate(eqn.outvars) if out is var)]
+    inner = next((within for out, within in zip(eqn.outvars, bodies[0].outvars, strict=True) if out is var), None)
     for place, maker in enumerate(bodies[0].eqns):
         if any(out is inner for out in maker.outvars):
             return (place, *_made_inside(maker, inner))
     return ()
 
 
-def _in_natural_order(path: Path) -> list[Any]:
-    text = jax.tree_util.keystr(path, simple=True, separator="/")
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", text)]
+def _natural(text: str) -> list[Any]:
+    """A key that sorts numbers in a text as numbers; texts and numbers alternate."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +129,15 @@ class StatePlacement:
 class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
     """The result of `offload_optimizer`: an optax transformation that also reports where its state lives."""
 
-    _placement: Callable[[Any], StatePlacement]
-    _apply: Callable[..., Any]
     _inner: Any
+    _fraction: float
 
     def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """`(params, state)` after one step: `update` and `optax.apply_updates` in one, parameter by parameter.
 
         Needs less memory than the two calls, in which XLA delays applying the updates and keeps all of them to the end.
         """
-        return self._apply(gradients, state, params, extra)
+        return _streamed(_applied, self._inner, self._fraction, gradients, state, params, extra)
 
     def placement(self, params: Any) -> StatePlacement:
         """Where the state for `params` (arrays or `jax.ShapeDtypeStruct`) lives between steps; nothing is allocated.
@@ -146,7 +145,13 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
           NoEffectError: no array would move.
         """
-        return self._placement(params)
+        traced, moved = _traced_init(self._inner, self._fraction, params)
+        return StatePlacement(
+            tuple(
+                StateLeaf(path_text(path), compat.tree_bytes(aval), path in moved)
+                for path, aval in zip(traced.out_paths, traced.jaxpr.out_avals, strict=True)
+            )
+        )
 
 
 def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
@@ -154,18 +159,18 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
 
     In a step, the state comes to the device parameter by parameter: a leaf is fetched after the previous parameter's leaves
     have gone back to the host. Leaves of rank 0 (step counts, hyperparameters) stay on the device. The largest leaves move
-    first, as long as the share of their bytes is at most `fraction`; `placement` lists them.
+    first, as long as the share of their bytes is at most `fraction`; `placement` lists them. `apply` needs less memory than
+    `update`.
 
     It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are reused), on
-    a mesh (each array of the state has its parameter's sharding), and with state that was saved from and loaded into either
-    optimizer. Under `jit` the result is bit-equal to the plain optimizer's; op by op it agrees within rounding, since optax
-    compiles parts of an update by themselves. `apply` needs less memory than `update`.
+    a mesh (each array of the state has its parameter's sharding), and with state saved from either optimizer. Under `jit` the
+    result is bit-equal to the plain optimizer's; op by op it agrees within rounding, since optax compiles parts of an update.
 
     Arrays of one equation come to the device together: all stacked layers of a `scan` are one leaf, `optax.MultiSteps` updates
     everything in one `cond` (use `accumulate_gradients`), and a norm of all updates needs all of them. With a norm of all
     gradients and an unrolled stack, XLA's schedule can need more memory than the plain optimizer, unless the blocks offload too
-    (`offload_inputs`), which fixes their order: `measure` it. The idea is from ZeRO-Offload and Megatron-LM's
-    `HybridDeviceOptimizer`, but here the update stays on the device.
+    (`offload_inputs`): `measure` it. The idea is from ZeRO-Offload and Megatron-LM's `HybridDeviceOptimizer`, but here the
+    update stays on the device.
 
     Args:
       tx: an optax optimizer.
@@ -186,64 +191,64 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     """
     inner = _checked(tx, fraction)
 
-    def traced_init(params: Any) -> tuple[FlatTrace, set[Path]]:
-        traced = trace(inner.init, params)
-        return traced, _moved(traced.out_paths, traced.jaxpr.out_avals, fraction)
-
-    def init(params: Any) -> Any:
-        if not jax.tree.leaves(params) and not isinstance(params, dict | list | tuple):
-            # `optax.tree_map_params` calls `init` with a placeholder without arrays to find the parameters' parts of the state.
-            return inner.init(params)
-        traced, moved = traced_init(params)
-        inputs, to_host = len(traced.values), [path in moved for path in traced.out_paths]
-        plan = StreamPlan([False] * inputs, [None] * inputs, to_host, range(len(to_host)))
-
-        def made(*values: Any) -> list[Any]:
-            return stream(traced.jaxpr, values, plan)
-
-        places = divided_places(traced.values, traced.in_paths, traced.out_paths, traced.jaxpr.out_avals, to_host)
-        return traced.finish((jax.jit(made, out_shardings=places) if places else made)(*traced.values))
-
-    def streamed(function: Callable[..., Any], *args: Any) -> Any:
-        traced = trace(function, *args)
-        inputs = list(zip(traced.in_paths, traced.jaxpr.in_avals, strict=True))
-        of_state = [(path[1:], aval) for path, aval in inputs if path[0] == _STATE]
-        moved = _moved([path for path, _ in of_state], [aval for _, aval in of_state], fraction)
-        plan = StreamPlan(
-            from_host=[path[0] == _STATE and path[1:] in moved for path in traced.in_paths],
-            not_before=owners(traced.in_paths),
-            to_host=[path[0] == _STATE and path[1:] in moved for path in traced.out_paths],
-            order=update_order(traced.out_paths, [made_at(leaf) for leaf in traced.values]),
-        )
-        return traced.finish(stream(traced.jaxpr, traced.values, plan))
-
-    def inner_update(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-        return inner.update(updates, state, params, **extra)
-
-    def inner_apply(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-        updates, state = inner.update(gradients, state, params, **extra)
-        return optax.apply_updates(params, updates), state
-
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return streamed(inner_update, updates, state, params, extra)
+        return _streamed(_updated, inner, fraction, updates, state, params, extra)
 
-    def apply(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
-        return streamed(inner_apply, gradients, state, params, extra)
-
-    def placement(params: Any) -> StatePlacement:
-        traced, moved = traced_init(params)
-        return StatePlacement(
-            tuple(
-                StateLeaf(jax.tree_util.keystr(path, simple=True, separator="/"), _nbytes(aval), path in moved)
-                for path, aval in zip(traced.out_paths, traced.jaxpr.out_avals, strict=True)
-            )
-        )
-
-    # With a fraction of 0 the optimizer runs as it is.
-    offloaded = OffloadedOptimizer(init, update) if fraction else OffloadedOptimizer(inner.init, inner.update)
-    offloaded._placement, offloaded._apply = placement, apply if fraction else inner_apply
-    offloaded._inner = inner
+    offloaded = OffloadedOptimizer(functools.partial(_init, inner, fraction), update)
+    offloaded._inner, offloaded._fraction = inner, fraction
     return offloaded
+
+
+def _updated(tx: Any, updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+    return tx.update(updates, state, params, **extra)
+
+
+def _applied(tx: Any, gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+    updates, state = tx.update(gradients, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+
+def _traced_init(tx: Any, fraction: float, params: Any) -> tuple[FlatTrace, set[Path]]:
+    """The traced `init`, and the paths of the leaves of state that live on the host."""
+    traced = trace(tx.init, params)
+    return traced, _moved(traced.out_paths, traced.jaxpr.out_avals, fraction)
+
+
+def _init(tx: Any, fraction: float, params: Any) -> Any:
+    # `optax.tree_map_params` calls `init` with a placeholder without arrays to find the parameters' parts of the state.
+    is_placeholder = not jax.tree.leaves(params) and not isinstance(params, dict | list | tuple)
+    if is_placeholder or not fraction:
+        return tx.init(params)
+    traced, moved = _traced_init(tx, fraction, params)
+    inputs, to_host = len(traced.values), [path in moved for path in traced.out_paths]
+    order = range(len(to_host))
+
+    def made(*values: Any) -> list[Any]:
+        from_host, not_before = [False] * inputs, [None] * inputs
+        return Stream(traced.jaxpr, values, from_host=from_host, not_before=not_before, to_host=to_host, order=order).run()
+
+    shardings = _state_shardings(traced, to_host)
+    return traced.finish((jax.jit(made, out_shardings=shardings) if shardings else made)(*traced.values))
+
+
+def _streamed(function: Callable[..., Any], tx: Any, fraction: float, *args: Any) -> Any:
+    """`function(tx, *args)` with the state, the second of `args` and of the results, on the host."""
+    function = functools.partial(function, tx)
+    if not fraction:
+        return function(*args)
+    traced = trace(function, *args)
+    inputs = zip(traced.in_paths, traced.jaxpr.in_avals, strict=True)
+    state = {path[1:]: aval for path, aval in inputs if path[0] == _STATE}
+    moved = _moved(state.keys(), state.values(), fraction)
+    stream = Stream(
+        traced.jaxpr,
+        traced.values,
+        from_host=[path[0] == _STATE and path[1:] in moved for path in traced.in_paths],
+        not_before=_owners(traced.in_paths),
+        to_host=[path[0] == _STATE and path[1:] in moved for path in traced.out_paths],
+        order=update_order(traced.out_paths, [_made_at(leaf) for leaf in traced.values]),
+    )
+    return traced.finish(stream.run())
 
 
 def plain(tx: Any) -> Any:
@@ -262,9 +267,13 @@ def _checked(tx: Any, fraction: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(tx)
 
 
-def _moved(paths: Sequence[Path], avals: Sequence[Any], fraction: float) -> set[Path]:
+def _moved(paths: Iterable[Path], avals: Iterable[Any], fraction: float) -> set[Path]:
     """The paths of the leaves that live on the host: the largest first, up to a share of `fraction`."""
-    sizes = {path: _nbytes(aval) for path, aval in zip(paths, avals, strict=True) if _is_movable(aval)}
+    sizes = {
+        path: compat.tree_bytes(aval)
+        for path, aval in zip(paths, avals, strict=True)
+        if aval.ndim and aval.size and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    }
     quota = fraction * sum(sizes.values())
     moved: set[Path] = set()
     for path, size in sorted(sizes.items(), key=lambda item: -item[1]):
@@ -280,11 +289,3 @@ def _moved(paths: Sequence[Path], avals: Sequence[Any], fraction: float) -> set[
         )
         raise NoEffectError(f"fraction={fraction!r}: no optimizer state would move to the host: {reason}")
     return moved
-
-
-def _is_movable(aval: Any) -> bool:
-    return bool(aval.ndim and aval.size) and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
-
-
-def _nbytes(aval: Any) -> int:
-    return int(aval.size) * compat.itemsize(aval.dtype)

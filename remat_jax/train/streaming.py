@@ -1,17 +1,21 @@
-"""Evaluating a jaxpr whose inputs and outputs live in host memory, with few of them on the device at a time."""
+"""A function of pytrees as a flat jaxpr, evaluated with arrays in host memory and few of them on the device at a time."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from remat_jax import compat
-from remat_jax.core.walk import inner_jaxprs, interpret, retrace
+from remat_jax.core.walk import bodies, interpret, retrace
+
+# The path of an array in a pytree.
+Path = tuple[Any, ...]
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -19,61 +23,105 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamPlan:
-    """Which inputs and outputs of a jaxpr live in host memory, and the order of the outputs.
+class FlatTrace:
+    """A traced function.
 
     Attributes:
+      jaxpr: the closed jaxpr; its inputs and outputs are the arrays of the arguments and the result, all in device memory.
+      values: the arrays of the arguments, in their own memory.
+      in_paths, out_paths: the paths of inputs and outputs; the first key of `in_paths` is the argument's position.
+      finish: computes the function's result from the jaxpr's outputs.
+    """
+
+    jaxpr: Any
+    values: tuple[Any, ...]
+    in_paths: tuple[Path, ...]
+    out_paths: tuple[Path, ...]
+    finish: Callable[[Sequence[Any]], Any]
+
+
+def trace(function: Callable[..., Any], *args: Any) -> FlatTrace:
+    """`function(*args)` traced with every array in device memory; other leaves (strings, functions) stay as they are."""
+    leaves, treedef = jax.tree.flatten_with_path(args)
+    places = [index for index, (_, leaf) in enumerate(leaves) if compat.is_array(leaf)]
+    results: list[tuple[list[tuple[Path, Any]], Any]] = []
+
+    def flat(*values: Any) -> list[Any]:
+        filled = [leaf for _, leaf in leaves]
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
+        outputs, structure = jax.tree.flatten_with_path(function(*jax.tree.unflatten(treedef, filled)))
+        arrays = [out for _, out in outputs if compat.is_array(out)]
+        # None marks an array: a stored tracer would keep the trace alive.
+        results.append(([(path, None if compat.is_array(out) else out) for path, out in outputs], structure))
+        return arrays
+
+    values = tuple(leaves[index][1] for index in places)
+    jaxpr = jax.make_jaxpr(flat)(*map(compat.on_device, values))
+    outputs, structure = results[-1]
+
+    def finish(flat_outputs: Sequence[Any]) -> Any:
+        arrays = iter(flat_outputs)
+        return jax.tree.unflatten(structure, [next(arrays) if out is None else out for _, out in outputs])
+
+    in_paths = tuple(leaves[index][0] for index in places)
+    return FlatTrace(jaxpr, values, in_paths, tuple(path for path, out in outputs if out is None), finish)
+
+
+class Stream:
+    """Evaluates the closed `jaxpr` on `args`: fetches host inputs one by one, and sends outputs to the host once computed.
+
+    An equation runs when the next output of `order` needs it, not in the jaxpr's order: `tree.map` interleaves the equations of
+    all leaves, so all leaves would be on the device before the first one leaves it. Under `jit` an `optimization_barrier` makes
+    each fetch wait for the outputs finished before it; without it XLA would start all fetches at once.
+
+    Args:
       from_host: for each input, whether to fetch it to the device.
       not_before: for each input, the index of another input that must be on the device before the fetch, or None.
       to_host: for each output, whether it goes to host memory.
       order: every output's index, in the order of evaluation.
     """
 
-    from_host: Sequence[bool]
-    not_before: Sequence[int | None]
-    to_host: Sequence[bool]
-    order: Sequence[int]
-
-
-def stream(jaxpr: Any, args: Sequence[Any], plan: StreamPlan) -> list[Any]:
-    """Evaluate the closed `jaxpr` on `args`: fetch host inputs one by one, and send outputs to the host once computed.
-
-    An equation runs when the next output of `order` needs it, not in the jaxpr's order: `tree.map` interleaves the equations of
-    all leaves, so all leaves would be on the device before the first one leaves it. Under `jit` an `optimization_barrier` makes
-    each fetch wait for the outputs finished before it; without it XLA would start all fetches at once.
-    """
-    return _Stream(_inlined(jaxpr), args, plan).run()
-
-
-class _Stream:
-    def __init__(self, jaxpr: Any, args: Sequence[Any], plan: StreamPlan) -> None:
+    def __init__(
+        self,
+        jaxpr: Any,
+        args: Sequence[Any],
+        *,
+        from_host: Sequence[bool],
+        not_before: Sequence[int | None],
+        to_host: Sequence[bool],
+        order: Iterable[int],
+    ) -> None:
+        # A call that returns several arrays would compute several leaves in one equation.
+        jaxpr = inlined(jaxpr, lambda eqn: eqn.primitive.name in _CALLS and sum(var.aval.ndim > 0 for var in eqn.outvars) > 1)
         inner = jaxpr.jaxpr
-        self.plan = plan
+        self.to_host, self.order = to_host, order
         self.outvars = inner.outvars
         self.eqns = inner.eqns
         self.makers = {var: eqn for eqn in inner.eqns for var in eqn.outvars}
         self.values: dict[Any, Any] = dict(zip(inner.constvars, jaxpr.consts, strict=True))
         self.away: dict[Any, Any] = {}
-        for var, value, on_host in zip(inner.invars, args, plan.from_host, strict=True):
+        for var, value, on_host in zip(inner.invars, args, from_host, strict=True):
             (self.away if on_host else self.values)[var] = value
         self.awaited = {
-            var: inner.invars[other] for var, other in zip(inner.invars, plan.not_before, strict=True) if other is not None
+            var: inner.invars[other] for var, other in zip(inner.invars, not_before, strict=True) if other is not None
         }
         self.traced = any(map(compat.is_traced, (*args, *jaxpr.consts)))
         # Op by op, an array is freed when its last reference goes.
-        self.readers = Counter(atom for eqn in inner.eqns for atom in eqn.invars if not _is_literal(atom))
-        self.readers.update(atom for atom in inner.outvars if not _is_literal(atom))
+        atoms = itertools.chain(inner.outvars, *(eqn.invars for eqn in inner.eqns))
+        self.readers = Counter(atom for atom in atoms if not _is_literal(atom))
         self.leaving: dict[Any, list[int]] = {}
-        for index, (atom, leaves) in enumerate(zip(inner.outvars, plan.to_host, strict=True)):
+        for index, (atom, leaves) in enumerate(zip(inner.outvars, to_host, strict=True)):
             if leaves and not _is_literal(atom):
                 self.leaving.setdefault(atom, []).append(index)
         self.results: dict[int, Any] = {}
         self.finished: list[int] = []
 
     def run(self) -> list[Any]:
-        for index in self.plan.order:
+        """The outputs, in the jaxpr's order."""
+        for index in self.order:
             atom = self.outvars[index]
-            if not _is_literal(atom) and atom in self.away and self.plan.to_host[index]:
+            if not _is_literal(atom) and atom in self.away and self.to_host[index]:
                 self._finish(index, self.away[atom])  # an unchanged input stays on the host
                 continue
             self._compute(atom)
@@ -136,7 +184,7 @@ class _Stream:
 
     def _finish(self, index: int, value: Any) -> None:
         value = jnp.asarray(value)  # a literal is a NumPy array
-        self.results[index] = jax.device_put(value, HOST) if self.plan.to_host[index] else value
+        self.results[index] = jax.device_put(value, HOST) if self.to_host[index] else value
         if compat.is_traced(self.results[index]):
             self.finished.append(index)
 
@@ -157,16 +205,15 @@ def _is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
 
 
-def _inlined(jaxpr: Any) -> Any:
-    """`jaxpr` with calls that return several arrays inlined: such a call would compute several leaves in one equation."""
+def inlined(jaxpr: Any, selects: Callable[[Any], bool]) -> Any:
+    """The closed `jaxpr` with the bodies of the calls that `selects` chooses in place of the calls, at any depth."""
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-        if eqn.primitive.name not in _CALLS or sum(var.aval.ndim > 0 for var in eqn.outvars) < 2:
+        if not selects(eqn):
             return None
-        (body,) = inner_jaxprs(eqn).values()
         with compat.eqn_context(eqn):
-            return interpret(compat.closed(body), inputs, visit)
+            return interpret(bodies(eqn)[0], inputs, visit)
 
-    if not any(eqn.primitive.name in _CALLS for eqn in jaxpr.jaxpr.eqns):
+    if not any(map(selects, jaxpr.jaxpr.eqns)):
         return jaxpr
     return retrace(jaxpr, lambda *args: interpret(jaxpr, args, visit))

@@ -19,7 +19,7 @@ from remat_jax.cost.kernels import named_kernels
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.mesh import check_context
-from remat_jax.train.traced import device_bytes
+from remat_jax.train.parameters import device_bytes
 from remat_jax.workload import TrainingStep
 
 # JAX understands "ALL" from 0.11 on. Before, the error names each refused custom call, which is then allowed.

@@ -11,7 +11,7 @@ from remat_jax.porting.links import Shape, fit
 from remat_jax.porting.pattern import FlaxPattern, Pattern
 from remat_jax.porting.rules import Rule, Rules
 
-_NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,8})(?!\d)")
+_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,8})(?!\d)")
 _LETTERS = "ijklmn"
 _WORDS = ("name", "part", "block")
 
@@ -24,17 +24,17 @@ def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Sh
 
     Rules that differ only in numbers become one rule, and then rules that differ only in a word, unless this changes the map.
     """
-    tied = {other.text for _, other in rules.ties}
-    names = {name: shape for name, shape in tensors.items() if name not in tied}
+    tied = {name.text for _, name in rules.ties}
+    untied = {name: shape for name, shape in tensors.items() if name not in tied}
 
-    def links(these: Sequence[Rule]) -> tuple[set[tuple[object, ...]], list[str]]:
-        good, problems = fit(Rules(tuple(these), rules.ties, rules.extra, rules.missing), names, arrays)
+    def links(candidate: Sequence[Rule]) -> tuple[set[tuple[object, ...]], list[str]]:
+        good, problems = fit(replace(rules, rules=tuple(candidate)), untied, arrays)
         return {(link.torch, link.flax, str(link.rule.transform)) for link in good}, problems
 
     wanted = links(rules.rules)
 
-    def is_same(these: Sequence[Rule]) -> bool:
-        return links(these) == wanted
+    def is_same(candidate: Sequence[Rule]) -> bool:
+        return links(candidate) == wanted
 
     given = [rule for rule in rules.rules if rule.torch[0].placeholders]
     shorter = _with_words(_with_numbers(rules.rules, is_same), given, is_same)
@@ -78,7 +78,7 @@ def _with_words(rules: list[Rule], given: Sequence[Rule], is_same: Callable[[Seq
         groups = {general: group for general, group in groups.items() if len(group) > 1 and general not in refused}
         if not groups:
             return rules
-        general = max(groups, key=lambda one: len(groups[one]))
+        general = max(groups, key=lambda general: len(groups[general]))
         group = groups[general]
         others = [rule for rule in rules if rule not in group]
         first = rules.index(group[0])
@@ -96,23 +96,18 @@ def _with_a_word(rule: Rule) -> list[str]:
     pieces = flax.split("/")
     if word is None or len(rule.torch) > 1 or len(rule.flax) > 1:
         return []
-    found = []
-    for place, text in reversed([*enumerate(torch)]):
+    general = []
+    for text in reversed(torch):
         if text.isidentifier() and pieces.count(text) == 1 == torch.count(text):
-            theirs = ".".join([*torch[:place], f"{{{word}}}", *torch[place + 1 :]])
-            ours = "[".join(["/".join(f"{{{word}}}" if piece == text else piece for piece in pieces), *rest])
-            found.append(str(Rule((theirs,), (ours,), rule.transform)))  # type: ignore[arg-type]  # texts are taken
-    return found
+            name = ".".join(f"{{{word}}}" if piece == text else piece for piece in torch)
+            path = "[".join(["/".join(f"{{{word}}}" if piece == text else piece for piece in pieces), *rest])
+            general.append(str(Rule((name,), (path,), rule.transform)))  # type: ignore[arg-type]  # texts are taken
+    return general
 
 
 def _split(rule: Rule) -> Names:
     """The pieces of every name, with numbers at odd places."""
-    texts = [*(name.text for name in rule.torch), *map(str, rule.flax)]
-    pieces = []
-    for text in texts:
-        ends = [0, *(end for match in _NUMBER.finditer(text) for end in match.span()), len(text)]
-        pieces.append([text[start:end] for start, end in zip(ends, ends[1:], strict=False)])
-    return pieces
+    return [_NUMBER.split(str(name)) for name in (*rule.torch, *rule.flax)]
 
 
 def _skeleton(rule: Rule) -> object:
@@ -152,7 +147,7 @@ def _with_placeholders(whole: Sequence[Names], varying: Sequence[int]) -> list[s
         values = [int(names[0][place]) for names in whole]
         if not _followed(values, letters)[0] and len(letters) < len(_LETTERS):
             letters[_LETTERS[len(letters)]] = values
-    found = []
+    general = []
     for number, name in enumerate(whole[0]):
         pieces, used = list(name), set[str]()
         for place in _places(name):
@@ -166,8 +161,8 @@ def _with_placeholders(whole: Sequence[Names], varying: Sequence[int]) -> list[s
             pieces[place] = f"{{{letter}{f'{offset:+d}' if offset else ''}}}"
         if used != letters.keys():
             return None
-        found.append("".join(pieces))
-    return found
+        general.append("".join(pieces))
+    return general
 
 
 def _followed(values: list[int], letters: Mapping[str, list[int]]) -> tuple[str, int]:

@@ -32,7 +32,7 @@ FLOAT32_ERROR = 1e-5
 FLOOR = 1e-3
 
 
-def as_module(flax_module: Any) -> Any:
+def _as_module(flax_module: Any) -> Any:
     """The given Flax module, or the float64 module made by the given function of a dtype."""
     if isinstance(flax_module, (nn.Module, nnx.Module)):
         return flax_module
@@ -57,7 +57,7 @@ def wrapper_text(flax_module: Any) -> str:
     )
 
 
-def torch_copy(torch_module: Any) -> Any:
+def _torch_copy(torch_module: Any) -> Any:
     """A float64 copy of the given PyTorch module, or the float64 module made by the given function."""
     import torch
 
@@ -95,12 +95,17 @@ class ModelPair:
     """A PyTorch and a Flax model that run with the same values; the caller's PyTorch module is copied, never changed."""
 
     def __init__(self, torch_module: Any, flax_module: Any, inputs: Any, variables: Any, calls: tuple[Any, Any]) -> None:
-        self.torch = torch_copy(torch_module)
+        self.torch = _torch_copy(torch_module)
         self.torch_call, self.flax_call = (call or (lambda model, *args, **kwargs: model(*args, **kwargs)) for call in calls)
-        self.args, self.kwargs = _inputs(inputs)
-        self.module = as_module(flax_module)
-        self.variables = Variables(self._variables(variables))
-        self.trainable = set(Variables(self._variables(variables), trainable=True).leaves)
+        self.args: tuple[np.ndarray, ...] = ()
+        self.kwargs: Values = {}
+        if isinstance(inputs, Mapping):
+            self.kwargs = {name: _wide(x) for name, x in inputs.items()}
+        else:
+            self.args = tuple(map(_wide, inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+        self.module = _as_module(flax_module)
+        tree = self._variables(variables)
+        self.variables, self.trainable = Variables(tree), set(Variables(tree, trainable=True).leaves)
         self.shapes = {path: tuple(leaf.shape) for path, leaf in self.variables.leaves.items()}
         quickly = compat.quick_compile_options()
         self._outputs = jax.jit(self._flax_outputs, compiler_options=quickly)
@@ -122,15 +127,19 @@ class ModelPair:
 
     def disagreement(self, rules: Rules, values: Values, *, gradients: bool = True) -> tuple[float, str]:
         """The largest relative error of Flax against PyTorch with these values, and its tensor's name."""
-        theirs, their_gradients = self._answer(values, gradients)
-        leaves = self.leaves(rules, values)
-        ours = [np.asarray(x) for x in self._outputs(leaves)]
+        theirs, their_gradients = self._cached_run_torch(values, gradients)
+        ours = [np.asarray(x) for x in self._outputs(self._filled(rules, values))]
         if [x.shape for x in ours] != [x.shape for x in theirs]:
             shapes = f"{[x.shape for x in theirs]} and {[x.shape for x in ours]}"
             raise PortingError(
                 f"the outputs have the shapes {shapes} in PyTorch and Flax; make them equal with torch_call or flax_call."
             )
-        self._check_dtype(ours)
+        small = sorted({x.dtype.name for x in ours} - {"float64"})
+        if small:
+            raise PortingError(
+                f"flax_module: computes in {', '.join(small)} with weights and inputs in float64; "
+                "let it derive its dtypes from its inputs, or give a function of a dtype that makes it."
+            )
         worst = _largest(_named(theirs), _named(ours))
         if not gradients or worst[0] > LIMIT or not their_gradients:
             return worst
@@ -138,11 +147,10 @@ class ModelPair:
 
     def change(self, rules: Rules, values: Values, others: Values) -> float:
         """The relative difference of Flax's outputs between two sets of values."""
-        before, after = (self._outputs(self.leaves(rules, each)) for each in (values, others))
+        before, after = (self._outputs(self._filled(rules, weights)) for weights in (values, others))
         return _largest(_named(before), _named(after))[0]
 
-    def _answer(self, values: Values, gradients: bool) -> tuple[list[np.ndarray], Values]:
-        """PyTorch's outputs and gradients, cached for comparisons with several maps."""
+    def _cached_run_torch(self, values: Values, gradients: bool) -> tuple[list[np.ndarray], Values]:
         if self._last is None or self._last[0] is not values or (gradients and not self._last[1]):
             self._last = (values, gradients, self.run_torch(values, gradients=gradients))
         return self._last[2]
@@ -167,37 +175,37 @@ class ModelPair:
             outputs = [x for x in _leaves(result) if is_torch(x) and x.is_floating_point()]
             if named:
                 sum((x * torch.from_numpy(_weights(i, x.shape))).sum() for i, x in enumerate(outputs)).backward()
-        found = {name: np.zeros(p.shape) if p.grad is None else as_numpy(p.grad) for name, p in named.items()}
-        return [as_numpy(x) for x in outputs], found
+        taken = {name: np.zeros(p.shape) if p.grad is None else as_numpy(p.grad) for name, p in named.items()}
+        return [as_numpy(x) for x in outputs], taken
 
     def flax_gradients(self, rules: Rules, values: Values) -> Values:
         """Flax's gradients under PyTorch's names."""
-        leaves = self._gradients(*self._divided(self.leaves(rules, values)))
+        leaves = self._filled(rules, values)
+        trained = {path: leaf for path, leaf in leaves.items() if path in self.trainable}
+        others = {path: leaf for path, leaf in leaves.items() if path not in self.trainable}
         problems: list[str] = []
-        result = take(rules, leaves, problems, direction="adjoint")
+        result = take(rules, self._gradients(trained, others), problems, direction="adjoint")
         if problems:
             raise PortingError("the gradients do not fit the rules:\n  " + "\n  ".join(problems))
         return result
 
-    def leaves(self, rules: Rules, values: Values) -> dict[str, Any]:
+    def _filled(self, rules: Rules, values: Values) -> dict[str, Any]:
         """The Flax variables that the rules make from these values, by path."""
         problems: list[str] = []
-        tied = {other.text for _, other in rules.ties}
-        filled = fill(
-            rules, {k: v for k, v in values.items() if k not in tied}, self.variables.leaves, problems, direction="forward"
-        )
-        kept = {path: leaf for path, leaf in self.variables.leaves.items() if path not in filled}
-        # An array that only Flax has: with random numbers the models agree only if it is not used.
-        drawn = {path: leaf for path, leaf in kept.items() if rules.allows_missing(path) and not hasattr(leaf, "__array__")}
-        kept |= {path: np.random.default_rng(7).normal(size=leaf.shape).astype(leaf.dtype) for path, leaf in drawn.items()}
-        problems += [f"{path}: has no value" for path, leaf in kept.items() if not hasattr(leaf, "__array__")]
+        tied = {name.text for _, name in rules.ties}
+        untied = {name: value for name, value in values.items() if name not in tied}
+        leaves = self.variables.leaves | fill(rules, untied, self.variables.leaves, problems, direction="forward")
+        for path, leaf in leaves.items():
+            if hasattr(leaf, "__array__"):
+                continue
+            if rules.allows_missing(path):
+                # An array that only Flax has: with random numbers the models agree only if it is not used.
+                leaves[path] = np.random.default_rng(7).normal(size=leaf.shape).astype(leaf.dtype)
+            else:
+                problems.append(f"{path}: has no value")
         if problems:
             raise PortingError("the rules do not fit both models:\n  " + "\n  ".join(problems))
-        return {path: jnp.asarray(leaf) for path, leaf in {**kept, **filled}.items()}
-
-    def _divided(self, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        trained = {path: leaf for path, leaf in leaves.items() if path in self.trainable}
-        return trained, {path: leaf for path, leaf in leaves.items() if path not in self.trainable}
+        return {path: jnp.asarray(leaf) for path, leaf in leaves.items()}
 
     def _flax_loss(self, trained: dict[str, Any], others: dict[str, Any]) -> Any:
         outputs = self._flax_outputs({**trained, **others})
@@ -205,19 +213,16 @@ class ModelPair:
 
     def _flax_outputs(self, leaves: dict[str, Any]) -> list[Any]:
         with _running("flax_module", self.module):
-            return self._run_flax(leaves)
-
-    def _run_flax(self, leaves: dict[str, Any]) -> list[Any]:
-        tree = self.variables.rebuild(leaves)
-        args, kwargs = jax.tree.map(jnp.asarray, (self.args, self.kwargs))  # NumPy's own casts are not JAX's
-        if isinstance(self.module, nn.Module):
-            # A training model writes statistics, which are ignored here.
-            mutable = [name for name in tree if name != "params"]
-            result = nn.apply(self.flax_call, self.module, mutable=mutable)(tree, *args, **kwargs)[0]
-        else:
-            graph = nnx.split(self.module)[0]
-            result = self.flax_call(nnx.merge(graph, tree), *args, **kwargs)
-        return [x for x in _leaves(result) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
+            tree = self.variables.rebuild(leaves)
+            args, kwargs = jax.tree.map(jnp.asarray, (self.args, self.kwargs))  # NumPy's own casts are not JAX's
+            if isinstance(self.module, nn.Module):
+                # A training model writes statistics, which are ignored here.
+                mutable = [name for name in tree if name != "params"]
+                result = nn.apply(self.flax_call, self.module, mutable=mutable)(tree, *args, **kwargs)[0]
+            else:
+                graph = nnx.split(self.module)[0]
+                result = self.flax_call(nnx.merge(graph, tree), *args, **kwargs)
+            return [x for x in _leaves(result) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
 
     def _variables(self, given: Any) -> Any:
         if isinstance(self.module, nnx.Module):
@@ -227,20 +232,6 @@ class ModelPair:
         init: Callable[..., Any] = nn.init(self.flax_call, self.module)
         with _running("flax_module", self.module):
             return jax.eval_shape(lambda: init(jax.random.key(0), *self.args, **self.kwargs))
-
-    def _check_dtype(self, outputs: list[np.ndarray]) -> None:
-        small = sorted({x.dtype.name for x in outputs} - {"float64"})
-        if small:
-            raise PortingError(
-                f"flax_module: computes in {', '.join(small)} with weights and inputs in float64; "
-                "let it derive its dtypes from its inputs, or give a function of a dtype that makes it."
-            )
-
-
-def _inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), {name: _wide(x) for name, x in inputs.items()}
-    return tuple(_wide(x) for x in (inputs if isinstance(inputs, (tuple, list)) else (inputs,))), {}
 
 
 def _wide(x: Any) -> np.ndarray:
@@ -253,7 +244,7 @@ def _leaves(result: Any) -> list[Any]:
     if isinstance(result, Mapping):
         return [leaf for key in sorted(result) for leaf in _leaves(result[key])]
     if isinstance(result, (tuple, list)):
-        return [leaf for each in result for leaf in _leaves(each)]
+        return [leaf for part in result for leaf in _leaves(part)]
     return [] if result is None else [result]
 
 

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.auto.candidates import MapCandidate, Space
 from remat_jax.porting.auto.compress import compress
-from remat_jax.porting.auto.interrogate import identify, other_answers, unexercised
-from remat_jax.porting.auto.match import by_names, likeness, table
+from remat_jax.porting.auto.interrogate import MapCandidate, Space, identify, other_answers, unexercised
 from remat_jax.porting.auto.pair import FLOAT32_ERROR, LIMIT, ModelPair
+from remat_jax.porting.auto.recipes import by_names, likeness, table
 from remat_jax.porting.auto.units import FlaxUnit, TorchParts, attentions, flax_units, stack_candidates, torch_parts
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.links import links_of_places, links_of_tensors
@@ -35,17 +34,16 @@ def propose(
     """Return a weight map between two models of the same function, proved by running both in float64 with random weights.
 
     Names, shapes and kinds of modules give the first guess; running the models decides. With the returned map, outputs and the
-    gradients of all parameters agree to 1e-9 on `inputs`. With any other map they do not: not with two modules of the same
-    shapes exchanged, not with a square kernel transposed. If several maps agree, as in a model with a symmetry, the error lists
-    them; give `rules` for the modules in question. A weight on which the outputs do not depend is mapped, with a
-    `RematWarning`, if its name, shape and kind leave one place and one way; otherwise it is an error.
+    gradients of all parameters agree to 1e-9 on `inputs`; with any other map, such as with two equal modules exchanged or a
+    square kernel transposed, they do not. If several maps agree, as in a model with a symmetry, the error lists them; give
+    `rules` for the modules in question. A weight on which the outputs do not depend is mapped, with a `RematWarning`, if its
+    name, shape and kind leave one place and one way; otherwise it is an error.
 
-    `inputs` are arrays for both models: a tuple of positional ones, or a dictionary by name. `torch_call` and `flax_call` run
-    a model otherwise than `model(*inputs)`, each `call(model, *inputs)`, as where one takes images with channels last.
-    `torch_module` may be a function that builds the model. `flax_module` may be a function of a dtype, for modules whose dtype
-    is baked in. `variables` are those of a Linen module
-    that `init` cannot make; `rules` are held to, and cover what they match. `keep_float64` widens what falls to float32 inside
-    the Flax model.
+    `inputs` are arrays for both models: a tuple of positional ones, or a dictionary by name. `torch_call` and `flax_call`,
+    called with `(model, *inputs)`, run a model otherwise, for instance if only one takes images with channels last.
+    `torch_module` may be a function that builds the model, `flax_module` a function of a dtype, for modules whose dtype is
+    baked in. `variables` are those of a Linen module that `init` cannot make. `rules` are kept, for all that they match.
+    `keep_float64` widens what falls to float32 inside the Flax model.
 
     Raises:
         PortingError: no map fits the shapes; the models agree by none; by several; or the inputs leave modules unused.
@@ -64,13 +62,16 @@ def propose(
         _refuse_random(pair.torch)
         space, start = _space(pair, as_rules(rules))
         answer = start
-        if not _proved(pair, space, answer):
+        if not pair.disagreement(space.rules(start), pair.generic(0))[0] <= LIMIT:
             answer = identify(pair, space, start)
             _require_proof(pair, space, answer)
         unused = unexercised(pair, space, answer)
         _require_forced(space, answer, unused)
         _require_one(pair, space, answer)
-        warn(_unproved(space, unused))
+        if unused:
+            names = [name for unit in unused for name in space.names(unit)]
+            them = "them, so their places follow from" if len(names) > 1 else "it, so its place follows from"
+            warn(f"{', '.join(names)}: the outputs do not depend on {them} name, shape and kind alone, and are not proved")
         return compress(space.rules(answer), {n: x.shape for n, x in pair.initial.items()}, pair.shapes)
 
 
@@ -100,18 +101,18 @@ def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] 
     for stack in ("", *stack_candidates(shapes)):
         for together in _together(parts, attentions(shapes, stack)):
             flax = flax_units(shapes, stack=stack, together=together)
-            found = table(parts.units, flax) if len(flax) == len(parts.units) else []
-            places = by_names(parts.units, flax, found) if found else None
+            ways = table(parts.units, flax) if len(flax) == len(parts.units) else []
+            places = by_names(parts.units, flax, ways) if ways else None
             if places is not None:
-                return (Space(parts.units, flax, found, given), MapCandidate(tuple(places), (0,) * len(places))), ""
+                return (Space(parts.units, flax, ways, given), MapCandidate(tuple(places), (0,) * len(places))), ""
     return None, _no_match(parts, flax_units(shapes))
 
 
-def _together(parts: TorchParts, found: Sequence[str]) -> list[list[str]]:
+def _together(parts: TorchParts, names: list[str]) -> list[list[str]]:
     """The candidate sets of Flax attentions whose query, key and value share one tensor: none, all, or those of one name."""
     fused = [unit.name for unit in parts.units if unit.kind == "MultiheadAttention"]
-    alike = {max(found, key=lambda name: likeness(unit, name)) for unit in fused} if found else set()
-    return [[], list(found), sorted(alike)]
+    alike = {max(names, key=lambda name: likeness(unit, name)) for unit in fused} if names else set()
+    return [[], names, sorted(alike)]
 
 
 def _no_match(parts: TorchParts, flax: Sequence[FlaxUnit]) -> str:
@@ -133,10 +134,6 @@ def _no_match(parts: TorchParts, flax: Sequence[FlaxUnit]) -> str:
 
 def _shapes(tensors: tuple[tuple[str, Any], ...]) -> str:
     return ", ".join(f"{local or 'itself'} {shape}" for local, shape in tensors)
-
-
-def _proved(pair: ModelPair, space: Space, candidate: MapCandidate) -> bool:
-    return pair.disagreement(space.rules(candidate), pair.generic(0))[0] <= LIMIT
 
 
 def _require_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> None:
@@ -165,13 +162,6 @@ def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -
             f"the outputs do not depend on {', '.join(names)}, so nothing can be proved about these weights; give inputs that "
             "use them, or rules for them, such as:\n" + "\n".join(f"  {rule}" for rule in lines)
         )
-
-
-def _unproved(space: Space, unused: Sequence[int]) -> str | None:
-    names = [name for unit in unused for name in space.names(unit)]
-    them = "them, so their places follow from" if len(names) > 1 else "it, so its place follows from"
-    text = f"{', '.join(names)}: the outputs do not depend on {them} name, shape and kind alone, and are not proved"
-    return text if names else None
 
 
 def _require_one(pair: ModelPair, space: Space, answer: MapCandidate) -> None:

@@ -1,19 +1,23 @@
-"""The ways to convert the tensors of a PyTorch module into the arrays of a Flax module, by its kind and by shapes."""
+"""Which PyTorch module can become which Flax module, and how: by its kind, by shapes and by names."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from remat_jax.errors import PortingError
-from remat_jax.porting.auto.units import FlaxUnit, Shape, TorchUnit
+from remat_jax.porting.auto.units import FlaxUnit, Shape, TorchUnit, natural
 from remat_jax.porting.links import Place
-from remat_jax.porting.pattern import FlaxPattern, Pattern
 from remat_jax.porting.rules import Rule
 from remat_jax.porting.transform import Transform
 
 # One way: a rule for every tensor of the unit.
 Way = tuple[Rule, ...]
+# The ways between every pair of units; empty if none fits.
+Table = list[list[list[Way]]]
 
 _CONVOLUTION = {
     "Conv1d": ("conv1d", "o i 1 -> i o"),
@@ -26,6 +30,7 @@ _CONVOLUTION = {
 _MATRIX = ("linear", "identity", "heads", "heads_out")
 _INPUT_FIRST = ("identity", "linear", "e (h d) -> e h d", "(h d) e -> h d e")
 _VECTOR = ("identity", "heads_bias")
+_FUSED = ("in_proj_bias", "split(0)", "in_proj", "gpt2_qkv", "split(0) | linear", "split(1)")
 _LOCAL = {
     "weight": ("kernel", "scale", "embedding", "weight", ""),
     "in_proj_weight": ("kernel",),
@@ -37,8 +42,12 @@ _LOCAL = {
 }
 
 
-def ways(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
-    """Every way that fits, the usual way for the module's kind first."""
+def table(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit]) -> Table:
+    """The ways of every pair, the usual way for the module's kind first."""
+    return [[_ways(torch_unit, flax_unit) for flax_unit in flax] for torch_unit in torch]
+
+
+def _ways(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
     if flax.children:
         return _cell(torch, flax) if torch.kind in ("LSTM", "GRU") else _fused(torch, flax)
     if torch.kind in ("LSTM", "GRU") or len(torch.tensors) != len(flax.arrays):
@@ -46,13 +55,12 @@ def ways(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
     places = {local: (place, shape) for local, place, shape in flax.arrays}
     choices = []
     for local, shape in torch.tensors:
-        found = next((name for name in _LOCAL.get(local, (local,)) if name in places), None)
-        if found is None:
+        leaf = next((name for name in _LOCAL.get(local, (local,)) if name in places), None)
+        if leaf is None:
             return []
-        place, after = places.pop(found)
-        choices.append(
-            [_rule(torch, (local,), [place], text) for text in _fitting(_texts(torch.kind, local, shape), shape, after)]
-        )
+        place, after = places.pop(leaf)
+        fitting = [text for text in dict.fromkeys(_texts(torch.kind, local, shape)) if _fits(text, [shape], [after])]
+        choices.append([_rule(torch, (local,), [place], text) for text in fitting])
     return [tuple(chosen) for chosen in itertools.product(*choices)]
 
 
@@ -72,10 +80,6 @@ def _texts(kind: str, local: str, shape: Shape) -> Sequence[str]:
     return ("identity", *_MATRIX, "1 t d -> t d", "t d -> 1 t d", "1 1 d -> d", "d -> 1 1 d") if len(shape) > 1 else _VECTOR
 
 
-def _fitting(texts: Sequence[str], shape: Shape, after: Shape) -> list[str]:
-    return [text for text in dict.fromkeys(texts) if _fits(text, [shape], [after])]
-
-
 def _fits(text: str, before: list[Shape], after: list[Shape]) -> bool:
     try:
         return Transform.parse(text).before(after, len(before)) == before
@@ -93,15 +97,7 @@ def _fused(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
         if None in here or len(flax.arrays) != len(torch.tensors) * len(flax.children):
             return []
         targets, after = zip(*filter(None, here), strict=True)
-        fused = (
-            "in_proj_bias",
-            "split(0)",
-            "in_proj",
-            "gpt2_qkv",
-            "split(0) | linear",
-            "split(1)",
-        )
-        fitting = [text for text in fused if _fits(text, [shape], list(after))]
+        fitting = [text for text in _FUSED if _fits(text, [shape], list(after))]
         choices.append([_rule(torch, (local,), list(targets), text) for text in fitting])
     return [tuple(chosen) for chosen in itertools.product(*choices)]
 
@@ -127,7 +123,57 @@ def _cell(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
 
 
 def _rule(torch: TorchUnit, names: tuple[str, ...], places: list[Place], text: str) -> Rule:
-    targets = tuple(
-        FlaxPattern(Pattern(place.path), tuple(None if i is None else Pattern(str(i)) for i in place.index)) for place in places
-    )
-    return Rule(tuple(Pattern(torch.full(name)) for name in names), targets, Transform.parse(text))
+    return Rule(tuple(map(torch.full, names)), tuple(map(str, places)), text)  # type: ignore[arg-type]  # texts are taken
+
+
+# Different projects' words for the same part.
+_SYNONYMS = {
+    "q": ("query",),
+    "k": ("key",),
+    "v": ("value",),
+    "attn": ("attention",),
+    "norm": ("layernorm", "ln", "rmsnorm", "batchnorm", "bn"),
+    "embed": ("embedding", "embeddings", "wte"),
+    "position": ("positions", "pos", "wpe"),
+    "ffn": ("mlp", "feed", "forward"),
+    "out": ("output", "o"),
+    "layer": ("block", "blocks", "layers", "h"),
+}
+_WORD_OF = {synonym: word for word, synonyms in _SYNONYMS.items() for synonym in synonyms}
+_NOTHING = {"proj", "dense", "linear", "weight", "kernel", "model", "module", "base", "self"}
+
+
+def by_names(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], ways: Table) -> list[int] | None:
+    """For every PyTorch unit the index of a Flax unit, each used once, by name; None if shapes allow no assignment."""
+    from scipy.optimize import linear_sum_assignment
+
+    if len(torch) != len(flax) or not torch:
+        return None
+    order = {index: rank for rank, index in enumerate(sorted(range(len(flax)), key=lambda i: natural(flax[i].name)))}
+    cost = np.full((len(torch), len(flax)), 1e6)
+    for i, j in itertools.product(range(len(torch)), range(len(flax))):
+        if ways[i][j]:
+            # Without help from names, prefer the order of definition.
+            cost[i, j] = -likeness(torch[i].name, flax[j].name) + 1e-3 * abs(i - order[j]) / len(torch)
+    rows, columns = linear_sum_assignment(cost)
+    return None if cost[rows, columns].max() >= 1e6 else [int(column) for column in columns]
+
+
+def likeness(torch: str, flax: str) -> float:
+    """The similarity of two names, from 0; equal numbers count most, then the last words.
+
+    >>> query = "layers_1/attention/query"
+    >>> likeness("layers.1.attn.q_proj", query) > likeness("layers.1.attn.k_proj", query) > likeness("head", query)
+    True
+    """
+    (words, numbers), (others, other_numbers) = _words(torch), _words(flax)
+    shared = sum(min(words.count(word), others.count(word)) for word in set(words))
+    score = 2 * shared / (len(words) + len(others)) if words and others else 0.0
+    last = 1.0 if words and others and words[-1] == others[-1] else 0.0
+    return score + last + (2.0 if numbers and numbers == other_numbers else 0.0)
+
+
+def _words(name: str) -> tuple[list[str], list[str]]:
+    pieces = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
+    words = [_WORD_OF.get(piece.lower(), piece.lower()) for piece in pieces if not piece.isdecimal()]
+    return [word for word in words if word not in _NOTHING], [piece for piece in pieces if piece.isdecimal()]

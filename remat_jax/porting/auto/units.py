@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,10 +15,13 @@ Shape = tuple[int, ...]
 # Flax modules' names for their arrays. An array with another name is a unit of its own, like a bare parameter.
 _OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var"}
 _TOGETHER = (("query", "key", "value"), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
-_LSTM = ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho")
-_LSTM_NNX = ("ii", "if_", "ig", "io", "hi", "hf", "hg", "ho")
-_GRU = ("ir", "iz", "in", "hr", "hz", "hn")
-CELLS = (_LSTM, _LSTM_NNX, _GRU, ("dense_i", "dense_h"))
+# LSTM in Linen and in NNX, GRU, and cells whose gates are fused.
+_CELLS = (
+    ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho"),
+    ("ii", "if_", "ig", "io", "hi", "hf", "hg", "ho"),
+    ("ir", "iz", "in", "hr", "hz", "hn"),
+    ("dense_i", "dense_h"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,56 +57,50 @@ class TorchParts:
 
 def torch_parts(module: Any, taken: set[str]) -> TorchParts:
     """The units of `module`, without the tensors whose names are `taken`."""
-    from torch import nn
-
-    units: list[TorchUnit] = []
-    buffers: list[str] = []
-    ties = []
-    first: dict[tuple[int, Shape], str] = {}
+    parts = TorchParts([], [], [])
+    first_names: dict[tuple[int, Shape], str] = {}
     state = module.state_dict()
     for prefix, part in module.named_modules(remove_duplicate=False):
-        kind = _kind(part, nn)
-        own: dict[str, Shape] = {}
+        tensors: dict[str, Shape] = {}
         for local, parameter in part.named_parameters(recurse=False):
-            name = f"{prefix}.{local}" if prefix else local
-            known = first.setdefault(
-                (address(parameter), tuple(parameter.shape)) if parameter.numel() else (id(parameter), ()), name
-            )
-            if known != name:
-                ties += [(known, name)] if name in state else []
+            name = _child(prefix, local, ".")
+            memory = (address(parameter), tuple(parameter.shape)) if parameter.numel() else (id(parameter), ())
+            first = first_names.setdefault(memory, name)
+            if first != name:
+                parts.ties.extend([(first, name)] if name in state else [])
             elif name not in taken:
-                own[local] = tuple(parameter.shape)
+                tensors[local] = tuple(parameter.shape)
         for local, _ in part.named_buffers(recurse=False):
-            name = f"{prefix}.{local}" if prefix else local
+            name = _child(prefix, local, ".")
             if name not in state or name in taken:
                 continue
             if local in ("running_mean", "running_var"):
-                own[local] = tuple(state[name].shape)
+                tensors[local] = tuple(state[name].shape)
             else:
-                buffers.append(name)
-        units += _divided(prefix, kind, own)
-    return TorchParts(units, ties, buffers)
+                parts.buffers.append(name)
+        parts.units.extend(_divided(prefix, _kind(part), tensors))
+    return parts
 
 
-def _kind(part: Any, nn: Any) -> str:
-    known = ("MultiheadAttention", "LSTM", "GRU", "Linear", "Embedding", "LayerNorm", "GroupNorm", "RMSNorm")
+def _kind(part: Any) -> str:
+    layers = ("MultiheadAttention", "LSTM", "GRU", "Linear", "Embedding", "LayerNorm", "GroupNorm", "RMSNorm")
     convolutions = [f"Conv{transposed}{n}d" for transposed in ("", "Transpose") for n in (1, 2, 3)]
     bases = {base.__name__ for base in type(part).__mro__ if base.__module__.startswith("torch.nn.")}
-    return next((name for name in (*known, *convolutions) if name in bases), type(part).__name__)
+    return next((name for name in (*layers, *convolutions) if name in bases), type(part).__name__)
 
 
-def _divided(prefix: str, kind: str, own: Mapping[str, Shape]) -> Iterator[TorchUnit]:
+def _divided(prefix: str, kind: str, tensors: Mapping[str, Shape]) -> Iterator[TorchUnit]:
     if kind in ("LSTM", "GRU"):
-        for layer in sorted({re.sub(r"^(weight|bias)_(ih|hh)_", "", local) for local in own}):
-            yield TorchUnit(prefix, kind, tuple(item for item in own.items() if item[0].endswith(f"_{layer}")))
+        for layer in sorted({re.sub(r"^(weight|bias)_(ih|hh)_", "", local) for local in tensors}):
+            yield TorchUnit(prefix, kind, tuple(item for item in tensors.items() if item[0].endswith(f"_{layer}")))
         return
     whole = {"weight", "bias", "running_mean", "running_var", "in_proj_weight", "in_proj_bias"}
-    together = tuple(item for item in own.items() if item[0] in whole)
+    together = tuple(item for item in tensors.items() if item[0] in whole)
     if together:
         yield TorchUnit(prefix, kind, together)
-    for local, shape in own.items():
+    for local, shape in tensors.items():
         if local not in whole:
-            yield TorchUnit(f"{prefix}.{local}" if prefix else local, "Parameter", (("", shape),))
+            yield TorchUnit(_child(prefix, local, "."), "Parameter", (("", shape),))
 
 
 def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
@@ -114,7 +110,8 @@ def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collec
     """
     joined = _joined(_modules(shapes, stack), together)
     return [
-        FlaxUnit(name, tuple((key, *value) for key, value in sorted(own.items())), children) for name, own, children in joined
+        FlaxUnit(name, tuple((local, *value) for local, value in sorted(arrays.items())), children)
+        for name, arrays, children in joined
     ]
 
 
@@ -145,20 +142,19 @@ def _joined(
 ) -> Iterator[tuple[str, dict[str, tuple[Place, Shape]], tuple[str, ...]]]:
     used: set[str] = set()
     for parent in sorted({name.rpartition("/")[0] for name in modules}):
-        for group in (*(_TOGETHER if parent in together else ()), *CELLS):
+        for group in (*(_TOGETHER if parent in together else ()), *_CELLS):
             paths = [_child(parent, child) for child in group]
             if all(path in modules and path not in used for path in paths):
                 used |= set(paths)
                 pairs = zip(group, paths, strict=True)
-                own = {f"{child}/{key}": value for child, path in pairs for key, value in modules[path].items()}
-                yield parent, own, group
-    for name, own in modules.items():
+                yield parent, {f"{child}/{key}": array for child, path in pairs for key, array in modules[path].items()}, group
+    for name, arrays in modules.items():
         if name not in used:
-            yield name, own, ()
+            yield name, arrays, ()
 
 
-def _child(parent: str, name: str) -> str:
-    return f"{parent}/{name}" if parent else name
+def _child(parent: str, name: str, separator: str = "/") -> str:
+    return f"{parent}{separator}{name}" if parent else name
 
 
 def stack_candidates(shapes: Mapping[str, Shape]) -> list[str]:
@@ -172,11 +168,6 @@ def stack_candidates(shapes: Mapping[str, Shape]) -> list[str]:
     return sorted(same, key=lambda name: (name.count("/"), -len(by_module[name])))
 
 
-def natural(name: str) -> tuple[Any, ...]:
+def natural(name: str) -> list[tuple[str, int]]:
     """A key that sorts `Dense_2` before `Dense_10`."""
-    parts = re.split(r"(\d+)", name)
-    return tuple(
-        itertools.chain.from_iterable(
-            (text, int(number)) for text, number in zip(parts[::2], [*parts[1::2], "-1"], strict=True)
-        )
-    )
+    return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name)]

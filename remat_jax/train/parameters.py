@@ -1,4 +1,4 @@
-"""Which parameters are trained: `trainable` as users write it, and the split of the pytree."""
+"""Parameters and other pytrees of a step: their shapes and bytes, their paths, and which are trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from remat_jax import compat
 from remat_jax.errors import ArgumentError
+
+
+def struct(leaf: Any, dtype: Any) -> Any:
+    """The shape of the array `leaf` with `dtype`, in the memory of `leaf`."""
+    if compat.is_on_host(leaf):
+        return jax.core.ShapedArray(leaf.shape, dtype, memory_space=jax.memory.Space.Host)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+
+def result_structs(function: Callable[..., Any], *args: Any) -> Any:
+    """The shapes of the arrays of `function(*args)`, by tracing alone."""
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    leaves, treedef = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(treedef, [struct(aval, leaf.dtype) for aval, leaf in zip(jaxpr.out_avals, leaves, strict=True)])
+
+
+def device_bytes(tree: Any) -> int:
+    """The bytes of the arrays of `tree` in device memory; arrays in host memory do not count."""
+    return compat.tree_bytes([leaf for leaf in jax.tree.leaves(tree) if not compat.is_on_host(leaf)])
+
+
+def structs(tree: Any, argument: str) -> Any:
+    """`tree` with a `ShapeDtypeStruct` in place of every array; Python scalars become arrays of their JAX type."""
+
+    def as_struct(leaf: Any) -> Any:
+        if isinstance(leaf, bool | int | float | complex):
+            leaf = jnp.asarray(leaf)
+        if not compat.is_array(leaf):
+            raise ArgumentError(
+                f"{argument} holds {leaf!r} of type {type(leaf).__name__}: expected arrays or jax.ShapeDtypeStruct. Bind other "
+                "values into the loss (a lambda or functools.partial)."
+            )
+        # Use the dtype that JAX gives NumPy's float64 and int64, which depends on jax_enable_x64.
+        return struct(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+
+    return jax.tree.map(as_struct, tree)
 
 
 def split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:

@@ -1,0 +1,323 @@
+"""A loss in equal parts of its arrays: gradients over micro-batches, and a function of sums in chunks of an axis."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from remat_jax import compat
+from remat_jax.errors import ArgumentError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+NamedArray = tuple[str, Any, int]
+"""An array to cut: its name in an error, the array, and the axis."""
+
+
+# `optax.microbatching` cannot replace the scan below: it is newer than the oldest supported optax, adds gradients up in their
+# own dtype, and does not pass the micro-batch's index to the function, which dropout needs.
+def accumulate_gradients(
+    loss: Callable[..., Any], n: int, *, has_aux: bool = False, dtype: Any = None
+) -> Callable[..., tuple[Any, Any]]:
+    """A function `(params, *batch)` that returns the mean loss over all targets of the batch, and its gradient, like
+    `jax.value_and_grad` of the whole batch, with the memory of one micro-batch and one more tree of gradients.
+
+    The batch's leading axis is cut into `n` equal micro-batches that run one after the other; micro-batch i has the rows
+    `x[i::n]`. Sums over targets are divided once, at the end, by the number of all targets: a mean of the micro-batches' means
+    would give more weight to targets in micro-batches with few targets.
+
+    On a mesh every device keeps its own rows and has 1/n of them in each micro-batch. The rows of one micro-batch must divide
+    over the devices that the batch is divided over.
+
+    Args:
+      loss: `loss(params, *micro_batch)` returns `(sum of the losses over the targets, number of targets)`, two scalars, or
+        `((sum, number), aux)` if `has_aux`.
+      n: the number of micro-batches; it divides the leading axis of every array in the batch. A scalar `jax.random.key` in the
+        batch is not cut: micro-batch i gets `jax.random.fold_in(key, i)`.
+      has_aux: the result is `((mean, aux), gradients)`; every array of aux has a new leading axis of length `n`.
+      dtype: the dtype of the sums of gradients and of the returned gradients. By default gradients are summed in the
+        parameter's dtype, in float32 for bfloat16 and float16, and returned in the parameter's dtype.
+
+    A batch without targets has loss and gradients 0 if its sums are 0: nothing is divided by 0.
+
+    Raises:
+      ArgumentError: `n` is not a positive integer or does not divide an array of the batch, `loss` returns another form, or on
+        mesh axes of type Explicit the rows of a micro-batch do not divide over the devices.
+
+    >>> import jax.numpy as jnp
+    >>> def loss(w, x, mask):
+    ...     return jnp.sum(mask * (w * x) ** 2), jnp.sum(mask)
+    >>> x, mask = jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([1, 1, 1, 0])
+    >>> value, gradient = accumulate_gradients(loss, 2)(jnp.float32(1.0), x, mask)
+    >>> round(float(value), 4), round(float(gradient), 4)  # 14 / 3 and 28 / 3; the mean of means is 5.75
+    (4.6667, 9.3333)
+    """
+    if not callable(loss):
+        raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *micro_batch)")
+    _check_count(n, "micro-batches")
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ArgumentError(f"dtype={dtype!r}: expected a floating-point dtype to sum gradients in, such as jnp.float32")
+
+    def summed(params: Any, *micro_batch: Any) -> tuple[Any, Any]:
+        (total, count), aux = _parts(loss(params, *micro_batch), has_aux)
+        return total, (count, aux)
+
+    def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
+        params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
+        _check_batch(batch, n)
+        parts = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else _cut(leaf, n, 0), batch)
+
+        def micro_batch(index: Any) -> Any:
+            def rows(part: Any) -> Any:
+                if _is_key(part):
+                    return jax.random.fold_in(part, index)
+                return jax.lax.dynamic_index_in_dim(part, index, 1, keepdims=False)
+
+            return jax.tree.map(rows, parts)
+
+        def body(sums: Any, index: Any) -> tuple[Any, Any]:
+            (total, (count, aux)), gradients = jax.value_and_grad(summed, has_aux=True)(params, *micro_batch(index))
+            added = jax.tree.map(lambda s, term: s + term.astype(s.dtype), sums, (total, count, gradients))
+            return added, aux
+
+        total, (count, _) = jax.eval_shape(lambda: summed(params, *micro_batch(0)))
+        zeros = (
+            jnp.zeros((), _wide(total.dtype)),
+            jnp.zeros((), count.dtype),
+            jax.tree.map(lambda p: jnp.zeros_like(p, dtype or _wide(p.dtype)), params),
+        )
+        (total, count, gradients), aux = jax.lax.scan(body, zeros, jnp.arange(n))
+        count = jnp.where(count == 0, 1, count)
+        mean = total / count.astype(total.dtype)
+        gradients = jax.tree.map(lambda g, p: (g / count.astype(g.dtype)).astype(dtype or p.dtype), gradients, params)
+        return ((mean, aux) if has_aux else mean), gradients
+
+    return value_and_gradient
+
+
+def value_and_grad_of_parts(loss: Callable[..., Any], n: int, *, has_aux: bool = False) -> Callable[..., Any]:
+    """`jax.value_and_grad` of the scalar `loss(trained, frozen, *batch)` in `n` micro-batches of equal weight."""
+    if n == 1:
+        return jax.value_and_grad(loss, has_aux=has_aux)
+
+    def value_and_gradient(trained: Any, frozen: Any, *batch: Any) -> Any:
+        def counted(trained: Any, *micro_batch: Any) -> Any:
+            result = loss(trained, frozen, *micro_batch)
+            return ((result[0], 1), result[1]) if has_aux else (result, 1)
+
+        return accumulate_gradients(counted, n, has_aux=has_aux)(trained, *batch)
+
+    return value_and_gradient
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype of sums: that of an integer, or at least float32."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.ndim(leaf) == 0 and jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+
+
+def _check_batch(batch: tuple[Any, ...], n: int) -> None:
+    arrays = [
+        (f"batch{jax.tree_util.keystr(path)}", leaf, 0) for path, leaf in jax.tree.leaves_with_path(batch) if not _is_key(leaf)
+    ]
+    for name, leaf, _ in arrays:
+        if jnp.ndim(leaf) == 0:
+            raise ArgumentError(
+                f"{name} is a scalar and has no leading axis to cut into micro-batches: bind it into the loss "
+                "(functools.partial), or give an array with one value for each row"
+            )
+    if not arrays:
+        raise ArgumentError("batch: expected at least one array, whose leading axis is cut into micro-batches")
+    differ = "batch: expected leading axes of one length, but {}. A random key goes into the batch as jax.random.key(…)"
+    _check_lengths(arrays, n, differ, "the leading axis", "a micro-batch", "rows")
+
+
+def _parts(result: Any, has_aux: bool) -> Any:
+    pair, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
+    scalars = isinstance(pair, tuple) and len(pair) == 2 and all(jnp.shape(scalar) == () for scalar in pair)
+    if not scalars or not jnp.issubdtype(jnp.result_type(pair[0]), jnp.floating):
+        expected = "((sum of losses, number of targets), aux)" if has_aux else "(sum of losses, number of targets)"
+        shown = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", result)
+        raise ArgumentError(f"loss returned {shown}: expected {expected}, two scalars, the sum a float; not a mean")
+    return (pair[0], jnp.asarray(pair[1])), aux
+
+
+def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] = 0) -> Callable[P, R]:
+    """`fn`, whose results are sums along an axis of its arguments, run in `n` chunks of that axis with the memory of one chunk.
+
+    Use it for a model's head and its loss: in `n` chunks only 1/n of the logits, and of their gradient, is alive at a time.
+    Each chunk is a checkpoint: the backward pass recomputes its logits, which costs the head's forward pass once more, whatever
+    `n` is. Values and gradients are those of `fn`, up to the order of additions.
+
+        def head_loss(params, hidden, targets):  # a sum, and the number of its terms
+            losses = optax.softmax_cross_entropy_with_integer_labels(hidden @ params["head"], targets)
+            return losses.sum(), losses.size
+
+        total, count = rj.in_chunks(head_loss, 8, axis=(None, 1, 1))(params, hidden, targets)
+        loss = total / count
+
+    **Results are added over the chunks**, so each must be a sum along the axis: a summed loss, a count, but not a mean, whose
+    chunks add up to `n` times the mean. Divide outside, as above. Results of a dtype below float32 are added in float32.
+
+    Chunk i has the positions i, i + n, i + 2n, … of the axis, so an array that is sharded along the axis stays sharded. `fn`
+    must treat each position by itself: a shift of the targets by one position belongs outside.
+
+    On a mesh choose an axis along which the arrays are not sharded, usually the sequence. Otherwise the positions of one chunk
+    must divide over the devices. `rj.replan` does not change the checkpoints of chunks.
+
+    Args:
+      fn: a function of arrays and pytrees of arrays. Values that it closes over (parameters, a bound Linen module, an NNX
+        module) are the same for every chunk. `fn` cannot write a module's state.
+      n: the number of chunks; it divides the axis. With 1 the result is `fn(…)`, without a checkpoint.
+      axis: the axis to cut in every array of every argument; or a tuple with an entry for each argument in the order of `fn`'s
+        signature: an axis, or None for an argument that every chunk gets whole. With a tuple, keyword-only arguments are whole.
+        A random key that is passed whole draws the same numbers in every chunk.
+
+    Raises:
+      ArgumentError: `n` is not a positive integer or does not divide the axis; `axis` does not fit the arguments; a result
+        is not a sum along the axis, since its shape depends on the length.
+
+    >>> def summed(w, x):
+    ...     return jnp.sum(jnp.exp(x @ w))
+    >>> w, x = jnp.ones((2, 5)), jnp.arange(8.0).reshape(4, 2) / 8
+    >>> chunked = in_chunks(summed, 4, axis=(None, 0))
+    >>> bool(jnp.allclose(chunked(w, x), summed(w, x)))
+    True
+    >>> bool(jnp.allclose(jax.grad(chunked)(w, x), jax.grad(summed)(w, x)))
+    True
+    """
+    if not callable(fn):
+        raise ArgumentError(
+            f"fn={fn!r}: expected a function whose results are sums along the axis, such as a head and its loss"
+        )
+    _check_count(n, "chunks")
+    axes = [entry for entry in axis if entry is not None] if isinstance(axis, tuple) else [axis]
+    if not axes or not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in axes):
+        raise ArgumentError(
+            f"axis={axis!r}: expected an int (the axis along which every argument is cut), or a tuple with an int or None for "
+            "each argument and at least one int"
+        )
+
+    @functools.wraps(fn)
+    def chunked(*args: P.args, **kwargs: P.kwargs) -> R:
+        arrays, one_chunk = _cut_arguments(fn, axis, args, kwargs)
+        if not arrays:
+            raise ArgumentError("axis: no argument that is to be cut contains an array")
+        differ = "axis: expected the same length along it in all arrays, but {}"
+        _check_lengths(arrays, n, differ, f"axis {arrays[0][2]}", "a chunk", "positions")
+        if n == 1:
+            return fn(*args, **kwargs)
+        chunks = [jnp.moveaxis(_cut(leaf, n, at), at + 1, 0) for _, leaf, at in arrays]
+        body = compat.chunk_checkpoint(one_chunk)
+        _, results = jax.lax.scan(lambda _, chunk: (None, body(chunk)), None, chunks)
+        _check_sums(jax.eval_shape(one_chunk, [leaf for _, leaf, _ in arrays]), results, n)
+        return jax.tree.map(lambda result: jnp.sum(result, 0, dtype=_wide(result.dtype)).astype(result.dtype), results)
+
+    return chunked
+
+
+def _cut_arguments(fn: Any, axis: Any, args: Any, kwargs: Any) -> tuple[list[NamedArray], Callable[[list[Any]], Any]]:
+    """The arrays to cut, with their axes counted from the front, and `fn` as a function of these arrays."""
+    if kwargs and isinstance(axis, tuple):
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+        args, kwargs = bound.args, bound.kwargs
+    if isinstance(axis, tuple) and len(axis) != len(args):
+        raise ArgumentError(
+            f"axis={axis!r} has {len(axis)} entries, but the function is called with {len(args)} positional arguments: give "
+            "an axis or None for each argument"
+        )
+    values = [*args, *kwargs.values()]
+    axes = [*axis, *[None] * len(kwargs)] if isinstance(axis, tuple) else [axis] * len(values)
+    names = [*range(len(args)), *map(repr, kwargs)]
+    chosen = [(name, at, value) for name, at, value in zip(names, axes, values, strict=True) if at is not None]
+    leaves, treedef = jax.tree.flatten_with_path([value for _, _, value in chosen])
+    arrays = []
+    for (argument, *keys), leaf in leaves:
+        name, at, _ = chosen[argument.idx]
+        arrays.append(_checked(f"argument {name}{jax.tree_util.keystr(keys)}", leaf, at))
+
+    def one_chunk(chunk: list[Any]) -> Any:
+        parts = iter(jax.tree.unflatten(treedef, chunk))
+        filled = [value if at is None else next(parts) for value, at in zip(values, axes, strict=True)]
+        return fn(*filled[: len(args)], **dict(zip(kwargs, filled[len(args) :], strict=True)))
+
+    return arrays, one_chunk
+
+
+def _checked(name: str, leaf: Any, axis: int) -> NamedArray:
+    if not compat.is_array(leaf) or not -leaf.ndim <= axis < leaf.ndim:
+        shown = f"{leaf.dtype}{list(leaf.shape)}" if compat.is_array(leaf) else repr(leaf)
+        raise ArgumentError(
+            f"axis={axis}: {name} is {shown}, which has no such axis; give None for it in axis=(…), or bind it into fn"
+        )
+    return name, leaf, axis % leaf.ndim
+
+
+def _check_sums(whole: Any, stacked: Any, n: int) -> None:
+    for (path, expected), chunks in zip(jax.tree.leaves_with_path(whole), jax.tree.leaves(stacked), strict=True):
+        if chunks.shape[1:] != expected.shape or not jnp.issubdtype(chunks.dtype, jnp.number):
+            raise ArgumentError(
+                f"fn: its result{jax.tree_util.keystr(path)} is {expected.dtype}{list(expected.shape)} for all positions, but "
+                f"{chunks.dtype}{list(chunks.shape[1:])} for one of {n} chunks: expected a sum along the axis, whose shape "
+                "does not depend on the axis' length; sum inside fn"
+            )
+
+
+def _check_count(n: Any, parts: str) -> None:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ArgumentError(f"n={n!r}: expected the number of {parts}, a positive int")
+
+
+def _cut(leaf: Any, n: int, axis: int) -> Any:
+    """`leaf` with a new axis of the `n` parts after `axis`: part i has the positions i, i + n, i + 2n, …
+
+    A new axis before `axis` would take over its sharding: each device would have whole parts, and all devices would compute
+    every part.
+    """
+    leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    shape = leaf.shape
+    return leaf.reshape(*shape[:axis], shape[axis] // n, n, *shape[axis + 1 :])
+
+
+def _check_lengths(arrays: Sequence[NamedArray], n: int, differ: str, which_axis: str, part: str, positions: str) -> None:
+    """Raise ArgumentError unless `n` divides the common length of `arrays` into parts that their devices can divide."""
+    lengths = {name: leaf.shape[axis] for name, leaf, axis in arrays}
+    if len(set(lengths.values())) > 1:
+        raise ArgumentError(differ.format(", ".join(f"{name} has {length}" for name, length in lengths.items())))
+    name, length = next(iter(lengths.items()))
+    if length == 0 or length % n:
+        divisors = [count for count in range(1, length + 1) if length % count == 0]
+        near = sorted({*[count for count in divisors if count < n][-1:], *[count for count in divisors if count > n][:1]})
+        nearest = f"; the nearest divisors: {' and '.join(map(str, near))}" if near else ""
+        raise ArgumentError(f"n={n} does not divide {which_axis} of {name}, which has {length} {positions}{nearest}")
+    for name, leaf, axis in arrays:
+        _check_devices(leaf, n, axis, f"{part} of {name}", positions)
+
+
+def _check_devices(leaf: Any, n: int, axis: int, part: str, positions: str) -> None:
+    """Raise ArgumentError if the `positions` of one part of `leaf` do not divide over the devices of `axis`.
+
+    On mesh axes of type Explicit JAX's own error is about a reshape. Other shardings are unknown while tracing.
+    """
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    if sharding is None:
+        return
+    entry = next(iter(sharding.spec[axis:]), None)
+    names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    devices = math.prod(sharding.mesh.shape[name] for name in names)
+    length = leaf.shape[axis]
+    if length // n % devices:
+        fitting = [count for count in range(1, length + 1) if length % (count * devices) == 0]
+        raise ArgumentError(
+            f"n={n}: {part} has {length // n} {positions}, which do not divide over the {devices} devices of {entry!r}; n can "
+            f"be {', '.join(map(str, fitting))}, or take a larger batch"
+        )
