@@ -18,7 +18,7 @@ from remat_jax.policy.rule import (
     matches,
     to_action,
 )
-from remat_jax.policy.text import ALIASES, NAMED_TEXTS, OFF, not_a_policy, parse_rules, unknown_name
+from remat_jax.policy.text import ALIASES, NAMED_TEXTS, OFF, not_a_policy, parse_json, parse_rules, unknown_name
 
 VERSION = 1
 
@@ -224,11 +224,7 @@ class Policy:
         >>> Policy.from_json(Policy.parse("full").to_json()).name
         'full'
         """
-        try:
-            data = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise PolicyError(f"a policy: {text!r} is not JSON ({error}); give what Policy.to_json wrote.") from None
-        return cls.from_dict(data)
+        return cls.from_dict(parse_json(text, "a policy", "Policy.to_json"))
 
 
 def _checked_rules(rules: object) -> tuple[PolicyRule, ...]:
