@@ -148,7 +148,7 @@ class Policy:
         ('*ffn/up*',)
         """
         kept = (rule.selectors for rule in self.rules if rule.action is not Action.RECOMPUTE)
-        return tuple(one for selectors in kept for one in filter(is_automatic_glob, selectors))
+        return tuple(selector for selectors in kept for selector in filter(is_automatic_glob, selectors))
 
     def action(self, candidate: Candidate) -> Action:
         """The action of the first rule that matches ``candidate``, else the default."""
