@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 import remat_jax as rj
 from remat_jax.cli import workloads
 from remat_jax.cli.app import app
-from remat_jax.compat import rematerialisation, versions
+from remat_jax.compat import versions
 from remat_jax.errors import TargetError
 
 # Functions of the packages have the modules' names.
 environment = importlib.import_module("remat_jax.diagnosis.environment")
-limits = importlib.import_module("remat_jax.compat.limits")
 WORKLOAD = """
     import flax.linen as nn, jax, jax.numpy as jnp
     import remat_jax as rj
@@ -117,16 +116,15 @@ def test_a_gpu_that_jax_cannot_use_is_told_with_the_reason(monkeypatch):
 
 def test_what_this_jax_cannot_do_is_told_with_the_remedy(monkeypatch):
     installed = {"jaxlib": "0.12.0.1", "jax-cuda13-plugin": "0.11.2"}
-    monkeypatch.setattr(limits.importlib.metadata, "version", lambda name: installed[name])
-    monkeypatch.setattr(limits, "_PLUGINS", ("jax-cuda13-plugin",))
+    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: installed[name])
+    monkeypatch.setattr(versions, "_PLUGINS", ("jax-cuda13-plugin",))
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 11, 0))
-    monkeypatch.setattr(rematerialisation, "JAX_VERSION", (0, 11, 0))
     monkeypatch.setattr(versions, "_cured_here", lambda: None)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     before = jax.config.jax_remat3
     jax.config.update("jax_remat3", True)
     try:
-        refused, miscompiled, plugin = limits.limits()[-3:]
+        refused, miscompiled, plugin = versions.limits()[-3:]
     finally:
         jax.config.update("jax_remat3", before)
     assert refused.startswith("jax_remat3=True") and "use JAX 0.12" in refused
@@ -134,9 +132,9 @@ def test_what_this_jax_cannot_do_is_told_with_the_remedy(monkeypatch):
     assert plugin.endswith("pip install jax-cuda13-plugin==0.12.0.1")
     # One that fits serves, whatever else lies about.
     installed |= {"jax-cuda13-plugin": "0.12.0.1+local", "jax-cuda12-plugin": "0.9.0"}
-    monkeypatch.setattr(limits, "_PLUGINS", ("jax-cuda12-plugin", "jax-cuda13-plugin"))
+    monkeypatch.setattr(versions, "_PLUGINS", ("jax-cuda12-plugin", "jax-cuda13-plugin"))
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 12, 0))
-    assert [one for one in limits.limits() if "plugin is" in one or "scan" in one] == []
+    assert [one for one in versions.limits() if "plugin is" in one or "scan" in one] == []
 
 
 @pytest.mark.parametrize("option", [("--policy", "off"), ("--target", "h200"), ("--mesh", "data=8"), ("--timeout", "300")])

@@ -17,8 +17,8 @@ Printed with Equinox 0.13.2 and JAX 0.10.2; the last four lines are of a small d
     a step of a small one under its plan, Layer in one run of 4: loss 6.287678, parameters changed by 0.084971
     loss after 10 steps under the plan of 22.8 MiB: 1.8364
 
-`off` is slowest: it is so large that XLA rematerialises by itself, some arrays four times. In this scan, writing products to their
-stacks takes more time than recomputing them, so the plan is `full`.
+`off` is slowest: it is so large that XLA rematerialises by itself, some arrays four times. In this scan, writing products to
+their stacks takes more time than recomputing them, so the plan is `full`.
 """
 
 from __future__ import annotations

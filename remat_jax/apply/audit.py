@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from remat_jax import compat
 from remat_jax.core import PlannedBlock
@@ -25,80 +25,68 @@ from remat_jax.policy import (
 from remat_jax.warning import warn
 
 
-@dataclass
-class _Selected:
-    """What each selector of automatic names does: the blocks in which it has an effect, and those in which it has none.
+@dataclass(frozen=True)
+class _Selection:
+    """What a selector of automatic names does in the block at `path`: how many arrays it matches, and whether it keeps any."""
 
-    Attributes:
-      wide: the selectors that match several arrays of a block.
-    """
+    path: str
+    selector: str
+    arrays: int
+    has_effect: bool
 
-    effective: dict[str, set[str]] = field(default_factory=dict)
-    idle: dict[str, set[str]] = field(default_factory=dict)
-    wide: set[str] = field(default_factory=set)
 
-    def note(self, path: str, block: PlannedBlock, along: Sequence[int] | None = None, *, whole: bool = True) -> None:
-        """A block at `path`, differentiated along some inputs, or along all; not to be judged where it is not `whole`."""
-        assert isinstance(block.policy, Policy)
-        for selector in block.policy.kept_globs:
-            chosen = [one for one in block.candidates if matches(selector, one)]
-            if not whole or _has_effect(selector, block, chosen, along):
-                self.effective.setdefault(selector, set()).add(path)
-            elif chosen:
-                self.idle.setdefault(selector, set()).add(path)
-            if len(chosen) > 1:
-                self.wide.add(selector)
-
-    def add(self, other: _Selected) -> None:
-        """What `other` has noted is noted here, too."""
-        self.wide |= other.wide
-        for mine, theirs in ((self.effective, other.effective), (self.idle, other.idle)):
-            for selector, paths in theirs.items():
-                mine.setdefault(selector, set()).update(paths)
+def _selections(path: str, block: PlannedBlock, along: Sequence[int] | None = None, *, whole: bool = True) -> list[_Selection]:
+    """The selections in a block that is differentiated along some inputs, or along all; all have an effect if not `whole`."""
+    assert isinstance(block.policy, Policy)
+    selections = []
+    for selector in block.policy.kept_globs:
+        chosen = [candidate for candidate in block.candidates if matches(selector, candidate)]
+        has_effect = not whole or _has_effect(selector, block, chosen, along)
+        if has_effect or chosen:
+            selections.append(_Selection(path, selector, len(chosen), has_effect))
+    return selections
 
 
 def _has_effect(selector: str, block: PlannedBlock, chosen: Sequence[Candidate], along: Sequence[int] | None) -> bool:
     """Whether the backward pass reads one of the arrays that a selector has chosen, by whichever rule it is kept."""
     assert isinstance(block.policy, Policy)
     # An input that stays is kept anyway.
-    if any(one.is_input and block.policy.action(one) is not Action.OFFLOAD for one in chosen):
+    if any(candidate.is_input and block.policy.action(candidate) is not Action.OFFLOAD for candidate in chosen):
         return True
-    # What nobody reads because what is computed from it is kept, too, would be read without that.
+    # An array may be unread only because the policy also keeps what is computed from it.
     alone = replace(block, policy=Policy((PolicyRule(Action.SAVE, (selector,)),)))
-    for one in (block, alone) if chosen else ():
-        kept = one.kept if along is None else one.kept_along(along)
+    for variant in (block, alone) if chosen else ():
+        kept = variant.kept(along)
         if kept is None or any(candidate.name in kept for candidate in chosen):
             return True
     return False
 
 
-@dataclass
-class _Seen:
-    paths: list[str] = field(default_factory=list)
-    given: set[str] = field(default_factory=set)
-    unmatched: set[str] | None = None
-    candidates: dict[str, Candidate] = field(default_factory=dict)
-    offloaded: set[str] = field(default_factory=set)
-    moved: bool = False
-    selected: _Selected = field(default_factory=lambda: _Selected())
+@dataclass(frozen=True)
+class _TracedBlock:
+    """What a policy met in one block.
 
-    def add(self, other: _Seen) -> None:
-        """The blocks that `other` saw were traced too."""
-        self.paths += other.paths
-        self.given |= other.given
-        self.candidates |= other.candidates
-        self.offloaded |= other.offloaded
-        self.moved |= other.moved
-        self.selected.add(other.selected)
-        if other.unmatched is not None:
-            self.unmatched = other.unmatched if self.unmatched is None else self.unmatched & other.unmatched
+    Attributes:
+      candidates: the arrays that selectors can match, by name.
+      moves: whether this block, or an earlier one, moves an offloaded array.
+      unmatched: the selectors that match nothing.
+      given: the names that the model gives, for a JAX policy of names.
+    """
+
+    path: str
+    candidates: dict[str, Candidate]
+    offloaded: frozenset[str]
+    moves: bool
+    unmatched: Sequence[str]
+    selections: Sequence[_Selection]
+    given: frozenset[str]
 
 
 class Audit:
     """A record of the blocks that were traced under each policy."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[Policy | JaxPolicy, range | None], _Seen] = {}
+        self._blocks: dict[tuple[Policy | JaxPolicy, range | None], list[_TracedBlock]] = {}
 
     def saw(
         self,
@@ -112,36 +100,30 @@ class Audit:
         """A block at `path` was traced, as it is differentiated (`whole`) or while its parameters are made.
 
         Args:
-          layers: the layers that the policy is for, where others have another one.
-          looped: whether the block stands in a loop, where the caller knows; None to ask JAX.
+          layers: the layers that the policy is for, if other layers have another policy.
+          looped: whether the block is in a loop; None to ask JAX.
         """
-        seen = self._seen.setdefault((block.policy, layers), _Seen())
-        seen.paths.append(path)
-        seen.candidates |= block.named.candidates
-        seen.offloaded |= block.offloaded
+        policy, candidates = block.policy, block.named.candidates
+        unmatched: tuple[str, ...] = ()
+        selections: list[_Selection] = []
         # One block that moves something is enough, and finding out costs a trace.
-        seen.moved = seen.moved or (bool(block.offloaded) and (not whole or block.moves_bytes))
-        if isinstance(block.policy, Policy) and block.policy.kept_globs:
-            seen.selected.note(path, block, whole=whole)
-        if kept := compat.kept_names_in(block.policy):
-            seen.given |= _given(block, kept)
-        if isinstance(block.policy, Policy):
-            missed = set(block.policy.unmatched(block.named.candidates.values()))
-            if missed:
-                # What only a derivative rule computes shows in the linearisation; it costs another trace to look there.
-                missed = set(block.policy.unmatched(block.candidates))
-                seen.candidates |= {candidate.name: candidate for candidate in block.candidates}
-            seen.unmatched = missed if seen.unmatched is None else seen.unmatched & missed
+        moved_before = any(before.moves for before in self._blocks.get((policy, layers), ()))
+        moves = moved_before or (bool(block.offloaded) and (not whole or block.moves_bytes))
+        if isinstance(policy, Policy):
+            unmatched = policy.unmatched(candidates.values())
+            if unmatched:
+                # What only a derivative rule computes is in the linearisation, which costs another trace.
+                candidates = {candidate.name: candidate for candidate in block.candidates}
+                unmatched = policy.unmatched(candidates.values())
+            selections = _selections(path, block, whole=whole)
+        given = _given(block, compat.kept_names_in(policy))
+        traced = _TracedBlock(path, candidates, block.offloaded, moves, unmatched, selections, given)
+        self._blocks.setdefault((policy, layers), []).append(traced)
 
     def add(self, other: Audit) -> None:
-        """The blocks that `other` saw were traced too."""
-        for key, theirs in other._seen.items():
-            self._seen.setdefault(key, _Seen()).add(theirs)
-
-    @property
-    def reached(self) -> tuple[str, ...]:
-        """The module paths of the blocks that were traced, one entry per trace."""
-        return tuple(path for seen in self._seen.values() for path in seen.paths)
+        """Add the blocks that `other` saw."""
+        for key, blocks in other._blocks.items():
+            self._blocks.setdefault(key, []).extend(blocks)
 
     def check(self) -> None:
         """Raise unless every selector matched a residual and every offload found something to move.
@@ -151,45 +133,45 @@ class Audit:
         Raises:
           NoEffectError: naming the policy, the selector, the blocks and the residuals that there are.
         """
-        for (policy, layers), seen in self._seen.items():
+        for (policy, layers), blocks in self._blocks.items():
             if isinstance(policy, Policy):
-                where = f" of {layers_text(layers)}" if layers is not None else ""
-                _check_policy(policy, seen, where)
-                remark = _of_convolutions(policy, seen)
-                warn(f"policy={str(policy)!r}{where}:{remark}" if remark else None)
+                subject = f"policy={str(policy)!r}" + (f" of {layers_text(layers)}" if layers is not None else "")
+                candidates = {name: candidate for block in blocks for name, candidate in block.candidates.items()}
+                remark = _of_convolutions(policy, candidates)
+                _check_policy(policy, blocks, candidates, subject, remark)
+                warn(f"{subject}:{remark}" if remark else None)
             else:
-                _check_names(policy, seen)
+                _check_names(policy, blocks)
 
 
-def _given(block: PlannedBlock, kept: frozenset[str]) -> set[str]:
+def _given(block: PlannedBlock, kept: frozenset[str]) -> frozenset[str]:
     """The names that the model gives in a block; those in derivative rules only where a name of `kept` is still missing."""
-    given = set(given_names(block.jaxpr))
+    given = frozenset(given_names(block.jaxpr) if kept else ())
     if kept - given:
         given |= {name for name in given_names(block.linearised.jaxpr) if ":" not in name}
     return given
 
 
-def _check_names(policy: JaxPolicy, seen: _Seen) -> None:
-    kept = compat.kept_names_in(policy)
-    if not kept or kept & seen.given:
+def _check_names(policy: JaxPolicy, blocks: Sequence[_TracedBlock]) -> None:
+    kept, given = compat.kept_names_in(policy), {name for block in blocks for name in block.given}
+    if not kept or kept & given:
         return  # a list of names may serve several models; `doctor` lists the names that are missing in this one
-    blocks = _some(dict.fromkeys(path or "the block" for path in seen.paths), 3)
     raise NoEffectError(
-        f"policy={getattr(policy, '__qualname__', policy)}: no checkpoint_name in {blocks} gives "
+        f"policy={getattr(policy, '__qualname__', policy)}: no checkpoint_name in {_paths(blocks)} gives "
         f"{_some(sorted(map(repr, kept)), 8)}, so the policy keeps nothing. The names that are given: "
-        f"{_some(sorted(map(repr, seen.given)), 8)}.{nearest(min(kept), sorted(seen.given))} Correct the name in the policy "
+        f"{_some(sorted(map(repr, given)), 8)}.{nearest(min(kept), sorted(given))} Correct the name in the policy "
         'or in the model, or use policy="full" to recompute everything.'
     )
 
 
-def _of_convolutions(policy: Policy, seen: _Seen) -> str:
+def _of_convolutions(policy: Policy, candidates: dict[str, Candidate]) -> str:
     """What a policy on matrix products means in blocks that have convolutions and no matrix product; else nothing."""
-    asked = next((one for one in (DOTS, DOTS_WITH_NO_BATCH_DIMS) if one in policy.selectors), None)
-    kinds = {candidate.primitive for candidate in seen.candidates.values()}
-    if asked is None or CONVOLUTION not in kinds or "dot_general" in kinds:
+    selector = next((selector for selector in (DOTS, DOTS_WITH_NO_BATCH_DIMS) if selector in policy.selectors), None)
+    kinds = {candidate.primitive for candidate in candidates.values()}
+    if selector is None or CONVOLUTION not in kinds or "dot_general" in kinds:
         return ""
-    means = "selects the convolutions" if asked == DOTS else "selects no convolution, as in JAX"
-    return f" The blocks have convolutions but no matrix products. {asked!r} {means}; '{CONVS}' selects convolutions alone."
+    means = "selects the convolutions" if selector == DOTS else "selects no convolution, as in JAX"
+    return f" The blocks have convolutions but no matrix products. {selector!r} {means}; '{CONVS}' selects convolutions alone."
 
 
 def layers_text(layers: range) -> str:
@@ -201,41 +183,44 @@ def layers_text(layers: range) -> str:
     return f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}–{layers.stop - 1}"
 
 
-def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
-    blocks = _some(dict.fromkeys(path or "the block" for path in seen.paths), 3)
-    if policy.offloads and not seen.offloaded:
+def _check_policy(
+    policy: Policy, blocks: Sequence[_TracedBlock], candidates: dict[str, Candidate], subject: str, remark: str
+) -> None:
+    offloaded = {name for block in blocks for name in block.offloaded}
+    if policy.offloads and not offloaded:
         raise NoEffectError(
-            f"policy={str(policy)!r}{where} offloads nothing in {blocks}: an offload rule must select an array of rank 1 or "
-            f"more that no earlier rule takes.{_of_convolutions(policy, seen)} The residuals are: "
-            f'{_some(seen.candidates, 8)}. Select one of these, or use policy="full" to offload nothing.'
+            f"{subject} offloads nothing in {_paths(blocks)}: an offload rule must select an array of rank 1 or more that no "
+            f"earlier rule takes.{remark} The residuals are: {_some(candidates, 8)}. Select one of these, or use "
+            'policy="full" to offload nothing.'
         )
-    if policy.offloads and not seen.moved:
+    if policy.offloads and not any(block.moves for block in blocks):
         raise NoEffectError(
-            f"policy={str(policy)!r}{where} offloads nothing in {blocks}: it selects {_some(sorted(seen.offloaded), 3)}, but "
-            "the policy also keeps other arrays, and given those the backward pass reads none of these. Offload arrays that "
-            "are computed from these, or recompute the other arrays."
+            f"{subject} offloads nothing in {_paths(blocks)}: it selects {_some(sorted(offloaded), 3)}, but the policy also "
+            "keeps other arrays, and given those the backward pass reads none of these. Offload arrays that are computed from "
+            "these, or recompute the other arrays."
         )
     for selector in policy.selectors:
-        if selector in (seen.unmatched or ()) and selector != "*":
+        if selector != "*" and all(selector in block.unmatched for block in blocks):
             raise NoEffectError(
-                f"policy={str(policy)!r}{where}: the selector {selector!r} matches no residual of {blocks}."
-                f"{_of_convolutions(policy, seen)}{closest(selector, seen.candidates)} "
-                f"Its residuals are: {_some(seen.candidates, 8)}. Correct the selector or leave it out."
+                f"{subject}: the selector {selector!r} matches no residual of {_paths(blocks)}.{remark}"
+                f"{closest(selector, candidates)} Its residuals are: {_some(candidates, 8)}. Correct the selector or leave it "
+                "out."
             )
     for selector in policy.kept_globs:
-        _check_effect(selector, seen.selected, f"policy={str(policy)!r}{where}: the selector {selector!r}")
+        selections = [selection for block in blocks for selection in block.selections if selection.selector == selector]
+        _check_effect(selections, f"{subject}: the selector {selector!r}")
 
 
-def _check_effect(selector: str, selected: _Selected, subject: str) -> None:
-    effective = selected.effective.get(selector, set())
-    idle = sorted(path or "the block" for path in selected.idle.get(selector, set()) - effective)
+def _check_effect(selections: Sequence[_Selection], subject: str) -> None:
+    effective = {selection.path for selection in selections if selection.has_effect}
+    idle = sorted(path or "the block" for path in {selection.path for selection in selections} - effective)
     if idle and not effective:
         raise NoEffectError(
             f"{subject} keeps nothing in {_some(idle, 8)}: the backward pass reads none of the arrays that it selects. Select "
             "arrays that are computed from them, or leave the selector out."
         )
-    # What matches several arrays of a block is meant to find some; which, may differ from layer to layer.
-    if idle and selector not in selected.wide:
+    # A selector that matches several arrays of a block need not keep all of them, and layers may differ in which it keeps.
+    if idle and all(selection.arrays < 2 for selection in selections):
         raise NoEffectError(
             f"{subject} has an effect in {_some(sorted(effective), 3)}, but keeps nothing in {_some(idle, 8)}: the backward "
             "pass there does not read the array. Restrict the selector to the blocks where it has an effect: put their path in "
@@ -247,22 +232,24 @@ def check_differentiated(blocks: Iterable[tuple[PlannedBlock, Sequence[int]]], p
     """Raise unless each selector of automatic names keeps something for the gradients that are really taken.
 
     Args:
-      blocks: all blocks that are differentiated, with the inputs that they are differentiated along.
+      blocks: all blocks that are differentiated, each with its inputs that are.
 
     Raises:
       NoEffectError: naming the selector, and the blocks that have what it selects.
     """
-    seen: dict[Policy, _Selected] = {policy: _Selected() for policy in policies}
+    by_policy: dict[Policy, list[_Selection]] = {policy: [] for policy in policies}
     for block, live in blocks:
-        if isinstance(block.policy, Policy) and block.policy in seen and block.policy.kept_globs:
-            seen[block.policy].note(block.named.path, block, live)
-    for policy, selected in seen.items():
-        for selector in (one for one in policy.kept_globs if one not in selected.effective):
-            where = _some(sorted(path or "the block" for path in selected.idle.get(selector, ["any block"])), 8)
+        if isinstance(block.policy, Policy) and block.policy in by_policy:
+            by_policy[block.policy] += _selections(block.named.path, block, live)
+    for policy, selections in by_policy.items():
+        effective = {selection.selector for selection in selections if selection.has_effect}
+        for selector in (selector for selector in policy.kept_globs if selector not in effective):
+            paths = {selection.path or "the block" for selection in selections if selection.selector == selector}
             raise NoEffectError(
-                f"policy={str(policy)!r}: the selector {selector!r} keeps nothing in {where}: the requested gradients do not "
-                "need the arrays that it selects. A block whose input is not differentiated needs fewer residuals. Select "
-                "another array, or leave the selector out."
+                f"policy={str(policy)!r}: the selector {selector!r} keeps nothing in "
+                f"{_some(sorted(paths) or ['any block'], 8)}: the requested gradients do not need the arrays that it selects. "
+                "A block whose input is not differentiated needs fewer residuals. Select another array, or leave the selector "
+                "out."
             )
 
 
@@ -281,6 +268,10 @@ def closest(selector: str, names: Iterable[str]) -> str:
             by_end.setdefault(end, name)
     matches = difflib.get_close_matches(selector.strip("*"), by_end, n=1, cutoff=0.5)
     return f" Did you mean {by_end[matches[0]]!r}?" if matches else ""
+
+
+def _paths(blocks: Sequence[_TracedBlock]) -> str:
+    return _some(dict.fromkeys(block.path or "the block" for block in blocks), 3)
 
 
 def _some(names: Iterable[str], limit: int) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply import scope
+from remat_jax.apply.audit import Audit
 
 Call = Callable[..., Any]
 
@@ -27,67 +28,62 @@ def is_inside(block: Any) -> bool:
     return id(block) in _inside.get()
 
 
-@contextmanager
-def entered(block: Any) -> Iterator[None]:
-    """Marks `block` as running inside its checkpoint, so that its call is not checkpointed again."""
-    token = _inside.set((*_inside.get(), id(block)))
-    try:
-        yield
-    finally:
-        _inside.reset(token)
+def entered(block: Any) -> AbstractContextManager[None]:
+    """Inside this context `block` runs inside its checkpoint, so that its call is not checkpointed again."""
+    return compat.setting(_inside, (*_inside.get(), id(block)))
+
+
+def run_module(module: Any, path: str, plain: Callable[[], Any], checkpointed: Callable[[Any, Audit], Any]) -> Any:
+    """A call of `module` at `path`: `checkpointed(policy, audit)` if the active policies have one for it, else `plain()`."""
+    policies = scope.active()
+    if policies is None or is_inside(module):
+        return plain()
+    record = scope.record()
+    record.modules.setdefault(path, type(module).__name__)
+    entry = policies.find(type(module), path, _globs.get())
+    if entry is None:
+        return plain()
+    block, policy = entry
+    record.reached.add(block)
+    globs = (*_globs.get(), block) if isinstance(block, str) else _globs.get()
+    with compat.setting(_globs, globs), compat.blocks_around_which(checkpoints_stay=policies.keeps):
+        return checkpointed(policy, record.audit)
 
 
 def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Call:
-    """`original`, the `__call__` of a class, which `call` runs instead if the active policies have one for the module.
-
-    Args:
-      path_of: the module path of an instance.
-      call: `call(module, original, policy, args, kwargs, audit)`.
-    """
+    """`original`, the `__call__` of a class whose instances have paths; blocks run as `call(module, original, policy, …)`."""
 
     @functools.wraps(original)
     def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        policies = scope.active()
-        if policies is None or is_inside(self):
-            return original(self, *args, **kwargs)
-        record = scope.record()
-        path = path_of(self)
-        record.modules.setdefault(path, type(self).__name__)
-        entry = policies.find(type(self), path, _globs.get())
-        if entry is None:
-            return original(self, *args, **kwargs)
-        block, policy = entry
-        record.reached.add(block)
-        token = _globs.set((*_globs.get(), block) if isinstance(block, str) else _globs.get())
-        try:
-            with compat.blocks_around_which(checkpoints_stay=policies.keeps):
-                return call(self, original, policy, args, kwargs, record.audit)
-        finally:
-            _globs.reset(token)
+        return run_module(
+            self,
+            path_of(self),
+            lambda: original(self, *args, **kwargs),
+            lambda policy, audit: call(self, original, policy, args, kwargs, audit),
+        )
 
     return dispatch
 
 
-class Scopes:
-    """Opens the named scope of a module, relative to the scope of the module that calls it."""
+@contextmanager
+def named_scopes(parts: Collection[tuple[str, Any]]) -> Iterator[None]:
+    """In this context a call of one of the `parts` (path, module) has the scope of its path, relative to the calling part's."""
+    names, around = {id(module): path for path, module in parts}, ContextVar("around", default="")
 
-    def __init__(self, names: dict[int, str]) -> None:
-        self.names, self.around = names, ContextVar("around", default="")
+    def wrap(original: Call) -> Call:
+        @functools.wraps(original)
+        def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+            name, outer = names.get(id(self)), around.get()
+            if name is None or name == outer:
+                return original(self, *args, **kwargs)
+            relative = name.removeprefix(outer + "/") if outer else name
+            with compat.setting(around, name), jax.named_scope(relative):
+                return original(self, *args, **kwargs)
 
-    @contextmanager
-    def entered(self, module: Any) -> Iterator[None]:
-        """Trace the call of a module in its scope."""
-        name, around = self.names.get(id(module)), self.around.get()
-        if name is None or name == around:
-            yield
-            return
-        relative = name.removeprefix(around + "/") if around else name
-        token = self.around.set(name)
-        try:
-            with jax.named_scope(relative):
-                yield
-        finally:
-            self.around.reset(token)
+        return named
+
+    with patched({type(module) for _, module in parts}, wrap):
+        yield
 
 
 def with_own_call(cls: Any) -> Iterable[type]:
@@ -117,11 +113,8 @@ def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[N
             if any("__call__" in vars(base) for base in cls.__mro__):
                 original = stack.enter_context(_one_patched(cls))
                 wrapped[cls] = wrap(wrapped.get(cls, original))
-        token = _wrapped.set(wrapped)
-        try:
-            yield
-        finally:
-            _wrapped.reset(token)
+        stack.enter_context(compat.setting(_wrapped, wrapped))
+        yield
 
 
 class _Patch:

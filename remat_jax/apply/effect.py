@@ -8,14 +8,17 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from flax.errors import TraceContextError
 
 from remat_jax import compat
-from remat_jax.apply import linen, nnx, pytrees, regions, scope
-from remat_jax.apply.per_layer import call as by_layer
+from remat_jax.apply import linen, nnx, pytrees, scope
+from remat_jax.apply.per_layer import kept_programs
+from remat_jax.apply.region import traced
+from remat_jax.apply.replan import run_regions
 from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.core.marks import Block
 from remat_jax.core.walk import of_arrays
-from remat_jax.errors import BlockError, RematError
+from remat_jax.errors import BlockError, RematError, UnsupportedError
 
 Function = Callable[..., Any]
 
@@ -29,18 +32,50 @@ _ever_reached: dict[BlockPolicies, set[Block]] = {}
 
 def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Record]:
     """`fn(*args, **kwargs)` with `policies` on its blocks, and the record of the call."""
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_blocks(policies, fn, args, kwargs)
-
     outer = scope.active()
     with scope.applying(policies) as record:
         together = policies.over(outer)
         if not together.by_layer:
-            return run(args, kwargs), record
+            return with_blocks(policies, fn, args, kwargs), record
         # An enclosing call by layers counts the blocks that it has policies for.
         counted = policies if outer is not None and outer.by_layer else together
-        return by_layer.run(run, frozenset(block for block, _ in counted.entries), args, kwargs, record), record
+        return _by_layer(policies, frozenset(block for block, _ in counted.entries), fn, args, kwargs, record), record
+
+
+_CLOSED_OVER = (
+    "fn writes to an NNX object (a model, an nnx.Rngs, a statistic) that it closes over, or that a jax.jit, jax.grad or scan "
+    "inside it closes over: values that are written while tracing cannot leave the trace. Make the object an argument of fn "
+    "and pass it in the call, as in checkpoint_blocks(lambda model, x: model(x), policies)(model, x); inside fn use nnx.jit, "
+    "nnx.grad, nnx.scan."
+)
+
+
+def _by_layer(
+    policies: BlockPolicies,
+    blocks: frozenset[Block],
+    fn: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    record: Record,
+) -> Any:
+    """`fn(*args, **kwargs)`, traced with marks in place of its blocks, then evaluated with a policy for each layer of `blocks`.
+
+    NNX objects among the arguments are split into arrays, and the function's writes to them are written back.
+    """
+
+    def marked(_: None, *args: Any, **kwargs: Any) -> Any:
+        return with_blocks(policies, fn, args, kwargs)
+
+    name = "a function under policies by layer"
+    pure, state, arguments, write = nnx.as_pure_function(None, marked, args, kwargs, name=name)
+    try:
+        jaxpr, values, outputs_of = traced(pure, (state, *arguments), {})
+    except TraceContextError as error:
+        raise UnsupportedError(_CLOSED_OVER) from error
+    outputs, counts = kept_programs.evaluate(jaxpr, values, blocks, record.audit)
+    record.reached = (record.reached - blocks) | set(counts)
+    record.is_whole = True
+    return write(outputs_of(outputs))
 
 
 def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,15 +84,15 @@ def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kw
     explained = compat.eager_offload_explained() if offloads else contextlib.nullcontext()
     with explained, linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
         with pytrees.intercepting(policies, (*args, *kwargs.values())):
-            return regions.run(fn, args, kwargs)
+            return run_regions(fn, args, kwargs)
 
 
 class Effect:
     """Checks that the calls of one function reach its blocks, and that the policies have an effect there.
 
-    A call may trace nothing, because a `jit` inside was traced before under the same policies, in an earlier call of this
-    function or of another function. So if a call seems to miss a block or an effect, the function is traced again under
-    policies that have no cached traces. That trace decides. It is made once for each signature.
+    A call may trace nothing, because a `jit` inside was traced before under the same policies, maybe by another function. So if
+    a call seems to miss a block or an effect, the function is traced again under policies that have no cached traces, once for
+    each signature. That trace decides.
     """
 
     def __init__(self, fn: Function, policies: BlockPolicies) -> None:
@@ -66,7 +101,7 @@ class Effect:
         self._code = getattr(inspect.unwrap(fn), "__code__", None)
 
     def check(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the call with these arguments, whose record is `found`.
+        """Check the call with these arguments and this record.
 
         Raises:
           BlockError: a block was never called.

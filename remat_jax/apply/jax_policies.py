@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from remat_jax import compat
+from remat_jax.core.products import has_batch_dims
 from remat_jax.errors import PolicyError
 from remat_jax.policy import Action, Candidate, JaxPolicy, Policy, as_policy
 
@@ -30,7 +32,7 @@ def jax_policy(policy: Any) -> JaxPolicy:
         return checked
     if not checked.checkpoint:
         raise PolicyError("policy='off': jax.checkpoint has no policy for no checkpointing; leave jax.checkpoint out")
-    unseen = [*checked.automatic_globs, *(one for one in checked.selectors if one == "@inputs")]
+    unseen = [*checked.automatic_globs, *(selector for selector in checked.selectors if selector == "@inputs")]
     if unseen:
         raise PolicyError(
             f"policy={str(checked)!r}: {unseen[0]!r} selects automatic residual names, which exist only where remat_jax traces "
@@ -41,21 +43,15 @@ def jax_policy(policy: Any) -> JaxPolicy:
     return _JaxPolicy(checked)
 
 
+@dataclass(frozen=True, repr=False)
 class _JaxPolicy:
     """Equal for equal policies, so that JAX's caches hit."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    policy: Policy
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         action = self.policy.action(_candidate(primitive, avals, params))
         return compat.OFFLOAD if action is Action.OFFLOAD else action is Action.SAVE
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _JaxPolicy) and self.policy == other.policy
-
-    def __hash__(self) -> int:
-        return hash((_JaxPolicy, self.policy))
 
     def __repr__(self) -> str:
         return f"jax_policy({str(self.policy)!r})"
@@ -65,10 +61,4 @@ def _candidate(primitive: Any, avals: Any, params: dict[str, Any]) -> Candidate:
     name = primitive.name
     if name == "name":
         return Candidate(params["name"], "name", user_named=True)
-    batched = False
-    if name == "dot_general":
-        _, (lhs_batch, rhs_batch) = params["dimension_numbers"]
-        batched = bool(lhs_batch or rhs_batch)
-    elif name == "scaled_matmul_wrapper":
-        batched = bool(avals[0].shape[0] != 1)
-    return Candidate(f":{name}", name, has_batch_dims=batched)
+    return Candidate(f":{name}", name, has_batch_dims=has_batch_dims(name, avals, params))

@@ -14,64 +14,51 @@ from typing import Any
 import jax
 from flax import nnx
 
+from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.calls import Call, Scopes, dispatching, entered, patched, with_own_call
+from remat_jax.apply.calls import Call, dispatching, entered, named_scopes, patched, with_own_call
 from remat_jax.apply.nnx_state import Changes, Snapshot
-from remat_jax.apply.region import run_block
+from remat_jax.apply.region import BlockPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
-from remat_jax.core.marks import Marked
 from remat_jax.errors import UnsupportedError
-from remat_jax.policy import JaxPolicy, Policy
 
 # id of a module → its path from the outermost known module.
 _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
 
 
 def call(
-    module: nnx.Module,
+    module: Any,
     original: Call,
-    policy: Policy | JaxPolicy | Marked,
+    policy: BlockPolicy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     audit: Audit,
+    path: str = "",
 ) -> Any:
     """`original(module, *args, **kwargs)` as one checkpointed block.
 
     The state of the module, and of every NNX object among the arguments (an `nnx.Rngs`, a cache), is an input and an output
     of the block. Shared references stay shared, and updates are written back.
     """
-    return _run_split(module, original, policy, path_of(module), args, kwargs, audit)
+    path = path or path_of(module)
+
+    @contextmanager
+    def around(inner: Any) -> Iterator[None]:
+        with entered(inner), known_paths(inner, path), named_scopes([part for part in _modules_in(inner) if part[0]]):
+            yield
+
+    pure, state, arguments, write = as_pure_function(module, original, args, kwargs, around)
+    return write(run_block(pure, policy, path, state, arguments, {}, audit))
 
 
-def call_together(
-    modules: Sequence[nnx.Module], run: Callable[..., Any], policy: Policy | JaxPolicy | Marked, x: Any, audit: Audit
-) -> Any:
+def call_together(modules: Sequence[nnx.Module], run: Callable[..., Any], policy: BlockPolicy, x: Any, audit: Audit) -> Any:
     """`run(modules, x)` of several modules as one checkpointed block."""
-    path = path_of(modules[0])
-    return _run_split(nnx.List(modules), lambda together, x: run(list(together), x), policy, path, (x,), {}, audit)
+    return call(nnx.List(modules), lambda together, x: run(list(together), x), policy, (x,), {}, audit, path_of(modules[0]))
 
 
 def path_of(module: nnx.Module) -> str:
     """The path of `module` from the outermost known module; without one, the name of its class."""
     return _paths.get().get(id(module), type(module).__name__)
-
-
-def _run_split(
-    module: Any,
-    original: Call,
-    policy: Policy | JaxPolicy | Marked,
-    path: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    audit: Audit,
-) -> Any:
-    @contextmanager
-    def around(inner: Any) -> Iterator[None]:
-        with entered(inner), known_paths(inner, path), named_submodules(inner):
-            yield
-
-    pure, state, arguments, write = as_pure_function(module, original, args, kwargs, around)
-    return write(run_block(pure, policy, path, state, arguments, {}, audit))
 
 
 def as_pure_function(
@@ -80,15 +67,16 @@ def as_pure_function(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     around: Callable[[Any], AbstractContextManager[None]] = nullcontext,
+    name: str = "",
 ) -> tuple[Call, Any, list[Any], Call]:
-    """`original(module, *args, **kwargs)` as a pure function of arrays.
+    """`original(module, *args, **kwargs)` as a pure function of arrays: `pure`, `state`, `arguments`, `write`.
+
+    Call `write(pure(state, *arguments))`. `write` writes the updates back into the NNX objects and returns the outputs.
 
     Args:
+      module: an NNX object, or None.
       around: gives a context for the copy of `module` that the pure function calls.
-
-    Returns:
-      `pure`, `state`, `arguments`, `write`: call `write(pure(state, *arguments))`. `write` writes the updates back into the NNX
-      objects and returns the outputs.
+      name: what messages call the function; the default is the module's class.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     positions = [index for index, leaf in enumerate(leaves) if is_node(leaf)]
@@ -106,7 +94,7 @@ def as_pure_function(
         inner_args, inner_kwargs = jax.tree.unflatten(treedef, filled)
         with around(inner["self"]):
             outputs = original(inner["self"], *inner_args, **inner_kwargs)
-        refuse_nodes(outputs, f"block {type(module).__name__}")
+        _refuse_nodes(outputs, name or f"block {type(module).__name__}")
         changes = before.changes()
         written.append(changes)
         return outputs, changes.values
@@ -124,12 +112,11 @@ def is_node(value: Any) -> bool:
     return isinstance(value, nnx.Variable) or (not isinstance(value, dict | list | tuple) and nnx.graphlib.is_graph_node(value))
 
 
-def refuse_nodes(outputs: Any, what: str) -> None:
-    """Raise if a function under a policy returns NNX objects; `what` names the function in the message."""
+def _refuse_nodes(outputs: Any, name: str) -> None:
     for leaf in jax.tree.leaves(outputs, is_leaf=is_node):
         if is_node(leaf):
             raise UnsupportedError(
-                f"{what} returns an NNX object ({type(leaf).__name__}); it must return arrays. Return the object's state "
+                f"{name} returns an NNX object ({type(leaf).__name__}); it must return arrays. Return the object's state "
                 "(nnx.state), or checkpoint the modules inside this one."
             )
 
@@ -137,39 +124,15 @@ def refuse_nodes(outputs: Any, what: str) -> None:
 # --- module paths -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def known_paths(root: Any, prefix: str = "") -> Iterator[None]:
+def _modules_in(root: Any) -> list[tuple[str, nnx.Module]]:
+    """The modules in `root` (a module, or a pytree of modules) with their paths; that of `root` itself is empty."""
+    return [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(root) if isinstance(node, nnx.Module)]
+
+
+def known_paths(root: Any, prefix: str = "") -> AbstractContextManager[None]:
     """Inside this context every module in `root` (a module, or a pytree of modules) is known by its path."""
-    paths = dict(_paths.get())
-    for path, node in nnx.iter_graph(root):
-        if isinstance(node, nnx.Module):
-            paths[id(node)] = "/".join([*prefix.split("/"), *map(str, path)]).strip("/") or type(node).__name__
-    token = _paths.set(paths)
-    try:
-        yield
-    finally:
-        _paths.reset(token)
-
-
-@contextmanager
-def named_submodules(block: nnx.Module) -> Iterator[None]:
-    """Inside this context a call of a module in `block` is traced under a named scope, its attribute path."""
-    names = {
-        id(node): "/".join(map(str, path)) for path, node in nnx.iter_graph(block) if isinstance(node, nnx.Module) and path
-    }
-    classes = {type(node) for path, node in nnx.iter_graph(block) if isinstance(node, nnx.Module) and path}
-    scopes = Scopes(names)
-
-    def wrap(original: Call) -> Call:
-        @functools.wraps(original)
-        def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with scopes.entered(self):
-                return original(self, *args, **kwargs)
-
-        return named
-
-    with patched(classes, wrap):
-        yield
+    paths = {id(node): f"{prefix}/{path}".strip("/") or type(node).__name__ for path, node in _modules_in(root)}
+    return compat.setting(_paths, _paths.get() | paths)
 
 
 # --- intercepting -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flax import nnx
@@ -34,35 +35,35 @@ class Snapshot:
                 changes.add(path, now)
         for path, variable in _variables(self.nodes):
             if id(variable) not in self.variables:
-                changes.add(path, variable.get_raw_value(), made=variable)
+                kind: Any = type(variable)
+                changes.add(path, variable.get_raw_value(), functools.partial(kind, **variable.get_metadata()))
         for path, value in _attributes(self.nodes):
             if path in self.attributes and self.attributes[path] is value:
                 continue
             if compat.is_array(value):
-                changes.add(path, value, attribute=True)
+                changes.add(path, value, lambda array: array)
             else:
                 changes.python[path] = value
         return changes
 
 
 class Changes:
-    """Changed arrays, which are outputs of the block, and changed Python values, which are known while tracing."""
+    """Changed arrays, which are outputs of the block, and changed Python values, which are known while tracing.
+
+    Attributes:
+      values: the changed arrays (or pytrees of arrays).
+      python: path → the changed Python value.
+    """
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self.python: dict[Path, Any] = {}
-        self._paths: list[Path] = []
-        self._made: dict[Path, nnx.Variable[Any]] = {}
-        self._attributes: set[Path] = set()
+        self._targets: list[tuple[Path, Callable[[Any], Any] | None]] = []
 
-    def add(self, path: Path, value: Any, *, made: nnx.Variable[Any] | None = None, attribute: bool = False) -> None:
-        """Record the array (or pytree of arrays) `value` at `path`; `made` is its variable if that is new."""
+    def add(self, path: Path, value: Any, make: Callable[[Any], Any] | None = None) -> None:
+        """The variable at `path` has the new `value`; or its owner has a new attribute, `make(value)`."""
         self.values.append(value)
-        self._paths.append(path)
-        if made is not None:
-            self._made[path] = made
-        if attribute:
-            self._attributes.add(path)
+        self._targets.append((path, make))
 
     def write(self, nodes: Any, values: list[Any]) -> None:
         """Make the same changes to `nodes`, the objects outside the block; `values` are the block's outputs for the arrays.
@@ -71,20 +72,17 @@ class Changes:
           UnsupportedError: a variable was created in an object that does not exist outside.
         """
         by_path = dict(nnx.iter_graph(nodes))
-        for path, value in zip(self._paths, values, strict=True):
-            if path in self._made:
-                made = self._made[path]
-                _set(by_path, path, type(made)(value, **made.get_metadata()))
-            elif path in self._attributes:
-                _set(by_path, path, value)
-            else:
+        for (path, make), value in zip(self._targets, values, strict=True):
+            if make is None:
                 by_path[path].set_raw_value(value)
+            else:
+                _set(by_path, path, make(value))
         for path, value in self.python.items():
             _set(by_path, path, value)
 
 
-def _set(known: dict[Path, Any], path: Path, value: Any) -> None:
-    owner, key = known.get(path[:-1]), path[-1]
+def _set(by_path: dict[Path, Any], path: Path, value: Any) -> None:
+    owner, key = by_path.get(path[:-1]), path[-1]
     if owner is None:
         raise UnsupportedError(
             f"a checkpointed block created a new object at {'/'.join(map(str, path[1:-1]))!r}, and the object cannot leave "

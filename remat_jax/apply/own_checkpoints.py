@@ -1,9 +1,8 @@
 """Policies of blocks replace a model's own checkpoints around these blocks.
 
 A checkpoint around a checkpointed block discards the residuals that the block's policy keeps. When JAX binds a `jax.checkpoint`
-region, the region's body is traced already. If the body contains a block with a policy, it is evaluated without the region. So
-it does not matter which function made the region, or what is between region and block: a scan, a lifted transform,
-`nnx.bridge`.
+region, the region's body is traced already. If the body contains a block with a policy, it is evaluated without the region,
+whatever made the region, or is between region and block: a scan, a lifted transform, `nnx.bridge`.
 """
 
 from __future__ import annotations
@@ -46,43 +45,34 @@ def check_choice(own_checkpoints: Any) -> bool:
     return bool(own_checkpoints == "keep")
 
 
-_noted: ContextVar[list[Any] | None] = ContextVar("noted", default=None)
+_regions: ContextVar[list[Any] | None] = ContextVar("regions", default=None)
 
 
 @contextmanager
 def noting_regions() -> Iterator[list[Any]]:
     """Collects the body of every checkpoint region of the model that is traced inside this context."""
     regions: list[Any] = []
-    token = _noted.set(regions)
-    try:
+    with compat.setting(_regions, regions):
         yield regions
-    finally:
-        _noted.reset(token)
 
 
 def _gives_way(body: Any) -> bool:
     """Whether the policy of a block in this body replaces the checkpoint region around the body; counts the region if so."""
-    noted = _noted.get()
-    if noted is not None:
-        noted.append(body)
-    asked = {compat.replaces_checkpoints(eqn) for eqn in equations(body)}
+    regions = _regions.get()
+    if regions is not None:
+        regions.append(body)
+    replaces = {compat.replaces_checkpoints(eqn) for eqn in equations(body)}
     for mark in filter(None, map(mark_of, equations(body))):
-        if not _is_all_off(mark.marked.policy):
-            asked.add(not mark.marked.keeps)
-    record = scope.innermost_record()
-    if True in asked:
-        if record is not None:
-            record.replaced += 1
+        policy = mark.marked.policy
+        policies = [of_run for _, of_run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]
+        if not all(map(is_off, policies)):
+            replaces.add(not mark.marked.keeps)
+    if True in replaces:
+        scope.record().replaced += 1
         return True
-    if False in asked:
+    if False in replaces:
         warn(KEPT)
     return False
-
-
-def _is_all_off(policy: Any) -> bool:
-    if isinstance(policy, LayerPolicies):
-        return all(is_off(one) for _, one in policy.ranges)
-    return is_off(policy)
 
 
 compat.let_checkpoints_give_way(_gives_way)

@@ -11,9 +11,9 @@ from flax import linen, nnx
 from remat_jax.apply import linen as linen_blocks
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.remat import call_function
+from remat_jax.apply.remat import call_block
 from remat_jax.errors import ArgumentError
-from remat_jax.policy import JaxPolicy, Policy, as_policy
+from remat_jax.policy import JaxPolicy, Policy, as_policy, is_off
 
 
 def gradient_checkpoint_forward(
@@ -84,26 +84,17 @@ def call_model(model: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kw
       ArgumentError: `model` is none of these, or a Linen module that is not bound.
       NoEffectError: a selector matches no residual, or there is nothing to offload.
     """
-    if isinstance(policy, Policy) and not policy.checkpoint:
+    if is_off(policy):
         return model(*args, **kwargs)
-    audit = Audit()
-    if isinstance(model, linen.Module):
-        if model.scope is None:
-            raise ArgumentError(
-                f"model={type(model).__name__}: this Linen module is not bound, so it has no parameters to run with. Call it "
-                "inside another module, bind it (model.bind(variables)), or pass a function: "
-                "lambda x: model.apply(variables, x)"
-            )
-        outputs = linen_blocks.call(model, "__call__", policy, args, kwargs, audit)
-    elif isinstance(model, nnx.Module):
-        outputs = nnx_blocks.call(model, type(model).__call__, policy, args, kwargs, audit)
-    elif callable(model) and not isinstance(model, type):
-        path = getattr(model, "__name__", type(model).__name__).replace("<lambda>", "lambda")
-        return call_function(model, policy, path, args, kwargs)
-    else:
+    if isinstance(model, linen.Module) and model.scope is None:
+        raise ArgumentError(
+            f"model={type(model).__name__}: this Linen module is not bound, so it has no parameters to run with. Call it "
+            "inside another module, bind it (model.bind(variables)), or pass a function: "
+            "lambda x: model.apply(variables, x)"
+        )
+    if not callable(model) or isinstance(model, type):
         raise ArgumentError(f"model={model!r}: expected a bound Linen module, an NNX module or a function")
-    audit.check()
-    return outputs
+    return call_block(model, policy, args, kwargs)
 
 
 def checkpoint_sequential(functions: Sequence[Callable[..., Any]], segments: int, x: Any, *, policy: Any = "full") -> Any:

@@ -20,12 +20,10 @@ from flax import linen, nnx
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.calls import Call, Scopes, dispatching, entered, is_inside, patched, with_own_call
-from remat_jax.apply.region import run_block
+from remat_jax.apply.calls import Call, dispatching, entered, is_inside, named_scopes, patched, with_own_call
+from remat_jax.apply.region import BlockPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
-from remat_jax.core.marks import Marked
 from remat_jax.errors import ArgumentError, nearest
-from remat_jax.policy import JaxPolicy, Policy
 
 _NOT_TREES = (linen.Module, nnx.Module, functools.partial)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,18 +33,12 @@ _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B0
 _paths_of_class: ContextVar[dict[type, frozenset[str]]] = ContextVar("paths_of_class", default={})  # noqa: B039 - the same
 
 
-def call(
-    module: Any,
-    original: Call,
-    policy: Policy | JaxPolicy | Marked,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    audit: Audit,
-) -> Any:
+def call(module: Any, original: Call, policy: BlockPolicy, args: tuple[Any, ...], kwargs: dict[str, Any], audit: Audit) -> Any:
     """`original(module, *args, **kwargs)` as one checkpointed block; the arrays in `module` are its parameters."""
 
     def pure(module: Any, *args: Any, **kwargs: Any) -> Any:
-        with entered(module), _named_parts(module):
+        parts = [(path, part) for path, part in callables(module) if part is not module]
+        with entered(module), named_scopes(parts):
             return original(module, *args, **kwargs)
 
     return run_block(pure, policy, path_of(module), module, args, kwargs, audit)
@@ -85,12 +77,8 @@ def known_paths(*arguments: Any) -> Iterator[None]:
         for path, node in callables(argument):
             paths.setdefault(id(node), path)
             of_class[type(node)] = of_class.get(type(node), frozenset()) | {path}
-    tokens = _paths.set(paths), _paths_of_class.set(of_class)
-    try:
+    with compat.setting(_paths, paths), compat.setting(_paths_of_class, of_class):
         yield
-    finally:
-        _paths.reset(tokens[0])
-        _paths_of_class.reset(tokens[1])
 
 
 class ModelArrays:
@@ -148,24 +136,6 @@ def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
         yield "/".join(path) or type(tree).__name__, tree
     for keys, child in children:
         yield from callables(child, (*path, jax.tree_util.keystr(keys, simple=True, separator="/")))
-
-
-@contextmanager
-def _named_parts(module: Any) -> Iterator[None]:
-    """Inside this context a call of a part of `module` is traced under a named scope, its attribute path."""
-    parts = [(path, node) for path, node in callables(module) if node is not module]
-    scopes = Scopes({id(node): path for path, node in parts})
-
-    def wrap(original: Call) -> Call:
-        @functools.wraps(original)
-        def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with scopes.entered(self):
-                return original(self, *args, **kwargs)
-
-        return named
-
-    with patched({type(node) for _, node in parts}, wrap):
-        yield
 
 
 # --- marked functions -------------------------------------------------------------------------------------------------

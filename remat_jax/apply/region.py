@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,15 +13,18 @@ from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - 
 from remat_jax.apply.audit import Audit
 from remat_jax.core import PlannedBlock, StackRow, plan_block
 from remat_jax.core.marks import Mark, Marked, bind_mark
-from remat_jax.core.parked import Offer
-from remat_jax.core.shared import readings, staying
+from remat_jax.core.shared import Offer, readings, staying
 from remat_jax.core.tied_chain import run_tied, unlinked
+from remat_jax.core.walk import of_arrays
 from remat_jax.policy import JaxPolicy, Policy, is_off
+
+BlockPolicy = Policy | JaxPolicy | Marked
+"""The policy of a block. Under a `Marked` the block becomes a mark that waits for its policy."""
 
 
 def run_block(
     function: Callable[..., Any],
-    policy: Policy | JaxPolicy | Marked,
+    policy: BlockPolicy,
     path: str,
     parameters: Any,
     args: Sequence[Any],
@@ -33,53 +35,73 @@ def run_block(
 ) -> Any:
     """`function(parameters, *args, **kwargs)` as one checkpointed block.
 
-    Arrays anywhere in `args` and `kwargs` are inputs of the block. Everything else in them (Python scalars, strings, None,
-    functions) reaches the function unchanged, and outputs that are no arrays are returned unchanged. The policy's rules for
-    inputs do not apply to arrays in `parameters`, nor to arrays that the function closes over.
+    Arrays anywhere in `args` and `kwargs` are inputs of the block. The policy's rules for inputs do not apply to arrays in
+    `parameters`, nor to arrays that the function closes over.
 
     Args:
-      policy: the block's policy. If it is a `Marked`, the block becomes a mark that waits for its policy.
       path: the block's module path, with which the names of its residuals begin.
       audit: records what the policy's selectors matched.
       has_parameters: False while a model is initialised: without parameters the backward pass reads fewer residuals.
     """
     if is_off(policy):
         return function(parameters, *args, **kwargs)
-    leaves, treedef = jax.tree.flatten((parameters, tuple(args), kwargs))
-    arrays = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
-    first_input = len(jax.tree.leaves(parameters))
+    with unlinked():
+        jaxpr, values, outputs_of = traced(function, (parameters, *args), kwargs)
+    # Arrays that the function closes over, tracers too, become arguments of the block; else it could not be differentiated.
+    jaxpr, consts = compat.hoist_consts(jaxpr)
+    size = len(consts) + sum(map(compat.is_array, jax.tree.leaves(parameters)))
+    is_input = [place >= size for place in range(len(jaxpr.in_avals))]
+    return outputs_of(run_jaxpr(jaxpr, policy, path, is_input, [*consts, *values], audit, has_parameters=has_parameters))
 
-    results: list[tuple[list[Any], Any]] = []
 
-    def flat(*values: Any) -> list[Any]:
-        params, positional, named = jax.tree.unflatten(treedef, _filled(leaves, arrays, values))
-        outputs, structure = jax.tree.flatten(function(params, *positional, **named))
+def run_jaxpr(
+    jaxpr: Any,
+    policy: BlockPolicy,
+    path: str,
+    inputs: Sequence[bool],
+    values: Sequence[Any],
+    audit: Audit,
+    *,
+    has_parameters: bool = True,
+    looped: bool | None = None,
+) -> list[Any]:
+    """The closed `jaxpr` on `values` as one checkpointed block. `inputs` says which values `@inputs` selects.
+
+    Args:
+      looped: whether the block is in a loop that each pass has for itself; None to ask JAX.
+    """
+    if is_off(policy):
+        return list(compat.jaxpr_function(jaxpr)(*values))
+    if isinstance(policy, Marked):
+        return bind_mark(Mark(jaxpr, policy, path, tuple(inputs), has_parameters), values)
+    block = plan_block(jaxpr, policy, path, inputs)
+    audit.saw(path, block, whole=has_parameters)
+    return bind_block(block, values, looped=looped, apart=looped)
+
+
+def traced(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
+    """`function(*args, **kwargs)` as a closed jaxpr, the arrays in its arguments, and the call's outputs from the jaxpr's.
+
+    Everything else in the arguments (Python scalars, strings, None, functions) reaches the function unchanged, and outputs that
+    are no arrays are returned unchanged.
+    """
+    flat, values = of_arrays(function, args, kwargs)
+    traces: list[tuple[list[Any], Any]] = []
+
+    def array_outputs(*values: Any) -> list[Any]:
+        outputs, structure = jax.tree.flatten(flat(*values))
         # None stands for an array: the trace must not be kept alive.
-        results.append(([None if compat.is_array(out) else out for out in outputs], structure))
+        traces.append(([None if compat.is_array(out) else out for out in outputs], structure))
         return [out for out in outputs if compat.is_array(out)]
 
-    values = [leaves[index] for index in arrays]
-    with unlinked():
-        jaxpr = jax.make_jaxpr(flat)(*values)
-    # Arrays that the function closes over, tracers too, become arguments of the block; else it could not be differentiated.
-    open_jaxpr, consts = compat.hoist_consts(jaxpr)
-    is_input = [False] * len(consts) + [index >= first_input for index in arrays]
-    if isinstance(policy, Marked):
-        made = bind_mark(Mark(open_jaxpr, policy, path, tuple(is_input), has_parameters), [*consts, *values])
-    else:
-        block = plan_block(open_jaxpr, policy, path, is_input)
-        audit.saw(path, block, whole=has_parameters)
-        made = bind_block(block, [*consts, *values])
-    outputs, structure = results[-1]
-    computed = [index for index, out in enumerate(outputs) if out is None]
-    return jax.tree.unflatten(structure, _filled(outputs, computed, made))
+    def outputs_of(arrays: Sequence[Any]) -> Any:
+        outputs, structure = traces[-1]
+        computed = iter(arrays)
+        return jax.tree.unflatten(structure, [next(computed) if out is None else out for out in outputs])
 
-
-def _filled(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    filled = list(leaves)
-    for index, value in zip(places, values, strict=True):
-        filled[index] = value
-    return filled
+    return jax.make_jaxpr(array_outputs)(*values), values, outputs_of
 
 
 def bind_block(
@@ -115,9 +137,7 @@ def bind_block(
         run = block.checkpointed(prevent_cse=not apart, staying=lambda: kept)
         with compat.eager_offload_explained() if block.offloaded else contextlib.nullcontext():
             return run_tied(run, block, values, offers)
-    checkpointed = functools.partial(block.checkpointed, prevent_cse=not apart, staying=lambda: staying(read))
-    if rows and isinstance(block.policy, Policy):
-        places = tuple(rows)
-        run = checkpointed(rows=places, once=bool(block.offloaded))
-        return list(run(*values, *(rows[place].stack for place in places), rows[places[0]].index))
-    return list(checkpointed(once=bool(block.offloaded))(*values))
+    rows = rows if rows and isinstance(block.policy, Policy) else {}
+    run = block.checkpointed(prevent_cse=not apart, rows=tuple(rows), once=bool(block.offloaded), staying=lambda: staying(read))
+    stacks, index = [row.stack for row in rows.values()], [row.index for row in rows.values()][:1]
+    return list(run(*values, *stacks, *index))

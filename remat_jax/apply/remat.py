@@ -53,13 +53,11 @@ def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[st
         raise ArgumentError(f"target={target!r}: expected a Linen or NNX module class or a function")
     method = target.__call__ if isinstance(target, type) else target
     static = _StaticArguments(method, static_argnames)
-    if isinstance(target, type) and issubclass(target, linen.Module):
-        return _linen_class(target, checked, static)
-    if isinstance(target, type) and issubclass(target, nnx.Module):
-        return _nnx_class(target, checked, static)
-    if isinstance(target, type):
+    if not isinstance(target, type):
+        return _function(target, checked, static)
+    if not issubclass(target, linen.Module | nnx.Module):
         raise ArgumentError(f"target={target!r}: a class must be a flax.linen or flax.nnx module")
-    return _function(target, checked, static)
+    return _module_class(target, checked, static)
 
 
 class _StaticArguments:
@@ -91,56 +89,47 @@ class _StaticArguments:
 
 
 def _function(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
-    path = getattr(target, "__name__", type(target).__name__).replace("<lambda>", "lambda")
-
     @functools.wraps(target)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         static.check(*args, **kwargs)
-        return call_function(target, policy, path, args, kwargs)
+        return call_block(target, policy, args, kwargs)
 
     return checkpointed
 
 
-def call_function(target: Any, policy: Policy | JaxPolicy, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`target(*args, **kwargs)` as one checkpointed block, with the policy's effect checked."""
+def call_block(target: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`target(*args, **kwargs)` of a bound Linen module, an NNX module or a function, as one block whose policy has an effect.
+
+    Raises:
+      NoEffectError: a selector matches no residual, or there is nothing to offload.
+    """
     audit = Audit()
-    outputs = run_block(lambda _, *args, **kwargs: target(*args, **kwargs), policy, path, (), args, kwargs, audit)
+    if isinstance(target, linen.Module | nnx.Module):
+        blocks = linen_blocks if isinstance(target, linen.Module) else nnx_blocks
+        outputs = blocks.call(target, type(target).__call__, policy, args, kwargs, audit)
+    else:
+        path = getattr(target, "__name__", type(target).__name__).replace("<lambda>", "lambda")
+        outputs = run_block(lambda _, *args, **kwargs: target(*args, **kwargs), policy, path, (), args, kwargs, audit)
     audit.check()
     return outputs
 
 
-def _linen_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if linen_blocks.is_inside(self):
-            return target.__call__(self, *args, **kwargs)
-        static.check(self, *args, **kwargs)
-        audit = Audit()
-        outputs = linen_blocks.call(self, "__call__", policy, args, kwargs, audit)
-        audit.check()
-        return outputs
-
-    return _subclass(target, functools.wraps(target.__call__)(__call__))
-
-
-def _nnx_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
+def _module_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_inside(self):
             return target.__call__(self, *args, **kwargs)
         static.check(self, *args, **kwargs)
-        audit = Audit()
-        outputs = nnx_blocks.call(self, type(self).__call__, policy, args, kwargs, audit)
-        audit.check()
-        return outputs
+        return call_block(self, policy, args, kwargs)
 
-    return _subclass(target, functools.wraps(target.__call__)(__call__))
+    return subclass(target, __call__)
 
 
-def _subclass(target: Any, method: Callable[..., Any]) -> type:
-    """A subclass with the same name, because Flax derives parameter names from class names."""
+def subclass(cls: Any, call: Callable[..., Any]) -> Any:
+    """A subclass of `cls` with another `__call__`, and the same name, because Flax derives parameter names from class names."""
     names = {
-        "__call__": method,
-        "__doc__": target.__doc__,
-        "__module__": target.__module__,
-        "__qualname__": target.__qualname__,
+        "__call__": functools.wraps(cls.__call__)(call),
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
     }
-    return type(target)(target.__name__, (target,), names)
+    return type(cls)(cls.__name__, (cls,), names)

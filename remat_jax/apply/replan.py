@@ -1,17 +1,18 @@
-"""`replan`: another policy on the existing `jax.checkpoint` regions of a function."""
+"""`replan`, and blocks `"checkpoints"`: another policy on the existing `jax.checkpoint` regions of a function."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.regions import retraced, run_region
+from remat_jax.apply.region import BlockPolicy, run_jaxpr, traced
+from remat_jax.core.marks import CHECKPOINTS
 from remat_jax.core.rewrite import count_regions, leaving_blocks, rewrite
 from remat_jax.core.walk import equations
 from remat_jax.errors import ArgumentError, BlockError
@@ -53,25 +54,48 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def replanned(*args: P.args, **kwargs: P.kwargs) -> R:
-        return cast(R, retraced(fn, args, kwargs, replan_regions))
-
-    def replan_regions(jaxpr: Any, values: list[Any]) -> list[Any]:
-        if _count(jaxpr) == 0:
-            if any(compat.replaces_checkpoints(eqn) is not None for eqn in equations(jaxpr)):
-                return list(compat.jaxpr_function(jaxpr)(*values))
-            raise BlockError(
-                f"fn={getattr(fn, '__name__', fn)}: it has no jax.checkpoint region to replan. For a model without "
-                "checkpoints, use checkpoint_blocks(fn, {BlockClass: policy})."
-            )
-        audit = Audit()
+        jaxpr, values, outputs_of = traced(fn, args, kwargs)
         # Blocks of an enclosing `checkpoint_blocks` keep its policy, which also replaced the checkpoints around them.
         with leaving_blocks() if scope.active() is not None else contextlib.nullcontext():
-            outputs = rewrite(jaxpr, values, functools.partial(run_region, checked, audit))
-        audit.check()
-        return outputs
+            if count_regions(jaxpr):
+                audit = Audit()
+                outputs = _under(checked, audit, jaxpr, values)
+                audit.check()
+                return cast(R, outputs_of(outputs))
+        if any(compat.replaces_checkpoints(eqn) is not None for eqn in equations(jaxpr)):
+            return cast(R, outputs_of(compat.jaxpr_function(jaxpr)(*values)))
+        raise BlockError(
+            f"fn={getattr(fn, '__name__', fn)}: it has no jax.checkpoint region to replan. For a model without "
+            "checkpoints, use checkpoint_blocks(fn, {BlockClass: policy})."
+        )
 
     _replanned[replanned] = fn, checked
     return replanned
+
+
+def run_regions(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`fn(*args, **kwargs)`. If the active policies have one for `CHECKPOINTS`, it applies to the regions of `fn`."""
+    policies = scope.active()
+    policy = None if policies is None else policies.find_function(CHECKPOINTS)
+    if policy is None:
+        return fn(*args, **kwargs)
+    record = scope.record()
+    jaxpr, values, outputs_of = traced(fn, args, kwargs)
+    with leaving_blocks():
+        count = count_regions(jaxpr)
+        if count:
+            record.reached.add(CHECKPOINTS)
+            record.replaced += count
+        return outputs_of(_under(policy, record.audit, jaxpr, values))
+
+
+def _under(policy: BlockPolicy, audit: Audit, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """The closed `jaxpr` on `values`, with its regions under `policy`."""
+
+    def run(body: Any, path: str, inputs: list[bool], values: list[Any], looped: bool) -> list[Any]:
+        return run_jaxpr(body, policy, path, inputs, values, audit, looped=looped or None)
+
+    return rewrite(jaxpr, values, run)
 
 
 # Function returned by `replan` → the function and the policy that `replan` was given.
@@ -89,8 +113,3 @@ def replanned_from(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any] | N
         return _replanned.get(fn)
     except TypeError:  # a callable that cannot be hashed or weakly referenced
         return None
-
-
-def _count(jaxpr: Any) -> int:
-    with leaving_blocks() if scope.active() is not None else contextlib.nullcontext():
-        return count_regions(jaxpr)

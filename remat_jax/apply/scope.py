@@ -60,20 +60,17 @@ class BlockPolicies:
     def find(self, module: type, path: str, entered: Sequence[str]) -> tuple[Block, Policy | JaxPolicy | Marked] | None:
         """The first entry that selects a module of this class at this path, without the globs in `entered`."""
         for block, policy in self.entries:
-            if block not in entered and _means(block, module, path):
-                if self.by_layer or isinstance(policy, LayerPolicies):
-                    return block, Marked(block, policy, self.keeps)
-                return block, policy
+            if block not in entered and _selects(block, module, path):
+                return block, self._marked(block, policy)
         return None
 
     def find_function(self, function: Block) -> Policy | JaxPolicy | Marked | None:
         """The policy of a marked function, or of `CHECKPOINTS`."""
-        for block, policy in self.entries:
-            if block == function:
-                if self.by_layer or isinstance(policy, LayerPolicies):
-                    return Marked(block, policy, self.keeps)
-                return policy
-        return None
+        return next((self._marked(block, policy) for block, policy in self.entries if block == function), None)
+
+    def _marked(self, block: Block, policy: Policy | JaxPolicy | LayerPolicies) -> Policy | JaxPolicy | Marked:
+        by_layer = self.by_layer or isinstance(policy, LayerPolicies)
+        return Marked(block, policy, self.keeps) if by_layer else policy  # type: ignore[return-value]
 
     def over(self, outer: BlockPolicies | None) -> BlockPolicies:
         """These entries, followed by an enclosing call's entries for other blocks."""
@@ -87,7 +84,7 @@ class BlockPolicies:
         return replace(self, trial=next(_trials))
 
 
-def _means(block: Block, module: type, path: str) -> bool:
+def _selects(block: Block, module: type, path: str) -> bool:
     if isinstance(block, type):
         return issubclass(module, block)
     return isinstance(block, str) and block != CHECKPOINTS and fnmatchcase(path, block)
@@ -132,7 +129,6 @@ class Record:
     """What was traced during one call.
 
     Attributes:
-      audit: what the selectors of the policies matched.
       reached: the blocks that were called.
       modules: the modules that were called: path → class name.
       overruled: the blocks that were called inside an inner call that has its own policies for them.
@@ -147,10 +143,10 @@ class Record:
     replaced: int = 0
     is_whole: bool = False
 
-    def add(self, inner: Record, own: BlockPolicies) -> None:
-        """Add the record of an inner call. Blocks for which the inner call has its `own` policies do not count as reached."""
+    def add(self, inner: Record, policies: BlockPolicies) -> None:
+        """Add the record of an inner call with these policies. Their blocks do not count as reached."""
         self.audit.add(inner.audit)
-        blocks = {block for block, _ in own.entries}
+        blocks = {block for block, _ in policies.entries}
         self.reached |= inner.reached - blocks
         self.overruled |= (inner.reached & blocks) | inner.overruled
         self.modules = inner.modules | self.modules
@@ -165,30 +161,23 @@ _calls: ContextVar[tuple[Record, ...]] = ContextVar("calls", default=())
 
 def active() -> BlockPolicies | None:
     """The policies that are active now."""
-    value: BlockPolicies | None = compat.trace_context_value(_active)
-    return value
+    policies: BlockPolicies | None = _active.value
+    return policies
 
 
 def record() -> Record:
-    """The record of the innermost call that is running."""
-    return _calls.get()[-1]
-
-
-def innermost_record() -> Record | None:
-    """The record of the innermost call that is running; None if there is none."""
-    return _calls.get()[-1] if _calls.get() else None
+    """The record of the innermost call that is running; an empty one if there is none."""
+    return (_calls.get() or (Record(),))[-1]
 
 
 @contextlib.contextmanager
 def applying(policies: BlockPolicies) -> Iterator[Record]:
     """Activate `policies` inside this context; they take precedence over the active policies."""
     outer, inner = _calls.get(), Record()
-    token = _calls.set((*outer, inner))
     try:
-        with _active(policies.over(active())):
+        with compat.setting(_calls, (*outer, inner)), _active(policies.over(active())):
             yield inner
     finally:
-        _calls.reset(token)
         if outer:
             outer[-1].add(inner, policies)
 

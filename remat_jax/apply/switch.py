@@ -6,18 +6,21 @@ import dataclasses
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 from flax import linen, nnx
 
 from remat_jax import compat
+from remat_jax.apply import scope
 from remat_jax.apply.blocks import checkpoint_blocks
-from remat_jax.apply.bridged import Calls, Part, checkpointed_class, linen_blocks, parts_of
+from remat_jax.apply.effect import run_under, traced_under
+from remat_jax.apply.nnx import as_pure_function
 from remat_jax.apply.own_checkpoints import check_choice
-from remat_jax.apply.remat import remat
-from remat_jax.apply.scope import BlockPolicies
+from remat_jax.apply.remat import remat, subclass
+from remat_jax.apply.scope import BlockPolicies, Record
+from remat_jax.core.marks import CHECKPOINTS, Block
 from remat_jax.errors import ArgumentError, BlockError
 from remat_jax.policy import as_policy
 
@@ -65,8 +68,9 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
         raise BlockError(_no_blocks(model, blocks))
     for module in modules:
         _change_class(module, _checkpointed_class(cast(Hashable, type(module)), checked, keeps))
-    if bridged:
-        _enable_bridged(bridged, BlockPolicies.of(dict.fromkeys(linen_blocks(blocks), checked), keeps=keeps))
+    for part, module in bridged.items():
+        policies = BlockPolicies.of(dict.fromkeys(_linen_blocks(blocks), checked), keeps=keeps)
+        _change_class(module, _bridged_class(cast(Hashable, type(module)), policies, part, tuple(bridged)))
     return model
 
 
@@ -127,38 +131,13 @@ def _checkpointed_class(cls: Any, policy: Any, keeps: bool) -> type:
     return checkpointed
 
 
-def _bridged_parts(model: nnx.Module, blocks: Any, found: list[nnx.Module]) -> dict[Part, nnx.Module]:
-    """The parts of `model` behind `nnx.bridge.ToNNX` that `blocks` selects; by default only if no other block is found."""
-    wanted = linen_blocks(blocks)
-    if blocks is None:
-        return {} if found else parts_of(model)
-    # A glob that matches NNX modules is not applied to Linen modules.
-    return parts_of(model, found) if wanted and not (found and all(isinstance(one, str) for one in wanted)) else {}
-
-
-def _enable_bridged(parts: dict[Part, nnx.Module], policies: BlockPolicies) -> None:
-    for part, module in parts.items():
-        _change_class(module, _bridged_class(cast(Hashable, type(module)), policies, part, tuple(parts)))
-
-
-@_made_once
-def _bridged_class(cls: Any, policies: BlockPolicies, part: Part, parts: tuple[Part, ...]) -> type:
-    """The checkpointed subclass for a part, the same for the same arguments. The calls of all parts are counted together."""
-    return checkpointed_class(cls, policies, part, _calls_of(policies, parts))
-
-
-@_made_once
-def _calls_of(policies: BlockPolicies, parts: tuple[Part, ...]) -> Calls:
-    return Calls(parts)
-
-
 def _nnx_blocks(model: nnx.Module, blocks: Any) -> list[nnx.Module]:
     modules = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
     if blocks is None:
         return repeated_modules(model)
     wanted = blocks if isinstance(blocks, tuple) else (blocks,)
-    classes = tuple(one for one in wanted if isinstance(one, type))
-    globs = [one for one in wanted if isinstance(one, str)]
+    classes = tuple(block for block in wanted if isinstance(block, type))
+    globs = [block for block in wanted if isinstance(block, str)]
     if len(classes) + len(globs) != len(wanted):
         raise ArgumentError(f"blocks={blocks!r}: expected a module class, a tuple of them, or a glob on module paths")
     matched = {path for path, _ in modules if any(fnmatchcase("/".join(map(str, path)), glob) for glob in globs)}
@@ -200,18 +179,110 @@ def _enable_linen(model: linen.Module, policy: Any, blocks: Any, own_checkpoints
 
 @_made_once
 def _linen_class(cls: Any, policies: tuple[tuple[Any, Any], ...], own_checkpoints: str) -> Any:
-    @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(cls.__call__, self)
         return checkpoint_blocks(run, dict(policies), own_checkpoints=own_checkpoints)(*args, **kwargs)
 
-    names = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    subclass = type(cls)(cls.__name__, (cls,), names)
-    subclass._plain_class = cls
-    return subclass
+    return _checkpointed(cls, __call__)
+
+
+def _checkpointed(cls: Any, call: Callable[..., Any]) -> Any:
+    """`cls` with another `__call__`; `disable_gradient_checkpointing` finds the plain class."""
+    checkpointed = subclass(cls, call)
+    checkpointed._plain_class = cls
+    return checkpointed
 
 
 def _fields(model: linen.Module) -> dict[str, Any]:
     return {
         field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.init and field.name != "parent"
     }
+
+
+# --- Linen modules inside an NNX model ----------------------------------------------------------------------------------
+#
+# The Linen blocks of such a part (`nnx.bridge.ToNNX`) are known only when it is called. So the part's class changes to a
+# subclass that runs every call, of any method, under the policies. Once every part was called, a block that no part called
+# is an error.
+
+Part = tuple[str, type]
+"""The path of a part in its model, and the class of its Linen module."""
+
+
+def _bridged_parts(model: nnx.Module, blocks: Any, modules: list[nnx.Module]) -> dict[Part, nnx.Module]:
+    """The parts of `model` behind `nnx.bridge.ToNNX` that `blocks` selects; by default only if there are no other `modules`."""
+    wanted = _linen_blocks(blocks)
+    # A glob that matches NNX modules is not applied to Linen modules.
+    if not wanted or (modules and all(isinstance(block, str) for block in wanted)):
+        return {}
+    others = set(map(id, modules))
+    return {
+        ("/".join(map(str, path)), type(node.to_nnx__module)): node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.bridge.ToNNX) and id(node) not in others
+    }
+
+
+def _linen_blocks(blocks: Any) -> tuple[Block, ...]:
+    """The `blocks` that a Linen module can have: Linen classes and globs. The default is the part's own checkpoints."""
+    wanted = (CHECKPOINTS,) if blocks is None else blocks if isinstance(blocks, tuple) else (blocks,)
+    return tuple(
+        block for block in wanted if isinstance(block, str) or (isinstance(block, type) and issubclass(block, linen.Module))
+    )
+
+
+class _Calls:
+    """Collects the blocks that calls of a model's parts have reached so far.
+
+    Attributes:
+      parts: the parts not called yet.
+      record: the record of all calls, until the policies are known to have an effect; then None.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = set(parts)
+        self.record: Record | None = Record()
+
+    def add(self, part: Part | None, record: Record, policies: BlockPolicies) -> None:
+        """Record a call of `part`, and check the policies once all parts were called.
+
+        A method other than `__call__` may reach no block: for it, `part` is None.
+
+        Raises:
+          BlockError, NoEffectError: as `scope.missed` says.
+        """
+        if self.record is None:
+            return
+        self.parts -= {part}
+        self.record.reached |= record.reached
+        self.record.modules |= record.modules
+        self.record.audit.add(record.audit)
+        if self.parts:
+            return
+        error = scope.missed(policies, self.record)
+        self.record = None if error is None else Record(reached=self.record.reached, modules=self.record.modules)
+        if error is not None:
+            raise error
+
+
+_calls_of = _made_once(lambda policies, parts: _Calls(parts))
+
+
+@_made_once
+def _bridged_class(cls: Any, policies: BlockPolicies, part: Part, parts: tuple[Part, ...]) -> Any:
+    """The subclass of `cls`, a `ToNNX`, whose calls run under `policies`. The calls of all `parts` count together."""
+    calls: _Calls = _calls_of(policies, parts)
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._pytree__state.initializing:
+            return cls.__call__(self, *args, **kwargs)
+        pure, state, arguments, write = as_pure_function(self, cls.__call__, args, kwargs)
+        returned, record = run_under(policies, pure, (state, *arguments), {})
+        is_whole = kwargs.get("method") is None
+        if is_whole and part in calls.parts and not record.reached:
+            # A `jit` inside may have been traced before, under the same policies.
+            record = traced_under(policies.anew(), pure, (state, *arguments), {})
+        calls.add(part if is_whole else None, record, policies)
+        return write(returned)
+
+    return _checkpointed(cls, __call__)

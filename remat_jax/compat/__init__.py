@@ -5,196 +5,92 @@ Everything else uses public JAX. Supported: JAX 0.10.2 and later.
 
 from __future__ import annotations
 
-from remat_jax.compat.capture import not_captured
-from remat_jax.compat.flags import disabled_passes, quick_compile_options, xla_flags
-from remat_jax.compat.gpu_compiler import (
-    CUDNN_CHECK,
-    CUDNN_REMEDY,
-    GPU_COMPILER_ENVIRONMENT,
-    GPU_COMPILER_FLAGS,
-    attention_kernel,
-    cudnn_explained,
-    gpu_compiler_installed,
-    keep_to_cpu_without_gpu,
-    lowering_for,
-    require_gpu_compiler,
-    wants_cudnn,
-    without_source_lines,
-)
-from remat_jax.compat.jaxprs import (
-    bind,
-    closed,
-    dce,
-    eqn_context,
-    eqn_outputs,
-    equations_of,
-    hoist_consts,
-    inner_context,
-    is_jaxpr,
-    is_plain_jit,
-    itemsize,
-    jaxpr_function,
-    layers_of,
-    layers_scope,
-    like,
-    manual_devices,
-    moved_scopes,
-    optimization_barrier,
-    scan_layout,
-    scopes,
-    source_line,
-    tree_bytes,
-    uses_references,
-    with_equations,
-    with_params,
-)
-from remat_jax.compat.limits import eager_offload_explained, limits, warn_of_lost_threads
-from remat_jax.compat.mapped import batched
-from remat_jax.compat.own_checkpoints import let_checkpoints_give_way
-from remat_jax.compat.rematerialisation import (
-    BLOCK_NAME,
-    OFFLOAD,
-    bind_checkpoint,
-    bind_established,
-    bind_name,
-    binding_ours,
-    block_name,
-    blocks_around_which,
-    checkpoint_parts,
-    chunk_checkpoint,
-    classic_rematerialisation,
-    given_name,
-    hidden_body,
-    is_block,
-    is_checkpoint,
-    is_chunk_policy,
-    kept_names_in,
-    kind,
-    named,
-    names_in,
-    offloaded_by,
-    remat3,
-    replaces_checkpoints,
-    require_named_policies,
-)
-from remat_jax.compat.tracing import (
-    axes_of_vmaps,
-    block_settings,
-    bound_axes,
-    in_loop,
-    is_array,
-    is_differentiated,
-    is_fixed_in_loops,
-    is_on_host,
-    is_staged,
-    is_staging,
-    is_traced,
-    made_by,
-    on_device,
-    program_id,
-    trace_context,
-    trace_context_value,
-    trace_settings,
-    type_of,
-)
-from remat_jax.compat.versions import (
-    JAX_VERSION,
-    SCANNED_OFFLOAD_MISCOMPILED,
-    miscompiles_scanned_offload,
-    refuse_miscompiled_offload,
-)
-
-__all__ = [
-    "BLOCK_NAME",
-    "CUDNN_REMEDY",
-    "GPU_COMPILER_ENVIRONMENT",
-    "GPU_COMPILER_FLAGS",
-    "JAX_VERSION",
-    "OFFLOAD",
-    "SCANNED_OFFLOAD_MISCOMPILED",
-    "attention_kernel",
-    "bind",
-    "axes_of_vmaps",
-    "batched",
-    "bound_axes",
-    "checkpoint_parts",
-    "chunk_checkpoint",
-    "bind_checkpoint",
-    "bind_established",
-    "bind_name",
-    "binding_ours",
-    "block_name",
-    "blocks_around_which",
-    "let_checkpoints_give_way",
-    "replaces_checkpoints",
-    "classic_rematerialisation",
-    "closed",
-    "CUDNN_CHECK",
-    "cudnn_explained",
-    "dce",
-    "disabled_passes",
-    "eager_offload_explained",
-    "eqn_context",
-    "eqn_outputs",
-    "equations_of",
-    "hidden_body",
-    "kind",
-    "given_name",
-    "kept_names_in",
-    "names_in",
-    "gpu_compiler_installed",
-    "hoist_consts",
-    "in_loop",
-    "inner_context",
-    "manual_devices",
-    "moved_scopes",
-    "is_array",
-    "is_block",
-    "is_checkpoint",
-    "is_chunk_policy",
-    "is_differentiated",
-    "is_fixed_in_loops",
-    "is_jaxpr",
-    "is_on_host",
-    "is_plain_jit",
-    "is_staged",
-    "is_staging",
-    "is_traced",
-    "block_settings",
-    "itemsize",
-    "jaxpr_function",
-    "layers_of",
-    "layers_scope",
-    "keep_to_cpu_without_gpu",
-    "like",
-    "limits",
-    "lowering_for",
-    "made_by",
-    "named",
-    "not_captured",
-    "offloaded_by",
-    "on_device",
-    "optimization_barrier",
-    "program_id",
-    "quick_compile_options",
-    "miscompiles_scanned_offload",
-    "refuse_miscompiled_offload",
-    "remat3",
-    "require_gpu_compiler",
-    "require_named_policies",
-    "scan_layout",
-    "scopes",
-    "source_line",
-    "trace_context",
-    "trace_context_value",
-    "trace_settings",
-    "tree_bytes",
-    "type_of",
-    "uses_references",
-    "with_equations",
-    "with_params",
-    "wants_cudnn",
-    "without_source_lines",
-    "xla_flags",
-    "warn_of_lost_threads",
-]
+from remat_jax.compat.flags import disabled_passes as disabled_passes
+from remat_jax.compat.flags import quick_compile_options as quick_compile_options
+from remat_jax.compat.flags import xla_flags as xla_flags
+from remat_jax.compat.gpu_compiler import CUDNN_REMEDY as CUDNN_REMEDY
+from remat_jax.compat.gpu_compiler import GPU_COMPILER_ENVIRONMENT as GPU_COMPILER_ENVIRONMENT
+from remat_jax.compat.gpu_compiler import GPU_COMPILER_FLAGS as GPU_COMPILER_FLAGS
+from remat_jax.compat.gpu_compiler import attention_kernel as attention_kernel
+from remat_jax.compat.gpu_compiler import cudnn_explained as cudnn_explained
+from remat_jax.compat.gpu_compiler import gpu_compiler_installed as gpu_compiler_installed
+from remat_jax.compat.gpu_compiler import keep_to_cpu_without_gpu as keep_to_cpu_without_gpu
+from remat_jax.compat.gpu_compiler import lowering_for as lowering_for
+from remat_jax.compat.gpu_compiler import require_gpu_compiler as require_gpu_compiler
+from remat_jax.compat.gpu_compiler import wants_cudnn as wants_cudnn
+from remat_jax.compat.gpu_compiler import without_source_lines as without_source_lines
+from remat_jax.compat.jaxprs import batched as batched
+from remat_jax.compat.jaxprs import bind as bind
+from remat_jax.compat.jaxprs import closed as closed
+from remat_jax.compat.jaxprs import dce as dce
+from remat_jax.compat.jaxprs import eqn_context as eqn_context
+from remat_jax.compat.jaxprs import hoist_consts as hoist_consts
+from remat_jax.compat.jaxprs import inner_context as inner_context
+from remat_jax.compat.jaxprs import is_jaxpr as is_jaxpr
+from remat_jax.compat.jaxprs import is_plain_jit as is_plain_jit
+from remat_jax.compat.jaxprs import itemsize as itemsize
+from remat_jax.compat.jaxprs import jaxpr_function as jaxpr_function
+from remat_jax.compat.jaxprs import layers_of as layers_of
+from remat_jax.compat.jaxprs import layers_scope as layers_scope
+from remat_jax.compat.jaxprs import like as like
+from remat_jax.compat.jaxprs import manual_devices as manual_devices
+from remat_jax.compat.jaxprs import moved_scopes as moved_scopes
+from remat_jax.compat.jaxprs import new_primitive as new_primitive
+from remat_jax.compat.jaxprs import optimization_barrier as optimization_barrier
+from remat_jax.compat.jaxprs import scan_layout as scan_layout
+from remat_jax.compat.jaxprs import scopes as scopes
+from remat_jax.compat.jaxprs import source_line as source_line
+from remat_jax.compat.jaxprs import tree_bytes as tree_bytes
+from remat_jax.compat.jaxprs import uses_references as uses_references
+from remat_jax.compat.jaxprs import varying_axes as varying_axes
+from remat_jax.compat.jaxprs import with_equations as with_equations
+from remat_jax.compat.jaxprs import with_params as with_params
+from remat_jax.compat.rematerialisation import OFFLOAD as OFFLOAD
+from remat_jax.compat.rematerialisation import bind_checkpoint as bind_checkpoint
+from remat_jax.compat.rematerialisation import bind_established as bind_established
+from remat_jax.compat.rematerialisation import binding_ours as binding_ours
+from remat_jax.compat.rematerialisation import block_name as block_name
+from remat_jax.compat.rematerialisation import blocks_around_which as blocks_around_which
+from remat_jax.compat.rematerialisation import checkpoint_parts as checkpoint_parts
+from remat_jax.compat.rematerialisation import chunk_checkpoint as chunk_checkpoint
+from remat_jax.compat.rematerialisation import classic_rematerialisation as classic_rematerialisation
+from remat_jax.compat.rematerialisation import given_name as given_name
+from remat_jax.compat.rematerialisation import hidden_body as hidden_body
+from remat_jax.compat.rematerialisation import is_block as is_block
+from remat_jax.compat.rematerialisation import is_checkpoint as is_checkpoint
+from remat_jax.compat.rematerialisation import is_chunk_policy as is_chunk_policy
+from remat_jax.compat.rematerialisation import kept_names_in as kept_names_in
+from remat_jax.compat.rematerialisation import kind as kind
+from remat_jax.compat.rematerialisation import let_checkpoints_give_way as let_checkpoints_give_way
+from remat_jax.compat.rematerialisation import named as named
+from remat_jax.compat.rematerialisation import names_in as names_in
+from remat_jax.compat.rematerialisation import offloaded_by as offloaded_by
+from remat_jax.compat.rematerialisation import remat3 as remat3
+from remat_jax.compat.rematerialisation import replaces_checkpoints as replaces_checkpoints
+from remat_jax.compat.tracing import axes_of_vmaps as axes_of_vmaps
+from remat_jax.compat.tracing import block_settings as block_settings
+from remat_jax.compat.tracing import bound_axes as bound_axes
+from remat_jax.compat.tracing import in_loop as in_loop
+from remat_jax.compat.tracing import is_array as is_array
+from remat_jax.compat.tracing import is_differentiated as is_differentiated
+from remat_jax.compat.tracing import is_fixed_in_loops as is_fixed_in_loops
+from remat_jax.compat.tracing import is_on_host as is_on_host
+from remat_jax.compat.tracing import is_staged as is_staged
+from remat_jax.compat.tracing import is_staging as is_staging
+from remat_jax.compat.tracing import is_traced as is_traced
+from remat_jax.compat.tracing import made_by as made_by
+from remat_jax.compat.tracing import not_captured as not_captured
+from remat_jax.compat.tracing import on_device as on_device
+from remat_jax.compat.tracing import program_id as program_id
+from remat_jax.compat.tracing import setting as setting
+from remat_jax.compat.tracing import trace_context as trace_context
+from remat_jax.compat.tracing import trace_settings as trace_settings
+from remat_jax.compat.tracing import type_of as type_of
+from remat_jax.compat.versions import JAX_VERSION as JAX_VERSION
+from remat_jax.compat.versions import SCANNED_OFFLOAD_MISCOMPILED as SCANNED_OFFLOAD_MISCOMPILED
+from remat_jax.compat.versions import eager_offload_explained as eager_offload_explained
+from remat_jax.compat.versions import limits as limits
+from remat_jax.compat.versions import miscompiles_scanned_offload as miscompiles_scanned_offload
+from remat_jax.compat.versions import refuse_miscompiled_offload as refuse_miscompiled_offload
+from remat_jax.compat.versions import require_named_policies as require_named_policies
+from remat_jax.compat.versions import warn_of_lost_threads as warn_of_lost_threads

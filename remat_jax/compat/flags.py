@@ -30,7 +30,7 @@ def xla_flags(*more: str) -> str:
     given = os.environ.get("XLA_FLAGS", "")
     if given and not given.lstrip(" \t\r\n").startswith("-"):
         given = _content(given)
-    return " ".join(one for one in (given.strip(), *more) if one)
+    return " ".join(filter(None, (given.strip(), *more)))
 
 
 def disabled_passes() -> tuple[str, ...]:
@@ -39,8 +39,8 @@ def disabled_passes() -> tuple[str, ...]:
     Raises:
       CompileError: as in `xla_flags`.
     """
-    given = _DISABLED_PASSES.findall(xla_flags())
-    return tuple(one for names in given for one in names.strip("'\"").split(",") if one)
+    lists = _DISABLED_PASSES.findall(xla_flags())
+    return tuple(name for names in lists for name in names.strip("'\"").split(",") if name)
 
 
 _QUICK = {

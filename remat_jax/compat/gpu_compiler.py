@@ -20,10 +20,8 @@ from remat_jax.errors import CompileError, UnsupportedError
 GPU_COMPILER_ENVIRONMENT: dict[str, str] = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 """Without this variable the CUDA plugin refuses to load if cuDNN is not installed."""
 
-
 GPU_COMPILER_FLAGS = "--xla_gpu_autotune_level=0"
 """Autotuning needs a GPU to time kernels on."""
-
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
@@ -70,10 +68,6 @@ CUDNN_REMEDY = (
     "It needs cuDNN: pip install nvidia-cudnn-cu13 (no GPU is needed), or use another implementation of the operator, XLA's "
     "(implementation='xla') or a Pallas kernel"
 )
-
-
-# JAX's check that fails if cuDNN is missing. Tests replace it to see that failure with cuDNN installed.
-CUDNN_CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 
 def attention_kernel() -> Any:

@@ -1,9 +1,11 @@
-"""Jaxprs: reading their parts, and binding their equations again as JAX itself would."""
+"""Jaxprs: reading their parts, binding their equations again as JAX itself would, and batching them."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,27 +13,34 @@ from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import mesh as _mesh
 from jax._src import shard_map as _shard_map
 from jax._src import source_info_util as _source_info
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
+# Frames of these are not the user's; the empty last part ends a folder's name with a separator.
 _LIBRARIES = (
-    os.path.dirname(flax.__file__) + os.sep,
-    *(os.path.join(_OURS, part) + os.sep for part in ("apply", "compat", "core", "cost", "memory", "train")),
-    *(os.path.join(_OURS, part) for part in ("workload.py",)),
+    os.path.join(os.path.dirname(flax.__file__), ""),
+    *(os.path.join(_OURS, part, "") for part in ("apply", "compat", "core", "cost", "memory", "train")),
+    os.path.join(_OURS, "workload.py"),
 )
 
 
-def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
+jaxpr_function: Callable[[Any], Callable[..., list[Any]]] = jex.jaxpr_as_fun
+"""A closed jaxpr as a function of its flat inputs."""
+
+
+def closed(jaxpr: Any) -> Any:
     """`jaxpr` as a closed jaxpr. JAX 0.12 has one class for open and closed jaxprs; earlier versions have two."""
-    if isinstance(jaxpr, jex.ClosedJaxpr):
-        return jaxpr
-    return jex.ClosedJaxpr(jaxpr, list(consts))
+    return jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, [])
 
 
 def like(jaxpr: Any, template: Any) -> Any:
@@ -44,11 +53,6 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
 
 
-def eqn_outputs(eqn: Any, outputs: Any) -> list[Any]:
-    """The results of binding `eqn`, always as a list."""
-    return list(outputs) if eqn.primitive.multiple_results else [outputs]
-
-
 def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
     """Evaluate `eqn` on `inputs` with some parameters changed, as JAX itself would. Keeps source lines and name stacks."""
     params = {**eqn.params, **changed}
@@ -58,7 +62,8 @@ def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
         params["_prim"] = type(given)(**{**given.params, "jaxpr": changed["_prim"]})
     params = eqn.primitive.get_bind_params(params)
     with eqn_context(eqn):
-        return eqn_outputs(eqn, eqn.primitive.bind(*inputs, **params))
+        outputs = eqn.primitive.bind(*inputs, **params)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 @contextlib.contextmanager
@@ -120,7 +125,7 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
 
     Linen opens the block's own scope once, and a second time if the block is lifted.
     """
-    old, new = (one.rpartition("/")[2] for one in (before, path))
+    old, new = before.rpartition("/")[2], path.rpartition("/")[2]
     scopes, opened = list(stack.stack), 0
     for place, scope in enumerate(scopes if old != new else ()):
         if type(scope).__name__ != "Scope":
@@ -132,23 +137,20 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
     return type(stack)(tuple(scopes))
 
 
-def equations_of(jaxpr: Any) -> Sequence[Any]:
-    """The equations of an open or closed jaxpr."""
-    return closed(jaxpr).jaxpr.eqns
-
-
-def with_equations(jaxpr: Any, eqns: Sequence[Any], moved: Mapping[Any, Any]) -> Any:
-    """The open or closed `jaxpr` with other equations. Outputs that are keys of `moved` are replaced by its values."""
+def with_equations(jaxpr: Any, eqns: Sequence[Any], renamed: Mapping[Any, Any]) -> Any:
+    """The open or closed `jaxpr` with other equations; the same object if nothing changes. Its outputs may be `renamed`."""
     body = closed(jaxpr).jaxpr
-    outputs = [atom if hasattr(atom, "val") else moved.get(atom, atom) for atom in body.outvars]
+    if len(eqns) == len(body.eqns) and all(map(operator.is_, body.eqns, eqns)):
+        return jaxpr
+    outputs = [atom if hasattr(atom, "val") else renamed.get(atom, atom) for atom in body.outvars]
     changed = body.replace(eqns=list(eqns), outvars=outputs)
     return jex.ClosedJaxpr(changed, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else changed
 
 
 def with_params(eqn: Any, changed: dict[str, Any], name_stack: Any = None, invars: Sequence[Any] | None = None) -> Any:
-    """`eqn` with some parameters, its name stack and its inputs changed; the same object if nothing changes."""
+    """`eqn` with other parameters, name stack or inputs; the same object if nothing changes."""
     source, inputs = eqn.source_info, list(eqn.invars) if invars is None else list(invars)
-    same_inputs = all(one is other for one, other in zip(eqn.invars, inputs, strict=True))
+    same_inputs = all(map(operator.is_, eqn.invars, inputs))
     if not changed and same_inputs and (name_stack is None or name_stack == source.name_stack):
         return eqn
     source = source if name_stack is None else source.replace(name_stack=name_stack)
@@ -187,15 +189,10 @@ def is_plain_jit(eqn: Any) -> bool:
     """Whether `eqn` is a `jit` without shardings, layouts and donated operands, so that its body can be inlined."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return False
-    asked = (one for key in ("in_shardings", "out_shardings") for one in eqn.params[key])
-    laid_out = any(one is not None for key in ("in_layouts", "out_layouts") for one in eqn.params[key])
-    unspecified = all(type(one).__name__ == "UnspecifiedValue" for one in asked)
+    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    laid_out = any(layout is not None for layout in (*eqn.params["in_layouts"], *eqn.params["out_layouts"]))
+    unspecified = all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
     return unspecified and not laid_out and not any(eqn.params["donated_invars"])
-
-
-def jaxpr_function(jaxpr: Any) -> Callable[..., list[Any]]:
-    """The closed `jaxpr` as a function of its flat inputs."""
-    return jex.jaxpr_as_fun(jaxpr)
 
 
 def uses_references(jaxpr: Any) -> bool:
@@ -211,21 +208,38 @@ def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
     return (closed(_pe.convert_constvars_jaxpr(jaxpr.jaxpr)) if consts else jaxpr), consts
 
 
+def new_primitive(name: str, evaluate: Callable[..., Any], *, multiple_results: bool = True) -> Any:
+    """A primitive that JAX evaluates and compiles as `evaluate`. Its types, derivative and batching are the caller's to add."""
+    primitive = jex.Primitive(name)
+    primitive.multiple_results = multiple_results
+    primitive.def_impl(evaluate)
+    # JAX calls this if the program contains a region of `jax_remat3`, once everything is differentiated.
+    primitive.to_lojax = evaluate
+    mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=multiple_results))
+    return primitive
+
+
 def optimization_barrier(operands: Any) -> Any:
     """`jax.lax.optimization_barrier`, without a barrier in its derivative.
 
-    In JAX the derivative of a barrier is a barrier. If one operand has a cotangent and another operand, in host memory, has
-    none, JAX creates zeros for it in device memory, which is an error. And in a `shard_map` that checks how values vary over
-    mesh axes, JAX before 0.12 makes all outputs of a barrier vary like the operand that varies most, which changes their types.
+    JAX's derivative of a barrier is a barrier. If one operand has a cotangent and another operand, in host memory, has none,
+    JAX creates zeros for it in device memory, which is an error. And in a `shard_map` that checks how values vary over mesh
+    axes, JAX before 0.12 makes all outputs of a barrier vary like the operand that varies most, which changes their types.
     """
     leaves, treedef = jax.tree.flatten(operands)
     return jax.tree.unflatten(treedef, _barrier_p.bind(*leaves) if leaves else [])
 
 
+def varying_axes(value: Any) -> str:
+    """The mesh axes over which `value` varies in a `shard_map` that checks it, as a text to compare."""
+    aval = jax.typeof(value)
+    return str(getattr(aval, "mat", None) or getattr(aval, "vma", None))
+
+
 def _barriers(*leaves: Any) -> list[Any]:
     """One barrier for all operands that vary over the same mesh axes."""
     held = list(leaves)
-    kinds = [str(getattr(jax.typeof(leaf), "mat", None) or getattr(jax.typeof(leaf), "vma", None)) for leaf in leaves]
+    kinds = list(map(varying_axes, leaves))
     for kind in dict.fromkeys(kinds):
         places = [index for index, other in enumerate(kinds) if other == kind]
         for place, value in zip(places, jax.lax.optimization_barrier([leaves[index] for index in places]), strict=True):
@@ -234,14 +248,57 @@ def _barriers(*leaves: Any) -> list[Any]:
 
 
 # It has the name of JAX's barrier, so that readers of a program treat it as a barrier.
-_barrier_p = jex.Primitive("optimization_barrier")
-_barrier_p.multiple_results = True
-_barrier_p.def_impl(_barriers)
-_barrier_p.to_lojax = _barriers
+_barrier_p = new_primitive("optimization_barrier", _barriers)
 _barrier_p.def_abstract_eval(lambda *avals: list(avals))
-mlir.register_lowering(_barrier_p, mlir.lower_fun(_barriers, multiple_results=True))
 ad.primitive_jvps[_barrier_p] = lambda primals, tangents: (_barrier_p.bind(*primals), tangents)
 batching.primitive_batchers[_barrier_p] = lambda args, axes: (_barrier_p.bind(*args), axes)
+
+
+# --- vmap ---------------------------------------------------------------------------------------------------------------
+
+
+def batched(
+    jaxpr: Any, axis: Any, args: Sequence[Any], axes: Sequence[int | None], instantiate: bool | list[bool] = False
+) -> tuple[Any, list[Any], list[int | None]]:
+    """The closed `jaxpr` under the `vmap` of a batching rule, its operands with the mapped axis in front, and output axes.
+
+    An output that is the same for the whole batch (a mean over it) stays one array, with the axis None.
+
+    Args:
+      axis: the axis data that JAX passes to the batching rule.
+      axes: for each operand, the index of its mapped axis, or None.
+      instantiate: whether all outputs, or which outputs, are mapped in any case.
+    """
+    in_front = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
+    mapped, which = _batching.batch_jaxpr(jaxpr, axis, [dim is not None for dim in axes], instantiate)
+    return mapped, in_front, [0 if flag else None for flag in which]
+
+
+def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
+    """Two more arguments since JAX 0.12: the number of residuals, and a name for messages."""
+    asked = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
+    return (lambda: num_res, "custom_vjp") if "num_res" in asked else ()
+
+
+def _map_linear(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, num_res: int, bwd: Any, out_avals: Any, in_zeros: Any, **rest: Any
+) -> tuple[list[Any], list[int]]:
+    """The batched linear part of a `custom_vjp`, as JAX batches its rule: cotangents of unmapped operands are summed."""
+    along = iter(dims[num_res:])
+    places = [None if zero else next(along) for zero in in_zeros]
+    given = [*dims[:num_res], *[0] * len(out_avals)]
+    mapped = _batching.batch_custom_vjp_bwd(bwd, _core.TraceTag(), axis, given, places, *_known_since_0_12(num_res))
+    avals = [_core.unmapped_aval(axis.size, 0, aval, axis.explicit_mesh_axis) for aval in out_avals]
+    outputs = _ad.custom_lin_p.bind(*args, num_res=num_res, bwd=mapped, out_avals=avals, in_zeros=in_zeros, **rest)
+    return list(outputs), [0] * len(avals)
+
+
+# JAX batches a function before it differentiates it, but `vmap` of a block batches its derivative rule, which already contains
+# tangents, and JAX's rule raises that a `custom_vjp` has no forward mode. Evaluating the result still raises that error.
+_batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------------
 
 
 def itemsize(dtype: Any) -> int:

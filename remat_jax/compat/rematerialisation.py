@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,22 +15,21 @@ from jax._src import config as _config
 from jax._src.interpreters import partial_eval as _pe
 
 from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, is_jaxpr, jaxpr_function
-from remat_jax.compat.versions import JAX_VERSION
-from remat_jax.errors import UnsupportedError
+from remat_jax.compat.tracing import setting
 
 
 def is_checkpoint(eqn: Any) -> bool:
     """Whether `eqn` is a `jax.checkpoint` region, established or of `jax_remat3`."""
-    return eqn.primitive.name in ("checkpoint", "remat", "remat2") or _hi_primitive(eqn) == "RematTraced"
+    return kind(eqn) in ("checkpoint", "remat", "remat2")
 
 
 def checkpoint_parts(eqn: Any) -> tuple[Any, dict[str, Any]]:
     """The body of a checkpoint region as a closed jaxpr, and its other parameters."""
     params = eqn.params
-    if _hi_primitive(eqn) == "RematTraced":
+    if hidden_body(eqn) is not None:
         # The new rematerialisation has no such parameter, but the name stack of its recomputation says so.
-        spent = "rematted_computation" in str(eqn.source_info.name_stack)
-        params = {**params["_prim"].params, "differentiated": spent}
+        differentiated = "rematted_computation" in str(eqn.source_info.name_stack)
+        params = {**params["_prim"].params, "differentiated": differentiated}
     return closed(params["jaxpr"]), {key: value for key, value in params.items() if key != "jaxpr"}
 
 
@@ -53,13 +53,13 @@ def names_in(policy: Any) -> frozenset[str]:
     held = list(getattr(policy, "__dict__", {}).values())
     if inspect.isfunction(policy):
         held += inspect.getclosurevars(policy).nonlocals.values()
-    found: set[str] = set()
+    names: set[str] = set()
     for value in held:
         if isinstance(value, set | frozenset | list | tuple):
-            found.update(one for one in value if isinstance(one, str))
+            names.update(element for element in value if isinstance(element, str))
         elif callable(value) and not inspect.isclass(value):
-            found |= names_in(value)
-    return frozenset(found)
+            names |= names_in(value)
+    return frozenset(names)
 
 
 def kept_names_in(policy: Any) -> frozenset[str]:
@@ -80,12 +80,39 @@ def _hi_primitive(eqn: Any) -> str | None:
     return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else None
 
 
+def kind(eqn: Any) -> str:
+    """The name of the primitive of `eqn`; `"checkpoint"` for a region of `jax_remat3`."""
+    return "checkpoint" if _hi_primitive(eqn) == "RematTraced" else eqn.primitive.name
+
+
+def hidden_body(eqn: Any) -> Any | None:
+    """The jaxpr of a `jax_remat3` region, else None. It is no parameter of the equation; `bind` takes a new body as `_prim`."""
+    return eqn.params["_prim"].params["jaxpr"] if _hi_primitive(eqn) == "RematTraced" else None
+
+
 def remat3() -> bool:
     """Whether `jax_remat3`, JAX's new rematerialisation, is on."""
     return bool(_config.remat3.value)
 
 
-def bind_established(eqn: Any, body: Any, inputs: list[Any]) -> list[Any]:
+def classic_rematerialisation() -> contextlib.AbstractContextManager[None]:
+    """Inside this context `jax.checkpoint` and `checkpoint_name` use the established rematerialisation, despite `jax_remat3`.
+
+    Only the established rematerialisation can keep every residual of a block by its name. The new one keeps only arrays that
+    were named before differentiation. It recomputes the arrays of derivative rules, and outputs that a rule reads (exp, tanh,
+    softmax). Before JAX 0.12 it also ignores policies that are functions, or calls them only for names (0.11.2).
+    """
+    context: contextlib.AbstractContextManager[None] = _config.remat3(False)
+    return context
+
+
+def named(value: Any, name: str) -> Any:
+    """`value` under the established `name`."""
+    with classic_rematerialisation():
+        return _ad_checkpoint.checkpoint_name(value, name)
+
+
+def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate a `jax_remat3` region as an established region with the closed jaxpr `body`.
 
     The derivative of an established region is a region too; the derivative of a `jax_remat3` region is not.
@@ -94,7 +121,7 @@ def bind_established(eqn: Any, body: Any, inputs: list[Any]) -> list[Any]:
     prevent = given.get("prevent_cse", True)
     with eqn_context(eqn), classic_rematerialisation():
         prevents = prevent if isinstance(prevent, bool) else any(prevent)
-        return list(jax.checkpoint(jaxpr_function(closed(body)), policy=given["policy"], prevent_cse=prevents)(*inputs))
+        return list(jax.checkpoint(jaxpr_function(body), policy=given["policy"], prevent_cse=prevents)(*inputs))
 
 
 def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse: bool) -> list[Any]:
@@ -105,8 +132,8 @@ def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse
         return list(_ad_checkpoint.remat_p.bind(*consts, *args, **params))
 
 
-def _one_chunk(*_: Any, **__: Any) -> bool:
-    """A policy that keeps nothing. It marks the checkpoint of a chunk."""
+def _keeps_nothing(*_: Any, **__: Any) -> bool:
+    """The policy of a chunk, recognised by its identity."""
     return False
 
 
@@ -115,69 +142,50 @@ def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def checkpointed(*args: Any) -> Any:
         with classic_rematerialisation():
-            return jax.checkpoint(function, prevent_cse=False, policy=_one_chunk)(*args)
+            return jax.checkpoint(function, prevent_cse=False, policy=_keeps_nothing)(*args)
 
     return checkpointed
 
 
 def is_chunk_policy(policy: Any) -> bool:
     """Whether `policy` is the policy of `chunk_checkpoint`."""
-    return policy is _one_chunk
-
-
-def bind_name(eqn: Any, name: str, value: Any) -> Any:
-    """`value` under the established `name`, bound in the context of `eqn`, which gives the name."""
-    with eqn_context(eqn), classic_rematerialisation():
-        return _ad_checkpoint.checkpoint_name(value, name)
-
-
-def named(value: Any, name: str) -> Any:
-    """`value` under the established `name`."""
-    with classic_rematerialisation():
-        return _ad_checkpoint.checkpoint_name(value, name)
-
-
-@contextlib.contextmanager
-def classic_rematerialisation() -> Iterator[None]:
-    """Inside this context `jax.checkpoint` and `checkpoint_name` use the established rematerialisation, despite `jax_remat3`.
-
-    Only the established rematerialisation can keep every residual of a block by its name. The new one keeps only arrays that
-    were named before differentiation. It recomputes the arrays of derivative rules, and outputs that a rule reads (exp, tanh,
-    softmax). Before JAX 0.12 it also ignores policies that are functions, or calls them only for names (0.11.2).
-    """
-    with _config.remat3(False):
-        yield
+    return policy is _keeps_nothing
 
 
 _binding_ours: ContextVar[bool] = ContextVar("binding_ours", default=False)
 
 
-@contextlib.contextmanager
-def binding_ours() -> Iterator[None]:
+def binding_ours() -> contextlib.AbstractContextManager[None]:
     """Inside this context checkpoint regions that are bound count as regions of `remat_jax`."""
-    token = _binding_ours.set(True)
-    try:
-        yield
-    finally:
-        _binding_ours.reset(token)
+    return setting(_binding_ours, True)
 
 
-def is_binding_ours() -> bool:
-    """Whether a checkpoint region that is bound now counts as a region of `remat_jax`."""
-    return _binding_ours.get()
+def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
+    """From now on, evaluate a checkpoint region as its plain body, a closed jaxpr, if `gives_way(body)`.
 
-
-def require_named_policies() -> None:
-    """Refuse a policy that is a function if this JAX would silently ignore it.
-
-    Raises:
-      UnsupportedError: `jax_remat3` is on, before JAX 0.12.
+    JAX binds every region (`jax.checkpoint`, `nn.remat` under a scan, `nnx.remat`) here, after it traced the region's function,
+    and has no hook. Regions that are differentiated already are not affected, nor are the regions of `remat_jax`.
     """
-    if remat3() and JAX_VERSION < (0, 12, 0):
-        raise UnsupportedError(
-            f"jax_remat3=True with JAX {jax.__version__}: this JAX version silently recomputes the arrays that such a policy "
-            'keeps; switch jax_remat3 off with jax.config.update("jax_remat3", False), or use JAX 0.12 or later'
-        )
+    bind = _ad_checkpoint.remat_p.bind
+
+    @functools.wraps(bind)
+    def bind_or_evaluate(*args: Any, jaxpr: Any, differentiated: bool, **params: Any) -> list[Any]:
+        ours = _binding_ours.get() or is_chunk_policy(params.get("policy"))
+        if not differentiated and not ours and gives_way(closed(jaxpr)):
+            return list(jaxpr_function(closed(jaxpr))(*args))
+        return list(bind(*args, jaxpr=jaxpr, differentiated=differentiated, **params))
+
+    _ad_checkpoint.remat_p.bind = bind_or_evaluate
+    region = getattr(_ad_checkpoint, "RematTraced", None)
+    if region is None:
+        return
+    call = region.__call__
+
+    @functools.wraps(call)
+    def call_or_evaluate(self: Any, *args: Any) -> Any:
+        return self.expand(*args) if not _binding_ours.get() and gives_way(self.jaxpr) else call(self, *args)
+
+    region.__call__ = call_or_evaluate
 
 
 OFFLOAD = _pe.Offloadable(src="device", dst="pinned_host")
@@ -198,52 +206,35 @@ def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
     return names
 
 
-BLOCK_NAME = "remat_jax_block"
-"""The name of a checkpointed block's function, which marks the block in a jaxpr."""
-
-
-_IN_PLACE, _INSIDE = f"{BLOCK_NAME}_in_place", f"{BLOCK_NAME}_inside"
-_block_name: ContextVar[str] = ContextVar("block_name", default=BLOCK_NAME)
+# The name of a checkpointed block's function marks the block in a jaxpr. It says whether the block replaces the model's own
+# checkpoints around it.
+_BLOCK_NAME = "remat_jax_block"
+_REPLACING, _KEEPING = f"{_BLOCK_NAME}_in_place", f"{_BLOCK_NAME}_inside"
+_block_name: ContextVar[str] = ContextVar("block_name", default=_BLOCK_NAME)
 
 
 def block_name() -> str:
-    """The name for the function of a block that is made now. It begins with `BLOCK_NAME`."""
+    """The name for the function of a block that is made now."""
     return _block_name.get()
 
 
-@contextlib.contextmanager
-def blocks_around_which(*, checkpoints_stay: bool | None) -> Iterator[None]:
-    """Inside this context new blocks keep or replace the model's own checkpoints around them; None leaves this open."""
-    names = {None: BLOCK_NAME, True: _INSIDE, False: _IN_PLACE}
-    token = _block_name.set(names[checkpoints_stay])
-    try:
-        yield
-    finally:
-        _block_name.reset(token)
+def blocks_around_which(*, checkpoints_stay: bool) -> contextlib.AbstractContextManager[None]:
+    """Inside this context new blocks keep or replace the model's own checkpoints around them. Outside, this is left open."""
+    return setting(_block_name, _KEEPING if checkpoints_stay else _REPLACING)
 
 
 def replaces_checkpoints(eqn: Any) -> bool | None:
     """Whether the block `eqn` replaces the model's own checkpoints around it; None if it is no block, or leaves this open."""
-    return {_IN_PLACE: True, _INSIDE: False}.get(_name_of_block(eqn) or "")
+    return {_REPLACING: True, _KEEPING: False}.get(_name_of_block(eqn))
 
 
 def is_block(eqn: Any) -> bool:
     """Whether `eqn` is a checkpointed block of `remat_jax`, tied to its place in the schedule or not."""
-    return (_name_of_block(eqn) or "").startswith(BLOCK_NAME)
+    return _name_of_block(eqn).startswith(_BLOCK_NAME)
 
 
-def _name_of_block(eqn: Any) -> str | None:
+def _name_of_block(eqn: Any) -> str:
     if eqn.primitive.name != "custom_jvp_call":
-        return None
+        return ""
     debug = getattr(eqn.params["call_jaxpr"].jaxpr, "debug_info", None)
     return str(getattr(debug, "func_src_info", "")).partition(" ")[0]
-
-
-def kind(eqn: Any) -> str:
-    """The name of the primitive of `eqn`; `"checkpoint"` for a region of `jax_remat3`."""
-    return "checkpoint" if _hi_primitive(eqn) == "RematTraced" else eqn.primitive.name
-
-
-def hidden_body(eqn: Any) -> Any | None:
-    """The jaxpr of a `jax_remat3` region, else None. It is no parameter of the equation; `bind` takes a new body as `_prim`."""
-    return eqn.params["_prim"].params["jaxpr"] if _hi_primitive(eqn) == "RematTraced" else None

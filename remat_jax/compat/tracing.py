@@ -1,19 +1,53 @@
-"""The state of tracing: loops, tracers, memory spaces, the trace context."""
+"""The state of tracing: loops, tracers, memory spaces, the trace context, Flax's capture of intermediates."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import jax
+from flax.linen import module as _linen_module
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _pe
 
 _LOOPS = frozenset({"scan", "while_body", "while_loop", "fori_loop", "map", "associative_scan"})
 _DIFFERENTIATIONS = ("JVPTrace", "LinearizeTrace")
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside this context `variable` has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def _traces() -> Iterator[Any]:
+    """The current trace, then the traces around it."""
+    trace = _core.trace_ctx.trace
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
+
+
+def _is_loop(trace: Any) -> bool:
+    """Whether a trace is of the body of a loop."""
+    debug = getattr(getattr(trace, "frame", None), "debug_info", None)
+    return getattr(debug, "traced_for", None) in _LOOPS
+
+
+def _wrapped(leaf: Any) -> Iterator[Any]:
+    """The tracer `leaf`, then the tracers that it wraps; nothing for other values."""
+    while isinstance(leaf, _core.Tracer):
+        yield leaf
+        leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
 
 
 def in_loop(*, around_gradient: bool = True) -> bool:
@@ -21,43 +55,41 @@ def in_loop(*, around_gradient: bool = True) -> bool:
 
     Without `around_gradient`, a loop around the differentiation does not count, because its body contains both passes.
     """
-    trace, ends = _core.trace_ctx.trace, () if around_gradient else _DIFFERENTIATIONS
-    while trace is not None and type(trace).__name__ not in ends:
-        debug = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if getattr(debug, "traced_for", None) in _LOOPS:
+    for trace in _traces():
+        if not around_gradient and type(trace).__name__ in _DIFFERENTIATIONS:
+            return False
+        if _is_loop(trace):
             return True
-        trace = getattr(trace, "parent_trace", None)
     return False
 
 
 def is_fixed_in_loops(leaf: Any) -> bool:
-    """Whether every iteration of the loops that are being traced reads the same array `leaf`.
+    """Whether every iteration of the loops that are being traced reads the same array `leaf`: one from before the loops.
 
-    This holds for arrays from before the outermost of these loops, and for arrays computed from such arrays alone. A loop
-    around the differentiation does not count.
+    Arrays computed from such arrays alone count too. A loop around the differentiation does not count.
     """
-    inside = _traces_in_loops()
-    return bool(inside) and _is_fixed(leaf, inside)
+    traces_in_loops = _traces_in_loops()
+    return bool(traces_in_loops) and _is_fixed(leaf, traces_in_loops)
 
 
 def _traces_in_loops() -> list[Any]:
     """The traces from the innermost to the body of the outermost loop; empty outside loops."""
-    trace, passed, inside = _core.trace_ctx.trace, [], []
-    while trace is not None and type(trace).__name__ not in _DIFFERENTIATIONS:
+    passed: list[Any] = []
+    in_loops: list[Any] = []
+    for trace in _traces():
+        if type(trace).__name__ in _DIFFERENTIATIONS:
+            break
         passed.append(trace)
-        if getattr(getattr(getattr(trace, "frame", None), "debug_info", None), "traced_for", None) in _LOOPS:
-            inside = list(passed)
-        trace = getattr(trace, "parent_trace", None)
-    return inside
+        if _is_loop(trace):
+            in_loops = list(passed)
+    return in_loops
 
 
-def _is_fixed(leaf: Any, inside: Sequence[Any]) -> bool:
+def _is_fixed(leaf: Any, traces_in_loops: Sequence[Any]) -> bool:
     waiting, seen = [leaf], set()
     while waiting:
-        tracer = waiting.pop()
-        while isinstance(tracer, _core.Tracer) and not isinstance(tracer, _pe.DynamicJaxprTracer):
-            tracer = getattr(tracer, "primal", getattr(tracer, "val", None))
-        if id(tracer) in seen or not isinstance(tracer, _core.Tracer) or not any(tracer._trace is trace for trace in inside):
+        tracer = _staged(waiting.pop())
+        if tracer is None or id(tracer) in seen or not any(tracer._trace is trace for trace in traces_in_loops):
             continue
         seen.add(id(tracer))
         outer = tracer._trace.get_const(tracer)
@@ -79,23 +111,16 @@ _MOST_EQUATIONS = 100
 
 def is_staging() -> bool:
     """Whether calls are being traced into a program, under any transformations; False if JAX runs op by op."""
-    trace = _core.trace_ctx.trace
-    while trace is not None:
-        if isinstance(trace, _pe.DynamicJaxprTrace):
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
+    return any(isinstance(trace, _pe.DynamicJaxprTrace) for trace in _traces())
 
 
 def program_id(leaf: Any) -> int:
     """The id of the program that contains the tracer `leaf`; for an array, of the outermost program that is being traced."""
-    frame = _frame_of(leaf)
-    if frame is None:
-        trace = _core.trace_ctx.trace
-        while trace is not None:
-            frame = trace if isinstance(trace, _pe.DynamicJaxprTrace) else frame
-            trace = getattr(trace, "parent_trace", None)
-    return id(frame)
+    tracer = _staged(leaf)
+    if tracer is not None:
+        return id(tracer._trace)
+    programs = [trace for trace in _traces() if isinstance(trace, _pe.DynamicJaxprTrace)]
+    return id(programs[-1] if programs else None)
 
 
 # `nnx.scan` carries broadcast values through the iterations, in a list of its own: `args[0][3][0].data`.
@@ -115,19 +140,12 @@ def _is_broadcast(leaf: Any) -> bool:
 
 def is_differentiated(leaf: Any) -> bool:
     """Whether the tracer `leaf` is being differentiated now; a later derivative of its program does not count."""
-    while isinstance(leaf, _core.Tracer):
-        if type(leaf).__name__ in ("LinearizeTracer", "JVPTracer"):
-            return True
-        leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
-    return False
+    return any(type(tracer).__name__ in ("LinearizeTracer", "JVPTracer") for tracer in _wrapped(leaf))
 
 
-def _frame_of(leaf: Any) -> Any:
-    while isinstance(leaf, _core.Tracer):
-        if isinstance(leaf, _pe.DynamicJaxprTracer):
-            return leaf._trace
-        leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
-    return None
+def _staged(leaf: Any) -> Any:
+    """The tracer of a program that `leaf` is, or wraps; None without one."""
+    return next((tracer for tracer in _wrapped(leaf) if isinstance(tracer, _pe.DynamicJaxprTracer)), None)
 
 
 def is_array(leaf: Any) -> bool:
@@ -142,11 +160,7 @@ def is_traced(leaf: Any) -> bool:
 
 def is_staged(leaf: Any) -> bool:
     """Whether `leaf` is a tracer of a program, under any transformations; False if JAX runs op by op."""
-    while isinstance(leaf, _core.Tracer):
-        if isinstance(leaf, _pe.DynamicJaxprTracer):
-            return True
-        leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
-    return False
+    return _staged(leaf) is not None
 
 
 def type_of(leaf: Any) -> Any:
@@ -181,8 +195,7 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
 def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """A context that binds again the axes (of `vmap`, of a mesh) that are bound now.
 
-    A derivative rule is traced when its function is differentiated. The body of a scan or `jit` may be differentiated after a
-    `vmap` has ended, while a collective in the body names the axis of that `vmap`.
+    The body of a scan or `jit` may be differentiated after a `vmap` has ended whose axis a collective in the body names.
     """
     axes = _core.get_axis_env().axis_sizes
 
@@ -198,8 +211,8 @@ def axes_of_vmaps(vmaps: Sequence[Any]) -> contextlib.AbstractContextManager[Any
     return _core.extend_axis_env_nd([(vmap.name, vmap.size) for vmap in vmaps])
 
 
-def trace_context(default: Any, *, reaches_blocks: bool = True) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
-    """A context whose value is a key of JAX's trace caches: under a new value, every `jit` inside is traced again.
+def trace_context(default: Any, *, reaches_blocks: bool = True) -> Any:
+    """A context whose `value` is a key of JAX's trace caches: under a new value, every `jit` inside is traced again.
 
     Without `reaches_blocks`, the value does not distinguish blocks with equal jaxprs (`block_settings`).
     """
@@ -210,11 +223,6 @@ def trace_context(default: Any, *, reaches_blocks: bool = True) -> Callable[[Any
 
 
 _outside_blocks: list[tuple[Any, Any]] = []
-
-
-def trace_context_value(context: Any) -> Any:
-    """The current value of a `trace_context`."""
-    return context.value
 
 
 def trace_settings() -> Any:
@@ -228,3 +236,18 @@ def block_settings() -> Any:
         for context, default in _outside_blocks:
             defaults.enter_context(context(default))
         return trace_settings()
+
+
+@contextlib.contextmanager
+def not_captured(module: Any, method: str) -> Iterator[None]:
+    """Inside this context `capture_intermediates` skips `method` of this Linen module, but no module inside it."""
+    stack = _linen_module._context.capture_stack
+    wanted = stack[-1] if stack else None
+    if not wanted:
+        yield
+        return
+    stack.append(lambda called, name: not (called is module and name == method) and wanted(called, name))
+    try:
+        yield
+    finally:
+        stack.pop()

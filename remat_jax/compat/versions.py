@@ -1,28 +1,35 @@
-"""The version of JAX, and an error in two of its versions."""
+"""The version of JAX, and the limits of the installed JAX, its plugin and its flags, found before they cause an error."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import os
 import re
+from collections.abc import Iterator
 
 import jax
+from jax._src import xla_bridge as _bridge
 
 from remat_jax.compat.flags import disabled_passes
+from remat_jax.compat.gpu_compiler import require_gpu_compiler
+from remat_jax.compat.rematerialisation import remat3
 from remat_jax.errors import UnsupportedError
+from remat_jax.warning import warn
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The three numbers of a release, also of candidates and nightly builds; JAX itself reads two from 0.13.0rc1."""
-    numbers = re.match(r"\d+(\.\d+){0,2}", version)
-    return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
+    """The numbers of a release, also of candidates and nightly builds; JAX itself reads two from 0.13.0rc1."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers.group().split("."))) if numbers else ()
 
 
-JAX_VERSION: tuple[int, ...] = _numbers(jax.__version__)
+JAX_VERSION: tuple[int, ...] = _numbers(jax.__version__)[:3]
 
 
 # On GPUs, two JAX releases copy the offloaded residuals of a scanned block back from the wrong slot, so that gradients are
 # silently wrong (openxla/xla#46231), as the compiled text shows. Unrolled offload and the CPU are not affected.
 SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
-
 
 _PASS = "dynamic-slice-annotator"
 # An entry of `xla_disable_hlo_passes` (field 30 of XLA's DebugOptions) in a serialised message: tag, length, text.
@@ -34,27 +41,12 @@ def miscompiles_scanned_offload() -> bool:
     return JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _PASS not in disabled_passes()
 
 
-def miscompiles_scanned_offload_here() -> bool:
+def _miscompiles_scanned_offload_here() -> bool:
     """`miscompiles_scanned_offload` for this process. XLA read its flags at the start; later changes have no effect."""
     if JAX_VERSION not in SCANNED_OFFLOAD_MISCOMPILED:
         return False
     cured = _cured_here()
     return _PASS not in disabled_passes() if cured is None else not cured
-
-
-def refuse_miscompiled_offload() -> None:
-    """Refuse offload inside a loop if this JAX could run it on a GPU with silently wrong gradients.
-
-    Raises:
-      UnsupportedError: there is a GPU (the default device or not), this JAX is affected, and the pass is not disabled.
-    """
-    if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _has_gpu() and miscompiles_scanned_offload_here():
-        raise UnsupportedError(
-            f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiled backward pass reads another layer's "
-            "residuals, so gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or "
-            "start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator (XLA reads these flags once, when it "
-            "starts)"
-        )
 
 
 def _cured_here() -> bool | None:
@@ -73,3 +65,119 @@ def _has_gpu() -> bool:
         return bool(jax.devices("gpu"))
     except RuntimeError:
         return False
+
+
+def refuse_miscompiled_offload() -> None:
+    """Refuse offload inside a loop if this JAX could run it on a GPU with silently wrong gradients.
+
+    Raises:
+      UnsupportedError: there is a GPU (the default device or not), this JAX is affected, and the pass is not disabled.
+    """
+    if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _has_gpu() and _miscompiles_scanned_offload_here():
+        raise UnsupportedError(
+            f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiled backward pass reads another layer's "
+            "residuals, so gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or "
+            "start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator (XLA reads these flags once, when it "
+            "starts)"
+        )
+
+
+def require_named_policies() -> None:
+    """Refuse a policy that is a function if this JAX would silently ignore it.
+
+    Raises:
+      UnsupportedError: `jax_remat3` is on, before JAX 0.12.
+    """
+    if remat3() and JAX_VERSION < (0, 12, 0):
+        raise UnsupportedError(
+            f"jax_remat3=True with JAX {jax.__version__}: this JAX version silently recomputes the arrays that such a policy "
+            'keeps; switch jax_remat3 off with jax.config.update("jax_remat3", False), or use JAX 0.12 or later'
+        )
+
+
+def limits() -> tuple[str, ...]:
+    """The limits of this installation of JAX and its settings: one text each, with the reason and the remedy."""
+    texts = []
+    for require in (require_gpu_compiler, require_named_policies):
+        try:
+            require()
+        except UnsupportedError as error:
+            texts.append(str(error))
+    if _miscompiles_scanned_offload_here():
+        texts.append(
+            f"offload inside a scan is refused on GPUs with JAX {jax.__version__}, which compiles it wrongly "
+            "(openxla/xla#46231): use JAX 0.11.1 or later, unroll the layers, or start with "
+            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+        )
+    return (*texts, *_ignored_plugins())
+
+
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+def _ignored_plugins() -> list[str]:
+    """CUDA plugins whose version differs from jaxlib's, so that jaxlib ignores them; empty if one plugin has its version."""
+    texts = []
+    jaxlib = importlib.metadata.version("jaxlib")
+    for plugin in _PLUGINS:
+        try:
+            version = importlib.metadata.version(plugin)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        # Like jaxlib, compare only the numbers and ignore suffixes.
+        if _numbers(version) == _numbers(jaxlib):
+            return []
+        texts.append(
+            f"{plugin} has version {version} and jaxlib {jaxlib}, so JAX ignores the plugin and GPU targets cannot be "
+            f"compiled: pip install {plugin}=={jaxlib}"
+        )
+    return texts
+
+
+_lost_threads = False
+_warned_process = 0
+
+
+def _after_fork() -> None:
+    global _lost_threads
+    _lost_threads = _bridge.backends_are_initialized()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def warn_of_lost_threads() -> None:
+    """Warn, once for each process, if this process was forked from one in which JAX had started.
+
+    JAX's threads exist only in the parent, and calls that need them never return.
+    """
+    global _warned_process
+    if _lost_threads and _warned_process != os.getpid():
+        _warned_process = os.getpid()
+        warn(
+            "this process was forked after JAX had started, and a fork does not copy JAX's threads: JAX may hang. Start "
+            "processes with multiprocessing.get_context('spawn')"
+        )
+
+
+# JAX's errors for an eager move to the host: of one array while others are on a mesh, and inside a `shard_map`.
+_NOT_EAGERLY = re.compile(r"Received incompatible devices for jitted computation|device_put with explicit device not allowed")
+
+
+@contextlib.contextmanager
+def eager_offload_explained() -> Iterator[None]:
+    """A context for an offload, where JAX's error for an offload that needs `jax.jit` becomes one with the remedy.
+
+    Raises:
+      UnsupportedError: instead of JAX's ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, UnsupportedError) or not _NOT_EAGERLY.search(str(error)):
+            raise
+        raise UnsupportedError(
+            "a policy offloads outside jax.jit, where JAX cannot move arrays on several devices or inside a shard_map to the "
+            f"host: put the function that takes the gradient under jax.jit. JAX's error: {error}"
+        ) from error

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from remat_jax import compat
-from remat_jax.core.walk import equations
+from remat_jax.core.walk import bodies, equations
 
 # Rules are compared to this depth. If the functions are alike, a difference in a deeper rule goes unnoticed.
 _DEEPEST = 3
@@ -20,9 +20,9 @@ _RULE = "jvp_jaxpr_fun"
 class Original:
     """A program that other programs are compared with.
 
-    Two programs are alike if they have the same equations, in the same order, with the same parameters, types, module paths
-    and contexts. Source lines do not count. Functions among the parameters must be identical objects, except the rules of a
-    `custom_jvp`: two rules are alike if they trace to the same program.
+    Programs are alike if they have the same equations, in the same order, with the same parameters, types, module paths and
+    contexts; source lines do not count. Functions among the parameters must be the same objects. Only the rules of two
+    `custom_jvp` are alike if they trace to the same program.
     """
 
     def __init__(self, jaxpr: Any) -> None:
@@ -36,17 +36,11 @@ class Original:
 
 def holds_arrays(jaxpr: Any) -> bool:
     """Whether the closed `jaxpr`, or a program inside it, has arrays as constants and so keeps them alive."""
-    inner = (value for eqn in equations(jaxpr) for value in eqn.params.values())
-    programs = (one for value in inner for one in (value if isinstance(value, tuple) else (value,)) if compat.is_jaxpr(one))
-    return any(compat.closed(one).consts for one in (jaxpr, *programs))
+    return any(program.consts for program in (jaxpr, *(body for eqn in equations(jaxpr) for body in bodies(eqn))))
 
 
 def holds_functions(jaxpr: Any) -> bool:
-    """Whether an equation of the closed `jaxpr` has a function as a parameter; rules of a `custom_jvp` do not count.
-
-    Such functions are callbacks, the rules of a `custom_vjp` and policies of `jax.checkpoint`. The program does not show what
-    they compute or which arrays they keep alive.
-    """
+    """Whether an equation has a function as a parameter, other than a rule of a `custom_jvp`: it may do or keep anything."""
     return any(
         callable(value) and not isinstance(value, type | jax.sharding.Mesh) and key != _RULE and not compat.is_jaxpr(value)
         for eqn in equations(jaxpr)
@@ -56,23 +50,22 @@ def holds_functions(jaxpr: Any) -> bool:
 
 def has_plain_rules(jaxpr: Any, depth: int = 0) -> bool:
     """Whether the rules of every `custom_jvp` in the closed `jaxpr` can be traced, and hold neither arrays nor functions."""
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name == "custom_jvp_call":
-            rule = _rule(eqn)
-            if rule is None or holds_arrays(rule) or holds_functions(rule):
-                return False
-            if depth < _DEEPEST and not has_plain_rules(rule, depth + 1):
-                return False
-    return True
+    rules = (_rule(eqn) for eqn in equations(jaxpr) if eqn.primitive.name == "custom_jvp_call")
+    return not any(
+        rule is None
+        or holds_arrays(rule)
+        or holds_functions(rule)
+        or (depth < _DEEPEST and not has_plain_rules(rule, depth + 1))
+        for rule in rules
+    )
 
 
 class _Comparison:
-    """Compares one program with another, variable by variable.
+    """Compares two programs, variable by variable.
 
     Attributes:
       rules: the traced derivative rules of the first program, by the id of their equation.
       around: the functions whose rules are being compared. A rule may call its own function, as the rule of softmax does.
-      scopes: maps a name stack of the first program to the name stack that the second program must have.
     """
 
     def __init__(self, rules: dict[int, Any], around: tuple[Any, ...] = (), paths: tuple[str, str] = ("", "")) -> None:
@@ -84,14 +77,13 @@ class _Comparison:
         if one is other:
             return True
         one, other = compat.closed(one), compat.closed(other)
-        sizes = [(len(jaxpr.jaxpr.invars), len(jaxpr.jaxpr.outvars), len(jaxpr.jaxpr.eqns)) for jaxpr in (one, other)]
-        if one.consts or other.consts or sizes[0] != sizes[1]:
+        if one.consts or other.consts or len(one.jaxpr.eqns) != len(other.jaxpr.eqns):
             return False
         names: dict[Any, Any] = {}
         if not _named(names, one.jaxpr.invars, other.jaxpr.invars):
             return False
-        for eqn, fellow in zip(one.jaxpr.eqns, other.jaxpr.eqns, strict=True):
-            if not self._equations(eqn, fellow, names) or not _named(names, eqn.outvars, fellow.outvars):
+        for eqn, counterpart in zip(one.jaxpr.eqns, other.jaxpr.eqns, strict=True):
+            if not self._equations(eqn, counterpart, names) or not _named(names, eqn.outvars, counterpart.outvars):
                 return False
         return _read_alike(names, one.jaxpr.outvars, other.jaxpr.outvars)
 
@@ -151,6 +143,8 @@ def _rule(eqn: Any) -> Any:
 
 def _named(names: dict[Any, Any], ones: Any, others: Any) -> bool:
     """Whether two lists of variables have the same types; if so, `names` maps the first to the second."""
+    if len(ones) != len(others):
+        return False
     for one, other in zip(ones, others, strict=True):
         if one.aval != other.aval or one.aval.weak_type != other.aval.weak_type:
             return False

@@ -29,13 +29,13 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from remat_jax import compat
-from remat_jax.core.established import established
 from remat_jax.core.naming import Named, name_linearised
 from remat_jax.core.once import transposed_once
 from remat_jax.core.origins import is_on_host, origin
 from remat_jax.core.repeated import Linearise, NamedBlock, name_block
+from remat_jax.core.rewrite import established
 from remat_jax.core.stack_rows import read_row
-from remat_jax.core.walk import of_some
+from remat_jax.core.walk import of_some, retrace
 from remat_jax.errors import UnsupportedError
 from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
 
@@ -64,9 +64,7 @@ class PlannedBlock:
     @functools.cached_property
     def linearised(self) -> Named:
         """The linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))` along every smooth input, with its arrays named."""
-        smooth = [index for index, aval in enumerate(self.jaxpr.in_avals) if is_smooth(aval)]
-        avals = list(self.jaxpr.in_avals)
-        return self.names.linearised(*_linearisation(avals, [avals[index].to_tangent_aval() for index in smooth], smooth))
+        return self.names.linearised(*_linearisation_along_all(self.jaxpr.in_avals))
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -91,102 +89,114 @@ class PlannedBlock:
     def moves_bytes(self) -> bool:
         """Whether the forward pass moves a residual to the host when the block is differentiated along every input.
 
-        An array that the policy offloads is not moved if the backward pass does not read it: the output of a dot, when the
-        tanh of that output is saved.
+        The backward pass may not read an array that the policy offloads: the output of a dot whose tanh is saved.
         """
         try:
-            return bool(self.host_residuals)
+            jaxpr = self._forward(range(len(self.jaxpr.in_avals)))
         except Exception:  # a block without a reverse mode can still run forwards
             return True
+        residuals = jaxpr.outvars if jaxpr is not None else ()
+        return any(not hasattr(atom, "val") and is_on_host(atom) for atom in residuals)
 
-    @functools.cached_property
-    def kept(self) -> frozenset[str] | None:
-        """`kept_along` every input."""
-        return self.kept_along(range(len(self.jaxpr.in_avals)))
-
-    def kept_along(self, inputs: Iterable[int]) -> frozenset[str] | None:
-        """The names of the residuals that pass from forward to backward when the block is differentiated along `inputs`.
+    def kept(self, inputs: Sequence[int] | None = None) -> frozenset[str] | None:
+        """The names of the residuals that pass from forward to backward, if the block is differentiated along `inputs`, or all.
 
         None where they cannot be known: for a policy object of JAX's, and for a block without a reverse mode.
         """
         if not isinstance(self.policy, Policy):
             return None
-        live = tuple(inputs)
+        live = tuple(range(len(self.jaxpr.in_avals)) if inputs is None else inputs)
         key = *decide(self.linearised, self.policy), live
         return self.names.kept(key, self.linearised, lambda: self._names_between(live))
 
     def _names_between(self, live: Sequence[int]) -> frozenset[str] | None:
         try:
-            jaxpr = self._between(live)
+            jaxpr = self._forward(live)
             origins = [origin(jaxpr, atom) for atom in jaxpr.outvars] if jaxpr is not None else []
         except Exception:  # a block without a reverse mode can still run forwards
             return None
         return frozenset(name for source in origins for name in (source.name, *source.aliases))
 
-    @functools.cached_property
-    def host_residuals(self) -> tuple[Any, ...]:
-        """The types of the residuals in host memory when the block is differentiated along every input."""
-        return self.host_residuals_along(range(len(self.jaxpr.in_avals)))
-
-    def host_residuals_along(self, inputs: Iterable[int]) -> tuple[Any, ...]:
-        """`host_residuals` along some inputs. Residuals used only for other inputs' gradients are dropped."""
-        jaxpr = self._between(inputs)
-        residuals = jaxpr.outvars if jaxpr is not None else ()
-        return tuple(atom.aval for atom in residuals if not hasattr(atom, "val") and is_on_host(atom))
-
-    def _between(self, inputs: Iterable[int]) -> Any:
+    def _forward(self, inputs: Iterable[int]) -> Any:
         """The open jaxpr of the forward pass, whose outputs are the residuals along `inputs`; None if no input is smooth."""
-        live = [index for index in inputs if is_smooth(self.jaxpr.in_avals[index])]
+        smooth = [index for index in inputs if is_smooth(self.jaxpr.in_avals[index])]
         block = self.checkpointed(prevent_cse=False)
-
-        def linear(*primals: Any) -> Any:
-            def of_live(*changed: Any) -> list[Any]:
-                return [out for out in of_some(block, primals, live)(*changed) if is_smooth(out)]
-
-            return jax.linearize(of_live, *(primals[index] for index in live))[1]
-
-        with _noting(None):
-            return jax.make_jaxpr(linear)(*self.jaxpr.in_avals).jaxpr if live else None
+        with compat.setting(_differentiated, None):
+            linear = retrace(self.jaxpr, lambda *primals: linear_part(block, primals, smooth)) if smooth else None
+        return None if linear is None else linear.jaxpr
 
     def checkpointed(
         self, *, prevent_cse: bool, rows: Sequence[int] = (), once: bool = False, staying: Callable[[], Iterable[int]] = tuple
     ) -> Function:
-        """The block as a function of the jaxpr's inputs, under its policy.
+        """The block under its policy, as a function of the jaxpr's inputs: a `custom_jvp` whose rule is the checkpoint.
 
         Args:
-          prevent_cse: as in `jax.checkpoint`.
-          rows: the inputs that are rows of stacks. The function takes the stacks and one index after its other arguments. It
-            reads each row from its stack (`core.stack_rows`), and reads it again in the backward pass.
-          once: whether differentiating its gradient in reverse mode is an error (`core.once`); it is not for a policy object
-            of JAX's.
-          staying: gives the indices of the inputs that stay on the device whatever the policy says. It is called when the
-            block is differentiated.
+          rows: the inputs that are rows of stacks. The function takes the stacks and one index after its other arguments, and
+            reads each row from its stack in both passes (`core.stack_rows`).
+          once: whether differentiating its gradient in reverse mode is an error (`core.once`).
+          staying: gives, when the block is differentiated, the inputs that stay on the device whatever the policy says.
         """
         if not isinstance(self.policy, Policy):
             assert not rows, "JAX's own policies could keep what is read"
             return _checkpoint(compat.jaxpr_function(self.jaxpr), self.policy, prevent_cse)
-        run = functools.partial(_differentiated_by_name, self.jaxpr, self.names, self.policy, staying=staying)
-        return run(prevent_cse=prevent_cse, rows=rows, once=once)
+        size, bound = len(self.jaxpr.in_avals), compat.bound_axes()
+
+        def run(*primals: Any) -> list[Any]:
+            return _reading(compat.jaxpr_function(self.jaxpr), size, rows)(*primals)
+
+        # `replan` recognises our blocks by this name.
+        run.__name__ = run.__qualname__ = compat.block_name()
+        block = jax.custom_jvp(run)
+
+        def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
+            if (blocks := _differentiated.get()) is not None:
+                # The tangent of a stack counts as the tangent of its row.
+                places = [*range(size), *rows]
+                blocks.append((self, [places[index] for index in live if index < len(places)]))
+            if not live:
+                outputs = run(*primals)
+                return outputs, [zero_tangent(out) for out in outputs]
+            directions = [transposed_once(tangents[index]) if once else tangents[index] for index in live]
+            linearised, policy = self._linearised_under_policy(primals[:size], directions, live, staying())
+            if rows:
+                reading = _reading(compat.jaxpr_function(linearised), size, rows)
+                results = _checkpoint(reading, policy, prevent_cse)(*primals, *directions)
+            else:
+                results = compat.bind_checkpoint(linearised, [*primals, *directions], policy=policy, prevent_cse=prevent_cse)
+            outputs, changes = results[: len(self.jaxpr.out_avals)], iter(results[len(self.jaxpr.out_avals) :])
+            changes = map(transposed_once, changes) if once else changes
+            return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]
+
+        def jvp_with_axes(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            with bound():
+                return jvp(primals, tangents)
+
+        block.defjvp(jvp_with_axes, symbolic_zeros=True)
+        return block
+
+    def _linearised_under_policy(
+        self, primals: Sequence[Any], directions: Sequence[Any], live: Sequence[int], staying: Iterable[int]
+    ) -> tuple[Any, JaxPolicy | None]:
+        """The linearisation along the `live` inputs as a closed jaxpr, and the policy of names for its checkpoint."""
+        assert isinstance(self.policy, Policy)
+        linearisation = _linearisation(list(primals), list(directions), live, self.names)
+        saved, offloaded = decide(self.names.linearised(*linearisation), self.policy)
+        offloaded = offloaded.difference(self.named.inputs[place] for place in staying)
+        linearised = self.names.keeping(saved | offloaded, *linearisation)
+        # None recomputes everything.
+        return linearised, _NamesPolicy(saved, offloaded) if saved or offloaded else None
 
 
 Differentiated = list[tuple[PlannedBlock, list[int]]]
-_noted: ContextVar[Differentiated | None] = ContextVar("noted", default=None)
-
-
-@contextlib.contextmanager
-def _noting(blocks: Differentiated | None) -> Iterator[None]:
-    token = _noted.set(blocks)
-    try:
-        yield
-    finally:
-        _noted.reset(token)
+_differentiated: ContextVar[Differentiated | None] = ContextVar("differentiated", default=None)
 
 
 @contextlib.contextmanager
 def noting_differentiated() -> Iterator[Differentiated]:
     """Collects the blocks differentiated inside this context, each with its live inputs. JAX's cached traces are not seen."""
     blocks: Differentiated = []
-    with _noting(blocks):
+    with compat.setting(_differentiated, blocks):
         yield blocks
 
 
@@ -194,7 +204,6 @@ def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequen
     """Name the residuals of the block `jaxpr`, and set its policy.
 
     Args:
-      jaxpr: the block as a closed jaxpr.
       policy: a policy (not `off`), or a policy object of JAX's own, which reaches JAX unchanged.
       path: the module path with which the names begin.
       inputs: for each input of `jaxpr`, whether `@inputs` selects it.
@@ -248,11 +257,6 @@ class _NamesPolicy:
 _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 
-def names_policy(saved: frozenset[str], offloaded: frozenset[str]) -> JaxPolicy | None:
-    """The two lists of names as a policy for `jax.checkpoint`; None (recompute everything) if both are empty."""
-    return _NamesPolicy(saved, offloaded) if saved or offloaded else None
-
-
 def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool) -> Function:
     def run(*args: Any) -> list[Any]:
         with compat.classic_rematerialisation(), compat.binding_ours():
@@ -271,58 +275,6 @@ def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
         return function(*values, *args[size + len(rows) + 1 :])
 
     return run if rows else function
-
-
-def _differentiated_by_name(
-    jaxpr: Any,
-    names: NamedBlock,
-    policy: Policy,
-    *,
-    prevent_cse: bool,
-    rows: Sequence[int],
-    once: bool,
-    staying: Callable[[], Iterable[int]],
-) -> Function:
-    """The block as a `custom_jvp` function, whose rule is the checkpoint around the named linearisation."""
-    size, bound = len(jaxpr.in_avals), compat.bound_axes()
-
-    def run(*primals: Any) -> list[Any]:
-        return _reading(compat.jaxpr_function(jaxpr), size, rows)(*primals)
-
-    # `replan` recognises our blocks by this name.
-    run.__name__ = run.__qualname__ = compat.block_name()
-    block = jax.custom_jvp(run)
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        with bound():
-            return differentiated(primals, tangents)
-
-    def differentiated(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
-        if (noted := _noted.get()) is not None:
-            # The tangent of a stack counts as the tangent of its row.
-            places = [*range(size), *rows]
-            noted.append((PlannedBlock(jaxpr, names, policy), [places[index] for index in live if index < len(places)]))
-        if not live:
-            outputs = run(*primals)
-            return outputs, [zero_tangent(out) for out in outputs]
-        directions = [transposed_once(tangents[index]) if once else tangents[index] for index in live]
-        linearisation = _linearisation(list(primals[:size]), directions, live, names)
-        saved, offloaded = decide(names.linearised(*linearisation), policy)
-        kept = saved, offloaded.difference(names.named.inputs[place] for place in staying())
-        linearised = names.keeping(frozenset.union(*kept), *linearisation)
-        operands, keep = [*primals, *directions], names_policy(*kept)
-        if rows:
-            reading = _reading(compat.jaxpr_function(linearised), size, rows)
-            results = _checkpoint(reading, keep, prevent_cse)(*operands)
-        else:
-            results = compat.bind_checkpoint(linearised, operands, policy=keep, prevent_cse=prevent_cse)
-        outputs, changes = results[: len(jaxpr.out_avals)], iter(results[len(jaxpr.out_avals) :])
-        changes = map(transposed_once, changes) if once else changes
-        return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]
-
-    block.defjvp(jvp, symbolic_zeros=True)
-    return block
 
 
 def _linearisation(
@@ -347,23 +299,37 @@ def _linearisation(
         with compat.classic_rematerialisation():
             # The rule of a `custom_jvp` may read constants of its own; they stay constants.
             jaxpr = compat.dce(jax.make_jaxpr(push)(primals, directions))
-            return name_linearised(named, jaxpr, len(primals), _along_all(named, primals, live, names))
+            whole = None if names is None else _along_all(named, primals, live, names)
+            return name_linearised(named, jaxpr, len(primals), whole)
 
     return key, linearise
 
 
-def _along_all(named: Named, primals: list[Any], live: Sequence[int], names: NamedBlock | None) -> Named | None:
+def _linearisation_along_all(avals: Sequence[Any]) -> tuple[Any, Linearise]:
+    smooth = [index for index, aval in enumerate(avals) if is_smooth(aval)]
+    return _linearisation(list(avals), [avals[index].to_tangent_aval() for index in smooth], smooth)
+
+
+def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names: NamedBlock) -> Named | None:
     """The linearisation along every smooth input; None if `live` has all smooth inputs, or if it cannot be traced."""
     avals = [compat.type_of(value) for value in primals]
-    smooth = [index for index, aval in enumerate(avals) if is_smooth(aval)]
-    if names is None or list(live) == smooth:
+    if list(live) == [index for index, aval in enumerate(avals) if is_smooth(aval)]:
         return None
-    key, linearise = _linearisation(avals, [avals[index].to_tangent_aval() for index in smooth], smooth)
+    key, linearise = _linearisation_along_all(avals)
     try:
         remembered = names.first.linearised(key, linearise) if named is names.first.named else None
         return remembered or linearise(named)
     except Exception:  # an input that the caller does not differentiate may have no derivative
         return None
+
+
+def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int]) -> Any:
+    """The linear function of `function` at `primals`, along the inputs at `places`, to its smooth outputs."""
+
+    def of_places(*changed: Any) -> list[Any]:
+        return [out for out in of_some(function, primals, places)(*changed) if is_smooth(out)]
+
+    return jax.linearize(of_places, *(primals[place] for place in places))[1]
 
 
 def is_live(tangent: Any) -> bool:

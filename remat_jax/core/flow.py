@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.core.walk import inner_jaxprs
+from remat_jax.core.walk import bodies
 
 # Primitives that evaluate their one inner jaxpr on their own operands.
 CALLS = frozenset(
@@ -27,9 +27,14 @@ def flagged(jaxpr: Any, flags: Sequence[bool], leaf: Leaf) -> set[Any]:
     return flagged_vars
 
 
-def has(atom: Any, found: set[Any]) -> bool:
-    """Whether an operand has the property: it is in `found`, or a literal."""
-    return hasattr(atom, "val") or atom in found
+def has(atom: Any, flagged_vars: set[Any]) -> bool:
+    """Whether an operand has the property: it is flagged, or a literal."""
+    return hasattr(atom, "val") or atom in flagged_vars
+
+
+def all_inputs(eqn: Any, flags: list[bool]) -> bool:
+    """The `Leaf` of a property that an equation's outputs have if all its inputs have it."""
+    return all(flags)
 
 
 def inner_flags(eqn: Any, key: str, inner: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
@@ -58,17 +63,15 @@ def inner_flags(eqn: Any, key: str, inner: Any, flags: Sequence[bool], leaf: Lea
 
 
 def _outputs(eqn: Any, flags: list[bool], leaf: Leaf) -> list[bool]:
-    name = compat.kind(eqn)
-    bodies = inner_jaxprs(eqn)
+    name, inside = compat.kind(eqn), bodies(eqn)
     if leaf(eqn, flags):
         return [True] * len(eqn.outvars)
-    if name in CALLS and bodies:
-        return _output_flags(compat.closed(next(iter(bodies.values()))), flags, leaf)
+    if name in CALLS and inside:
+        return _output_flags(inside[0], flags, leaf)
     if name == "scan":
-        inner = compat.closed(eqn.params["jaxpr"])
-        return _output_flags(inner, inner_flags(eqn, "jaxpr", inner, flags, leaf), leaf)
+        return _output_flags(inside[0], inner_flags(eqn, "jaxpr", inside[0], flags, leaf), leaf)
     if name == "cond" and flags[0]:
-        branches = [_output_flags(compat.closed(one), flags[1:], leaf) for one in eqn.params["branches"]]
+        branches = [_output_flags(branch, flags[1:], leaf) for branch in inside]
         return [all(column) for column in zip(*branches, strict=True)]
     return [False] * len(eqn.outvars)
 

@@ -14,34 +14,43 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from remat_jax import compat
 from remat_jax.core.products import MATMULS, eqn_flops
-from remat_jax.core.walk import interpret, retrace
+from remat_jax.core.walk import evaluate_equations, interpret, retrace, value_of, values_of_inputs, variables
 
 
 def in_program_order(
     backward: Any,
     residuals: Sequence[Any],
     cotangents: Sequence[Any],
-    fetched: Mapping[int, Any] | None = None,
-    others: Sequence[Any] = (),
+    fetched: Mapping[int, Any],
+    others: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """The gradients that the closed jaxpr `backward` computes from residuals and cotangents, in JAX's order.
+    """The gradients that the closed jaxpr `backward` computes, in JAX's order, and the `others` on the device.
 
     Args:
       fetched: residuals that are on the device again already: index among the residuals → array.
       others: arrays in host memory to fetch while this backward pass runs.
-
-    Returns:
-      The gradients, and the `others` on the device.
     """
     flat = retrace(backward, lambda *args: interpret(backward, args, _region_opened))
-    return _ordered(flat, [*residuals, *cotangents], len(residuals), fetched or {}, list(others))
+    jaxpr = flat.jaxpr
+    on_device = {jaxpr.invars[place]: value for place, value in fetched.items()}
+    env = values_of_inputs(flat, [*residuals, *cotangents])
+    barriers = _barriers(jaxpr, len(residuals))
+    fetches = _Fetches(others, _starts(jaxpr, list(barriers), others))
+    for index, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == "device_put" and all(not hasattr(atom, "val") and atom in on_device for atom in eqn.invars):
+            env.update((var, on_device[atom]) for atom, var in zip(eqn.invars, eqn.outvars, strict=True))
+            continue
+        held = barriers.get(index, [])
+        env.update(zip(held, fetches.before(index, [env[var] for var in held]), strict=True))
+        evaluate_equations([eqn], env, lambda *_: None)
+    return [value_of(atom, env) for atom in jaxpr.outvars], fetches.values
 
 
 def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
@@ -58,43 +67,22 @@ _MOVES = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "p
 _MATMULS_LATE = 2
 
 
-def _ordered(
-    flat: Any, values: Sequence[Any], num_residuals: int, fetched: Mapping[int, Any], others: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    jaxpr = flat.jaxpr
-    on_device = {jaxpr.invars[place]: value for place, value in fetched.items()}
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*flat.consts, *values), strict=True))
-    holds = _holds(jaxpr, num_residuals)
-    fetches = _Fetches(others, _releases(jaxpr, list(holds), others))
-    for index, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name == "device_put" and all(not hasattr(atom, "val") and atom in on_device for atom in eqn.invars):
-            env.update((var, on_device[atom]) for atom, var in zip(eqn.invars, eqn.outvars, strict=True))
-            continue
-        held = holds.get(index, [])
-        env.update(zip(held, fetches.before(index, [env[var] for var in held]), strict=True))
-        inputs = [atom.val if hasattr(atom, "val") else env[atom] for atom in eqn.invars]
-        env.update(zip(eqn.outvars, compat.bind(eqn, inputs), strict=True))
-    return [atom.val if hasattr(atom, "val") else env[atom] for atom in jaxpr.outvars], fetches.values
-
-
-def _holds(jaxpr: Any, num_residuals: int) -> dict[int, list[Any]]:
+def _barriers(jaxpr: Any, num_residuals: int) -> dict[int, list[Any]]:
     """The barriers to insert: index of an equation → the variables that pass through one barrier before it."""
-    order, holds = _Order(jaxpr, num_residuals), {}
+    order, barriers = _Order(jaxpr, num_residuals), {}
     for index, eqn in enumerate(jaxpr.eqns):
-        if together := order.before(index, eqn):
-            holds[index] = together
+        if held := order.before(index, eqn):
+            barriers[index] = held
         order.after(index, eqn)
-    return holds
+    return barriers
 
 
 class _Fetches:
     """Fetches arrays from the host while a backward pass runs, at most two at a time.
 
-    XLA runs at most two copies at once and waits for one of them before it starts a third. If many copies could start at the
-    beginning, they would block the pass before it computes anything. So the starts are spread over the pass in proportion to
-    bytes: each copy starts when the earlier copies would be done if all copies together took as long as the pass. The link is
-    never idle for lack of a start, and a faster link delays nothing. The largest copies come last, so that one still runs at
-    the end.
+    XLA runs two copies at once and waits for one of them before it starts a third, so many copies at the beginning would block
+    the pass. Their starts are spread over the pass in proportion to bytes: each copy starts when the earlier ones would be done
+    if all copies together took as long as the pass. The largest copies come last, so that one still runs at the end.
     """
 
     def __init__(self, on_host: Sequence[Any], starts: Mapping[int | None, Sequence[int]]) -> None:
@@ -106,46 +94,40 @@ class _Fetches:
     def before(self, index: int | None, held: list[Any]) -> list[Any]:
         """Start the copies due before equation `index`, and return the variables `held` there behind a barrier."""
         for number in self._starts.get(index, []):
-            done = self._under_way[-2:-1]
-            held, back, value = compat.optimization_barrier((held, [self.values[one] for one in done], self.values[number]))
-            for one, arrived in zip(done, back, strict=True):
-                self.values[one] = arrived
+            earlier = self._under_way[-2:-1]
+            copies = [self.values[place] for place in earlier]
+            held, copies, value = compat.optimization_barrier((held, copies, self.values[number]))
+            for place, copy in zip(earlier, copies, strict=True):
+                self.values[place] = copy
             self.values[number] = jax.device_put(value, jax.memory.Space.Device)
             self._under_way.append(number)
         return held if index in self._starts else compat.optimization_barrier(held)
 
 
-def _releases(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
+def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
     """When to fetch the `others`: one of the `places`, or None for the beginning → indices into `others`."""
     work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
     sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
-    releases: dict[int | None, list[int]] = {}
+    starts: dict[int | None, list[int]] = {}
     copied = 0
     for number in sorted(range(len(others)), key=sizes.__getitem__):
         begun = [place for place in places if work[place] * sum(sizes) <= copied * work[-1]]
-        releases.setdefault(begun[-1] if begun else None, []).append(number)
+        starts.setdefault(begun[-1] if begun else None, []).append(number)
         copied += sizes[number]
-    return releases
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not hasattr(atom, "val")]
+    return starts
 
 
 class _Order:
-    """Which variables each matmul of a backward pass waits for.
-
-    Equations that read no cotangent are recomputation; XLA places them freely.
-    """
+    """Which variables each matmul of a backward pass waits for. XLA places recomputation, which reads no cotangent, freely."""
 
     def __init__(self, jaxpr: Any, num_residuals: int) -> None:
-        self._gradients = set(_variables(jaxpr.outvars))
-        self._last_use = {atom: index for index, eqn in enumerate(jaxpr.eqns) for atom in _variables(eqn.invars)}
+        self._gradients = set(variables(jaxpr.outvars))
+        self._last_use = {atom: index for index, eqn in enumerate(jaxpr.eqns) for atom in variables(eqn.invars)}
         # Variables that become a gradient by moves alone.
         self._leaving = set(self._gradients)
         for eqn in reversed(jaxpr.eqns):
             if eqn.primitive.name in _MOVES and eqn.outvars[0] in self._leaving:
-                self._leaving.update(_variables(eqn.invars))
+                self._leaving.update(variables(eqn.invars))
         self._travelling = dict.fromkeys(jaxpr.invars[num_residuals:])
         self._matmuls = 0
         self._made: dict[Any, int] = {}  # gradients that nothing waits for yet, by the matmuls before them
@@ -153,7 +135,7 @@ class _Order:
 
     def before(self, index: int, eqn: Any) -> list[Any]:
         """The variables to pass through one barrier before equation `index`; empty for most equations."""
-        operands = [atom for atom in _variables(eqn.invars) if atom in self._travelling]
+        operands = [atom for atom in variables(eqn.invars) if atom in self._travelling]
         if eqn.primitive.name not in _MATMULS or not operands:
             return []
         self._matmuls += 1
@@ -168,7 +150,7 @@ class _Order:
 
     def after(self, index: int, eqn: Any) -> None:
         """Record the outputs of equation `index`."""
-        if not any(atom in self._travelling for atom in _variables(eqn.invars)):
+        if not any(atom in self._travelling for atom in variables(eqn.invars)):
             return
         name = eqn.primitive.name
         self._travelling.update(dict.fromkeys(eqn.outvars))

@@ -1,19 +1,17 @@
 """Marks: equations that stand for blocks in a traced function until it is known which layer each block is.
 
 A policy by layer cannot be set where a block is called: a scan traces a block once for all layers, and a `jit` that was traced
-before is not traced again. So the call becomes one equation that holds the block's jaxpr. `layered` later replaces it in the
-traced function.
+before is not traced again. So the call becomes one equation, which `layered` later replaces in the traced function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
@@ -37,7 +35,6 @@ class Marked:
 
     Attributes:
       block: the class, function or glob that the policy was given for.
-      policy: policies by layer, or the same policy for every layer.
       keeps: whether the model's own checkpoints around the block stay.
     """
 
@@ -81,9 +78,12 @@ class Mark:
         return hash((id(self.jaxpr), self.marked, self.path))
 
 
+def _evaluate(*values: Any, jaxpr: Any, mark: Mark) -> list[Any]:
+    return list(compat.jaxpr_function(jaxpr)(*values))
+
+
 # The parameter `jaxpr` is the block under its `vmap`s; without a policy, a mark evaluates it.
-mark_p = jex.Primitive("remat_jax_mark")
-mark_p.multiple_results = True
+mark_p = compat.new_primitive("remat_jax_mark", _evaluate)
 
 
 def bind_mark(mark: Mark, values: Sequence[Any]) -> list[Any]:
@@ -107,10 +107,6 @@ def vmapped(function: Any, batch: Batch, size: int) -> Any:
     return run
 
 
-def _evaluate(*values: Any, jaxpr: Any, mark: Mark) -> list[Any]:
-    return list(compat.jaxpr_function(jaxpr)(*values))
-
-
 def _abstract(*_: Any, jaxpr: Any, mark: Mark) -> tuple[list[Any], Any]:
     return list(jaxpr.out_avals), jaxpr.effects
 
@@ -121,8 +117,7 @@ def _batch(
     batched, moved, out_axes = compat.batched(jaxpr, axis, args, axes)
     in_axes = tuple(None if dim is None else 0 for dim in axes)
     batch = Batch(in_axes, tuple(out_axes), axis.size, axis.name, axis.spmd_name)
-    whole = Mark(mark.jaxpr, mark.marked, mark.path, mark.inputs, mark.made, (*mark.batches, batch))
-    outputs = mark_p.bind(*moved, jaxpr=batched, mark=whole)
+    outputs = mark_p.bind(*moved, jaxpr=batched, mark=replace(mark, batches=(*mark.batches, batch)))
     return list(outputs), out_axes
 
 
@@ -134,9 +129,6 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, mark: M
     )
 
 
-mark_p.def_impl(_evaluate)
-mark_p.to_lojax = _evaluate
 mark_p.def_effectful_abstract_eval(_abstract)
-mlir.register_lowering(mark_p, mlir.lower_fun(_evaluate, multiple_results=True))
 ad.primitive_jvps[mark_p] = _jvp
 batching.fancy_primitive_batchers[mark_p] = _batch

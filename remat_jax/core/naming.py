@@ -1,13 +1,12 @@
-"""Giving every array of a block a name made of its module path, its primitive and a counter.
+"""Naming every array of a block by its module path, its primitive and a counter: `module/path:primitive#k`.
 
-A checkpoint policy selects arrays by their names; without names it sees only primitives. The name of an array is
-`module/path:primitive#k`, where k counts from 0 in the order of execution. A user's own `checkpoint_name` replaces it.
+A checkpoint policy selects arrays by their names; without names it sees only primitives. The counter k is 0 for the first array
+in the order of execution. A user's own `checkpoint_name` replaces the name.
 
-Names are given in two steps. First the arrays of the block itself are named, so that their names do not depend on how the block
-is differentiated. Then the arrays that derivative rules add to its linearisation are named: the mask of a ReLU, the log-sum-exp
-of an attention kernel. In the linearisation each name moves to the equation that computes its array, so that a rule that reads
-its own output (exp, tanh, softmax) reads the named array. Otherwise JAX would save a named copy and recompute the array for
-the rule.
+First the arrays of the block itself are named, so that their names do not depend on how the block is differentiated. Then the
+arrays that derivative rules add to its linearisation are named: the mask of a ReLU, the log-sum-exp of an attention kernel. In
+the linearisation each name moves to the equation that computes its array, so that a rule that reads its own output (exp, tanh,
+softmax) reads the named array. Otherwise JAX would save a named copy and recompute the array for the rule.
 
 Derivative rules compute more arrays if more inputs are differentiated. An array always has the name that it has when all inputs
 are differentiated, so a layer whose input has no gradient uses the same names as the next layer.
@@ -28,8 +27,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_jax import compat
-from remat_jax.core.flow import flagged, has, inner_flags
-from remat_jax.core.walk import inner_jaxprs, interpret, retrace
+from remat_jax.core.flow import all_inputs, flagged, has, inner_flags
+from remat_jax.core.products import has_batch_dims
+from remat_jax.core.walk import bodies, interpret, rebind, retrace
 from remat_jax.policy import Candidate
 
 # JAX's partial evaluation applies the policy to the equations inside these primitives, even inside another checkpoint. Of any
@@ -46,9 +46,8 @@ class Named:
 
     Attributes:
       made: returns `jaxpr`; it is called once, when `jaxpr` is first read.
-      path: the block's module path.
       candidates: name → the properties that selectors match, in the order of execution.
-      shapes: name → the shape of the array; inside a scan, its shape in one iteration.
+      shapes: name → the array's shape; inside a scan, of one iteration.
       counts: how many names each `module/path:primitive` has.
       inputs: for each input of the block's jaxpr its name; None for parameters and keys.
       values: in a linearisation, the values that its names stand for.
@@ -69,22 +68,21 @@ class Named:
 
 
 def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
-    """Name every array that the block `jaxpr` computes, and its inputs.
+    """Name every array that the block `jaxpr` at the module path `path` computes, and its inputs.
 
     Args:
-      jaxpr: the block as a closed jaxpr.
-      path: the block's module path, with which every automatic name begins.
       inputs: for each input of `jaxpr`, whether it is an input of the block (and not a parameter or an RNG key).
     """
     namer = _Namer(path, {}, Counter())
-    names = [namer.input_name() if is_input else None for is_input in inputs]
+    names = [namer.next("/".join(namer.path), "input") if is_input else None for is_input in inputs]
+    candidates = [None if name is None else Candidate(name, "input", is_input=True) for name in names]
 
     def named(*args: Any) -> list[Any]:
-        args = tuple(arg if name is None else namer.input(arg, name) for arg, name in zip(args, names, strict=True))
+        args = tuple(namer.name(arg, candidate) if candidate else arg for arg, candidate in zip(args, candidates, strict=True))
         return namer.run(jaxpr, args, (), [True] * len(args))
 
-    kept = [name if name is None or can_be_named(aval) else None for name, aval in zip(names, jaxpr.in_avals, strict=True)]
-    return replace(namer.finished(retrace(jaxpr, named)), inputs=tuple(kept))
+    kept = tuple(name if can_be_named(aval) else None for name, aval in zip(names, jaxpr.in_avals, strict=True))
+    return replace(namer.finished(retrace(jaxpr, named)), inputs=kept)
 
 
 def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | None = None) -> Named:
@@ -108,21 +106,16 @@ def can_be_named(value: Any) -> bool:
     return dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0
 
 
-def _is_known(eqn: Any, flags: list[bool]) -> bool:
-    return all(flags)
-
-
 class _Values:
-    """Numbers the values of a program. The same operation on equal values has the same number. A name numbers its value.
+    """Numbers the values of a program: the same operation on equal values has the same number, and a name numbers its value.
 
-    Args:
-      whole: the values of another program. An equal value takes its name from there; each name is taken once.
+    With the values of a `whole` program, an equal value takes its name from there; each name is taken once.
     """
 
     def __init__(self, whole: _Values | None = None) -> None:
         self._numbers: dict[Any, int] = {} if whole is None else whole._numbers
         self.names: dict[Any, list[str]] = {}
-        self._left = {} if whole is None else {value: list(names) for value, names in whole.names.items()}
+        self._unused = {} if whole is None else {value: list(names) for value, names in whole.names.items()}
 
     def number(self, *key: Any) -> int:
         """The number of the value that `key` describes."""
@@ -130,7 +123,7 @@ class _Values:
 
     def of_outputs(self, eqn: Any, inputs: Sequence[int]) -> list[int]:
         """The numbers of an equation's outputs, from the numbers of its inputs."""
-        params = () if inner_jaxprs(eqn) else tuple((key, _hashable(value)) for key, value in eqn.params.items())
+        params = () if bodies(eqn) else tuple((key, _hashable(value)) for key, value in eqn.params.items())
         return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
 
     def of_inner(self, eqn: Any, inputs: Sequence[int], known: Sequence[bool]) -> list[int]:
@@ -142,8 +135,8 @@ class _Values:
 
     def name(self, value: tuple[int, str], new: Callable[[], str]) -> str:
         """The next unused name of an equal value in `whole`, or a new name."""
-        left = self._left.get(value)
-        name = left.pop(0) if left else new()
+        unused = self._unused.get(value)
+        name = unused.pop(0) if unused else new()
         self.names.setdefault(value, []).append(name)
         return name
 
@@ -166,23 +159,15 @@ class _Namer:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def finished(self, jaxpr: Any) -> Named:
+        """What was named, as the program `jaxpr`."""
         return Named(lambda: jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts, values=self.values)
-
-    def input_name(self) -> str:
-        return self._next("/".join(self.path), "input")
-
-    def input(self, value: Any, name: str) -> Any:
-        return self._name(value, Candidate(name, "input", is_input=True))
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], known: Sequence[bool], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Evaluate `jaxpr` on `args` with the names in it; `known` says which inputs depend on primals only.
-
-        `numbers` are the numbers of the inputs' values; without them, inputs are numbered by position.
-        """
+        """Evaluate `jaxpr` with names. `known` inputs depend on primals only. The default `numbers` are the positions."""
         given = _given_names(jaxpr)
-        fixed = flagged(jaxpr, known, _is_known)
+        fixed = flagged(jaxpr, known, all_inputs)
         number = dict(zip(jaxpr.jaxpr.invars, numbers or map(self.values.number, itertools.count()), strict=False))
 
         def number_of(atom: Any) -> int:
@@ -193,14 +178,19 @@ class _Namer:
         def visit(eqn: Any, inputs: list[Any]) -> list[Any]:
             path = self._relative(outer + compat.scopes(eqn))
             flags = [has(atom, fixed) for atom in eqn.invars]
-            primitive = eqn.primitive.name
             operands = [number_of(atom) for atom in eqn.invars]
             for var, value in zip(eqn.outvars, self.values.of_outputs(eqn, operands), strict=True):
                 number[var] = self.values.number(*given[var]) if var in given else value
+
+            def inside(key: str, body: Any) -> Any:
+                known = inner_flags(eqn, key, body, flags, all_inputs)
+                inner_numbers = self.values.of_inner(eqn, operands, known)
+                return retrace(body, lambda *args: self.run(body, args, path, known, inner_numbers))
+
             if compat.given_name(eqn) is not None:
                 outputs = inputs
-            elif primitive in _CALLS or primitive in _CONTROL:
-                outputs = compat.bind(eqn, inputs, **self._inside(eqn, flags, path, operands))
+            elif eqn.primitive.name in _CALLS | _CONTROL:
+                outputs = rebind(eqn, inputs, inside)
             else:
                 outputs = compat.bind(eqn, inputs)
             with compat.eqn_context(eqn):
@@ -218,28 +208,13 @@ class _Namer:
         if not known or eqn.primitive.name in _UNNAMED or compat.given_name(eqn) is not None:
             return value
         where, primitive = "/".join((*self.path, *path)), eqn.primitive.name
-        name = self.values.name((number, where), lambda: self._next(where, primitive))
-        return self._name(value, Candidate(name, eqn.primitive.name, has_batch_dims=_has_batch_dims(eqn)))
+        name = self.values.name((number, where), lambda: self.next(where, primitive))
+        return self.name(value, _candidate(name, eqn))
 
     def _given(self, value: Any, names: Sequence[str], producer: Any) -> Any:
         for name in names:
-            value = self._name(value, self.before.get(name) or _user_named(name, producer))
+            value = self.name(value, self.before.get(name) or _user_named(name, producer))
         return value
-
-    def _inside(self, eqn: Any, flags: list[bool], path: tuple[str, ...], numbers: Sequence[int]) -> dict[str, Any]:
-        changed = {}
-        for key, value in inner_jaxprs(eqn).items():
-            many = isinstance(value, tuple)
-            new = []
-            for body in value if many else (value,):
-                inner = compat.closed(body)
-                known = inner_flags(eqn, key, inner, flags, _is_known)
-                inside = self.values.of_inner(eqn, numbers, known)
-                with compat.inner_context(eqn):
-                    renamed = retrace(inner, lambda *args, j=inner, k=known, n=inside: self.run(j, args, path, k, n))
-                new.append(compat.like(renamed, body))
-            changed[key] = tuple(new) if many else new[0]
-        return changed
 
     def _relative(self, path: tuple[str, ...]) -> tuple[str, ...]:
         """`path` relative to the block. Linen opens the block's own scope a second time, and a third time if it is lifted."""
@@ -249,12 +224,14 @@ class _Namer:
                 path = path[1:]
         return path
 
-    def _next(self, path: str, label: str) -> str:
+    def next(self, path: str, label: str) -> str:
+        """The next automatic name."""
         base = f"{path}:{label}"
         self.counts[base] += 1
         return f"{base}#{self.counts[base] - 1}"
 
-    def _name(self, value: Any, candidate: Candidate) -> Any:
+    def name(self, value: Any, candidate: Candidate) -> Any:
+        """`value` under the candidate's name, if it can be named."""
         if not can_be_named(value):
             return value
         self.candidates.setdefault(candidate.name, candidate)
@@ -283,13 +260,9 @@ def _user_named(name: str, producer: Any) -> Candidate:
     """A user's name on an output of `producer` (None: on an input). It keeps the primitive, so `@dots` selects a named dot."""
     if producer is None:
         return Candidate(name, "name", user_named=True)
-    return Candidate(name, producer.primitive.name, has_batch_dims=_has_batch_dims(producer), user_named=True)
+    return replace(_candidate(name, producer), user_named=True)
 
 
-def _has_batch_dims(eqn: Any) -> bool:
-    if eqn.primitive.name == "scaled_matmul_wrapper":
-        return bool(eqn.invars[0].aval.shape[0] != 1)
-    if eqn.primitive.name != "dot_general":
-        return False
-    _, (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    return bool(lhs_batch or rhs_batch)
+def _candidate(name: str, eqn: Any) -> Candidate:
+    avals = [atom.aval for atom in eqn.invars]
+    return Candidate(name, eqn.primitive.name, has_batch_dims=has_batch_dims(eqn.primitive.name, avals, eqn.params))

@@ -1,10 +1,9 @@
 """A clear error when a gradient through an offload is differentiated in reverse mode again, which JAX cannot do.
 
-Forward over reverse works, and so does any forward mode. Reverse over reverse and reverse over forward fail where JAX
-transposes a `device_put` between memories: «Expected cotangent type float32[…] but got float32<host>[…]», which does not name
-the cause. So the derivatives that enter and leave an offloading block pass through an identity that counts how often it was
-differentiated. A first derivative may be transposed. Transposing a second derivative is the first thing that a second backward
-pass does in the block, and raises our error.
+Reverse over reverse and reverse over forward fail where JAX transposes a `device_put` between memories: «Expected cotangent
+type float32[…] but got float32<host>[…]», which does not name the cause. So the derivatives that enter and leave an offloading
+block pass through an identity that counts how often it was differentiated. A first derivative may be transposed. Transposing a
+second derivative is the first thing that a second backward pass does in the block, and raises our error.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
+from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 
 _TWICE = 2
@@ -31,7 +30,7 @@ def transposed_no_more(derivative: Any) -> Any:
     return once_p.bind(derivative, order=_TWICE) if jnp.issubdtype(derivative.dtype, jnp.inexact) else derivative
 
 
-once_p = jex.Primitive("differentiated_once")
+once_p = compat.new_primitive("differentiated_once", lambda value, order: value, multiple_results=False)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, order: int) -> tuple[Any, Any]:
@@ -57,10 +56,7 @@ def _batch(args: Sequence[Any], axes: Sequence[int], *, order: int) -> tuple[Any
     return once_p.bind(*args, order=order), axes[0]
 
 
-once_p.def_impl(lambda value, order: value)
-once_p.to_lojax = lambda value, order: value
 once_p.def_abstract_eval(lambda aval, order: aval)
-mlir.register_lowering(once_p, lambda _, value, order: [value])
 ad.primitive_jvps[once_p] = _jvp
 ad.primitive_transposes[once_p] = _transpose
 batching.primitive_batchers[once_p] = _batch

@@ -9,7 +9,7 @@ from typing import Any
 
 from remat_jax import compat
 from remat_jax.core.shared import is_taken, offloaded_name
-from remat_jax.core.walk import inner_jaxprs
+from remat_jax.core.walk import bodies
 
 # Primitives that return the same array: on the host, behind a barrier, rounded to its own precision.
 _SAME = frozenset(
@@ -30,7 +30,7 @@ class Origin:
       name: the residual name; without one, `module/path:primitive`.
       source: the user's source line.
       scanned: whether a scan stacked it.
-      layers: the layers that the array belongs to, if a policy is for some layers only.
+      layers: the array's layers, if a policy is for some layers only.
       aliases: other residual names of the same array: a block's input is often the output of the previous block.
     """
 
@@ -44,7 +44,7 @@ class Origin:
 
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
-    """The origin of `atom`, a variable or literal of the open `jaxpr`. That jaxpr is in the scopes `outer`, for `layers`."""
+    """The origin of `atom`, a variable or literal of the open `jaxpr`, which is in the scopes `outer`, for `layers`."""
     makers = _makers(jaxpr)
     while not hasattr(atom, "val"):
         if atom in jaxpr.invars:
@@ -63,18 +63,22 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
             if aliases and ":custom_jvp_call#" in name:
                 # An output of a checkpointed block is named inside it; the name outside says only `custom_jvp_call`.
                 return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
-            return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn), layers=here, aliases=aliases)
+            source = compat.source_line(makers.get(eqn.invars[0]) or eqn)
+            return Origin(atom, "named", name, source, layers=here, aliases=aliases)
         if eqn.primitive.name in _SAME or _divides_a_stack(eqn):
             atom = eqn.invars[index]
         elif eqn.primitive.name in _CALLS:
-            inner = _through_call(eqn, index, outer + compat.scopes(eqn), here)
+            body = bodies(eqn)[0].jaxpr
+            inner = origin(body, body.outvars[index], outer + compat.scopes(eqn), here)
             if inner.kind != "argument":
                 return replace(inner, key=(atom, inner.key))
             atom = eqn.invars[inner.key[1]]
         elif eqn.primitive.name == "scan":
             inner = _through_scan(eqn, index, outer + compat.scopes(eqn), here)
             if inner.kind != "argument":
-                return replace(inner, key=(atom, inner.key), scanned=inner.scanned or _is_stacked(eqn, index))
+                # The other outputs of a scan are the final carry.
+                is_stacked = index >= compat.scan_layout(eqn)[1]
+                return replace(inner, key=(atom, inner.key), scanned=inner.scanned or is_stacked)
             atom = eqn.invars[inner.key[1]]
         else:
             return _made_here(eqn, atom, outer + compat.scopes(eqn), here)
@@ -92,10 +96,6 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
     return _known_makers[jaxpr]
 
 
-def _source(producer: Any, eqn: Any) -> str:
-    return compat.source_line(producer if producer is not None else eqn)
-
-
 def _is_unread_slice(eqn: Any) -> bool:
     """Whether an equation slices a stack for a scan over some layers. It is dead code: rows are read from the stack itself."""
     return eqn.primitive.name == "slice" and compat.layers_of(eqn) is not None
@@ -109,22 +109,10 @@ def _divides_a_stack(eqn: Any) -> bool:
     return bool(before) and after[2:] == before[1:] and math.prod(after[:2]) == before[0]
 
 
-def _is_stacked(scan: Any, index: int) -> bool:
-    """Whether an output of a scan has a row for each iteration, unlike the final carry."""
-    _, carry = compat.scan_layout(scan)
-    return index >= carry
-
-
-def _through_call(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
-    inner = compat.closed(next(iter(inner_jaxprs(eqn).values()))).jaxpr
-    return origin(inner, inner.outvars[index], path, layers)
-
-
 def _made_here(eqn: Any, atom: Any, path: tuple[str, ...], layers: range | None) -> Origin:
     """The origin of an equation's output. An output of a `cond` has the names from all its branches."""
-    branches = eqn.params["branches"] if eqn.primitive.name == "cond" else ()
-    bodies = [compat.closed(one).jaxpr for one in branches]
-    origins = [origin(body, body.outvars[eqn.outvars.index(atom)], path, layers) for body in bodies]
+    branches = [body.jaxpr for body in bodies(eqn)] if eqn.primitive.name == "cond" else []
+    origins = [origin(branch, branch.outvars[eqn.outvars.index(atom)], path, layers) for branch in branches]
     named = [source for source in origins if source.kind == "named"]
     if named:
         names = dict.fromkeys(name for source in named for name in (source.name, *source.aliases))
@@ -134,7 +122,7 @@ def _made_here(eqn: Any, atom: Any, path: tuple[str, ...], layers: range | None)
 
 def _through_scan(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
     """The origin of an output of a scan: computed in its body, carried, or one of its constants or rows."""
-    body = compat.closed(eqn.params["jaxpr"]).jaxpr
+    body = bodies(eqn)[0].jaxpr
     consts, carry = compat.scan_layout(eqn)
     inner = origin(body, body.outvars[index], path, layers)
     if inner.kind != "argument":

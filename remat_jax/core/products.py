@@ -1,8 +1,9 @@
-"""Matrix products and convolutions: which equations of a jaxpr they are, and their floating-point operations."""
+"""Matrix products and convolutions: which equations of a jaxpr they are, their batch dimensions, their operations."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MATMULS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper"})
@@ -36,3 +37,13 @@ def _ragged(eqn: Any) -> int:
     (contracting, _), _ = numbers.dot_dimension_numbers
     groups = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) & set(contracting) else 1
     return _products(eqn, contracting) // groups
+
+
+def has_batch_dims(primitive: str, avals: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    """`Candidate.has_batch_dims` of an output of this primitive, from its operands' types and its parameters."""
+    if primitive == "scaled_matmul_wrapper":
+        return bool(avals[0].shape[0] != 1)
+    if primitive != "dot_general":
+        return False
+    _, (lhs_batch, rhs_batch) = params["dimension_numbers"]
+    return bool(lhs_batch or rhs_batch)

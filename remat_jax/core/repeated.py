@@ -1,7 +1,6 @@
 """Identical layers are named and linearised once. The other layers reuse both, with their own module path in the names.
 
-Two blocks are identical if their jaxprs differ only in the module path. The first block goes through `naming`. Later blocks get
-its jaxprs with the names replaced; nothing is traced again.
+Two blocks are identical if their jaxprs differ only in the module path. Nothing is traced again.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.core.alike import Original, has_plain_rules, holds_arrays, holds_functions
 from remat_jax.core.naming import Named, name_residuals
-from remat_jax.core.walk import inner_jaxprs
+from remat_jax.core.walk import inner_jaxprs, variables
 from remat_jax.policy import Candidate
 
 _MOST = 64
@@ -29,22 +28,20 @@ class FirstLayer:
     """The first of several identical blocks, and its linearisations.
 
     Attributes:
-      original: its jaxpr.
-      asked: its inputs, JAX's settings and the source line; an identical block has equal ones.
-      named: its jaxpr with names.
+      conditions: its inputs, JAX's settings and the source line; an identical block has equal ones.
       kept: the names that its backward pass reads, by the names that a policy keeps; all are names of the first layer.
     """
 
     original: Original
-    asked: Any
+    conditions: Any
     named: Named
     _linearised: dict[Any, Named] = field(default_factory=dict)
     _keeping: dict[Any, Any] = field(default_factory=dict)
     kept: dict[Any, frozenset[str] | None] = field(default_factory=dict)
 
-    def is_like(self, jaxpr: Any, path: str, asked: Any) -> bool:
+    def is_like(self, jaxpr: Any, path: str, conditions: Any) -> bool:
         """Whether the block `jaxpr` at `path` is identical."""
-        return self.asked == asked and self.original.is_like(jaxpr, (self.named.path, path))
+        return self.conditions == conditions and self.original.is_like(jaxpr, (self.named.path, path))
 
     def linearised(self, key: Any, linearise: Linearise) -> Named | None:
         """`linearise(self.named)`, once for each `key`; None if a derivative rule closes over arrays of a single block."""
@@ -64,12 +61,7 @@ class FirstLayer:
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """A block with its residuals named, and its linearisations.
-
-    Attributes:
-      named: the block's jaxpr with names.
-      first: the first of the identical blocks, maybe this block itself.
-    """
+    """A block with its residuals named, and the first of the identical blocks, maybe this block itself."""
 
     named: Named
     first: FirstLayer
@@ -109,31 +101,24 @@ _first_layers: tuple[FirstLayer, ...] = ()
 
 
 def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
-    """The block `jaxpr` with its residuals named. An identical earlier block is reused.
-
-    Args:
-      jaxpr: the block as a closed jaxpr.
-      path: the block's module path.
-      inputs: for each input of `jaxpr`, whether it is an input of the block (and not a parameter or an RNG key).
-    """
+    """The block `jaxpr` at `path` with its residuals named (`name_residuals`). An identical earlier block is reused."""
     global _first_layers
     path = "/".join(part for part in path.split("/") if part)
     line = compat.source_line(jaxpr.jaxpr.eqns[-1]) if jaxpr.jaxpr.eqns else ""
-    asked = tuple(inputs), compat.block_settings(), line, bool(path)
-    first = next((one for one in reversed(_first_layers) if one.is_like(jaxpr, path, asked)), None)
+    conditions = tuple(inputs), compat.block_settings(), line, bool(path)
+    first = next((layer for layer in reversed(_first_layers) if layer.is_like(jaxpr, path, conditions)), None)
     if first is None:
-        first = FirstLayer(Original(jaxpr), asked, name_residuals(jaxpr, path, inputs))
+        first = FirstLayer(Original(jaxpr), conditions, name_residuals(jaxpr, path, inputs))
         if holds_arrays(jaxpr) or holds_functions(jaxpr) or not has_plain_rules(jaxpr):
             return NamedBlock(first.named, first)
-    _first_layers = (*(one for one in _first_layers if one is not first), first)[-_MOST:]
+    _first_layers = (*(layer for layer in _first_layers if layer is not first), first)[-_MOST:]
     return NamedBlock(_Renaming(first.named.path, path, first.named.candidates).named(first.named), first)
 
 
 class _Renaming:
-    """Moves the names and scopes of a block to the module path of an identical block.
+    """Moves the names and scopes of a block at `path` to the path of an identical block.
 
     Args:
-      path, new_path: the two paths.
       candidates: the block's names. Names that a user gave do not change.
     """
 
@@ -142,10 +127,18 @@ class _Renaming:
         automatic = (name for name, candidate in candidates.items() if not candidate.user_named) if path != new_path else ()
         self._names = {name: self._moved(name) for name in automatic}
         self._scopes = functools.cache(lambda stack: compat.moved_scopes(stack, path, new_path))
-        self._seen: dict[int, tuple[Any, Any]] = {}
+        self.jaxpr = functools.cache(self._jaxpr)
+
+    def _moved(self, name: str) -> str:
+        path, new_path = self._paths
+        return new_path + name[len(path) :]
+
+    def after(self, name: str) -> str:
+        """The identical block's name for this block's `name`."""
+        return self._names.get(name, name)
 
     def before(self, name: str) -> str:
-        """The first block's name for this block's `name`."""
+        """This block's name for the identical block's `name`."""
         path, new_path = self._paths
         before = path + name[len(new_path) :]
         return before if self._names.get(before) == name else name
@@ -154,27 +147,19 @@ class _Renaming:
         """`named` at the other path."""
         if self._paths[0] == self._paths[1]:
             return named
-        candidates = {self.after(name): replace(one, name=self.after(name)) for name, one in named.candidates.items()}
+        candidates = {
+            self.after(name): replace(candidate, name=self.after(name)) for name, candidate in named.candidates.items()
+        }
         shapes = {self.after(name): shape for name, shape in named.shapes.items()}
         counts = Counter({self._moved(base): count for base, count in named.counts.items()})
         inputs = tuple(None if name is None else self.after(name) for name in named.inputs)
         return Named(lambda: self.jaxpr(named.jaxpr), self._paths[1], candidates, shapes, counts, inputs)
 
-    def jaxpr(self, jaxpr: Any) -> Any:
+    def _jaxpr(self, jaxpr: Any) -> Any:
         """The closed or open `jaxpr` with the new names; the same object if nothing changes."""
         if self._paths[0] == self._paths[1]:
             return jaxpr
-        if id(jaxpr) not in self._seen:
-            self._seen[id(jaxpr)] = jaxpr, _with_equations(jaxpr, [self._equation(eqn) for eqn in compat.equations_of(jaxpr)])
-        return self._seen[id(jaxpr)][1]
-
-    def _moved(self, name: str) -> str:
-        path, new_path = self._paths
-        return new_path + name[len(path) :]
-
-    def after(self, name: str) -> str:
-        """This block's name for the first block's `name`."""
-        return self._names.get(name, name)
+        return compat.with_equations(jaxpr, [self._equation(eqn) for eqn in compat.closed(jaxpr).jaxpr.eqns], {})
 
     def _equation(self, eqn: Any) -> Any:
         name = compat.given_name(eqn)
@@ -188,44 +173,32 @@ def keep_names(named: Named, names: Set[str]) -> Any:
     Names that users gave stay, because their own policies may use them. Names of inputs and outputs stay, because arrays
     between two blocks are kept without a policy and are reported by these names.
     """
-    outputs = {atom for atom in named.jaxpr.jaxpr.outvars if not hasattr(atom, "val")}
+    outputs = set(variables(named.jaxpr.jaxpr.outvars))
     of_outputs = {compat.given_name(eqn) for eqn in named.jaxpr.jaxpr.eqns if outputs.intersection(eqn.outvars)}
-    inside = {name for name, one in named.candidates.items() if not (one.user_named or one.is_input)}
+    inside = {name for name, candidate in named.candidates.items() if not (candidate.user_named or candidate.is_input)}
     dropped = inside - of_outputs - names
-    seen: dict[int, tuple[Any, Any]] = {}
 
-    def keep(jaxpr: Any) -> Any:
-        if id(jaxpr) not in seen:
-            seen[id(jaxpr)] = jaxpr, without_other_names(jaxpr)
-        return seen[id(jaxpr)][1]
-
-    def without_other_names(jaxpr: Any) -> Any:
+    @functools.cache
+    def without_dropped(jaxpr: Any) -> Any:
         unnamed: dict[Any, Any] = {}
         eqns = []
-        for eqn in compat.equations_of(jaxpr):
-            name = compat.given_name(eqn)
+        for eqn in compat.closed(jaxpr).jaxpr.eqns:
             inputs = [atom if hasattr(atom, "val") else unnamed.get(atom, atom) for atom in eqn.invars]
-            if name in dropped:
+            if compat.given_name(eqn) in dropped:
                 unnamed[eqn.outvars[0]] = inputs[0]
             else:
-                eqns.append(compat.with_params(eqn, _changed_bodies(eqn, keep), invars=inputs))
-        return _with_equations(jaxpr, eqns, unnamed)
+                eqns.append(compat.with_params(eqn, _changed_bodies(eqn, without_dropped), invars=inputs))
+        return compat.with_equations(jaxpr, eqns, unnamed)
 
-    return keep(named.jaxpr)
+    return without_dropped(named.jaxpr)
 
 
 def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
     """The parameters of `eqn` that are jaxprs and that `change` changes, with their new values."""
     changed = {}
     for key, value in inner_jaxprs(eqn).items():
-        many = value if isinstance(value, tuple) else (value,)
-        new = tuple(map(change, many))
-        if any(one is not other for one, other in zip(many, new, strict=True)):
-            changed[key] = new if isinstance(value, tuple) else new[0]
+        before = value if isinstance(value, tuple) else (value,)
+        after = tuple(map(change, before))
+        if any(one is not other for one, other in zip(before, after, strict=True)):
+            changed[key] = after if isinstance(value, tuple) else after[0]
     return changed
-
-
-def _with_equations(jaxpr: Any, eqns: Sequence[Any], moved: Mapping[Any, Any] | None = None) -> Any:
-    before = compat.equations_of(jaxpr)
-    same = len(eqns) == len(before) and all(one is other for one, other in zip(before, eqns, strict=True))
-    return jaxpr if same else compat.with_equations(jaxpr, eqns, moved or {})

@@ -1,17 +1,16 @@
-"""Finding the existing `jax.checkpoint` regions of a traced function, and running each under another policy."""
+"""Rewriting the `jax.checkpoint` regions of a traced function: under another policy, or from `jax_remat3` to established."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.core.flow import flagged, has, inner_flags
+from remat_jax.core.flow import all_inputs, flagged, has, inner_flags
 from remat_jax.core.shared import note_fixed
-from remat_jax.core.walk import inner_jaxprs, interpret, retrace
+from remat_jax.core.walk import bodies, equations, interpret, rebind, retrace
 from remat_jax.errors import UnsupportedError
 
 # Views of an array: a view of a parameter counts as a parameter.
@@ -37,64 +36,40 @@ def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
     Raises:
       UnsupportedError: a region has been differentiated already.
     """
-    return _Rewriter(run).evaluate(jaxpr, args, [True] * len(args), (), None)
+    return _rewritten(run, jaxpr, args, [True] * len(args), (), None)
 
 
-class _Rewriter:
-    def __init__(self, run: RunRegion) -> None:
-        self.run = run
+def _rewritten(
+    run: RunRegion, jaxpr: Any, args: Sequence[Any], given: Sequence[bool], path: tuple[str, ...], fixed: Sequence[bool] | None
+) -> list[Any]:
+    """`rewrite` of a jaxpr whose scopes are `path`.
 
-    def evaluate(
-        self, jaxpr: Any, args: Sequence[Any], given: Sequence[bool], path: tuple[str, ...], fixed: Sequence[bool] | None
-    ) -> list[Any]:
-        """Evaluate `jaxpr`, whose scopes are `path`.
+    Args:
+      given: for each input, whether it is an argument of the function or a view of one.
+      fixed: in a loop, for each input whether it is the same array in all iterations; None outside loops.
+    """
+    parameters = flagged(jaxpr, given, _is_view)
+    same = None if fixed is None else flagged(jaxpr, fixed, all_inputs)
 
-        Args:
-          given: for each input, whether it is an argument of the function or a view of one.
-          fixed: in a loop, for each input whether it is the same array in all iterations; None outside loops.
-        """
-        parameters = flagged(jaxpr, given, _is_view)
-        same = None if fixed is None else flagged(jaxpr, fixed, _is_of_these_only)
+    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        flags = [has(atom, parameters) for atom in eqn.invars]
+        kept = None if same is None else [has(atom, same) for atom in eqn.invars]
+        scopes = path + compat.scopes(eqn)
+        region = region_body(eqn)
+        if region is not None:
+            note_fixed([value for value, is_same in zip(inputs, kept or (), strict=False) if is_same])
+            with compat.eqn_context(eqn):
+                return run(region, "/".join(scopes) or "region", [not flag for flag in flags], inputs, kept is not None)
+        if not contains_region(eqn):
+            return None
 
-        def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-            flags = [has(atom, parameters) for atom in eqn.invars]
-            kept = None if same is None else [has(atom, same) for atom in eqn.invars]
-            here = path + compat.scopes(eqn)
-            body = region_body(eqn)
-            if body is not None:
-                note_fixed([value for value, is_same in zip(inputs, kept or (), strict=False) if is_same])
-                with compat.eqn_context(eqn):
-                    return self.run(body, "/".join(here) or "region", [not flag for flag in flags], inputs, kept is not None)
-            if not contains_region(eqn):
-                return None
-            return compat.bind(eqn, inputs, **self._inside(eqn, flags, here, kept))
+        def inside(key: str, body: Any) -> Any:
+            given, fixed = inner_flags(eqn, key, body, flags, _is_view), _fixed_inside(eqn, key, body, kept)
+            return retrace(body, lambda *args: _rewritten(run, body, args, given, scopes, fixed))
 
-        return interpret(jaxpr, args, visit)
+        return rebind(eqn, inputs, inside)
 
-    def _evaluate_again(self, jaxpr: Any, *args: Any, **where: Any) -> list[Any]:
-        return self.evaluate(jaxpr, args, **where)
-
-    def _inside(self, eqn: Any, flags: list[bool], path: tuple[str, ...], same: list[bool] | None) -> dict[str, Any]:
-        changed = {}
-        for key, value in inner_jaxprs(eqn).items():
-            inner = [compat.closed(one) for one in (value if isinstance(value, tuple) else (value,))]
-            given = inner_flags(eqn, key, inner[0], flags, _is_view)
-            fixed = _fixed_inside(eqn, key, inner[0], same)
-            with compat.inner_context(eqn):
-                new = [
-                    retrace(one, functools.partial(self._evaluate_again, one, given=given, path=path, fixed=fixed))
-                    for one in inner
-                ]
-            changed[key] = (
-                tuple(compat.like(a, b) for a, b in zip(new, value, strict=True))
-                if isinstance(value, tuple)
-                else compat.like(new[0], value)
-            )
-        return changed
-
-
-def _is_of_these_only(eqn: Any, flags: list[bool]) -> bool:
-    return all(flags)
+    return interpret(jaxpr, args, visit)
 
 
 def _fixed_inside(eqn: Any, key: str, inner: Any, same: list[bool] | None) -> list[bool] | None:
@@ -108,20 +83,15 @@ def _fixed_inside(eqn: Any, key: str, inner: Any, same: list[bool] | None) -> li
         return [*(same or [True] * consts)[:consts], *[False] * (len(inner.in_avals) - consts)]
     if name == "while" and same is None:
         same = [True] * len(eqn.invars)
-    return None if same is None else inner_flags(eqn, key, inner, same, _is_of_these_only)
+    return None if same is None else inner_flags(eqn, key, inner, same, all_inputs)
 
 
 _leaving_blocks: ContextVar[bool] = ContextVar("leaving_blocks", default=False)
 
 
-@contextlib.contextmanager
-def leaving_blocks() -> Iterator[None]:
+def leaving_blocks() -> contextlib.AbstractContextManager[None]:
     """Inside this context, blocks that already have a policy from an enclosing `checkpoint_blocks` do not count as regions."""
-    token = _leaving_blocks.set(True)
-    try:
-        yield
-    finally:
-        _leaving_blocks.reset(token)
+    return compat.setting(_leaving_blocks, True)
 
 
 def region_body(eqn: Any) -> Any | None:
@@ -153,12 +123,7 @@ def contains_region(eqn: Any) -> bool:
     if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
         # JAX differentiates these by their own rules and never partially evaluates their bodies.
         return False
-    return any(
-        region_body(one) is not None or contains_region(one)
-        for value in inner_jaxprs(eqn).values()
-        for inner in (value if isinstance(value, tuple) else (value,))
-        for one in compat.closed(inner).jaxpr.eqns
-    )
+    return any(region_body(inner) is not None or contains_region(inner) for body in bodies(eqn) for inner in body.jaxpr.eqns)
 
 
 def count_regions(jaxpr: Any) -> int:
@@ -168,6 +133,34 @@ def count_regions(jaxpr: Any) -> int:
         if region_body(eqn) is not None:
             total += 1
         elif contains_region(eqn):
-            for value in inner_jaxprs(eqn).values():
-                total += sum(count_regions(compat.closed(one)) for one in (value if isinstance(value, tuple) else (value,)))
+            total += sum(map(count_regions, bodies(eqn)))
     return total
+
+
+def established(jaxpr: Any) -> Any:
+    """The closed `jaxpr` with the names and regions of `jax_remat3` replaced by established ones; itself if it has none.
+
+    JAX's policies ignore the new names and cannot keep arrays inside a new region: named arrays would silently be recomputed.
+    """
+    if not any(map(_is_new, equations(jaxpr))):
+        return jaxpr
+
+    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        name, region = compat.given_name(eqn), compat.hidden_body(eqn)
+        if region is not None:
+            return compat.bind_established(eqn, established(compat.closed(region)), inputs)
+        if name is not None and _is_new(eqn):
+            with compat.eqn_context(eqn):
+                return [compat.named(inputs[0], name)]
+        # Rules of custom derivatives are traced later, under the setting of that time.
+        if eqn.primitive.name.startswith("custom_") or not bodies(eqn):
+            return None
+        return rebind(eqn, inputs, lambda _, body: established(body))
+
+    with compat.classic_rematerialisation():
+        return retrace(jaxpr, lambda *args: interpret(jaxpr, args, visit))
+
+
+def _is_new(eqn: Any) -> bool:
+    """Whether `eqn` is a region or a name of `jax_remat3`."""
+    return compat.hidden_body(eqn) is not None or (compat.given_name(eqn) is not None and eqn.primitive.name != "name")

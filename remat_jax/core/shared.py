@@ -1,11 +1,11 @@
 """Arrays that several blocks read: a mask, positions, an encoder's output.
 
 Such an array stays on the device. It is alive from its first reader until the backward pass of its last reader, so offloading
-it frees nothing, and each block would spend the time of a copy to fetch it.
+it frees nothing, and each block would wait for a copy.
 
-While the first block is traced, it is not known whether another block will read the array. A `Reading` counts the readers so
-far. If more may follow, the backward pass gets both the array and its copy on the host (`choice_p`). The backward pass is
-traced when all blocks are known, and reads one of the two; the compiler drops the other.
+While a block is traced, later readers are not known. A `Reading` counts the readers so far. If more may follow, the backward
+pass gets both the array and its copy on the host (`choice_p`). It is traced when all blocks are known, and reads one of the
+two; the compiler drops the other.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
+import jax
+from jax.interpreters import ad, batching
 
 from remat_jax import compat
 
 
 @dataclass(eq=False)
 class Reading:
-    """The blocks that read one array.
+    """The blocks that read one array, of the type `aval`.
 
     Attributes:
-      aval: the array's type.
       blocks: how many blocks read it.
       in_every_round: whether a block in a loop reads it from outside the loop, so that every iteration reads the same array.
       name: its residual name in the first block whose policy offloads it; empty if no policy does.
@@ -67,11 +66,8 @@ _collected: ContextVar[list[Reading] | None] = ContextVar("collected", default=N
 def collecting() -> Iterator[list[Reading]]:
     """Collects the reading of every array that a block reads inside this context, each once."""
     collected: list[Reading] = []
-    token = _collected.set(collected)
-    try:
+    with compat.setting(_collected, collected):
         yield collected
-    finally:
-        _collected.reset(token)
 
 
 def readings(values: Sequence[Any], names: Sequence[str | None]) -> dict[int, Reading]:
@@ -111,7 +107,7 @@ def _reading(value: Any) -> Reading:
         reading = Reading(compat.on_device(value))
         _readings[key] = weakref.ref(value, functools.partial(_forget, key)), reading
     collected = _collected.get()
-    if collected is not None and all(one is not reading for one in collected):
+    if collected is not None and all(other is not reading for other in collected):
         collected.append(reading)
     return reading
 
@@ -127,12 +123,7 @@ def staying(read: Mapping[int, Reading]) -> frozenset[int]:
 
 # The identity, on each of the two arrays that a backward pass may read: the one `on_host` or the one on the device.
 # The `reading` decides between them.
-choice_p = jex.Primitive("shared_input_choice")
-
-
-def choice(value: Any, name: str, reading: Reading, *, on_host: bool) -> Any:
-    """`value`, marked as the array to read if the array `name` is offloaded (`on_host`), or if it stays on the device."""
-    return choice_p.bind(value, name=name, reading=reading, on_host=on_host)
+choice_p = compat.new_primitive("shared_input_choice", lambda value, **_: value, multiple_results=False)
 
 
 def is_taken(eqn: Any) -> bool | None:
@@ -151,9 +142,97 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return choice_p.bind(*primals, **params), tangents[0]
 
 
-choice_p.def_impl(lambda value, **_: value)
-choice_p.to_lojax = lambda value, **_: value
 choice_p.def_abstract_eval(lambda aval, **_: aval)
-mlir.register_lowering(choice_p, lambda _, value, **__: [value])
 ad.primitive_jvps[choice_p] = _jvp
 batching.primitive_batchers[choice_p] = lambda args, axes, **params: (choice_p.bind(*args, **params), axes[0])
+
+
+# --- inputs parked on the host ------------------------------------------------------------------------------------------
+#
+# JAX's policy cannot offload a tied block's input: it decides while the block is traced, before the other readers are known. So
+# the block keeps its input, and the tie replaces it among the residuals by a copy on the host. If more readers may follow, the
+# array itself becomes a `spare`, and the backward pass reads one of the two.
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An input that a policy offloads: its place among the inputs, its residual name, and its readers."""
+
+    place: int
+    name: str
+    reading: Reading
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a parked input among the residuals, and its readers; None if it surely leaves the device."""
+
+    place: int
+    reading: Reading | None
+
+
+@dataclass
+class Residuals:
+    """The arrays that a block's linear function reads, each once.
+
+    Attributes:
+      values: the arrays, with parked inputs on the host.
+      kept: the arrays before parking, as `linear` takes them.
+      slots: the parked inputs.
+      spares: for each slot with a reading, the input on the device.
+      linear: the linear function of `kept` and the tangents.
+    """
+
+    values: list[Any]
+    kept: list[Any]
+    slots: tuple[Slot, ...]
+    spares: list[Any]
+    linear: Callable[..., Any]
+
+
+def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *, waits: bool) -> Residuals:
+    """The residuals of `linear`, the linear function of a block at `primals` from `jax.linearize`.
+
+    Args:
+      offers: the inputs to park. An input that is no residual, or that another block is known to read, is not parked.
+      waits: whether more readers may follow.
+    """
+    leaves, treedef = jax.tree.flatten(linear)
+    places: dict[int, int] = {}
+    order = [places.setdefault(id(leaf), len(places)) for leaf in leaves]
+    kept = list({id(leaf): leaf for leaf in leaves}.values())
+
+    def run(residuals: Sequence[Any], *directions: Any) -> Any:
+        return jax.tree.unflatten(treedef, [residuals[place] for place in order])(*directions)
+
+    values, slots, spares = list(kept), [], []
+    for offer in offers:
+        primal = primals[offer.place]
+        place = places.get(id(primal))
+        if place is None or values[place] is not primal or offer.reading.is_shared or compat.is_on_host(primal):
+            continue
+        if waits:
+            leaving = choice_p.bind(primal, name=offer.name, reading=offer.reading, on_host=True)
+            spares.append(choice_p.bind(primal, name=offer.name, reading=offer.reading, on_host=False))
+        else:
+            leaving = compat.named(primal, offer.name)
+        values[place] = jax.device_put(leaving, jax.memory.Space.Host)
+        slots.append(Slot(place, offer.reading if waits else None))
+    return Residuals(values, kept, tuple(slots), spares, run)
+
+
+def back_on_device(residuals: Sequence[Any], slots: Sequence[Slot], spares: Sequence[Any]) -> list[Any]:
+    """`residuals` as the linear function takes them: each parked input is replaced by its spare, or fetched from the host."""
+    filled, waiting = list(residuals), iter(spares)
+    for slot in slots:
+        if slot.reading is not None:
+            filled[slot.place] = next(waiting)
+        else:
+            filled[slot.place] = jax.device_put(filled[slot.place], jax.memory.Space.Device)
+    return filled
+
+
+def staying_spares(slots: Sequence[Slot], spares: Sequence[Any]) -> dict[int, Any]:
+    """The parked inputs that stay on the device because other blocks read them: place among the residuals → array."""
+    waiting = [slot for slot in slots if slot.reading is not None]
+    return {slot.place: spare for slot, spare in zip(waiting, spares, strict=True) if slot.reading and slot.reading.stays()}

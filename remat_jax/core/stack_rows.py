@@ -8,27 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
+
+from remat_jax import compat
 
 
 @dataclass(frozen=True)
 class StackRow:
-    """The stack and the index from which a value can be read again.
-
-    Attributes:
-      stack: the stack, which is alive in any case. Gradients flow through the row, not through the stack.
-      index: the index of the row.
-    """
+    """The stack and the index from which a value can be read again. Gradients flow through the value, not through the stack."""
 
     stack: Any
     index: Any
-
-
-# `(row, stack, index)` → the row, read from the stack. Its derivatives, of any order, are with respect to `row`. So the
-# gradients of a scan's rows are stacked as in any scan, instead of added in every iteration to an array as large as the stack.
-# The value of `row` is not used: the compiler drops its computation as dead code.
-read_row_p = jex.Primitive("read_row")
 
 
 def read_row(row: Any, stack: Any, index: Any) -> Any:
@@ -38,6 +28,12 @@ def read_row(row: Any, stack: Any, index: Any) -> Any:
 
 def _read(row: Any, stack: Any, index: Any) -> Any:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False, allow_negative_indices=False)
+
+
+# `(row, stack, index)` → the row, read from the stack. Its derivatives, of any order, are with respect to `row`. So the
+# gradients of a scan's rows are stacked as in any scan, instead of added in every iteration to an array as large as the stack.
+# The value of `row` is not used: the compiler drops its computation as dead code.
+read_row_p = compat.new_primitive("read_row", _read, multiple_results=False)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -54,9 +50,6 @@ def _batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
     return read_row(row, jnp.moveaxis(stack, dims[1], 1), index), 0
 
 
-read_row_p.def_impl(_read)
-read_row_p.to_lojax = _read
 read_row_p.def_abstract_eval(lambda row, stack, index: row)
-mlir.register_lowering(read_row_p, mlir.lower_fun(_read, multiple_results=False))
 ad.primitive_jvps[read_row_p] = _jvp
 batching.primitive_batchers[read_row_p] = _batch

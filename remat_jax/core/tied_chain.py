@@ -9,8 +9,8 @@ keeps them for its backward pass, fetches them while that pass runs, and returns
 argument of the same shape in device memory whose value nobody reads.
 
 While a block is traced, it is not known whether a linked block follows. So a linked block has its outputs twice: tied to its
-own copies, for any reader, and loose, for a next block that takes the arrays on the host too. The next block is recognised by
-the array that it is called with. The compiler drops the outputs that nobody reads.
+own copies, for any reader, and loose, for a next block that takes the arrays on the host too, which is recognised by the array
+that it is called with. The compiler drops the outputs that nobody reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +26,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from remat_jax import compat
-from remat_jax.core import PlannedBlock, is_smooth
-from remat_jax.core.parked import Offer, residuals_of
-from remat_jax.core.ties import Links, can_be_handed, ghost, host_zeros, tied, tied_linear_p
-from remat_jax.core.walk import bodies, equations, of_some
+from remat_jax.core.block import PlannedBlock, is_smooth, linear_part
+from remat_jax.core.shared import Offer, residuals_of
+from remat_jax.core.ties import Links, bind_linear, can_be_handed, ghost, host_zeros, in_order, tied
+from remat_jax.core.walk import bodies, equations, of_some, retrace
 
 Block = Callable[..., list[Any]]
 
@@ -61,35 +61,28 @@ _serial: ContextVar[int] = ContextVar("serial", default=0)
 # A link is not taken if more blocks lie in between: arrays fetched during this block's backward pass would be on the device
 # until the backward passes of all blocks in between are done. One block in between is allowed, for two parallel streams.
 _MAX_DISTANCE = 2
-# The arrays that recent kinds of blocks leave on the host.
-_known: dict[Any, list[_Handed]] = {}
-_KNOWN_BLOCKS = 64
-_off: ContextVar[bool] = ContextVar("off", default=False)
+# Kind of block → the arrays that it leaves on the host.
+_handed_by_kind: dict[Any, list[_Handed]] = {}
+_MOST_KINDS = 64
+_unlinked: ContextVar[bool] = ContextVar("unlinked", default=False)
 
 
-@contextlib.contextmanager
-def unlinked() -> Iterator[None]:
+def unlinked() -> contextlib.AbstractContextManager[None]:
     """Inside this context blocks are tied but not linked. It is entered while a block is traced, for the blocks inside it."""
-    token = _off.set(True)
-    try:
-        yield
-    finally:
-        _off.reset(token)
+    return compat.setting(_unlinked, True)
 
 
-def run_tied(run: Block, block: PlannedBlock, values: Sequence[Any], offers: Sequence[Offer] = ()) -> list[Any]:
-    """`run(*values)` tied to the schedule, and linked to the block that just computed one of `values`.
+def run_tied(run: Block, block: PlannedBlock, values: Sequence[Any], offers: Sequence[Offer]) -> list[Any]:
+    """`run(*values)`, which runs `block`, tied to the schedule, and linked to the block that just computed one of `values`.
 
     A block that does not offload is tied too if the block before it offloads: the previous block's arrays are fetched during
     its backward pass, and delayed gradients would keep its own arrays alive at the same time.
 
     Args:
       run: runs the block under its policy, on flat arrays, but keeps the offered inputs on the device.
-      block: the block.
-      values: its arguments.
       offers: the inputs to park in host memory.
     """
-    linkable = not _off.get() and not block.jaxpr.effects and all(map(_linkable, values)) and not _shares(block, values)
+    linkable = not _unlinked.get() and not block.jaxpr.effects and all(map(_linkable, values)) and not _shares(block, values)
     live = tuple(index for index, value in enumerate(values) if _differentiated(value))
     waits = any(map(compat.is_differentiated, values))
     offers = [offer for offer in offers if not offer.reading.is_shared] if waits else list(offers)
@@ -110,7 +103,7 @@ def _run_linked(
     size: int,
     offers: Sequence[Offer],
 ) -> list[Any]:
-    types = [one.aval for one in handed]
+    types = [array.aval for array in handed]
 
     def body(*operands: Any) -> list[Any]:
         outputs = list(run(*operands[: len(values)]))
@@ -120,7 +113,7 @@ def _run_linked(
     jaxpr = jax.make_jaxpr(body)(*operands)
     results = linked_block_p.bind(*operands, jaxpr=jaxpr, before=readings, handed=len(handed), offers=tuple(offers))
     by_place = {offer.place: offer.reading for offer in offers}
-    handed_readings = tuple(None if one.place is None else by_place[one.place] for one in handed)
+    handed_readings = tuple(None if array.place is None else by_place[array.place] for array in handed)
     _leave(results[:size], results[size : 2 * size], list(results[2 * size :]), handed_readings)
     return list(results[:size])
 
@@ -138,8 +131,7 @@ def _handed(
 ) -> list[_Handed]:
     """The arrays that `block` leaves on the host and can hand on when it is differentiated along the `live` inputs.
 
-    Finding them costs a trace, so blocks of the same kind are assumed to leave the same arrays. If a block does not, it hands
-    nothing on (`_jvp`).
+    Finding them costs a trace, so blocks of a kind are assumed to leave the same arrays; any other block hands nothing on.
     """
     places = tuple(offer.place for offer in offers)
     # An array that is passed twice is one residual.
@@ -147,11 +139,11 @@ def _handed(
     same = tuple(first.setdefault(id(value), place) for place, value in enumerate(values))
     avals = tuple(map(str, block.jaxpr.in_avals))
     key = block.policy, len(block.offloaded), avals, live, places, same, _steps(block.jaxpr)
-    handed = _known.get(key)
+    handed = _handed_by_kind.get(key)
     if handed is None:
-        handed = _known[key] = _left_on_host(run, block, same, live, offers)
-        for oldest in list(_known)[:-_KNOWN_BLOCKS]:
-            _known.pop(oldest, None)
+        handed = _handed_by_kind[key] = _left_on_host(run, block, same, live, offers)
+        for oldest in list(_handed_by_kind)[:-_MOST_KINDS]:
+            _handed_by_kind.pop(oldest, None)
     return handed
 
 
@@ -165,18 +157,14 @@ def _left_on_host(
 
     def linear(*given: Any) -> list[Any]:
         primals = [given[place] for place in same]
-
-        def of_live(*changed: Any) -> list[Any]:
-            return [out for out in of_some(run, primals, smooth)(*changed) if is_smooth(out)]
-
-        held = residuals_of(jax.linearize(of_live, *(primals[index] for index in smooth))[1], primals, offers, waits=False)
+        held = residuals_of(linear_part(run, primals, smooth), primals, offers, waits=False)
         inputs = {id(primals[offer.place]): offer.place for offer in offers}
         parked = {slot.place: inputs[id(held.kept[slot.place])] for slot in held.slots}
         on_host = [(place, value) for place, value in enumerate(held.values) if can_be_handed(value)]
         places.extend(parked.get(place) for place, _ in on_host)
         return [value for _, value in on_host]
 
-    avals = jax.make_jaxpr(linear)(*block.jaxpr.in_avals).out_avals
+    avals = retrace(block.jaxpr, linear).out_avals
     return [_Handed(aval, place) for aval, place in zip(avals, places, strict=True)]
 
 
@@ -189,7 +177,7 @@ def _steps(jaxpr: Any) -> tuple[Any, ...]:
 
 def _linkable(value: Any) -> bool:
     # Inside a `shard_map` that checks how values vary over mesh axes, the arrays made here would not vary as they must.
-    return _varying(value) == _varying(jnp.float32(0))
+    return compat.varying_axes(value) == compat.varying_axes(jnp.float32(0))
 
 
 def _shares(block: PlannedBlock, values: Sequence[Any]) -> bool:
@@ -204,24 +192,20 @@ def _differentiated(value: Any) -> bool:
     return type(value).__name__ in ("LinearizeTracer", "JVPTracer") and compat.is_staged(value)
 
 
-def _varying(value: Any) -> str:
-    kind = jax.typeof(value)
-    return str(getattr(kind, "mat", None) or getattr(kind, "vma", None))
-
-
 def _take(values: list[Any]) -> tuple[list[Any], list[Any], Links] | None:
-    """`values` with the outputs of the last linked block replaced by their loose forms; the arrays that it hands on; readings.
-
-    None if no linked block computed one of `values`.
-    """
+    """`values` with the last linked block's loose outputs, the arrays that it hands on, their readings; None without one."""
     here = jex.get_opaque_trace_state()
     outputs = {place: _outputs[id(value)] for place, value in enumerate(values) if id(value) in _outputs}
-    valid = {p: o for p, o in outputs.items() if o.itself() is values[p] and o.link.values is not None and o.link.trace == here}
-    valid = {place: output for place, output in valid.items() if _serial.get() - output.link.serial < _MAX_DISTANCE}
-    if not valid:
+    outputs = {
+        place: output
+        for place, output in outputs.items()
+        if output.itself() is values[place] and output.link.values is not None and output.link.trace == here
+        if _serial.get() - output.link.serial < _MAX_DISTANCE
+    }
+    if not outputs:
         return None
-    link = max((output.link for output in valid.values()), key=lambda link: link.serial)
-    for place, output in valid.items():
+    link = max((output.link for output in outputs.values()), key=lambda link: link.serial)
+    for place, output in outputs.items():
         if output.link is link:
             values[place] = output.loose
     before, link.values = link.values, None
@@ -241,21 +225,16 @@ def _forget(key: int, _: Any) -> None:
     _outputs.pop(key, None)
 
 
+def _evaluate(*operands: Any, jaxpr: Any, **_: Any) -> list[Any]:
+    return list(jex.jaxpr_as_fun(jaxpr)(*operands))
+
+
 # A linked block.
 # Operands: the block's arguments; the arrays on the host of the block `before` (with their readings); their ghosts.
 # Outputs: the outputs tied to the block's copies; the loose outputs; the `handed` arrays on the host; their ghosts.
 # `jaxpr` has the same inputs and outputs; the `offers` are inputs to park on the host. The primitive is bound only under
 # differentiation, so jaxprs rarely contain it.
-linked_block_p = jex.Primitive("linked_block")
-linked_block_p.multiple_results = True
-
-
-def _evaluate(*operands: Any, jaxpr: Any, **_: Any) -> list[Any]:
-    return list(jex.jaxpr_as_fun(jaxpr)(*operands))
-
-
-def _abstract(*_: Any, jaxpr: Any, **__: Any) -> list[Any]:
-    return list(jaxpr.out_avals)
+linked_block_p = compat.new_primitive("linked_block", _evaluate)
 
 
 def _is_live(tangent: Any) -> bool:
@@ -284,37 +263,27 @@ def _jvp(
     residuals = held.values
     types = jaxpr.out_avals[2 * size : 2 * size + handed]
     # A block that is differentiated along fewer inputs may have fewer arrays on the host. Then it hands nothing on.
-    hands_on = [jax.typeof(one) for one in residuals if can_be_handed(one)] == types
+    hands_on = [jax.typeof(residual) for residual in residuals if can_be_handed(residual)] == types
     # If the previous block handed nothing on after all, its ghosts have no tangents, and there is nothing to wait for.
     ghosts = tangents[number + len(before) :]
     chained = bool(before) and all(map(_is_live, ghosts))
     others = list(primals[number : number + len(before)]) if chained else []
     loose, once_tied, residuals, others = _leave_forward(outputs, residuals, others, hands_on)
-    on_host = [one for one in residuals if can_be_handed(one)] if hands_on else [host_zeros(aval) for aval in types]
-    smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
-
-    def pushforward(residuals: list[Any], *directions: Any) -> list[Any]:
-        changes = held.linear(residuals, *directions)
-        return [changes[index] for index in smooth]
-
-    directions = [tangents[index] for index in live]
-    results = tied_linear_p.bind(
-        *residuals,
-        *directions,
-        *held.spares,
-        *((*others, *ghosts) if chained else ()),
-        jaxpr=jax.make_jaxpr(pushforward)(held.kept, *directions),
-        num_residuals=len(residuals),
-        slots=held.slots,
+    on_host = list(filter(can_be_handed, residuals)) if hands_on else list(map(host_zeros, types))
+    changes, ghost_changes = bind_linear(
+        held,
+        residuals,
+        outputs,
+        [tangents[index] for index in live],
+        others=(*others, *ghosts) if chained else (),
         before=before if chained else (),
         handed=tuple(jax.typeof(ghost(aval)) for aval in types) if hands_on else (),
     )
-    changes = [_zero(out) for out in outputs]
-    for index, one in zip(smooth, results, strict=False):
-        changes[index] = one
     own_ghosts = [ghost(aval) for aval in types]
-    ghost_changes = results[len(smooth) :] if hands_on else map(_zero, own_ghosts)
-    return [*once_tied, *loose, *on_host, *own_ghosts], [*changes, *changes, *map(_zero, on_host), *ghost_changes]
+    ghost_changes = ghost_changes if hands_on else list(map(_zero, own_ghosts))
+    output_changes = [changes.get(index, _zero(out)) for index, out in enumerate(outputs)]
+    results = [*once_tied, *loose, *on_host, *own_ghosts]
+    return results, [*output_changes, *output_changes, *map(_zero, on_host), *ghost_changes]
 
 
 def _leave_forward(
@@ -328,14 +297,11 @@ def _leave_forward(
     if not hands_on:
         outputs, residuals, others = compat.optimization_barrier((outputs, residuals, others))
         return outputs, outputs, residuals, others
-    places = [place for place, residual in enumerate(residuals) if can_be_handed(residual)]
-    on_host = [residuals[place] for place in places]
-    kept = [residual for place, residual in enumerate(residuals) if place not in places]
+    on_host = {place: residual for place, residual in enumerate(residuals) if can_be_handed(residual)}
+    kept = {place: residual for place, residual in enumerate(residuals) if place not in on_host}
     outputs, kept, others = compat.optimization_barrier((outputs, kept, others))
     once_tied, on_host = compat.optimization_barrier((outputs, on_host))
-    rest, hosts = iter(kept), iter(on_host)
-    joined = [next(hosts) if place in places else next(rest) for place in range(len(residuals))]
-    return outputs, once_tied, joined, others
+    return outputs, once_tied, in_order(kept | on_host), others
 
 
 def _batch(
@@ -347,9 +313,6 @@ def _batch(
     return linked_block_p.bind(*moved, jaxpr=mapped, handed=handed, **params), out_axes
 
 
-linked_block_p.def_impl(_evaluate)
-linked_block_p.to_lojax = _evaluate
-linked_block_p.def_abstract_eval(_abstract)
-mlir.register_lowering(linked_block_p, mlir.lower_fun(_evaluate, multiple_results=True))
+linked_block_p.def_abstract_eval(lambda *_, jaxpr, **__: list(jaxpr.out_avals))
 ad.primitive_jvps[linked_block_p] = _jvp
 batching.fancy_primitive_batchers[linked_block_p] = _batch

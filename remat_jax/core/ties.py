@@ -19,23 +19,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from remat_jax import compat
-from remat_jax.core import is_live, is_smooth, zero_tangent
+from remat_jax.core.block import is_live, is_smooth, zero_tangent
 from remat_jax.core.gradient_ties import in_program_order
 from remat_jax.core.once import transposed_no_more
-from remat_jax.core.parked import Offer, Slot, back_on_device, residuals_of, staying_spares
-from remat_jax.core.shared import Reading
+from remat_jax.core.shared import Offer, Reading, Residuals, Slot, back_on_device, residuals_of, staying_spares
 from remat_jax.core.walk import of_some
 
 Block = Callable[..., list[Any]]
 
 
 def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> Block:
-    """`block`, a function of flat arrays to a list of arrays, tied to its place in the schedule when it is differentiated.
-
-    Forward-mode differentiation, forward-over-reverse, `vmap` and `jit` work as without the ties.
+    """`block`, a function of flat arrays, tied to its place in the schedule when it is differentiated.
 
     Args:
       offers: the inputs to park in host memory.
@@ -54,48 +51,41 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
         if not live:
             outputs = block(*primals)
             return outputs, [zero_tangent(out) for out in outputs]
-
         outputs, linear = jax.linearize(of_some(block, primals, live), *(primals[index] for index in live))
         held = residuals_of(linear, primals, offers, waits=waits)
         outputs, residuals = compat.optimization_barrier((outputs, held.values))
-        smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
-
-        def pushforward(residuals: list[Any], *directions: Any) -> list[Any]:
-            changes = held.linear(residuals, *directions)
-            return [changes[index] for index in smooth]
-
-        directions = [tangents[index] for index in live]
-        jaxpr = jax.make_jaxpr(pushforward)(held.kept, *directions)
-        changes = [zero_tangent(out) for out in outputs]
-        linear_outputs = tied_linear_p.bind(
-            *residuals,
-            *directions,
-            *held.spares,
-            jaxpr=jaxpr,
-            num_residuals=len(residuals),
-            slots=held.slots,
-            before=(),
-            handed=(),
-        )
-        for index, change in zip(smooth, linear_outputs, strict=True):
-            changes[index] = change
-        return outputs, changes
+        changes, _ = bind_linear(held, residuals, outputs, [tangents[index] for index in live])
+        return outputs, [changes[index] if index in changes else zero_tangent(out) for index, out in enumerate(outputs)]
 
     tied_block.defjvp(jvp, symbolic_zeros=True)
     return tied_block
 
 
-# The linear part of a tied block: tangents in, tangents out, given residuals. It is a primitive because its transpose is
-# written by hand: `custom_vjp` has no forward mode, and `linear_call` has no batching.
-#
-# Operands: the residuals; the tangents; the spares of the `slots` (parked inputs that may stay on the device); the arrays on
-# the host of the block `before` (with the reading of each array that may stay on the device); the tangents of their ghosts.
-# Outputs: the tangents of the block; the tangents of its own ghosts, of the types `handed`.
-#
-# A linked block (`tied_chain`) hands its residuals on the host to the next block, and gets them back, fetched, as the
-# cotangents of their ghosts. The tangents of ghosts are always zero, and these cotangents are no derivatives.
-tied_linear_p = jex.Primitive("tied_linear")
-tied_linear_p.multiple_results = True
+Links = tuple[Reading | None, ...]
+"""The arrays on the host that a linked block hands on: for each its readers, if it may stay on the device."""
+
+
+def bind_linear(
+    held: Residuals,
+    residuals: Sequence[Any],
+    outputs: Sequence[Any],
+    directions: Sequence[Any],
+    *,
+    others: Sequence[Any] = (),
+    before: Links = (),
+    handed: tuple[Any, ...] = (),
+) -> tuple[dict[int, Any], list[Any]]:
+    """The tangents of the smooth `outputs` by index, and of the block's own ghosts; for the arguments see `tied_linear_p`."""
+    smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
+
+    def pushforward(residuals: list[Any], *directions: Any) -> list[Any]:
+        changes = held.linear(residuals, *directions)
+        return [changes[index] for index in smooth]
+
+    jaxpr = jax.make_jaxpr(pushforward)(held.kept, *directions)
+    numbers = {"num_residuals": len(residuals), "slots": held.slots, "before": before, "handed": handed}
+    results = tied_linear_p.bind(*residuals, *directions, *held.spares, *others, jaxpr=jaxpr, **numbers)
+    return dict(zip(smooth, results, strict=False)), list(results[len(smooth) :])
 
 
 def host_zeros(aval: Any) -> Any:
@@ -108,15 +98,24 @@ def ghost(aval: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-Links = tuple[Reading | None, ...]
-
-
 def _evaluate(
     *args: Any, jaxpr: Any, num_residuals: int, slots: tuple[Slot, ...], before: Links, handed: tuple[Any, ...]
 ) -> list[Any]:
     size = len(jaxpr.in_avals)
     residuals = back_on_device(args[:num_residuals], slots, args[size : size + _number_of_spares(slots)])
     return [*jex.jaxpr_as_fun(jaxpr)(*residuals, *args[num_residuals:size]), *map(ghost, handed)]
+
+
+# The linear part of a tied block: tangents in, tangents out, given residuals. It is a primitive because its transpose is
+# written by hand: `custom_vjp` has no forward mode, and `linear_call` has no batching.
+#
+# Operands: the residuals; the tangents; the spares of the `slots` (parked inputs that may stay on the device); the arrays on
+# the host of the block `before` (with the reading of each array that may stay on the device); the tangents of their ghosts.
+# Outputs: the tangents of the block; the tangents of its own ghosts, of the types `handed`.
+#
+# A linked block (`tied_chain`) hands its residuals on the host to the next block, and gets them back, fetched, as the
+# cotangents of their ghosts. The tangents of ghosts are always zero, and these cotangents are no derivatives.
+tied_linear_p = compat.new_primitive("tied_linear", _evaluate)
 
 
 def _number_of_spares(slots: Sequence[Slot]) -> int:
@@ -183,32 +182,30 @@ def can_be_handed(residual: Any) -> bool:
 def _enter_linked(
     residuals: list[Any], there: Mapping[int, Any], cotangents: list[Any], returned: Sequence[Any], others: list[Any]
 ) -> tuple[list[Any], dict[int, Any], list[Any], list[Any]]:
-    """Enter the backward pass of a linked block.
+    """Enter a linked block's backward pass: residuals and cotangents tied to each other, fetched residuals by index, `others`.
 
-    The next block fetched the `returned` residuals during its own backward pass; this pass waits for them. If there was no next
-    block, the residuals are fetched here. Afterwards the `others`, the residuals of the previous block, may be fetched.
+    The next block fetched the `returned` residuals during its own backward pass. If there was no next block, the residuals are
+    fetched here. Afterwards the `others`, the residuals of the previous block, may be fetched.
 
     Args:
       there: residuals that stayed on the device and are not fetched: index → array.
-
-    Returns:
-      The residuals and the cotangents, tied to each other; the fetched residuals, by index; the `others`.
     """
     handed = [place for place, residual in enumerate(residuals) if can_be_handed(residual)]
-    returned = [value for place, value in zip(handed, returned, strict=True) if place not in there]
-    residuals = [there.get(place, residual) for place, residual in enumerate(residuals)]
-    places = [place for place in handed if place not in there]
-    kept = [residual for place, residual in enumerate(residuals) if place not in places]
-    on_host = [residuals[place] for place in places]
-    if any(isinstance(value, ad.Zero) for value in returned):
+    fetched = {place: value for place, value in zip(handed, returned, strict=True) if place not in there}
+    on_host = {place: residuals[place] for place in fetched}
+    kept = {place: there.get(place, residual) for place, residual in enumerate(residuals) if place not in fetched}
+    if any(isinstance(value, ad.Zero) for value in fetched.values()):
         on_host, kept, cotangents = compat.optimization_barrier((on_host, kept, cotangents))
-        back = [jax.device_put(value, jax.memory.Space.Device) for value in on_host]
-        back, others = compat.optimization_barrier((back, others))
+        fetched = {place: jax.device_put(value, jax.memory.Space.Device) for place, value in on_host.items()}
+        fetched, others = compat.optimization_barrier((fetched, others))
     else:
-        back, kept, cotangents, others = compat.optimization_barrier((list(returned), kept, cotangents, others))
-    rest, hosts = iter(kept), iter(on_host)
-    joined = [next(hosts) if place in places else next(rest) for place in range(len(residuals))]
-    return joined, dict(zip(places, back, strict=True)), cotangents, others
+        fetched, kept, cotangents, others = compat.optimization_barrier((fetched, kept, cotangents, others))
+    return in_order(kept | on_host), fetched, cotangents, others
+
+
+def in_order(by_place: Mapping[int, Any]) -> list[Any]:
+    """The values of a mapping from places, in the order of the places."""
+    return [by_place[place] for place in sorted(by_place)]
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -234,11 +231,7 @@ def _batch(
     return [*outputs, *map(ghost, handed)], out_axes + [None] * len(handed)
 
 
-tied_linear_p.def_impl(_evaluate)
-# JAX calls this if the block contains a region of `jax_remat3`, once everything is differentiated.
-tied_linear_p.to_lojax = _evaluate
 tied_linear_p.def_abstract_eval(_abstract)
-mlir.register_lowering(tied_linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
 ad.primitive_transposes[tied_linear_p] = _transpose
 ad.primitive_jvps[tied_linear_p] = _jvp
 batching.fancy_primitive_batchers[tied_linear_p] = _batch

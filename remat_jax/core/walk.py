@@ -31,6 +31,11 @@ def value_of(atom: Any, env: Mapping[Any, Any]) -> Any:
     return atom.val if hasattr(atom, "val") else env[atom]
 
 
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The variables among `atoms`, without the literals."""
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
 def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -> None:
     """Evaluate `eqns` in order, as `interpret` does. `env` has the values of variables, and their outputs are added to it."""
     for eqn in eqns:
@@ -46,20 +51,21 @@ def retrace(jaxpr: Any, function: Callable[..., Any]) -> Any:
     return jax.make_jaxpr(function)(*jaxpr.in_avals)
 
 
+def filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """`values` with the `others` at `places`."""
+    result = list(values)
+    for place, value in zip(places, others, strict=True):
+        result[place] = value
+    return result
+
+
 def of_some(function: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int]) -> Callable[..., Any]:
     """`function` as a function of the arguments at `places`. Its other arguments are fixed.
 
     >>> of_some(lambda *numbers: numbers, [1, 2, 3], [0, 2])(7, 8)
     (7, 2, 8)
     """
-
-    def function_of_some(*changed: Any) -> Any:
-        filled = list(arguments)
-        for place, value in zip(places, changed, strict=True):
-            filled[place] = value
-        return function(*filled)
-
-    return function_of_some
+    return lambda *changed: function(*filled(arguments, places, changed))
 
 
 def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
@@ -67,8 +73,8 @@ def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if compat.is_array(leaf)]
 
-    def of_leaves(*filled: Any) -> Any:
-        positional, named = jax.tree.unflatten(treedef, filled)
+    def of_leaves(*leaves: Any) -> Any:
+        positional, named = jax.tree.unflatten(treedef, leaves)
         return fn(*positional, **named)
 
     return of_some(of_leaves, leaves, places), [leaves[place] for place in places]
@@ -87,7 +93,7 @@ def inner_jaxprs(eqn: Any) -> dict[str, Any]:
 def bodies(eqn: Any) -> list[Any]:
     """The closed jaxprs inside an equation: a called function, the body of a loop, branches."""
     values = inner_jaxprs(eqn).values()
-    return [compat.closed(one) for value in values for one in (value if isinstance(value, tuple) else (value,))]
+    return [compat.closed(body) for value in values for body in (value if isinstance(value, tuple) else (value,))]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -103,26 +109,29 @@ def given_names(jaxpr: Any) -> Iterator[str]:
     return (name for eqn in equations(jaxpr) if (name := compat.given_name(eqn)) is not None)
 
 
-def holds_block(eqn: Any) -> bool:
-    """Whether `eqn` contains a checkpointed block of `remat_jax`, at any depth."""
-    return any(compat.is_block(one) or holds_block(one) for body in bodies(eqn) for one in body.jaxpr.eqns)
-
-
-def block_under_checkpoint(jaxpr: Any) -> bool:
-    """Whether a checkpoint from elsewhere contains a block of `remat_jax`, anywhere in the closed `jaxpr`."""
-    return checkpoints_around_blocks(jaxpr) > 0
-
-
 def checkpoints_around_blocks(jaxpr: Any) -> int:
-    """How many checkpoints from elsewhere in the closed `jaxpr` contain a block of `remat_jax`."""
-    return sum(1 for eqn in equations(jaxpr) if compat.is_checkpoint(eqn) and holds_block(eqn))
+    """How many checkpoints from elsewhere, at any depth of the closed `jaxpr`, contain a block of `remat_jax`."""
+    regions = [bodies(eqn) for eqn in equations(jaxpr) if compat.is_checkpoint(eqn)]
+    return sum(any(compat.is_block(eqn) for body in inside for eqn in equations(body)) for inside in regions)
 
 
 def map_inner(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
     """The jaxpr parameters of `eqn` with `change` applied to each closed jaxpr, each still in its original form."""
+    return _map_inner(eqn, lambda _, body: change(body))
 
-    def one(value: Any) -> Any:
-        changed = change(compat.closed(value))
-        return compat.like(changed, value)
 
-    return {key: tuple(map(one, value)) if isinstance(value, tuple) else one(value) for key, value in inner_jaxprs(eqn).items()}
+def _map_inner(eqn: Any, change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    def changed(key: str, body: Any) -> Any:
+        return compat.like(change(key, compat.closed(body)), body)
+
+    return {
+        key: tuple(changed(key, body) for body in value) if isinstance(value, tuple) else changed(key, value)
+        for key, value in inner_jaxprs(eqn).items()
+    }
+
+
+def rebind(eqn: Any, inputs: Sequence[Any], change: Callable[[str, Any], Any]) -> list[Any]:
+    """Evaluate `eqn` on `inputs` with `change(parameter, body)` in place of each closed jaxpr inside it."""
+    with compat.inner_context(eqn):
+        changed = _map_inner(eqn, change)
+    return compat.bind(eqn, inputs, **changed)

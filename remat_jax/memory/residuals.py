@@ -17,7 +17,7 @@ from remat_jax.apply.scope import tracing_anew
 from remat_jax.core import noting_differentiated
 from remat_jax.core.origins import Origin, is_on_host, origin
 from remat_jax.core.shared import Reading, collecting
-from remat_jax.core.walk import block_under_checkpoint
+from remat_jax.core.walk import checkpoints_around_blocks
 from remat_jax.errors import UnsupportedError
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes, render, table
@@ -235,7 +235,7 @@ def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
 def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]) -> str | None:
     """A warning if the blocks are inside the model's own checkpoints, which overrule every policy; None otherwise."""
     loss, trained, frozen = workload.split_loss(everything)
-    return KEPT if block_under_checkpoint(jax.make_jaxpr(loss)(trained, frozen, *workload.batch)) else None
+    return KEPT if checkpoints_around_blocks(jax.make_jaxpr(loss)(trained, frozen, *workload.batch)) else None
 
 
 def _every_name(policy: Any) -> Policy | LayerPolicies:

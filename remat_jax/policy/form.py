@@ -18,7 +18,7 @@ from remat_jax.policy.rule import (
     matches,
     to_action,
 )
-from remat_jax.policy.text import ALIASES, NAMED_TEXTS, OFF, not_a_policy, parse_rules, unknown_name
+from remat_jax.policy.text import ALIASES, NAMED_TEXTS, OFF, not_a_policy, parse_json, parse_rules, unknown_name
 
 VERSION = 1
 
@@ -148,7 +148,7 @@ class Policy:
         ('*ffn/up*',)
         """
         kept = (rule.selectors for rule in self.rules if rule.action is not Action.RECOMPUTE)
-        return tuple(one for selectors in kept for one in filter(is_automatic_glob, selectors))
+        return tuple(selector for selectors in kept for selector in filter(is_automatic_glob, selectors))
 
     def action(self, candidate: Candidate) -> Action:
         """The action of the first rule that matches ``candidate``, else the default."""
@@ -224,11 +224,7 @@ class Policy:
         >>> Policy.from_json(Policy.parse("full").to_json()).name
         'full'
         """
-        try:
-            data = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise PolicyError(f"a policy: {text!r} is not JSON ({error}); give what Policy.to_json wrote.") from None
-        return cls.from_dict(data)
+        return cls.from_dict(parse_json(text, "a policy", "Policy.to_json"))
 
 
 def _checked_rules(rules: object) -> tuple[PolicyRule, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 from remat_jax.errors import PolicyError
 from remat_jax.policy.form import Policy
 from remat_jax.policy.grouping import Group, checked_groups, divided, is_in_groups, series_borders, split_groups
+from remat_jax.policy.text import parse_json
 
 VERSION, CUT_VERSION, GROUP_VERSION = 1, 2, 3
 """The versions of JSON without cuts, with cuts, and with groups. An older release must refuse what it cannot read."""
@@ -267,13 +268,7 @@ class LayerPolicies:
         >>> LayerPolicies.from_json(LayerPolicies.parse("8 x full | 4 x dots").to_json()).layers
         12
         """
-        try:
-            data = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise PolicyError(
-                f"policies by layer: {text!r} is not JSON ({error}); give what LayerPolicies.to_json wrote."
-            ) from None
-        return cls.from_dict(data)
+        return cls.from_dict(parse_json(text, "policies by layer", "LayerPolicies.to_json"))
 
 
 def is_by_layer(value: object) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 from remat_jax.errors import PolicyError, UnknownPolicyError, nearest
 from remat_jax.policy.rule import Action, PolicyRule, first_unreachable, to_action, what_is_wrong
@@ -45,8 +47,7 @@ FACTORIES: dict[str, str] = {
 _GRAMMAR = "'action: selector, selector; action: selector', as in 'offload: *ffn/up*; save: @dots'"
 
 
-def choices() -> str:
-    """The names of the policies, for the end of an error message."""
+def _choices() -> str:
     return f"The names are {', '.join(NAMED_TEXTS)}; also taken: {', '.join(ALIASES)}; or write {_GRAMMAR}."
 
 
@@ -60,7 +61,7 @@ def not_a_policy(value: object, argument: str) -> PolicyError:
     hint = ""
     if isinstance(value, bool):
         hint = " Write 'full' to recompute everything." if value else " Write 'off' for no checkpointing."
-    return PolicyError(f"{argument}={value!r} is of type {type(value).__name__}, not a policy.{hint} {choices()}")
+    return PolicyError(f"{argument}={value!r} is of type {type(value).__name__}, not a policy.{hint} {_choices()}")
 
 
 def unknown_name(word: str, argument: str) -> UnknownPolicyError:
@@ -71,7 +72,15 @@ def unknown_name(word: str, argument: str) -> UnknownPolicyError:
         hint = f" It is an action and needs selectors, as in '{word}: *'."
     else:
         hint = nearest(word, [*NAMED_TEXTS, *ALIASES])
-    return UnknownPolicyError(f"{argument}={word!r} is not the name of a policy.{hint} {choices()}")
+    return UnknownPolicyError(f"{argument}={word!r} is not the name of a policy.{hint} {_choices()}")
+
+
+def parse_json(text: str, kind: str, writer: str) -> Any:
+    """The data in a JSON text that `writer` wrote; messages call the data `kind`."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PolicyError(f"{kind}: {text!r} is not JSON ({error}); give what {writer} wrote.") from None
 
 
 def parse_rules(text: str, argument: str = "policy") -> tuple[PolicyRule, ...]:

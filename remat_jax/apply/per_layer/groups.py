@@ -1,4 +1,4 @@
-"""Groups of layers: finding the equations of a group in a traced function, and running them under one checkpoint.
+"""Groups of layers: finding the equations of a group, or its iterations of a scan, and running them under one checkpoint.
 
 The checkpoint of a group keeps the group's inputs. Each layer inside has its own checkpoint too (`layered`), which has an
 effect while the backward pass of the group recomputes the group.
@@ -20,6 +20,7 @@ from remat_jax.apply.region import bind_block
 from remat_jax.core import StackRow, plan_block
 from remat_jax.core.marks import Block, mark_of, name_of
 from remat_jax.core.tied_chain import unlinked
+from remat_jax.core.walk import variables
 from remat_jax.errors import UnsupportedError
 from remat_jax.policy import LayerPolicies, Policy
 
@@ -35,7 +36,7 @@ class EquationGroup:
     Attributes:
       eqns: the blocks, and the equations between them that depend on them.
       inputs, outputs: the variables that the group reads, and its own variables that are read outside.
-      groups: the groups of the blocks: more than one if several classes alternate.
+      groups: more than one if several classes alternate.
     """
 
     eqns: tuple[Any, ...]
@@ -76,7 +77,7 @@ def in_parts(
     done = 0
     for first, last in sorted(spans):
         if first < done:
-            raise UnsupportedError(_overlapping([group for one in spans.values() for group in one]))
+            raise UnsupportedError(_overlapping([group for groups in spans.values() for group in groups]))
         members = {nth for nth in range(first, last + 1) if any(counts[nth][block] for block, _ in spans[first, last])}
         before, inside = _sorted_out(eqns, first, last, members)
         parts += [eqns[done:first] + before, _equation_group(jaxpr, inside, eqns[last + 1 :], frozenset(spans[first, last]))]
@@ -100,7 +101,7 @@ def run_group(
     return bind_block(block, [*consts, *values], looped=looped, apart=apart, rows=moved)
 
 
-def torn(block: Block, group: range) -> UnsupportedError:
+def _torn(block: Block, group: range) -> UnsupportedError:
     """The error for a group that begins or ends inside an indivisible equation."""
     return UnsupportedError(
         f"block={name_of(block)}: the group of {layers_text(group)} begins or ends inside a jit, a branch, a loop or a round "
@@ -138,10 +139,10 @@ def _span(
     mark = mark_of(eqns[first])
     if first == last and (mark is None or mark.marked.block != block or low < group.start or counts[first][block] == 1):
         if group.start < low or group.stop > high:
-            raise torn(block, group)
+            raise _torn(block, group)
         return None
     if (low, high) != (group.start, group.stop):
-        raise torn(block, group)
+        raise _torn(block, group)
     return first, last
 
 
@@ -150,7 +151,7 @@ def _sorted_out(eqns: Sequence[Any], first: int, last: int, members: set[int]) -
     made: set[Any] = set()
     before, inside = [], []
     for nth in range(first, last + 1):
-        if nth in members or any(atom in made for atom in _variables(eqns[nth])):
+        if nth in members or any(atom in made for atom in variables(eqns[nth].invars)):
             inside.append(eqns[nth])
             made.update(eqns[nth].outvars)
         else:
@@ -160,11 +161,97 @@ def _sorted_out(eqns: Sequence[Any], first: int, last: int, members: set[int]) -
 
 def _equation_group(jaxpr: Any, inside: Sequence[Any], behind: Sequence[Any], groups: Groups) -> EquationGroup:
     made = {var: None for eqn in inside for var in eqn.outvars}
-    read = {atom: None for eqn in inside for atom in _variables(eqn) if atom not in made}
-    outside = {atom for eqn in behind for atom in _variables(eqn)}
-    outside |= {atom for atom in jaxpr.jaxpr.outvars if not hasattr(atom, "val")}
+    read = {atom: None for eqn in inside for atom in variables(eqn.invars) if atom not in made}
+    outside = {atom for eqn in behind for atom in variables(eqn.invars)} | set(variables(jaxpr.jaxpr.outvars))
     return EquationGroup(tuple(inside), tuple(read), tuple(var for var in made if var in outside), groups)
 
 
-def _variables(eqn: Any) -> list[Any]:
-    return [atom for atom in eqn.invars if not hasattr(atom, "val")]
+# --- groups under a scan ------------------------------------------------------------------------------------------------
+
+_CROSSED = (
+    "block={block}: rounds {start} to {last} of a scan are one group of layers, but the policies or groups of another block "
+    "change between these rounds. Give both blocks groups of the same rounds."
+)
+
+
+class RoundGroups:
+    """The groups of layers in a scan, by its iterations.
+
+    Attributes:
+      whole: iteration → the first iteration of its group and the iteration after the last, for groups of several iterations.
+      parts: iteration → the groups inside it, as positions in the iteration.
+      groups: the groups of several iterations, by first iteration and iteration after the last.
+
+    Raises:
+      UnsupportedError: a group begins or ends inside an iteration, or groups of several blocks have different iterations.
+    """
+
+    def __init__(
+        self, rounds: int, at: Positions, each: Mapping[Block, int], policies: Mapping[Block, Any], outer: Groups
+    ) -> None:
+        self.whole: dict[int, tuple[int, int]] = {}
+        self.parts: dict[int, list[tuple[str, int, int]]] = {}
+        self.groups: dict[tuple[int, int], set[tuple[Block, range]]] = {}
+        for block, policy in policies.items():
+            number, first = each.get(block, 0), at[block]
+            for group in policy.groups if number and isinstance(policy, LayerPolicies) else ():
+                low, high = group[0] - first, group[1] - first
+                if (block, range(*group)) in outer or high <= 0 or low >= rounds * number:
+                    continue
+                if low < 0 or high > rounds * number:
+                    raise _torn(block, range(*group))
+                self._add(block, range(*group), low, high, number)
+
+    def _add(self, block: Block, group: range, low: int, high: int, number: int) -> None:
+        start, end = low // number, -(-high // number)
+        if end - start == 1:
+            self.parts.setdefault(start, []).append((name_of(block), low - start * number, high - start * number))
+            return
+        if low % number or high % number:
+            raise _torn(block, group)
+        if any(self.whole.get(index, (start, end)) != (start, end) for index in range(start, end)):
+            raise UnsupportedError(_CROSSED.format(block=name_of(block), start=start, last=end - 1))
+        self.whole |= dict.fromkeys(range(start, end), (start, end))
+        self.groups.setdefault((start, end), set()).add((block, group))
+
+    def like(self, index: int) -> Any:
+        """A key, equal for iterations that are in groups of the same length and have the same groups inside."""
+        start, end = self.whole.get(index, (0, 0))
+        return end - start, sorted(self.parts.get(index, ()))
+
+    def of(self, first: int, end: int) -> tuple[int | None, Groups]:
+        """How many iterations each group of a segment has (None without groups), and the groups."""
+        if first not in self.whole:
+            return None, frozenset()
+        starts = {self.whole[index] for index in range(first, end)}
+        if min(starts)[0] != first or max(starts)[1] != end:
+            raise UnsupportedError(
+                _CROSSED.format(block="of the scan", start=self.whole[first][0], last=self.whole[first][1] - 1)
+            )
+        length = self.whole[first][1] - self.whole[first][0]
+        return length, frozenset(group for span in starts for group in self.groups[span])
+
+
+def scan_of_groups(
+    one_round: Any, carry: list[Any], stacks: list[Any], length: int, apart: bool, options: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """A scan over groups of `length` iterations, each a scan in a checkpoint: the final carry, and the stacked outputs.
+
+    The scanned operands `stacks` begin with the indices. `apart`: whether each pass has its own loop around the scan.
+    """
+    number, size = stacks[0].shape[0] // length, len(carry)
+
+    def rounds(*values: Any) -> list[Any]:
+        index, *slices = values[size:]
+        carried, out = jax.lax.scan(one_round, list(values[:size]), (index, slices), length=length, **options)
+        return [*carried, *out]
+
+    def one_group(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = run_group(rounds, [*carry, *rows], looped=True, apart=apart or number > 1)
+        return outputs[:size], outputs[size:]
+
+    if number == 1:
+        return one_group(carry, stacks)
+    divided = [stack.reshape(number, length, *stack.shape[1:]) for stack in stacks]
+    carry, out = jax.lax.scan(one_group, carry, divided, length=number, reverse=options["reverse"])
+    return carry, [stacked.reshape(number * length, *stacked.shape[2:]) for stacked in out]

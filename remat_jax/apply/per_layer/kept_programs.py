@@ -2,8 +2,7 @@
 
 Eager calls retrace the function every time, because it may read values from outside: a model that it closes over, NumPy's
 random numbers, the time. An identical trace reuses the earlier program with policies, and so JAX's compiled code for it.
-Programs with arrays are not cached, nor programs with functions that could close over arrays or have effects of their own:
-callbacks, rules of a `custom_vjp`, policies of `jax.checkpoint`.
+Programs with arrays, or with functions that could close over arrays or have effects of their own, are not cached.
 """
 
 from __future__ import annotations
@@ -27,14 +26,11 @@ _MOST = 32
 
 @dataclass(frozen=True)
 class _Program:
-    """A program with marks, and the same program with its policies set.
+    """A program with marks, and the same program with its policies set: what `layered.evaluate` gave.
 
     Attributes:
       settings: the JAX settings that traces depend on, and the blocks whose policies are set.
-      marked: the program with marks.
-      resolved: the program with policies in place of the marks.
-      counts: how often each block is called.
-      audit: what the selectors of the policies matched.
+      marked, resolved: the program with marks, and with policies in place of the marks.
     """
 
     settings: Any
@@ -50,28 +46,22 @@ _programs: tuple[_Program, ...] = ()
 
 def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: Audit) -> tuple[list[Any], Counter[Block]]:
     """`layered.evaluate`, but an identical program is not compiled again."""
+    global _programs
     jaxpr, consts = compat.hoist_consts(jaxpr)
     if compat.is_staging() or compat.uses_references(jaxpr) or holds_arrays(jaxpr) or holds_functions(jaxpr):
         return layered.evaluate(jaxpr, [*consts, *args], blocks, audit)
-    program = _found(jaxpr, blocks)
+    settings = blocks, compat.trace_settings()
+    alike = (other for other in reversed(_programs) if other.settings == settings and other.marked.is_like(jaxpr))
+    program = next(alike, None)
     if program is None and not has_plain_rules(jaxpr):
         return layered.evaluate(jaxpr, [*consts, *args], blocks, audit)
-    program = program or _made(jaxpr, blocks)
-    _keep(program)
+    program = program or _resolved(jaxpr, blocks, settings)
+    _programs = (*(other for other in _programs if other is not program), program)[-_MOST:]
     audit.add(program.audit)
     return compat.jaxpr_function(program.resolved)(*consts, *args), program.counts
 
 
-def _settings(blocks: frozenset[Block]) -> Any:
-    return blocks, compat.trace_settings()
-
-
-def _found(jaxpr: Any, blocks: frozenset[Block]) -> _Program | None:
-    settings = _settings(blocks)
-    return next((one for one in reversed(_programs) if one.settings == settings and one.marked.is_like(jaxpr)), None)
-
-
-def _made(jaxpr: Any, blocks: frozenset[Block]) -> _Program:
+def _resolved(jaxpr: Any, blocks: frozenset[Block], settings: Any) -> _Program:
     audit, counts = Audit(), []
 
     def resolve(*args: Any) -> list[Any]:
@@ -80,8 +70,8 @@ def _made(jaxpr: Any, blocks: frozenset[Block]) -> _Program:
         return outputs
 
     resolved = retrace(jaxpr, resolve)
-    whole = retrace(resolved, lambda *args: interpret(resolved, args, _loops_in_jit))
-    return _Program(_settings(blocks), Original(jaxpr), whole, counts[-1], audit)
+    with_jits = retrace(resolved, lambda *args: interpret(resolved, args, _loops_in_jit))
+    return _Program(settings, Original(jaxpr), with_jits, counts[-1], audit)
 
 
 def _loops_in_jit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
@@ -89,8 +79,3 @@ def _loops_in_jit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
     if eqn.primitive.name not in ("scan", "while", "cond"):
         return None
     return list(jax.jit(lambda *values: compat.bind(eqn, values))(*inputs))
-
-
-def _keep(program: _Program) -> None:
-    global _programs
-    _programs = (*(one for one in _programs if one is not program), program)[-_MOST:]

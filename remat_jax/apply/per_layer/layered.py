@@ -7,21 +7,21 @@ blocks gets one more checkpoint around it (`groups`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.per_layer.groups import FULL, EquationGroup, Groups, in_parts, run_group
-from remat_jax.apply.per_layer.positions import Positions, checked_counts, count, count_in, marks, move
+from remat_jax.apply.per_layer.positions import Positions, checked_counts, count, count_in, marks
 from remat_jax.apply.per_layer.runs import Cut, Segment, Spans, is_opened
 from remat_jax.apply.region import bind_block
 from remat_jax.core import StackRow, plan_block
 from remat_jax.core.marks import Block, Mark, bind_mark, mark_of, vmapped
 from remat_jax.core.shared import note_loop_inputs
 from remat_jax.core.tied_chain import unlinked
-from remat_jax.core.walk import Visit, bodies, evaluate_equations, inner_jaxprs, retrace, value_of, values_of_inputs
+from remat_jax.core.walk import Visit, bodies, evaluate_equations, rebind, retrace, value_of, values_of_inputs
 from remat_jax.policy import LayerPolicies, is_off
 
 
@@ -29,9 +29,9 @@ def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: A
     """The closed `jaxpr` on `args`, with every mark of `blocks` under its policy; and how often each block is called.
 
     Raises:
-      BlockError: a block's calls are not as many as its policies. UnsupportedError: blocks with policies by layer are in a
-      `while` loop, or a group of layers begins or ends inside a loop, a
-        call or a branch.
+      BlockError: a block's calls are not as many as its policies.
+      UnsupportedError: blocks with policies by layer are in a `while` loop, or a group of layers begins or ends inside a loop,
+        a call or a branch.
     """
     counts = checked_counts(jaxpr, blocks)
     around = _Surroundings(apart=compat.in_loop(around_gradient=False))
@@ -40,9 +40,10 @@ def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: A
         for mark in marks(jaxpr)
         if mark.marked.block in blocks and isinstance(mark.marked.policy, LayerPolicies) and mark.marked.policy.groups
     }
-    return _Resolver(blocks, audit, grouped).run(jaxpr, args, dict.fromkeys(blocks, 0), around), counts
+    return _Resolver(blocks, audit, grouped).run(jaxpr, args, Counter(), around), counts
 
 
+@dataclass(frozen=True)
 class _Surroundings:
     """The surroundings of an equation.
 
@@ -55,48 +56,37 @@ class _Surroundings:
       groups: the groups of layers that contain the equation.
     """
 
-    def __init__(
-        self,
-        *,
-        looped: bool = False,
-        apart: bool = False,
-        rows: Mapping[int, StackRow] | None = None,
-        spans: Spans | None = None,
-        idle: bool = False,
-        groups: Groups = frozenset(),
-    ) -> None:
-        self.looped, self.apart, self.rows, self.spans, self.idle = looped, apart, rows or {}, spans or {}, idle
-        self.groups = groups
+    looped: bool = False
+    apart: bool = False
+    rows: Mapping[int, StackRow] = field(default_factory=dict)
+    spans: Spans = field(default_factory=dict)
+    idle: bool = False
+    groups: Groups = frozenset()
 
     def inside(self, *, looped: bool = False) -> _Surroundings:
         """The surroundings in the body of an equation, without `rows`: values have other ids there."""
-        apart = self.apart or looped
-        return _Surroundings(looped=self.looped or looped, apart=apart, spans=self.spans, idle=self.idle, groups=self.groups)
+        return replace(self, looped=self.looped or looped, apart=self.apart or looped, rows={})
 
     def in_group(self, groups: Groups) -> _Surroundings:
         """The surroundings in these groups of layers: one loop recomputes both the group and its layers."""
-        return _Surroundings(looped=self.looped, apart=False, spans=self.spans, groups=self.groups | groups)
+        return replace(self, apart=False, rows={}, groups=self.groups | groups)
 
 
+@dataclass(frozen=True)
 class _Resolver:
-    """Sets the policies of marks.
+    """Sets the policies of marks: of the `blocks` alone. `grouped` has the policies with groups."""
 
-    Attributes:
-      blocks: the blocks whose policies are set.
-      audit: records what the selectors of the policies matched.
-      grouped: block → its policies, if they have groups.
-    """
-
-    def __init__(self, blocks: frozenset[Block], audit: Audit, grouped: Mapping[Block, LayerPolicies]) -> None:
-        self.blocks, self.audit, self.grouped = blocks, audit, grouped
+    blocks: frozenset[Block]
+    audit: Audit
+    grouped: Mapping[Block, LayerPolicies]
 
     def run(self, jaxpr: Any, args: Sequence[Any], at: Positions, around: _Surroundings) -> list[Any]:
         """Evaluate `jaxpr`, whose first blocks have the positions `at`. Afterwards `at` is past its blocks."""
         eqns = jaxpr.jaxpr.eqns
         counts, starts = [count_in(eqn, self.blocks) for eqn in eqns], []
         for passed in counts:
-            starts.append(dict(at))
-            move(at, passed)
+            starts.append(at.copy())
+            at.update(passed)
         first = {id(eqn): start for eqn, start, passed in zip(eqns, starts, counts, strict=True) if passed}
         grouped = {} if around.idle else self.grouped
         env = values_of_inputs(jaxpr, args)
@@ -113,7 +103,7 @@ class _Resolver:
         def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
             if id(eqn) not in first:
                 return None
-            mark, at = mark_of(eqn), dict(first[id(eqn)])
+            mark, at = mark_of(eqn), first[id(eqn)].copy()
             if mark is not None:
                 with compat.eqn_context(eqn):
                     return self._mark(mark, inputs, at, around)
@@ -135,15 +125,13 @@ class _Resolver:
             return [inner[var] for var in group.outputs]
 
         values = [env[var] for var in group.inputs]
-        looped = True if around.looped else None
-        outputs = run_group(layers, values, looped=looped, apart=around.apart, rows=_rows(values, around))
+        outputs = run_group(layers, values, looped=around.looped or None, apart=around.apart, rows=_rows(values, around))
         env.update(zip(group.outputs, outputs, strict=True))
 
     def _mark(self, mark: Mark, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
         ours = mark.marked.block in self.blocks
-        place = at.get(mark.marked.block, 0)
-        if ours:
-            at[mark.marked.block] += 1
+        place = at[mark.marked.block]
+        at[mark.marked.block] += 1
         rows = {} if mark.batches else _rows(inputs, around)
 
         # Runs inside the `vmap`s around the block, because the block's collectives name their axes.
@@ -157,7 +145,10 @@ class _Resolver:
                 return bind_mark(replace(mark, jaxpr=body, batches=()), values)
             return self._block(mark, body, values, place, around, rows)
 
-        return _batched(run_mark, mark, inputs)
+        run: Callable[..., list[Any]] = run_mark
+        for batch in mark.batches:
+            run = vmapped(run, batch, len(inputs))
+        return list(run(*inputs))
 
     def _block(
         self, mark: Mark, body: Any, values: Sequence[Any], place: int, around: _Surroundings, rows: Mapping[int, StackRow]
@@ -179,7 +170,7 @@ class _Resolver:
         if alone:
             block = plan_block(body, FULL, mark.path, mark.inputs)
         with compat.layers_scope(span):
-            return bind_block(block, values, looped=True if around.looped else None, apart=around.apart, rows=rows)
+            return bind_block(block, values, looped=around.looped or None, apart=around.apart, rows=rows)
 
     def _scan(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
         cut = Cut(eqn, self.blocks, None if around.idle else at, around.groups)
@@ -190,7 +181,7 @@ class _Resolver:
                     apart = segment.is_loop or (around.apart and not segment.group)
                     groups = around.groups | segment.groups
                     inside = _Surroundings(looped=True, apart=apart, rows=rows, spans=spans, groups=groups)
-                    return self.run(cut.body, values, dict(segment.at), inside)
+                    return self.run(cut.body, values, segment.at.copy(), inside)
 
                 return cut.run(inputs, around.spans, run_round, apart=around.apart)
         spans = cut.spans(cut.segments[0], around.spans) if cut.segments else {}
@@ -199,33 +190,16 @@ class _Resolver:
 
         def one_round(*args: Any) -> list[Any]:
             note_loop_inputs(eqn, args)
-            return self.run(cut.body, args, dict(at), inside)
+            return self.run(cut.body, args, at.copy(), inside)
 
-        body = retrace(cut.body, one_round)
-        return compat.bind(eqn, inputs, jaxpr=compat.like(body, eqn.params["jaxpr"]))
+        return rebind(eqn, inputs, lambda _, body: retrace(body, one_round))
 
     def _other(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
         """Evaluate any other equation with blocks inside: a call, a branch, a `while` loop, another call's block."""
         inside = around.inside(looped=eqn.primitive.name == "while")
-        changed = {}
-        for key, value in inner_jaxprs(eqn).items():
-            many = isinstance(value, tuple)
-            new = []
-            for body in value if many else (value,):
-                inner, start = compat.closed(body), dict(at)
-                with compat.inner_context(eqn):
-                    traced = retrace(inner, lambda *args, j=inner, s=start: self.run(j, args, s, inside))
-                new.append(compat.like(traced, body))
-            changed[key] = tuple(new) if many else new[0]
-        return compat.bind(eqn, inputs, **changed)
+        return rebind(eqn, inputs, lambda _, body: retrace(body, lambda *args: self.run(body, args, at.copy(), inside)))
 
 
 def _rows(values: Sequence[Any], around: _Surroundings) -> dict[int, StackRow]:
     """The values that are rows of a stack: index among `values` → row."""
     return {nth: around.rows[id(value)] for nth, value in enumerate(values) if id(value) in around.rows}
-
-
-def _batched(function: Any, mark: Mark, inputs: list[Any]) -> list[Any]:
-    for batch in mark.batches:
-        function = vmapped(function, batch, len(inputs))
-    return list(function(*inputs))

@@ -11,7 +11,8 @@ from remat_jax.core.walk import bodies, equations
 from remat_jax.errors import BlockError, UnsupportedError
 from remat_jax.policy import LayerPolicies
 
-Positions = dict[Block, int]
+Positions = Counter[Block]
+"""Block → how often it was called before."""
 
 # JAX differentiates these by their own rules and never reaches a block inside.
 _OPAQUE = ("custom_jvp_call", "custom_vjp_call")
@@ -85,9 +86,3 @@ def count_in(eqn: Any, blocks: frozenset[Block]) -> Counter[Block]:
         return Counter({block: max(counts[block] for counts in inside) for block in there})
     rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     return Counter({block: rounds * sum(counts[block] for counts in inside) for block in there})
-
-
-def move(at: Positions, passed: Counter[Block]) -> None:
-    """Move the positions `at` past the blocks counted in `passed`."""
-    for block, number in passed.items():
-        at[block] += number

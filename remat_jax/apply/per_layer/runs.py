@@ -1,7 +1,6 @@
 """Cutting a scan over blocks into consecutive scans, one for each run of iterations under the same policies.
 
-A scan is also cut at `LayerPolicies.cuts`. Iterations in groups (`LayerPolicies.groups`) become a scan of groups
-(`scanned_groups`).
+A scan is also cut at `LayerPolicies.cuts`. Iterations in groups (`LayerPolicies.groups`) become a scan of groups (`groups`).
 
 Each scan passes its carry to the next one. Scanned operands are sliced, and stacked outputs are concatenated. The slices of
 stacked parameters would be copies that are alive during the whole step. So a block reads its parameters from the whole stack,
@@ -20,12 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from remat_jax import compat
-from remat_jax.apply.per_layer.groups import Groups
+from remat_jax.apply.per_layer.groups import Groups, RoundGroups, scan_of_groups
 from remat_jax.apply.per_layer.positions import Positions, count, count_in, marks
-from remat_jax.apply.per_layer.scanned_groups import RoundGroups, scan_of_groups
 from remat_jax.core import StackRow
 from remat_jax.core.marks import Block, mark_of
-from remat_jax.core.walk import bodies
+from remat_jax.core.walk import bodies, variables
 from remat_jax.policy import LayerPolicies, Policy, is_off
 
 Spans = Mapping[Block, range]
@@ -33,13 +31,11 @@ Spans = Mapping[Block, range]
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive iterations of a scan under the same policies.
+    """Consecutive iterations of a scan under the same policies: from `first` up to `end`.
 
     Attributes:
-      first, end: the first iteration, and the iteration after the last.
       at: the positions of the blocks in the first iteration.
-      is_loop: whether the compiler keeps the loop. It removes a loop of one iteration, or with all iterations unrolled into
-        one.
+      is_loop: whether the compiler keeps the loop. It removes a loop of one iteration, or unrolled into one.
       group: how many iterations a group has; None without groups.
       groups: the groups of its layers.
     """
@@ -57,12 +53,7 @@ RunRound = Callable[[list[Any], Segment, Mapping[int, StackRow], Spans], list[An
 
 
 class Cut:
-    """A scan over blocks, and its cut into segments.
-
-    Attributes:
-      body: the body of the scan, as a closed jaxpr.
-      segments: the segments in forward order; empty if the scan has no iterations or never runs (`at` is None).
-    """
+    """A scan over blocks, and its segments in forward order; none if it never runs: no iterations, or `at` is None."""
 
     def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None, groups: Groups) -> None:
         self.eqn, self.blocks = eqn, blocks
@@ -74,33 +65,30 @@ class Cut:
         policies = {mark.marked.block: mark.marked.policy for mark in marks(self.body)}
         grouped = RoundGroups(self.eqn.params["length"], at, self.each, policies, outer)
 
-        def under(index: int) -> list[Any]:
-            return [
-                [policy[at[block] + index * self.each[block] + nth] for nth in range(self.each[block])]
-                for block, policy in policies.items()
-                if block in self.each and isinstance(policy, LayerPolicies)
-            ]
+        by_layer = [
+            (block, policy) for block, policy in policies.items() if block in self.each and isinstance(policy, LayerPolicies)
+        ]
 
-        cuts = {
-            block: [cut - at[block] for cut in policy.cuts]
-            for block, policy in policies.items()
-            if block in self.each and isinstance(policy, LayerPolicies)
-        }
-
-        def scan(index: int) -> Any:
-            """A key, equal for iterations of one segment: equal policies, the same cuts before them, and like groups."""
-            passed = [sum(cut <= index * self.each[block] for cut in positions) for block, positions in cuts.items()]
-            return under(index), passed, grouped.like(index)
+        def segment_key(index: int) -> Any:
+            """Equal for iterations of one segment: equal policies, the same cuts before them, and like groups."""
+            policies_and_cuts = []
+            for block, policy in by_layer:
+                first, number = at[block] + index * self.each[block], self.each[block]
+                passed = sum(cut <= first for cut in policy.cuts)
+                policies_and_cuts.append(([policy[layer] for layer in range(first, first + number)], passed))
+            return policies_and_cuts, grouped.like(index)
 
         segments = []
-        for _, alike in itertools.groupby(range(self.eqn.params["length"]), key=scan):
-            members = list(alike)
-            start = {block: position + members[0] * self.each[block] for block, position in at.items()}
+        for _, alike in itertools.groupby(range(self.eqn.params["length"]), key=segment_key):
+            first, *rest = alike
+            end = first + 1 + len(rest)
+            start = at.copy()
+            start.update({block: first * number for block, number in self.each.items()})
+            group, groups = grouped.of(first, end)
             unroll = self.eqn.params["unroll"]
             # 0 unrolls everything. A remainder of the length is unrolled after the loop.
-            group, in_groups = grouped.of(members[0], members[-1] + 1)
-            is_loop = unroll > 0 and (group or len(members)) // unroll > 1
-            segments.append(Segment(members[0], members[-1] + 1, start, is_loop, group, in_groups))
+            is_loop = unroll > 0 and (group or end - first) // unroll > 1
+            segments.append(Segment(first, end, start, is_loop, group, groups))
         return segments
 
     def spans(self, segment: Segment, around: Spans) -> dict[Block, range]:
@@ -118,21 +106,21 @@ class Cut:
         results = []
         for segment in self.segments:
             read = whole if self._keeps_no_rows(segment) else [None] * len(stacks)
-            spans = self.spans(segment, around)
-
-            def step(
-                carry: list[Any], slices: list[Any], rows: Mapping[int, StackRow], one: Any = segment, s: Any = spans
-            ) -> Any:
-                outputs = run_round([*fixed, *carry, *slices], one, rows, s)
-                return outputs[: len(carry)], outputs[len(carry) :]
-
-            carry, out = self._scan(segment, spans, step, carry, list(zip(stacks, read, strict=True)), apart)
+            operands = list(zip(stacks, read, strict=True))
+            carry, out = self._scan(segment, self.spans(segment, around), run_round, fixed, carry, operands, apart)
             results.append(out)
         ordered = results[::-1] if self.eqn.params["reverse"] else results
         return [*carry, *(jax.lax.concatenate(parts, 0) for parts in zip(*ordered, strict=True))]
 
     def _scan(
-        self, segment: Segment, spans: Spans, step: Any, carry: list[Any], stacks: list[tuple[Any, Any]], apart: bool
+        self,
+        segment: Segment,
+        spans: Spans,
+        run_round: RunRound,
+        fixed: Sequence[Any],
+        carry: list[Any],
+        stacks: Sequence[tuple[Any, Any]],
+        apart: bool,
     ) -> tuple[list[Any], list[Any]]:
         """Run one segment: its final carry, and its stacked outputs.
 
@@ -142,13 +130,12 @@ class Cut:
         rounds, reverse = self.eqn.params["length"], self.eqn.params["reverse"]
         low, high = (rounds - segment.end, rounds - segment.first) if reverse else (segment.first, segment.end)
 
-        def one_round(carry: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
-            index, slices = row
-            rows = {
-                id(one): StackRow(stack, index) for one, (_, stack) in zip(slices, stacks, strict=True) if stack is not None
-            }
-            result: tuple[list[Any], list[Any]] = step(carry, slices, rows)
-            return result
+        def one_round(carry: list[Any], index_and_slices: Any) -> tuple[list[Any], list[Any]]:
+            index, slices = index_and_slices
+            with_stack = zip(slices, stacks, strict=True)
+            rows = {id(row): StackRow(stack, index) for row, (_, stack) in with_stack if stack is not None}
+            outputs = run_round([*fixed, *carry, *slices], segment, rows, spans)
+            return outputs[: len(carry)], outputs[len(carry) :]
 
         def cut(stack: Any) -> Any:
             # To JAX a full slice would be another array, and kept between the passes.
@@ -158,7 +145,7 @@ class Cut:
         # The scope tells `core.origins` that nobody reads these slices.
         with compat.layers_scope(next(iter(spans.values()))):
             index = jax.lax.slice_in_dim(jax.lax.iota(jnp.int32, rounds), low, high)
-            slices = [cut(stack) if one is None else one for (stack, _), one in zip(stacks, plain, strict=True)]
+            slices = [cut(stack) if unread is None else unread for (stack, _), unread in zip(stacks, plain, strict=True)]
             options = {"reverse": reverse, "unroll": min(self.eqn.params["unroll"], segment.group or high - low)}
             if segment.group:
                 return scan_of_groups(one_round, carry, [index, *slices], segment.group, apart, options)
@@ -171,14 +158,14 @@ class Cut:
             first, policy = segment.at[marked.block], marked.policy
             layers = range(first, first + self.each[marked.block])
             policies = [policy[layer] for layer in layers] if isinstance(policy, LayerPolicies) else [policy]
-            if not all(isinstance(one, Policy) and not is_off(one) for one in policies):
+            if not all(isinstance(of_layer, Policy) and not is_off(of_layer) for of_layer in policies):
                 return False
         return True
 
 
 def only_in_blocks(body: Any, blocks: frozenset[Block]) -> list[bool]:
     """For each input of the closed `body`, whether it is numeric and only blocks read it, so that they can read it again."""
-    read = {atom for atom in body.jaxpr.outvars if not hasattr(atom, "val")}
+    read = set(variables(body.jaxpr.outvars))
     in_blocks: set[Any] = set()
     for eqn in body.jaxpr.eqns:
         for atom, ours in zip(eqn.invars, _by_blocks(eqn, blocks), strict=True):
