@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from remat_jax.parity.capture import ModuleCall, Recomputed, Trace
+from remat_jax.parity.capture import RecordedCall, Trace, call_numbers
 from remat_jax.parity.recorder import RecordedTrace, Recorder
 from remat_jax.parity.tapped import Label, TapPlace
 
 Instance = tuple[int, tuple[int, ...]]
+"""A traced call, and the iteration of the loops around it."""
 Key = tuple[int, ...]
 
-
-class ParameterSlot(NamedTuple):
-    """The owner of an array at a tap: a position in the trace's calls, the array's role, and its number in that role."""
-
-    call: int
-    role: str
-    number: int
-
-
-Slots = list[dict[tuple[int, ...], ParameterSlot]]
-"""For every tap, and every iteration of its enclosing loops, the owner of the array."""
+Owners = list[dict[tuple[int, ...], Label]]
+"""For every tap, and every iteration of its loops, the array that it is on; the label's call is a position in the trace."""
 
 
 def assemble(
@@ -35,115 +25,91 @@ def assemble(
     hidden: frozenset[int],
     arrived: Sequence[np.ndarray],
     gradients: Mapping[str, np.ndarray],
-) -> tuple[Trace, Slots]:
+) -> tuple[Trace, Owners]:
     """The calls of a step: `arrived` has each tap's array, stacked over its loops; `gradients` are by variable path."""
-    seen, traced = _collected(places, arrived), recorder.calls
-    kept = {key: one for key, one in seen.items() if one.keys["output"] and not _is_wrapped(key, seen, traced)}
-    clock = {key: number for number, key in enumerate(sorted(time for one in kept.values() for time in one.times()))}
-    ordered = sorted(kept, key=lambda key: (max(kept[key].keys["output"]), -key[0]))
-    numbers, counts = {}, Counter[str]()
-    for key in sorted(kept, key=lambda key: (kept[key].started, key[0])):
-        numbers[key] = counts[kept[key].path]
-        counts[kept[key].path] += 1
-    place_of = {key: place for place, key in enumerate(ordered)}
+    traced = recorder.calls
+    recorded = _collected(places, arrived, recorder)
+    kept = {key: call for key, call in recorded.items() if call.keys["output"] and not _is_wrapped(key, recorded, traced)}
+    begun = sorted(kept, key=lambda key: (kept[key].started, key[0]))
+    ended = sorted(kept, key=lambda key: (max(kept[key].keys["output"]), -key[0]))
+    started = {key: place for place, key in enumerate(begun)}
+    numbers = dict(zip(begun, call_numbers(kept[key].path for key in begun), strict=True))
+    place_of = {key: place for place, key in enumerate(ended)}
     calls = tuple(
-        ModuleCall(
+        kept[key].module_call(
             path=kept[key].path,
             kind=type(traced[key[0]].module).__name__,
             number=numbers[key],
-            inputs=kept[key].arrays("input"),
-            outputs=kept[key].arrays("output"),
-            input_cotangents=kept[key].cotangents_of("input", key[0], recorder.differentiated),
-            output_cotangents=kept[key].cotangents_of("output", key[0], recorder.differentiated),
-            started=clock[kept[key].started],
-            finished=clock[max(kept[key].keys["output"])],
+            started=started[key],
             parent=None if (around := _parent(key, kept, traced)) is None else place_of[around],
-            gradients=_own(traced[key[0]], key[1], gradients),
-            state={traced[key[0]].state[which[1]]: x for which, x in kept[key].values.items() if which[0] == "state"},
-            stale=kept[key].recomputed.stale,
-            misled=kept[key].recomputed.misled,
-            input_names=kept[key].names_of("input", traced[key[0]]),
-            output_names=kept[key].names_of("output", traced[key[0]]),
+            gradients=_own_gradients(traced[key[0]], key[1], gradients),
+            state={traced[key[0]].state[slot[1]]: kept[key].values[slot] for slot in kept[key].slots("state")},
         )
-        for key in ordered
+        for key in ended
     )
-    closed = tuple(sorted({"/".join(traced[number].path) for number in hidden}))
+    hidden_paths = tuple(sorted({"/".join(traced[number].path) for number in hidden}))
     # The loss ends after all modules, so removing it keeps the positions of their calls.
-    loss = next((call for call, key in zip(calls, ordered, strict=True) if key[0] == recorder.loss), None)
-    trace = Trace(tuple(call for call in calls if call is not loss), recorder.outputs, closed, loss, gradients)
-    return trace, _slots(places, kept, place_of)
+    loss = next((call for call, key in zip(calls, ended, strict=True) if key[0] == recorder.loss), None)
+    trace = Trace(tuple(call for call in calls if call is not loss), recorder.outputs, hidden_paths, loss, gradients)
+    return trace, _owners(places, kept, place_of)
 
 
-def _slots(places: Sequence[TapPlace], kept: Mapping[Instance, _Seen], place_of: Mapping[Instance, int]) -> Slots:
-    slots: Slots = []
+def _owners(places: Sequence[TapPlace], kept: Mapping[Instance, _TappedCall], place_of: Mapping[Instance, int]) -> Owners:
+    owners: Owners = []
     for place in places:
         call, role, number = place.label
-        slots.append({})
+        owners.append({})
         for index, _, _ in place.instances():
             if (call, index) in kept:
-                numbers = sorted(which[1] for which in kept[call, index].values if which[0] == role)
-                slots[-1][index] = ParameterSlot(place_of[call, index], role, numbers.index(number))
-    return slots
+                numbers = [slot[1] for slot in kept[call, index].slots(role)]
+                owners[-1][index] = Label(place_of[call, index], role, numbers.index(number))
+    return owners
 
 
-class _Seen:
-    """One call of a module."""
+class _TappedCall(RecordedCall):
+    """A call, with the positions of its taps in the order of execution."""
 
     def __init__(self, path: str) -> None:
+        super().__init__()
         self.path = path
         self.keys: dict[str, list[Key]] = {"input": [], "output": [], "state": []}
-        self.values: dict[tuple[str, int], np.ndarray] = {}
-        self.cotangents: dict[tuple[str, int], np.ndarray] = {}
-        self.recomputed = Recomputed()
 
     @property
     def started(self) -> Key:
         return min(self.keys["input"] or self.keys["output"])
 
-    def times(self) -> list[Key]:
-        return [self.started, max(self.keys["output"])]
-
     def add(self, place: TapPlace, key: Key, value: np.ndarray) -> None:
-        which = (place.label.role, place.label.number)
+        slot = (place.label.role, place.label.number)
         if place.what == "cotangent":
-            self.cotangents[which] = self.cotangents[which] + value if which in self.cotangents else value
-        elif which not in self.values:
-            self.values[which] = value
+            self.add_cotangent(slot, value)
+        elif slot in self.values:  # a second value at a tap is a recomputation
+            self.compare(slot, value)
+        else:
+            self.values[slot] = value
             self.keys[place.label.role].append(key)
-        else:  # a second value at a tap is a recomputation
-            self.recomputed.compare(place.label.role, self.values[which], value)
-
-    def arrays(self, role: str) -> tuple[np.ndarray, ...]:
-        return tuple(self.values[which] for which in sorted(self.values) if which[0] == role)
-
-    def names_of(self, role: str, call: RecordedTrace) -> tuple[str, ...]:
-        return tuple(call.names.get(which, "") for which in sorted(self.values) if which[0] == role)
-
-    def cotangents_of(self, role: str, call: int, differentiated: Set[Label]) -> tuple[np.ndarray | None, ...]:
-        """The cotangents of a role's arrays; if none arrived, zeros, or None for an array that is not differentiated."""
-        return tuple(
-            self.cotangents.get(which, np.zeros_like(self.values[which])) if Label(call, *which) in differentiated else None
-            for which in sorted(self.values)
-            if which[0] == role
-        )
 
 
-def _collected(places: Sequence[TapPlace], arrived: Sequence[np.ndarray]) -> dict[Instance, _Seen]:
-    seen: dict[Instance, _Seen] = {}
+def _collected(places: Sequence[TapPlace], arrived: Sequence[np.ndarray], recorder: Recorder) -> dict[Instance, _TappedCall]:
+    calls: dict[Instance, _TappedCall] = {}
     for place, values in zip(places, arrived, strict=True):
         for index, path, key in place.instances():
-            call = seen.setdefault((place.label.call, index), _Seen(path))
+            call = calls.setdefault((place.label.call, index), _TappedCall(path))
             call.add(place, key, values[index])
-    return seen
+    for (number, _), call in calls.items():
+        call.names = recorder.calls[number].names
+        for slot, value in call.values.items():
+            if Label(number, *slot) in recorder.differentiated:
+                call.cotangents.setdefault(slot, np.zeros_like(value))
+    return calls
 
 
-def _is_wrapped(key: Instance, seen: Mapping[Instance, _Seen], traced: Sequence[RecordedTrace]) -> bool:
+def _is_wrapped(key: Instance, calls: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> bool:
     """Whether a wrapper with the same path makes this call: `nn.remat` calls a module inside a module."""
-    around = _parent(key, seen, traced)
-    return around is not None and seen[around].path == seen[key].path and bool(seen[around].keys["output"])
+    around = _parent(key, calls, traced)
+    return around is not None and calls[around].path == calls[key].path and bool(calls[around].keys["output"])
 
 
-def _parent(key: Instance, kept: Mapping[Instance, _Seen], traced: Sequence[RecordedTrace]) -> Instance | None:
+def _parent(key: Instance, kept: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> Instance | None:
     """The nearest enclosing call, in the same iteration of the loops that both calls are in."""
     number, index = key
     parent = traced[number].parent
@@ -155,7 +121,7 @@ def _parent(key: Instance, kept: Mapping[Instance, _Seen], traced: Sequence[Reco
     return None
 
 
-def _own(call: RecordedTrace, index: tuple[int, ...], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _own_gradients(call: RecordedTrace, index: tuple[int, ...], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The gradients of the module's own parameters; stacked gradients of a loop are indexed by the iteration."""
     selected = {}
     for name, parameter in call.parameters.items():

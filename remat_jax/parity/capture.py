@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.align import Distance, norm
+from remat_jax.parity.align import Distance, shown_norm
 
 Arrays = tuple[np.ndarray, ...]
 Cotangents = tuple["np.ndarray | None", ...]
+Slot = tuple[str, int]
+"""An array of a call: its role ("input", "output" or "state") and its number among that role's arrays."""
 
 LOSS = "loss"
 """The path of the loss, which is recorded like a module that follows the model."""
@@ -32,7 +36,7 @@ class ModuleCall:
             only; None if no cotangent arrived or the array is not floating-point.
         gradients: the gradients of the module's own parameters, by the parameter's name in the module.
         state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
-        started, finished: positions in the order of execution.
+        started: the position in the order in which calls began.
         parent: the position in the trace's `calls` of the enclosing call; None for the outermost.
         stale: the distance between the output and its recomputation from equal inputs; None if they agree.
         misled: whether the recomputation got different inputs, because an earlier module is stale.
@@ -46,7 +50,6 @@ class ModuleCall:
     input_cotangents: Cotangents
     output_cotangents: Cotangents
     started: int
-    finished: int
     parent: int | None
     gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
     state: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -71,7 +74,7 @@ class Trace:
         hidden: paths of modules called where capture is impossible, such as inside a `while` loop.
         loss: the loss as a call, from the model's outputs to a scalar.
         gradients: the gradients of all parameters, by PyTorch's names or by the paths of Flax's variables.
-        ties: PyTorch's name of a tied parameter → its other names.
+        ties: every further name of a tied parameter of PyTorch → the name under which PyTorch lists it.
     """
 
     calls: tuple[ModuleCall, ...]
@@ -79,7 +82,7 @@ class Trace:
     hidden: tuple[str, ...] = ()
     loss: ModuleCall | None = None
     gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
-    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stale(self) -> tuple[str, ...]:
@@ -87,7 +90,7 @@ class Trace:
         return tuple(call.name for call in self.calls if call.stale)
 
     def __getitem__(self, name: str) -> ModuleCall:
-        """The call of that name: a path, followed by `#1` for the second call."""
+        """The call of a name: a path, followed by `#1` for the second call."""
         for call in self.calls:
             if call.name == name:
                 return call
@@ -96,11 +99,6 @@ class Trace:
     def __contains__(self, name: str) -> bool:
         """Whether there is a call of that name."""
         return any(call.name == name for call in self.calls)
-
-    def leaves(self) -> frozenset[int]:
-        """The positions of the calls that call no other module."""
-        parents = {call.parent for call in self.calls}
-        return frozenset(index for index in range(len(self.calls)) if index not in parents)
 
     def ancestors(self, index: int) -> list[int]:
         """The positions of the calls that enclose a call, the innermost first."""
@@ -143,27 +141,55 @@ def probe(index: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(index).normal(size=shape)
 
 
-class Recomputed:
-    """The inputs and outputs of a call that changed when the call was recomputed."""
+class RecordedCall:
+    """A module call while it is recorded, with its arrays."""
 
     def __init__(self) -> None:
+        self.values: dict[Slot, np.ndarray] = {}
+        self.names: dict[Slot, str] = {}
+        self.cotangents: dict[Slot, np.ndarray] = {}
         self._changed: dict[str, Distance] = {}
 
-    def compare(self, role: str, before: np.ndarray, again: np.ndarray) -> None:
-        """Record an "input" or an "output" that changed by more than rounding."""
-        if before.shape != again.shape or not np.allclose(before, again, rtol=1e-6, atol=1e-9, equal_nan=True):
-            apart = norm(before - again) if before.shape == again.shape and before.dtype.kind == "f" else np.inf
-            self._changed.setdefault(role, Distance(apart, norm(before)))
+    def slots(self, role: str) -> list[Slot]:
+        """The slots of a role's arrays, in order."""
+        return sorted(slot for slot in self.values if slot[0] == role)
 
-    @property
-    def misled(self) -> bool:
-        """Whether the recomputation got different inputs."""
-        return "input" in self._changed
+    def arrays(self, role: str) -> Arrays:
+        """The arrays of a role, in order."""
+        return tuple(self.values[slot] for slot in self.slots(role))
 
-    @property
-    def stale(self) -> Distance | None:
-        """How far apart the outputs are, if the inputs are equal."""
-        return None if self.misled else self._changed.get("output")
+    def add_cotangent(self, slot: Slot, cotangent: np.ndarray) -> None:
+        """Add a cotangent that arrived at an array."""
+        self.cotangents[slot] = self.cotangents.get(slot, 0) + cotangent
+
+    def compare(self, slot: Slot, again: np.ndarray) -> None:
+        """Note an array whose recomputation differs by more than rounding."""
+        before = self.values[slot]
+        if not is_close(before, again):
+            comparable = before.shape == again.shape and before.dtype.kind == "f"
+            apart = shown_norm(before - again) if comparable else np.inf
+            self._changed.setdefault(slot[0], Distance(apart, shown_norm(before)))
+
+    def module_call(self, **facts: Any) -> ModuleCall:
+        """The recorded call; `facts` are the attributes that do not follow from its arrays."""
+        arrays: dict[str, Any] = {}
+        for role in ("input", "output"):
+            arrays[f"{role}s"] = self.arrays(role)
+            arrays[f"{role}_names"] = tuple(self.names.get(slot, "") for slot in self.slots(role))
+            arrays[f"{role}_cotangents"] = tuple(self.cotangents.get(slot) for slot in self.slots(role))
+        misled = "input" in self._changed
+        return ModuleCall(**facts, **arrays, stale=None if misled else self._changed.get("output"), misled=misled)
+
+
+def is_close(before: np.ndarray, again: np.ndarray) -> bool:
+    """Whether two runs of the same operation gave the same array, up to rounding."""
+    return before.shape == again.shape and np.allclose(before, again, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+def call_numbers(paths: Iterable[str]) -> list[int]:
+    """For every call, in the order in which they began, the number of earlier calls of the same module."""
+    counters = defaultdict[str, "itertools.count[int]"](itertools.count)
+    return [next(counters[path]) for path in paths]
 
 
 def in_float64(value: Any) -> np.ndarray:

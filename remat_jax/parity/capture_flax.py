@@ -12,11 +12,11 @@ import numpy as np
 from flax import nnx
 
 from remat_jax import compat
-from remat_jax.parity.assemble import Slots, assemble
+from remat_jax.parity.assemble import Owners, assemble
 from remat_jax.parity.capture import Trace, probe
 from remat_jax.parity.recorder import Recorder, tag
 from remat_jax.parity.tapped import TapPlace, evaluate, places
-from remat_jax.parity.trees import in_order
+from remat_jax.parity.trees import in_order, is_floating
 from remat_jax.porting.variables import Variables
 
 
@@ -83,24 +83,27 @@ def trace_step(
 ) -> TracedPass:
     """Trace the training step that `capture_flax` runs; `backward=False` traces the loss alone. Arguments may be shapes."""
     recorder = Recorder()
-    apply = _function(module, call)
     if isinstance(module, nnx.Module):
-        model = nnx.clone(module)
-        tag(model)
-        graph, state = nnx.split(model)
+        module = nnx.clone(module)
+        tag(module)
+        graph, state = nnx.split(module)
         variables = state if variables is None else variables
-        apply, module = _merged(graph, apply), model
+
+    def apply(variables: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(module, nnx.Module):
+            model = nnx.merge(graph, variables)
+            return model(*args, **kwargs) if call is None else call(model, *args, **kwargs)
+        return module.apply(variables, *args, **kwargs) if call is None else call(module, variables, *args, **kwargs)
 
     leaves, treedef = jax.tree.flatten((variables, inputs if isinstance(inputs, Mapping) else tuple(inputs)))
-    floating = [index for index, leaf in enumerate(leaves) if _is_floating(leaf)]
+    floating = [index for index, leaf in enumerate(leaves) if is_floating(leaf)]
     others = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf) and index not in floating]
 
     def run(variables: Any, inputs: Any) -> Any:
-        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-        outputs = apply(variables, args, kwargs)
-        recorder.outputs = tuple(tuple(x.shape) for x in (in_order(outputs) or jax.tree.leaves(outputs)) if _is_floating(x))
-        of = _probed if loss is None else loss
-        return recorder.run_loss(of, outputs) if backward else of(outputs)
+        outputs = apply(variables, **inputs) if isinstance(inputs, Mapping) else apply(variables, *inputs)
+        recorder.outputs = tuple(tuple(x.shape) for x in _floating(outputs))
+        loss_of = _probed if loss is None else loss
+        return recorder.run_loss(loss_of, outputs) if backward else loss_of(outputs)
 
     transformed = run if transform is None else transform(run)
 
@@ -111,44 +114,27 @@ def trace_step(
     arguments = tuple([leaves[index] for index in which] for which in (floating, others))
     with recorder.recording(module):
         jaxpr = jax.make_jaxpr(jax.value_and_grad(scalar) if backward else scalar)(*arguments)
-    found, hidden = places(jaxpr, recorder.paths)
+    taps, hidden = places(jaxpr, recorder.paths)
     numbers = {index: place for place, index in enumerate(floating)}
     tree = jax.tree.unflatten(treedef, [numbers.get(index) for index in range(len(leaves))])
-    return TracedPass(
-        jaxpr, [*arguments[0], *arguments[1]], found, recorder, tree, frozenset(hidden - {place.label.call for place in found})
-    )
+    unread = frozenset(hidden - {place.label.call for place in taps})
+    return TracedPass(jaxpr, [*arguments[0], *arguments[1]], taps, recorder, tree, unread)
 
 
-def _function(module: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
-    if isinstance(module, nnx.Module):
-        return lambda model, args, kwargs: (model if call is None else _with(call, model))(*args, **kwargs)
-    if call is None:
-        return lambda variables, args, kwargs: module.apply(variables, *args, **kwargs)
-    return lambda variables, args, kwargs: call(module, variables, *args, **kwargs)
-
-
-def _with(call: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: call(model, *args, **kwargs)
-
-
-def _merged(graph: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, args, kwargs: apply(nnx.merge(graph, state), args, kwargs)
+def _floating(outputs: Any) -> list[Any]:
+    return [x for x in (in_order(outputs) or jax.tree.leaves(outputs)) if is_floating(x)]
 
 
 def _probed(outputs: Any) -> Any:
-    floating = [x for x in (in_order(outputs) or jax.tree.leaves(outputs)) if _is_floating(x)]
-    return sum((jnp.sum(x * jnp.asarray(probe(k, x.shape), x.dtype)) for k, x in enumerate(floating)), jnp.zeros(()))
+    products = (x * jnp.asarray(probe(k, x.shape), x.dtype) for k, x in enumerate(_floating(outputs)))
+    return sum(map(jnp.sum, products), jnp.zeros(()))
 
 
-def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> tuple[Trace, Slots]:
+def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> tuple[Trace, Owners]:
     """Run a traced step; return its calls, and the owner of the array at each tap.
 
-    `given` maps a tap's position to the array that replaces its value. In a loop it is a list with an array per iteration;
-    None keeps the value.
+    `given` maps a tap's position to the array that replaces its value; in loops it is an array of such arrays, one for each
+    iteration. None keeps the value.
     """
     chosen = [(given or {}).get(index) for index in range(len(step.places))]
 

@@ -1,15 +1,15 @@
-"""Compares two traces: pairs their module calls and measures the distances of inputs, outputs and cotangents."""
+"""Compare two traces: pair their calls, measure how far apart their arrays are, and find the pair where they diverge."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from remat_jax.parity.align import Distance, distance, norm, pairs
-from remat_jax.parity.capture import Cotangents, ModuleCall, Trace
+from remat_jax.parity.align import Distance, distance, pairs, shown_norm
+from remat_jax.parity.capture import LOSS, Cotangents, ModuleCall, Trace
 from remat_jax.parity.match import MatchedModule
 from remat_jax.parity.tolerances import TOLERANCES
 
@@ -17,12 +17,42 @@ GRADIENT_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 STATE_NAMES = {"mean": "running_mean", "var": "running_var"}
 
 
+_OTHER_INPUTS = "the two models get different inputs"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A module that computes something different from its original.
+
+    Attributes:
+        torch_path, flax_path: the module's path in each model; "" is the whole model.
+        what: the array that differs, such as "output 0", "gradient of input 0" or "gradient of kernel".
+        error, reference: the norm of the difference, and of PyTorch's array, in float64.
+        note: a possible explanation, such as a module inside that ran in only one of the models.
+
+    >>> print(Divergence("ffn.up", "ffn/up", "output 0", error=0.5, reference=10.0))
+    ffn/up against ffn.up: output 0 is 0.5 off, of 10
+    """
+
+    torch_path: str
+    flax_path: str
+    what: str
+    error: float
+    reference: float
+    note: str = ""
+
+    def __str__(self) -> str:
+        """One line that names both modules and how far apart they are."""
+        torch, flax = (path or "(the whole model)" for path in (self.torch_path, self.flax_path))
+        line = f"{flax} against {torch}: {self.what} is {self.error:.2g} off, of {self.reference:.2g}"
+        return f"{line} ({self.note})" if self.note else line
+
+
 @dataclass(frozen=True, eq=False)
 class TensorPair:
     """A PyTorch call and a Flax call that should compute the same.
 
     Attributes:
-        torch, flax: the calls.
         around: the innermost pair of calls that encloses both; None for the outermost pair.
         distances: "input", "output", "state", "input cotangent", "output cotangent", "gradient" → label → distance, for all
             quantities present in both.
@@ -37,8 +67,9 @@ class TensorPair:
 
     def bad(self, kind: str) -> tuple[str, Distance] | None:
         """The label and the distance of the worst disagreement of a kind; None if none disagrees."""
-        wrong = {what: found for what, found in self.distances[kind].items() if found.is_bad(self.floors[kind])}
-        return max(wrong.items(), key=lambda entry: entry[1].relative(self.floors[kind]), default=None)
+        floor = self.floors[kind]
+        wrong = [(label, apart) for label, apart in self.distances[kind].items() if apart.is_bad(floor)]
+        return max(wrong, key=lambda entry: entry[1].relative(floor), default=None)
 
     @property
     def is_cut_otherwise(self) -> bool:
@@ -56,15 +87,14 @@ class TensorPair:
 
 def modules(trace: Trace) -> list[MatchedModule]:
     """The modules of a trace, each once, by first call."""
-    leaves = trace.leaves()
-    first = {call.path: (place, call) for place, call in reversed(list(enumerate(trace.calls))) if not call.number}
-    ordered = sorted(first.values(), key=lambda entry: entry[1].started)
-    return [
-        MatchedModule(
-            call.path, call.kind, call.outputs[0].size if call.outputs else None, place in leaves, bool(call.gradients)
-        )
-        for place, call in ordered
-    ]
+    parents = {call.parent for call in trace.calls}
+    first = [(call.started, place) for place, call in enumerate(trace.calls) if not call.number]
+    found = []
+    for _, place in sorted(first):
+        call = trace.calls[place]
+        size = call.outputs[0].size if call.outputs else None
+        found.append(MatchedModule(call.path, call.kind, size, place not in parents, bool(call.gradients)))
+    return found
 
 
 def compared(
@@ -77,8 +107,8 @@ def compared(
     """
     floors = _floors(torch)
     flax_places = {call.name: place for place, call in enumerate(flax.calls)}
-    owned = None if gradients is None else _by_owner(torch, matched, gradients)
-    found: dict[int, TensorPair] = {}
+    by_owner = None if gradients is None else _by_owner(torch, matched, gradients)
+    paired: dict[int, TensorPair] = {}
     # A call ends after its inner calls: in reverse order, an enclosing pair comes before its inner pairs.
     for place, call in reversed(list(enumerate(torch.calls))):
         if call.path not in matched:
@@ -88,21 +118,21 @@ def compared(
             continue
         other = flax.calls[flax_places[name]]
         outside = {id(flax.calls[index]) for index in flax.ancestors(flax_places[name])}
-        around = (found[index] for index in torch.ancestors(place) if index in found)
+        around = (paired[index] for index in torch.ancestors(place) if index in paired)
         nearest = next((pair for pair in around if id(pair.flax) in outside), None)
         # A parameter's gradient is the sum over all calls; the first call adds to it last in the backward pass.
-        known = {} if call.number else None if owned is None else owned.get(call.path, {})
-        found[place] = TensorPair(call, other, nearest, distances(call, other, known), floors)
-    losses = (
-        [TensorPair(torch.loss, flax.loss, None, distances(torch.loss, flax.loss), floors)] if torch.loss and flax.loss else []
-    )
-    return [*(found[place] for place in sorted(found)), *losses]
+        of_gradients = {} if call.number else None if by_owner is None else by_owner.get(call.path, {})
+        paired[place] = TensorPair(call, other, nearest, _distances(call, other, of_gradients), floors)
+    pairs_of_calls = [paired[place] for place in sorted(paired)]
+    if torch.loss and flax.loss:
+        pairs_of_calls.append(TensorPair(torch.loss, flax.loss, None, _distances(torch.loss, flax.loss), floors))
+    return pairs_of_calls
 
 
-def distances(
+def _distances(
     torch: ModuleCall, flax: ModuleCall, gradients: Mapping[str, Distance] | None = None
 ) -> dict[str, dict[str, Distance]]:
-    """The distances between two calls, by kind; `gradients` are the distances of the parameters' gradients, if known."""
+    """The distances between two calls, by kind; `gradients` are those of the parameters' gradients, if known."""
     inputs, outputs = pairs_of("input", torch, flax), pairs_of("output", torch, flax)
     names = {"input": _labels("input", inputs, torch, flax), "output": _labels("output", outputs, torch, flax)}
     return {
@@ -117,8 +147,7 @@ def distances(
 
 def pairs_of(role: str, torch: ModuleCall, flax: ModuleCall) -> list[tuple[int, int]]:
     """The pairs of inputs or outputs of two calls to compare, by position."""
-    names = (f"{role}s", f"{role}_names")
-    theirs, ours = ([getattr(call, name) for name in names] for call in (torch, flax))
+    theirs, ours = ((getattr(call, f"{role}s"), getattr(call, f"{role}_names")) for call in (torch, flax))
     return pairs(theirs[0], ours[0], (theirs[1], ours[1]))
 
 
@@ -141,9 +170,9 @@ def _cotangents(
     labels: Mapping[int, str], which: Sequence[tuple[int, int]], torch: Cotangents, flax: Cotangents
 ) -> Iterator[tuple[str, Distance]]:
     for i, j in which:
-        one, other = torch[i], flax[j]
-        if one is not None and other is not None:  # a gradient on one side only may belong to a constant or frozen array
-            yield f"gradient of {labels[j]}", distance(one, other)
+        theirs, ours = torch[i], flax[j]
+        if theirs is not None and ours is not None:  # a gradient on one side only may belong to a constant or frozen array
+            yield f"gradient of {labels[j]}", distance(theirs, ours)
 
 
 def _gradients(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Distance]]:
@@ -156,27 +185,117 @@ def _gradients(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Dista
 def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray]) -> dict[str, dict[str, Distance]]:
     """For every module the distances of its parameters' gradients, including those of inner modules without a counterpart."""
     called = {call.path for call in torch.calls if call.path in matched}
-    found: dict[str, dict[str, Distance]] = {}
+    by_owner: dict[str, dict[str, Distance]] = {}
     for name in torch.gradients.keys() & gradients.keys():
-        path, own = name.split("."), list[str]()
-        while not own or "/".join(path) not in called:
-            own.insert(0, path.pop())
-        also = "".join(f", the same tensor as {other}" for other in torch.ties.get(name, ()))
-        what = f"gradient of {'.'.join(own)}{also}"
-        found.setdefault("/".join(path), {})[what] = distance(torch.gradients[name], gradients[name])
-    return found
+        path, inside = name.split("."), list[str]()
+        while not inside or "/".join(path) not in called:
+            inside.insert(0, path.pop())
+        also = "".join(f", the same tensor as {other}" for other, listed in torch.ties.items() if listed == name)
+        label = f"gradient of {'.'.join(inside)}{also}"
+        by_owner.setdefault("/".join(path), {})[label] = distance(torch.gradients[name], gradients[name])
+    return by_owner
 
 
 def _floors(torch: Trace) -> dict[str, float]:
     """For every kind, the norm that a tensor must exceed: a share of the joint norm of all tensors of the kind."""
 
     def floor(arrays: Iterator[np.ndarray | None]) -> float:
-        return TOLERANCES["float64_floor"].value * math.hypot(
-            *(norm(x) for x in arrays if x is not None and x.dtype.kind == "f")
-        )
+        norms = (shown_norm(x) for x in arrays if x is not None and x.dtype.kind == "f")
+        return TOLERANCES["float64_floor"].value * math.hypot(*norms)
 
     values = floor(x for call in torch.calls for x in call.outputs)
     cotangents = floor(x for call in torch.calls for x in call.output_cotangents)
-    gradients = floor(x for call in torch.calls for x in call.gradients.values())
-    of_values = {"input": values, "output": values, "state": floor(x for call in torch.calls for x in call.state.values())}
-    return of_values | {"input cotangent": cotangents, "output cotangent": cotangents, "gradient": gradients}
+    return {
+        "input": values,
+        "output": values,
+        "state": floor(x for call in torch.calls for x in call.state.values()),
+        "input cotangent": cotangents,
+        "output cotangent": cotangents,
+        "gradient": floor(x for call in torch.calls for x in call.gradients.values()),
+    }
+
+
+# Where the calls diverge.
+
+
+def divergence_of(pair: TensorPair, what: str, apart: Distance, note: str = "") -> Divergence:
+    """The divergence of a pair's modules."""
+    return Divergence(pair.torch.name, pair.flax.name, what, apart.error, apart.reference, note)
+
+
+def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
+    """The first pair to end whose inputs agree and whose outputs, or written state, differ.
+
+    A real divergence also reaches the outputs of all enclosing modules. A mere difference in structure, such as a residual
+    connection inside the module in one model and outside in the other, does not, and is not reported.
+    """
+    for pair in pairs:
+        wrong = pair.bad("output")
+        if pair.bad("input"):
+            continue
+        if wrong and all(around.bad("output") for around in pair.all_around()):
+            module, label, apart = _other_inputs_inside(pair, pairs) or ("", "", None)
+            if apart and pair.torch.name == "":  # no enclosing module to name: name the array that the model's code makes
+                return divergence_of(pair, f"{label} of {module!r}", apart)
+            return divergence_of(pair, *wrong, f"it gives {module!r} another {label}" if apart else "")
+        if written := pair.bad("state"):
+            return divergence_of(pair, *written)
+    return _around_the_model(pairs)
+
+
+def _other_inputs_inside(pair: TensorPair, pairs: Sequence[TensorPair]) -> tuple[str, str, Distance] | None:
+    """The first module inside a pair's modules whose inputs differ, such as in their mask; the input and its distance."""
+    for inner in sorted(pairs, key=lambda inner: inner.torch.started):
+        if pair in inner.all_around() and (wrong := inner.bad("input")):
+            return inner.flax.name, *wrong
+    return None
+
+
+def _around_the_model(pairs: Sequence[TensorPair]) -> Divergence | None:
+    """A difference in the whole model's inputs, or in the processing of its outputs before the loss."""
+    whole = next((pair for pair in pairs if pair.torch.name == ""), None)
+    if whole and (given := whole.bad("input")) and whole.bad("output"):
+        return divergence_of(whole, *given, _OTHER_INPUTS)
+    loss = next((pair for pair in pairs if pair.torch.path == LOSS and pair.torch.parent is None), None)
+    if whole and loss and (made := loss.bad("input")) and not whole.bad("output"):
+        return divergence_of(whole, made[0].replace("input", "output"), made[1], "after the model, in the code that calls it")
+    return None
+
+
+def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Divergence | None:
+    """The first pair in backward order that is sound in the forward pass and makes wrong cotangents from correct ones.
+
+    A module whose recomputation is stale is named too: later modules of its block recompute from wrong inputs, and their
+    cotangents are wrong for that reason. If no module is at fault and gradients still differ, a cotangent is lost between
+    two modules, and the enclosing module is named.
+    """
+    backwards = sorted(pairs, key=lambda pair: -pair.torch.started)
+    sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output") or pair.flax.misled)]
+    for pair in sound:
+        if pair.flax.stale:
+            return divergence_of(pair, "recomputed output", pair.flax.stale)
+        wrong = pair.bad("input cotangent") or pair.bad("gradient")
+        if wrong and pair.distances["output cotangent"] and not pair.bad("output cotangent"):
+            return divergence_of(pair, *wrong)
+    if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):
+        return None
+    # Every module is right about the cotangent that it gets, so one is lost between two modules.
+    for pair in sound:
+        wrong = pair.bad("output cotangent")
+        if wrong and pair.around and not pair.around.bad("output cotangent"):
+            return divergence_of(pair.around, *wrong, f"between its modules: at {pair.flax.name!r}")
+    return None
+
+
+def noted(divergence: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Sequence[str]) -> Divergence:
+    """The divergence, with a note of the modules directly inside that only one of the models has."""
+    if divergence.note == _OTHER_INPUTS:
+        return divergence
+
+    def inside(path: str, others: Sequence[str]) -> list[str]:
+        within = [other for other in others if other.startswith(path + "/" if path else "") and other != path]
+        return [repr(other) for other in within if not any(other.startswith(outer + "/") for outer in within)]
+
+    theirs, ours = inside(divergence.torch_path, unmatched_torch), inside(divergence.flax_path, unmatched_flax)
+    unmatched = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
+    return replace(divergence, note="; ".join(filter(None, (divergence.note, *unmatched))))

@@ -1,4 +1,4 @@
-"""`compare`: whether a Flax model computes, trains and keeps in memory the same as a PyTorch model."""
+"""`compare`, and the same as an assertion: whether a Flax model computes, trains and keeps the same as a PyTorch model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from remat_jax.parity.case import make_case
 from remat_jax.parity.report import ParityReport
+from remat_jax.parity.report_data import difference_text, divergence_text
 from remat_jax.parity.runs import Comparison, Tell
 
 
@@ -96,3 +97,37 @@ def compare(
     )
     comparison = Comparison(case, progress or (lambda what, done, total: None))
     return comparison.report(memory=memory or target is not None, target=target)
+
+
+def assert_parity(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> ParityReport:
+    """Return the report of `compare`, which passed; its arguments are those.
+
+    Raises:
+        AssertionError: it has not passed; the message is the verdict, and every check and tensor that failed.
+        RematError: as `compare`.
+
+    >>> import flax.linen as nn, numpy as np, torch
+    >>> rules = "weight -> params/kernel | linear"
+    >>> dense = nn.Dense(2, use_bias=False)
+    >>> assert_parity(torch.nn.Linear(3, 2, bias=False), dense, np.ones((4, 3)), rules=rules, modes="off").passed
+    True
+    """
+    __tracebackhide__ = True  # pytest shows the line of the test
+    report = compare(torch_module, flax_module, inputs, **options)
+    if not report.passed:
+        raise AssertionError(failures(report))
+    return report
+
+
+def failures(report: ParityReport) -> str:
+    """The verdict, and a line for every check and every tensor that failed.
+
+    >>> failures(ParityReport((), (), (), "Linear", "Dense", "", ("off",), ("float64",)))
+    'NOT PASSED: a planted fault was not found, so this comparison proves nothing'
+    """
+    lines = [report.verdict()]
+    lines += [f"  {check.name}: {check.found}" for check in report.checks if not check.passed]
+    lines += [f"  {difference_text(each)}" for each in report.differences]
+    lines += [f"  {divergence_text(direction, first)}" for direction, first in report.divergences.items() if first]
+    lines += [f"  {row.kind} {row.name}: {'; '.join(row.problems) or 'not compared'}" for row in report.failed_rows]
+    return "\n".join(lines)

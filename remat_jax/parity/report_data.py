@@ -6,10 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from remat_jax.parity.kept import KeptAlone
-
-KINDS = ("output", "gradient", "state", "update")
-
 
 @dataclass
 class TensorRow:
@@ -52,7 +48,7 @@ class TensorRow:
     @property
     def error(self) -> float | None:
         """The largest relative error in float64 over all modes."""
-        return max(self.errors.values()) if self.errors else None
+        return max(self.errors.values(), default=None)
 
     def ratio(self, dtype: str) -> float | None:
         """The largest ratio of a dtype over all modes."""
@@ -106,6 +102,27 @@ class MemoryRow:
 
 
 @dataclass(frozen=True)
+class KeptAlone:
+    """Equal residuals of one framework that have no counterpart in the other.
+
+    Attributes:
+        mode, framework: the mode and the framework that save the arrays.
+        place: `device` or `host`.
+        name: the arrays' origin: `module/path:operator` in PyTorch, a residual's name in JAX.
+        shape, count: the shape of a single array, and the number of arrays.
+        bytes: the bytes of all arrays.
+    """
+
+    mode: str
+    framework: str
+    place: str
+    name: str
+    shape: tuple[int, ...]
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class ParityData:
     """The attributes of a `ParityReport`, documented there, and properties that follow from them alone."""
 
@@ -131,8 +148,8 @@ class ParityData:
     @property
     def proves(self) -> bool:
         """Whether the planted faults were detected; if not, the other results prove nothing."""
-        planted = [check for check in self.checks if check.name.startswith("planted")]
-        return bool(planted) and all(check.passed for check in planted)
+        planted = [check.passed for check in self.checks if check.name.startswith("planted")]
+        return bool(planted) and all(planted)
 
     @property
     def failed_rows(self) -> tuple[TensorRow, ...]:
@@ -153,54 +170,46 @@ class ParityData:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
-        return {
-            "passed": self.passed,
-            "proves": self.proves,
-            "verdict": self.verdict(),
-            "torch": self.torch,
-            "flax": self.flax,
-            "rules": self.rules,
-            "modes": list(self.modes),
-            "dtypes": list(self.dtypes),
-            "optimizer": self.optimizer,
-            "checks": [asdict(check) for check in self.checks],
-            "rows": [row.to_dict() for row in self.rows],
-            "memory": [asdict(row) for row in self.memory],
-            "kept_alone": [asdict(one) for one in self.kept_alone],
-            "divergences": self.divergences,
-            "hidden": list(self.hidden),
-            "differences": list(self.differences),
-        }
+        summary = {"passed": self.passed, "proves": self.proves, "verdict": self.verdict()}
+        data = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {**summary, **data, "rows": [row.to_dict() for row in self.rows]}
 
 
-def differs(one: Mapping[str, Any]) -> str:
-    """The difference in a module's settings, as text.
+def module_name(path: str) -> str:
+    """A module's path for a sentence."""
+    return path or "the whole model"
 
-    >>> differs({"path": "ln", "what": "epsilon", "torch": "1e-05", "flax": "1e-06"})
-    'epsilon is 1e-05 in PyTorch and 1e-06 in Flax'
+
+def difference_text(difference: Mapping[str, Any]) -> str:
+    """A setting in which two models differ, as one line.
+
+    >>> difference_text({"path": "ln", "what": "epsilon", "torch": "1e-05", "flax": "1e-06"})
+    'ln: epsilon is 1e-05 in PyTorch and 1e-06 in Flax'
     """
-    return f"{one['what']} is {one['torch']} in PyTorch and {one['flax']} in Flax"
+    values = f"{difference['torch']} in PyTorch and {difference['flax']} in Flax"
+    return f"{module_name(difference['path'])}: {difference['what']} is {values}"
 
 
-def said(direction: str, found: Mapping[str, Any]) -> str:
-    """One line about the first module that differs.
+def divergence_text(direction: str, divergence: Mapping[str, Any]) -> str:
+    """One line about the first module that differs in a pass.
 
-    >>> said("forward", {"torch_path": "ln", "flax_path": "norm", "what": "output 0", "error": 1e-3, "reference": 10.0})
+    >>> ln = {"torch_path": "ln", "flax_path": "norm", "what": "output 0", "error": 1e-3, "reference": 10.0}
+    >>> divergence_text("forward", ln)
     'first difference, forward: ln (norm in Flax), output 0 1.0e-04 off'
     """
-    names = f"{found['torch_path'] or 'the whole model'} ({found['flax_path'] or 'the whole model'} in Flax)"
-    note = f" ({found['note']})" if found.get("note") else ""
-    return f"first difference, {direction}: {names}, {found['what']} {relative(found):.1e} off{note}"
+    names = f"{module_name(divergence['torch_path'])} ({module_name(divergence['flax_path'])} in Flax)"
+    note = f" ({divergence['note']})" if divergence.get("note") else ""
+    return f"first difference, {direction}: {names}, {divergence['what']} {relative_error(divergence):.1e} off{note}"
 
 
-def unseen(hidden: Sequence[str]) -> str:
+def hidden_text(hidden: Sequence[str]) -> str:
     """One line about the modules that cannot be named as the first that differs.
 
-    >>> unseen(("solver/step",))
+    >>> hidden_text(("solver/step",))
     'not observed, because the code that runs them cannot be observed (such as a while loop): solver/step'
     """
     where = "the code that runs them cannot be observed (such as a while loop)"
-    return f"not observed, because {where}: {', '.join(path or 'the whole model' for path in hidden)}"
+    return f"not observed, because {where}: {', '.join(map(module_name, hidden))}"
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -212,6 +221,6 @@ def shape_text(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def relative(found: Mapping[str, Any]) -> float:
+def relative_error(divergence: Mapping[str, Any]) -> float:
     """The error of a divergence relative to its reference."""
-    return float(found["error"] / found["reference"]) if found["reference"] else float("inf")
+    return float(divergence["error"] / divergence["reference"]) if divergence["reference"] else float("inf")

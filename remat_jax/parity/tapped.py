@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -60,7 +60,6 @@ ad.primitive_jvps[tap_p] = _jvp
 ad.primitive_transposes[tap_p] = _transpose
 
 
-Path = tuple["str | None", ...]
 Depths = dict[tuple[int, int], int]  # (call, number of loops inside) → the position of the loop's index in the path
 
 # Taps are not read here: these bodies run a data-dependent number of times, or on part of the data.
@@ -80,7 +79,7 @@ class TapPlace:
 
     label: Label
     what: str
-    path: Path
+    path: tuple[str | None, ...]
     key: tuple[int | None, ...]
     loops: tuple[int, ...] = ()
 
@@ -93,20 +92,17 @@ class TapPlace:
             yield index, path, tuple(next(turns) if part is None else part for part in self.key)
 
 
-def places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]]) -> tuple[list[TapPlace], set[int]]:
+def places(jaxpr: Any, paths: Sequence[tuple[str, ...]]) -> tuple[list[TapPlace], set[int]]:
     """The taps of the closed `jaxpr` in order, and the calls whose taps cannot be read.
 
     `paths` has the module path of every call. A loop's index follows the common prefix of its modules' paths, which is the
     path of the repeated module.
     """
-    depths: Depths = {}
     hidden: set[int] = set()
-    return _places(jaxpr, paths, depths, hidden), hidden
+    return _places(jaxpr, paths, {}, hidden), hidden
 
 
-def _places(
-    jaxpr: Any, paths: Mapping[int, tuple[str, ...]], depths: dict[tuple[int, int], int], hidden: set[int]
-) -> list[TapPlace]:
+def _places(jaxpr: Any, paths: Sequence[tuple[str, ...]], depths: Depths, hidden: set[int]) -> list[TapPlace]:
     taps: list[TapPlace] = []
     for position, eqn in enumerate(jaxpr.jaxpr.eqns):
         if is_tap(eqn):
@@ -120,24 +116,21 @@ def _places(
         inner = _places(body, paths, depths, hidden)
         if eqn.primitive.name == "scan":
             inner = _looped(eqn, inner, depths)
-        taps += [TapPlace(p.label, p.what, p.path, (position, *p.key), p.loops) for p in inner]
+        taps += [replace(place, key=(position, *place.key)) for place in inner]
     return taps
 
 
 def _looped(eqn: Any, inner: list[TapPlace], depths: Depths) -> list[TapPlace]:
     """The taps of a scan's body, seen from outside; a backward loop has its index at the forward loop's position."""
-    common = len(_common([place.path for place in inner]))
+    parts_by_level = zip(*(place.path for place in inner), strict=False)
+    common = len([*itertools.takewhile(lambda parts: len(set(parts)) == 1, parts_by_level)])
     length = -eqn.params["length"] if eqn.params["reverse"] else eqn.params["length"]
-    found = []
+    looped = []
     for place in inner:
         depth = depths.setdefault((place.label.call, len(place.loops)), common)
         path = (*place.path[:depth], None, *place.path[depth:])
-        found.append(TapPlace(place.label, place.what, path, (None, *place.key), (length, *place.loops)))
-    return found
-
-
-def _common(paths: Sequence[Path]) -> Path:
-    return tuple(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+        looped.append(replace(place, path=path, key=(None, *place.key), loops=(length, *place.loops)))
+    return looped
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -146,21 +139,21 @@ def evaluate(jaxpr: Any, args: Sequence[Any], given: Sequence[Any]) -> tuple[lis
     An array in `given` replaces the value at its tap; None keeps the value.
     """
     values: list[Any] = []
-    left = iter(given)
+    remaining = iter(given)
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if is_tap(eqn):
             values.append(inputs[0])
-            other = next(left)
+            other = next(remaining)
             return [inputs[0] if other is None else np.asarray(other, inputs[0].dtype)]
-        body = _body(eqn)
+        body, is_scan = _body(eqn), eqn.primitive.name == "scan"
         count = 0 if body is None else _count(body)
         # A call without taps is evaluated equation by equation too: whole, it would be compiled on every evaluation.
-        if body is None or (eqn.primitive.name == "scan" and not (count and eqn.params["length"])):
+        if body is None or (is_scan and not (count and eqn.params["length"])):
             return None
-        mine = [next(left) for _ in range(count)]
+        inside = list(itertools.islice(remaining, count))
         with compat.eqn_context(eqn):
-            outputs, inner = _scan(eqn, body, inputs, mine) if eqn.primitive.name == "scan" else evaluate(body, inputs, mine)
+            outputs, inner = _scan(eqn, body, inputs, inside) if is_scan else evaluate(body, inputs, inside)
         values.extend(inner)
         return outputs
 
@@ -173,13 +166,14 @@ def _scan(eqn: Any, body: Any, inputs: list[Any], given: list[Any]) -> tuple[lis
     carry, length = inputs[consts : consts + carried], eqn.params["length"]
     xs = [_rows(x) for x in inputs[consts + carried :]]
     turns = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
-    made: dict[int, list[Any]] = {}
+    rows: dict[int, list[Any]] = {}
     for turn in turns:
-        mine = [None if rows is None else rows[turn] for rows in given]
-        outputs, values = evaluate(body, [*inputs[:consts], *carry, *(x[turn] for x in xs)], mine)
-        carry, made[turn] = outputs[:carried], [*outputs[carried:], *values]
-    ys = [_stacked([made[turn][k] for turn in range(length)]) for k in range(len(eqn.outvars) - carried + len(given))]
-    return [*carry, *ys[: len(eqn.outvars) - carried]], ys[len(eqn.outvars) - carried :]
+        inside = [None if values is None else values[turn] for values in given]
+        outputs, tapped = evaluate(body, [*inputs[:consts], *carry, *(x[turn] for x in xs)], inside)
+        carry, rows[turn] = outputs[:carried], [*outputs[carried:], *tapped]
+    stacked = [_stacked(column) for column in zip(*(rows[turn] for turn in range(length)), strict=True)]
+    count = len(eqn.outvars) - carried
+    return [*carry, *stacked[:count]], stacked[count:]
 
 
 def _rows(x: Any) -> Any:
@@ -187,7 +181,7 @@ def _rows(x: Any) -> Any:
     return x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
 
 
-def _stacked(rows: list[Any]) -> Any:
+def _stacked(rows: Sequence[Any]) -> Any:
     is_key = jax.dtypes.issubdtype(rows[0].dtype, jax.dtypes.extended)
     return jax.numpy.stack(rows) if is_key else np.stack([np.asarray(row) for row in rows])
 
@@ -198,18 +192,22 @@ def is_tap(eqn: Any) -> bool:
 
 
 class Running:
-    """The calls that enclose the current equation, while a jaxpr's taps are passed in order."""
+    """The calls that enclose the current equation, while a jaxpr's taps are passed in order.
 
-    def __init__(self) -> None:
-        self._calls: list[int] = []
+    `paths` has the module path of every call.
+    """
+
+    def __init__(self, paths: Sequence[tuple[str, ...]]) -> None:
+        self._paths, self._calls = paths, list[int]()
 
     @property
-    def innermost(self) -> int | None:
-        """The last call that has begun and not ended; None outside of all calls."""
-        return self._calls[-1] if self._calls else None
+    def path(self) -> str:
+        """The module path of the last call that has begun and not ended; "" outside of all calls."""
+        return "/".join(self._paths[self._calls[-1]]) if self._calls else ""
 
-    def passes(self, label: Label) -> None:
+    def passes(self, tap: Any) -> None:
         """Pass a tap: the first input begins its call, an output ends it."""
+        label = tap.params["label"]
         if label.role == "input" and label.call not in self._calls:
             self._calls.append(label.call)
         elif label.role == "output" and label.call in self._calls:
@@ -224,8 +222,6 @@ def _body(eqn: Any) -> Any | None:
 
 
 def _count(jaxpr: Any) -> int:
-    total = 0
-    for eqn in jaxpr.jaxpr.eqns:
-        body = None if is_tap(eqn) else _body(eqn)
-        total += 1 if is_tap(eqn) else 0 if body is None else _count(body)
-    return total
+    """The number of taps that can be read."""
+    inside = (body for eqn in jaxpr.jaxpr.eqns if not is_tap(eqn) and (body := _body(eqn)) is not None)
+    return sum(map(is_tap, jaxpr.jaxpr.eqns)) + sum(map(_count, inside))
