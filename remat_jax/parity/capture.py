@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +31,15 @@ class ModuleCall:
         kind: the name of the module's class.
         number: 0 for the first call of this module, 1 for its second, …
         inputs, outputs: the arrays among the arguments and the results, in order.
-        input_names, output_names: the parameter, or the key of the result, that each array belongs to; "" without a name.
         input_cotangents, output_cotangents: the loss's gradients with respect to the inputs and outputs, through this call
             only; None if no cotangent arrived or the array is not floating-point.
-        gradients: the gradients of the module's own parameters, by the parameter's name in the module.
-        state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
         started: the position in the order in which calls began.
         parent: the position in the trace's `calls` of the enclosing call; None for the outermost.
+        gradients: the gradients of the module's own parameters, by the parameter's name in the module.
+        state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
         stale: the distance between the output and its recomputation from equal inputs; None if they agree.
         misled: whether the recomputation got different inputs, because an earlier module is stale.
+        input_names, output_names: the parameter, or the key of the result, that each array belongs to; "" without a name.
     """
 
     path: str
@@ -96,49 +96,11 @@ class Trace:
                 return call
         raise KeyError(f"{name!r} is not a call of this trace: {', '.join(repr(call.name) for call in self.calls)}")
 
-    def __contains__(self, name: str) -> bool:
-        """Whether there is a call of that name."""
-        return any(call.name == name for call in self.calls)
-
-    def ancestors(self, index: int) -> list[int]:
-        """The positions of the calls that enclose a call, the innermost first."""
-        enclosing, parent = [], self.calls[index].parent
-        while parent is not None:
-            enclosing.append(parent)
-            parent = self.calls[parent].parent
-        return enclosing
-
-
-def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    """The arguments of a call with the names of the function's parameters; the name of `*args` is "".
-
-    >>> argument_names(lambda x, *rest, **options: None, (1, 2), {"mask": 3})
-    [('x', 1), ('', (2,)), ('mask', 3)]
-    """
-    try:
-        signature = inspect.signature(function)
-        bound = signature.bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return [("", args), *kwargs.items()]
-    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    named: list[tuple[str, Any]] = []
-    for name, value in bound.items():
-        if kinds[name] is inspect.Parameter.VAR_KEYWORD:
-            named += value.items()
-        else:
-            named.append(("" if kinds[name] is inspect.Parameter.VAR_POSITIONAL else name, value))
-    return named
-
-
-def probe(index: int, shape: tuple[int, ...]) -> np.ndarray:
-    """The fixed random weights of an output when no loss is given: the loss is then the weighted sum of all outputs.
-
-    Both frameworks use the same weights, so both backward passes start from equal cotangents.
-
-    >>> probe(0, (2,)).tolist() == probe(0, (2,)).tolist() != probe(1, (2,)).tolist()
-    True
-    """
-    return np.random.default_rng(index).normal(size=shape)
+    def ancestors(self, call: ModuleCall) -> Iterator[ModuleCall]:
+        """The calls that enclose a call, the innermost first."""
+        while call.parent is not None:
+            call = self.calls[call.parent]
+            yield call
 
 
 class RecordedCall:
@@ -154,10 +116,6 @@ class RecordedCall:
         """The slots of a role's arrays, in order."""
         return sorted(slot for slot in self.values if slot[0] == role)
 
-    def arrays(self, role: str) -> Arrays:
-        """The arrays of a role, in order."""
-        return tuple(self.values[slot] for slot in self.slots(role))
-
     def add_cotangent(self, slot: Slot, cotangent: np.ndarray) -> None:
         """Add a cotangent that arrived at an array."""
         self.cotangents[slot] = self.cotangents.get(slot, 0) + cotangent
@@ -171,14 +129,14 @@ class RecordedCall:
             self._changed.setdefault(slot[0], Distance(apart, shown_norm(before)))
 
     def module_call(self, **facts: Any) -> ModuleCall:
-        """The recorded call; `facts` are the attributes that do not follow from its arrays."""
-        arrays: dict[str, Any] = {}
+        """The call as a part of a trace; `facts` are the attributes that do not follow from its arrays."""
         for role in ("input", "output"):
-            arrays[f"{role}s"] = self.arrays(role)
-            arrays[f"{role}_names"] = tuple(self.names.get(slot, "") for slot in self.slots(role))
-            arrays[f"{role}_cotangents"] = tuple(self.cotangents.get(slot) for slot in self.slots(role))
+            slots = self.slots(role)
+            facts[f"{role}s"] = tuple(self.values[slot] for slot in slots)
+            facts[f"{role}_names"] = tuple(self.names.get(slot, "") for slot in slots)
+            facts[f"{role}_cotangents"] = tuple(self.cotangents.get(slot) for slot in slots)
         misled = "input" in self._changed
-        return ModuleCall(**facts, **arrays, stale=None if misled else self._changed.get("output"), misled=misled)
+        return ModuleCall(**facts, stale=None if misled else self._changed.get("output"), misled=misled)
 
 
 def is_close(before: np.ndarray, again: np.ndarray) -> bool:
@@ -190,6 +148,36 @@ def call_numbers(paths: Iterable[str]) -> list[int]:
     """For every call, in the order in which they began, the number of earlier calls of the same module."""
     counters = defaultdict[str, "itertools.count[int]"](itertools.count)
     return [next(counters[path]) for path in paths]
+
+
+def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    """The arguments of a call with the names of the function's parameters; the name of `*args` is "".
+
+    >>> argument_names(lambda x, *rest, **options: None, (1, 2), {"mask": 3})
+    [('x', 1), ('', (2,)), ('mask', 3)]
+    """
+    try:
+        signature = inspect.signature(function)
+        bound = signature.bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return [("", args), *kwargs.items()]
+    named: list[tuple[str, Any]] = []
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named += value.items()
+        else:
+            named.append(("" if kind is inspect.Parameter.VAR_POSITIONAL else name, value))
+    return named
+
+
+def probe(index: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The random weights of an output in the loss when none is given; equal in both frameworks, as all cotangents then are.
+
+    >>> probe(0, (2,)).tolist() == probe(0, (2,)).tolist() != probe(1, (2,)).tolist()
+    True
+    """
+    return np.random.default_rng(index).normal(size=shape)
 
 
 def in_float64(value: Any) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,16 @@ import numpy as np
 from flax import nnx
 
 from remat_jax import compat
-from remat_jax.parity.assemble import Owners, assemble
-from remat_jax.parity.capture import Trace, probe
-from remat_jax.parity.recorder import Recorder, tag
-from remat_jax.parity.tapped import TapPlace, evaluate, places
+from remat_jax.parity.capture import ModuleCall, RecordedCall, Trace, call_numbers, probe
+from remat_jax.parity.recorder import RecordedTrace, Recorder, tag
+from remat_jax.parity.tapped import Label, TapPlace, evaluate, places
 from remat_jax.parity.trees import in_order, is_floating
 from remat_jax.porting.variables import Variables
+
+Instance = tuple[int, tuple[int, ...]]
+"""A traced call, and the iteration of the loops around it."""
+Owners = list[dict[tuple[int, ...], Label]]
+"""For every tap, and every iteration of its loops, the array that it is on; the label's call is a position in the trace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +58,10 @@ def capture_flax(
     """Run `loss(module(*inputs))` forward and backward once; return every module's inputs, outputs and cotangents by path.
 
     `module` is a Linen module with its `variables`, or an NNX module; `variables=None` takes the NNX module's own state.
-    `inputs` is a tuple of arguments or a dict of keywords. The loss is a scalar. Without `loss` it is the sum of all outputs,
-    weighted by fixed random numbers (`capture.probe`). `call(module, variables, *inputs)` replaces a Linen model's
-    `module.apply` (train mode, RNGs, mutable collections); an NNX model is run by `call(module, *inputs)`. `transform` is
-    applied to the function of (variables, inputs) before it is differentiated, such as
-    `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`.
+    `inputs` is a tuple of arguments or a dict of keywords. The default loss is the sum of all outputs, weighted by fixed random
+    numbers. `call(module, variables, *inputs)` replaces a Linen model's `module.apply` (train mode, RNGs, mutable
+    collections); an NNX model is run by `call(module, *inputs)`. `transform` is applied to the function of (variables, inputs)
+    before it is differentiated, such as `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`.
 
     Layers in `nn.scan` or `nnx.scan` are listed one by one: `layers/0`, `layers/1`, …. A checkpointed module is listed once.
 
@@ -137,10 +141,118 @@ def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> tuple[Trac
     iteration. None keeps the value.
     """
     chosen = [(given or {}).get(index) for index in range(len(step.places))]
-
     # Evaluated operation by operation: compiling one program that returns every intermediate takes many times longer.
     outputs, values = evaluate(step.jaxpr, step.arguments, chosen)
-    arrived = [np.asarray(value) for value in values]
     tree = jax.tree.map(lambda number: np.asarray(outputs[1 + number]), step.numbers)[0] if len(outputs) > 1 else None
     gradients = {} if tree is None else Variables(tree, trainable=True).leaves
-    return assemble(step.places, step.recorder, step.hidden, arrived, gradients)
+    return _assembled(step, [np.asarray(value) for value in values], gradients)
+
+
+# The calls of a step.
+
+
+def _assembled(step: TracedPass, arrived: Sequence[np.ndarray], gradients: Mapping[str, np.ndarray]) -> tuple[Trace, Owners]:
+    """The calls of a step: `arrived` has each tap's array, stacked over its loops; `gradients` are by variable path."""
+    recorder, traced = step.recorder, step.recorder.calls
+    tapped = _collected(step.places, arrived, recorder)
+    kept = {key: call for key, call in tapped.items() if call.keys["output"] and not _is_wrapped(key, tapped, traced)}
+    begun = sorted(kept, key=lambda key: (kept[key].started, key[0]))
+    ended = sorted(kept, key=lambda key: (max(kept[key].keys["output"]), -key[0]))
+    started = {key: place for place, key in enumerate(begun)}
+    numbers = dict(zip(begun, call_numbers(kept[key].path for key in begun), strict=True))
+    place_of = {key: place for place, key in enumerate(ended)}
+    calls: dict[Instance, ModuleCall] = {}
+    for key in ended:
+        call, record, around = kept[key], traced[key[0]], _parent(key, kept, traced)
+        calls[key] = call.module_call(
+            path=call.path,
+            kind=type(record.module).__name__,
+            number=numbers[key],
+            started=started[key],
+            parent=None if around is None else place_of[around],
+            gradients=_own_gradients(record, key[1], gradients),
+            state={record.state[slot[1]]: call.values[slot] for slot in call.slots("state")},
+        )
+    # The loss ends after all modules, so removing it keeps the positions of their calls.
+    loss = None if recorder.loss is None else calls.pop((recorder.loss, ()), None)
+    hidden = tuple(sorted({"/".join(traced[number].path) for number in step.hidden}))
+    trace = Trace(tuple(calls.values()), recorder.outputs, hidden, loss, gradients)
+    return trace, _owners(step.places, kept, place_of)
+
+
+def _owners(places: Sequence[TapPlace], kept: Mapping[Instance, _TappedCall], place_of: Mapping[Instance, int]) -> Owners:
+    owners: Owners = []
+    for place in places:
+        call, role, number = place.label
+        owners.append({})
+        for index, _, _ in place.instances():
+            if (call, index) in kept:
+                numbers = [slot[1] for slot in kept[call, index].slots(role)]
+                owners[-1][index] = Label(place_of[call, index], role, numbers.index(number))
+    return owners
+
+
+class _TappedCall(RecordedCall):
+    """A call, with the positions of its taps in the order of execution."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.keys: dict[str, list[tuple[int, ...]]] = {"input": [], "output": [], "state": []}
+
+    @property
+    def started(self) -> tuple[int, ...]:
+        return min(self.keys["input"] or self.keys["output"])
+
+    def add(self, place: TapPlace, key: tuple[int, ...], value: np.ndarray) -> None:
+        slot = (place.label.role, place.label.number)
+        if place.what == "cotangent":
+            self.add_cotangent(slot, value)
+        elif slot in self.values:  # a second value at a tap is a recomputation
+            self.compare(slot, value)
+        else:
+            self.values[slot] = value
+            self.keys[place.label.role].append(key)
+
+
+def _collected(places: Sequence[TapPlace], arrived: Sequence[np.ndarray], recorder: Recorder) -> dict[Instance, _TappedCall]:
+    calls: dict[Instance, _TappedCall] = {}
+    for place, values in zip(places, arrived, strict=True):
+        for index, path, key in place.instances():
+            call = calls.setdefault((place.label.call, index), _TappedCall(path))
+            call.add(place, key, values[index])
+    for (number, _), call in calls.items():
+        call.names = recorder.calls[number].names
+        for slot, value in call.values.items():
+            if Label(number, *slot) in recorder.differentiated:
+                call.cotangents.setdefault(slot, np.zeros_like(value))
+    return calls
+
+
+def _is_wrapped(key: Instance, calls: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> bool:
+    """Whether a wrapper with the same path makes this call: `nn.remat` calls a module inside a module."""
+    around = _parent(key, calls, traced)
+    return around is not None and calls[around].path == calls[key].path and bool(calls[around].keys["output"])
+
+
+def _parent(key: Instance, kept: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> Instance | None:
+    """The nearest enclosing call, in the same iteration of the loops that both calls are in."""
+    number, index = key
+    parent = traced[number].parent
+    while parent is not None:
+        for length in range(len(index), -1, -1):
+            if (parent, index[:length]) in kept:
+                return parent, index[:length]
+        parent = traced[parent].parent
+    return None
+
+
+def _own_gradients(call: RecordedTrace, index: tuple[int, ...], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The gradients of the module's own parameters; stacked gradients of a loop are indexed by the iteration."""
+    selected = {}
+    for name, parameter in call.parameters.items():
+        path = re.sub(r"/(\d+)(?=/|$)", r"_\1", "/".join(("params", *call.path, name)))
+        whole = gradients.get(path)
+        if whole is not None and whole.ndim >= len(index) and whole.shape[len(index) :] == parameter.shape:
+            selected[name] = whole[index]
+    return selected

@@ -19,10 +19,10 @@ Loss = Callable[[Any], Any]
 def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: Callable[..., Any] | None = None) -> Trace:
     """Run `loss(module(*inputs))` forward and backward once; return every module's inputs, outputs and cotangents by path.
 
-    `inputs` is a tuple of arguments or a dict of keywords, of tensors or arrays; floating-point inputs get gradients. The loss
-    is a scalar. Without `loss` it is the sum of all outputs, weighted by fixed random numbers (`capture.probe`).
-    `call(module, *inputs)` replaces `module(*inputs)`. A checkpointed module is listed once, with the values of its forward
-    pass. Existing gradients of parameters are kept. A module whose `forward` is called directly is not recorded.
+    `inputs` is a tuple of arguments or a dict of keywords, of tensors or arrays; floating-point inputs get gradients. The
+    default loss is the sum of all outputs, weighted by fixed random numbers. `call(module, *inputs)` replaces
+    `module(*inputs)`. A checkpointed module is listed once, with the values of its forward pass. Existing gradients of
+    parameters are kept. A module whose `forward` is called directly is not recorded.
 
     >>> import torch
     >>> trace = capture_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), (np.ones((1, 3)),))
@@ -116,7 +116,8 @@ class _Recorder:
         _map_tensors(arguments, lambda tensor: arrays.append(as_numpy(tensor)))
 
         def fits(call: _HookedCall) -> tuple[bool, bool, int]:
-            same = all(map(is_close, call.arrays("input"), arrays))
+            before = (call.values[slot] for slot in call.slots("input"))
+            same = all(map(is_close, before, arrays))
             return not call.has_graph, same, call.started
 
         return max((call for call in self.calls if call.module is module), key=fits, default=None)

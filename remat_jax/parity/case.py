@@ -52,8 +52,46 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """The arguments of both models: arrays by name, and other values unchanged."""
+
+    arrays: Arrays
+    others: dict[str, Any]
+    positional: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, inputs: Any) -> Inputs:
+        """Read a tuple of positional arguments, a dictionary of keywords, or a single array."""
+        if isinstance(inputs, Mapping):
+            named, positional = {str(name): value for name, value in inputs.items()}, None
+        else:
+            arguments = inputs if isinstance(inputs, tuple | list) else (inputs,)
+            named = {str(index): value for index, value in enumerate(arguments)}
+            positional = tuple(named)
+        arrays = {name: as_numpy(value) for name, value in named.items() if is_torch(value) or hasattr(value, "__array__")}
+        spoilt = [name for name, x in arrays.items() if is_floating(x) and np.isnan(x.astype(np.float64)).any()]
+        if spoilt:
+            raise ArgumentError(f"inputs: {', '.join(spoilt)} holds NaN, which cannot be compared; give numbers")
+        if not arrays:
+            raise ArgumentError(f"inputs={inputs!r}: expected arrays: a tuple of arguments, or a dictionary of keywords")
+        return cls(arrays, {name: value for name, value in named.items() if name not in arrays}, positional)
+
+    @property
+    def floating(self) -> list[str]:
+        """The names of the floating-point arrays, which have gradients."""
+        return [name for name, array in self.arrays.items() if is_floating(array)]
+
+    def arguments(self, arrays: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments with the given arrays."""
+        by_name = {**self.others, **arrays}
+        if self.positional is None:
+            return (), by_name
+        return tuple(by_name[name] for name in self.positional), {}
+
+
+@dataclass
 class Case:
-    """The checked arguments of a comparison, documented in `compare`."""
+    """The arguments of `compare`, which documents them and their errors; they are checked, and nothing is run."""
 
     torch_module: Any
     flax_module: Any
@@ -65,12 +103,34 @@ class Case:
     flax_blocks: Any
     modes: tuple[str, ...]
     optimizer: Optimizer | OptimizerPair | None
-    steps: int
     dtypes: tuple[str, ...]
+    steps: int
     torch_call: Call
     flax_call: Call
     excite: bool
     keep_float64: bool
+
+    def __post_init__(self) -> None:
+        require_torch()
+        module, flax = self.torch_module, self.flax_module
+        if not _is_module(module) and (_is_flax(module) or not _is_function(module)):
+            raise ArgumentError(f"torch_module={_short(module)}: expected a torch.nn.Module, or a function that builds one")
+        if wrapped := wrapper_text(flax):
+            raise ArgumentError(wrapped)
+        if not _is_flax(flax) and (_is_module(flax) or not _is_function(flax)):
+            raise ArgumentError(
+                f"flax_module={_short(flax)}: expected a Linen or NNX module, or a function of a dtype that makes one"
+            )
+        self.inputs = Inputs.of(self.inputs)
+        self.rules = None if isinstance(self.rules, str) and self.rules.strip() == "auto" else as_rules(self.rules)
+        self.loss = _losses(self.loss)
+        self.torch_blocks = _torch_blocks(self.torch_blocks)
+        self.modes = _modes(self.modes)
+        self.optimizer = as_optimizer(self.optimizer)
+        self.steps = _steps(self.steps)
+        self.dtypes = _dtypes(self.dtypes)
+        self.torch_call = self.torch_call or _plain_call
+        self.flax_call = self.flax_call or _plain_call
 
     @functools.cached_property
     def builds(self) -> bool:
@@ -110,76 +170,6 @@ class Case:
         return run
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments of both models: arrays by name, and other values unchanged."""
-
-    arrays: Arrays
-    others: dict[str, Any]
-    positional: tuple[str, ...] | None
-
-    @classmethod
-    def of(cls, inputs: Any) -> Inputs:
-        """Read a tuple of positional arguments, a dictionary of keywords, or a single array."""
-        if isinstance(inputs, Mapping):
-            named, positional = {str(name): value for name, value in inputs.items()}, None
-        else:
-            arguments = inputs if isinstance(inputs, tuple | list) else (inputs,)
-            named = {str(index): value for index, value in enumerate(arguments)}
-            positional = tuple(named)
-        arrays = {name: as_numpy(value) for name, value in named.items() if is_torch(value) or hasattr(value, "__array__")}
-        spoilt = [name for name, x in arrays.items() if is_floating(x) and np.isnan(x.astype(np.float64)).any()]
-        if spoilt:
-            raise ArgumentError(f"inputs: {', '.join(spoilt)} holds NaN, which cannot be compared; give numbers")
-        if not arrays:
-            raise ArgumentError(f"inputs={inputs!r}: expected arrays: a tuple of arguments, or a dictionary of keywords")
-        return cls(arrays, {name: value for name, value in named.items() if name not in arrays}, positional)
-
-    @property
-    def floating(self) -> list[str]:
-        """The names of the floating-point arrays, which have gradients."""
-        return [name for name, array in self.arrays.items() if is_floating(array)]
-
-    def arguments(self, arrays: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments with the given arrays."""
-        by_name = {**self.others, **arrays}
-        if self.positional is None:
-            return (), by_name
-        return tuple(by_name[name] for name in self.positional), {}
-
-
-def make_case(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> Case:
-    """Check the arguments of `compare`, which names the errors; nothing is run."""
-    require_torch()
-    if not _is_module(torch_module) and (_is_flax(torch_module) or not _is_function(torch_module)):
-        raise ArgumentError(f"torch_module={_short(torch_module)}: expected a torch.nn.Module, or a function that builds one")
-    if wrapped := wrapper_text(flax_module):
-        raise ArgumentError(wrapped)
-    if not _is_flax(flax_module) and (_is_module(flax_module) or not _is_function(flax_module)):
-        raise ArgumentError(
-            f"flax_module={_short(flax_module)}: expected a Linen or NNX module, or a function of a dtype that makes one"
-        )
-    rules = options["rules"]
-    return Case(
-        torch_module=torch_module,
-        flax_module=flax_module,
-        inputs=Inputs.of(inputs),
-        rules=None if isinstance(rules, str) and rules.strip() == "auto" else as_rules(rules),
-        variables=options["variables"],
-        loss=_losses(options["loss"]),
-        torch_blocks=_torch_blocks(options["torch_blocks"]),
-        flax_blocks=options["flax_blocks"],
-        modes=_modes(options["modes"]),
-        optimizer=as_optimizer(options["optimizer"]),
-        steps=_steps(options["steps"]),
-        dtypes=_dtypes(options["dtypes"]),
-        torch_call=options["torch_call"] or plain_call,
-        flax_call=options["flax_call"] or plain_call,
-        excite=bool(options["excite"]),
-        keep_float64=bool(options["keep_float64"]),
-    )
-
-
 def require_torch() -> None:
     """Raise UnsupportedError if PyTorch is not installed."""
     try:
@@ -204,8 +194,7 @@ def running(argument: str, what: str = RUN) -> Iterator[None]:
         raise ArgumentError(f"{argument} cannot be {what}: {described(error)}{hint}") from error
 
 
-def plain_call(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a model directly."""
+def _plain_call(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 

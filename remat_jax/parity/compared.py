@@ -106,24 +106,21 @@ def compared(
     name in matched modules are compared.
     """
     floors = _floors(torch)
-    flax_places = {call.name: place for place, call in enumerate(flax.calls)}
+    by_path = {(call.path, call.number): call for call in flax.calls}
     by_owner = None if gradients is None else _by_owner(torch, matched, gradients)
-    paired: dict[int, TensorPair] = {}
+    paired: dict[ModuleCall, TensorPair] = {}
     # A call ends after its inner calls: in reverse order, an enclosing pair comes before its inner pairs.
-    for place, call in reversed(list(enumerate(torch.calls))):
-        if call.path not in matched:
+    for call in reversed(torch.calls):
+        other = by_path.get((matched.get(call.path), call.number))
+        if other is None:
             continue
-        name = matched[call.path] + (f"#{call.number}" if call.number else "")
-        if name not in flax_places:
-            continue
-        other = flax.calls[flax_places[name]]
-        outside = {id(flax.calls[index]) for index in flax.ancestors(flax_places[name])}
-        around = (paired[index] for index in torch.ancestors(place) if index in paired)
-        nearest = next((pair for pair in around if id(pair.flax) in outside), None)
+        outside = set(flax.ancestors(other))
+        around = (paired[outer] for outer in torch.ancestors(call) if outer in paired)
+        nearest = next((pair for pair in around if pair.flax in outside), None)
         # A parameter's gradient is the sum over all calls; the first call adds to it last in the backward pass.
         of_gradients = {} if call.number else None if by_owner is None else by_owner.get(call.path, {})
-        paired[place] = TensorPair(call, other, nearest, _distances(call, other, of_gradients), floors)
-    pairs_of_calls = [paired[place] for place in sorted(paired)]
+        paired[call] = TensorPair(call, other, nearest, _distances(call, other, of_gradients), floors)
+    pairs_of_calls = list(paired.values())[::-1]
     if torch.loss and flax.loss:
         pairs_of_calls.append(TensorPair(torch.loss, flax.loss, None, _distances(torch.loss, flax.loss), floors))
     return pairs_of_calls

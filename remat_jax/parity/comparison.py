@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from remat_jax.parity.case import make_case
+from remat_jax.parity.case import Case
 from remat_jax.parity.report import ParityReport
 from remat_jax.parity.report_data import difference_text, divergence_text
 from remat_jax.parity.runs import Comparison, Tell
@@ -77,7 +77,7 @@ def compare(
     >>> report.passed, report.proves, len(report.rows)
     (True, True, 5)
     """
-    case = make_case(
+    case = Case(
         torch_module,
         flax_module,
         inputs,

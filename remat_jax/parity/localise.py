@@ -15,9 +15,8 @@ from flax import nnx
 
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.align import best_layout, pairs, visible
-from remat_jax.parity.assemble import Owners
 from remat_jax.parity.capture import Trace, in_float64
-from remat_jax.parity.capture_flax import TracedPass, read, trace_step
+from remat_jax.parity.capture_flax import Owners, TracedPass, read, trace_step
 from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.case import running
 from remat_jax.parity.compared import (
@@ -204,7 +203,7 @@ def _wide(module: Any, variables: Any, inputs: Any) -> Iterator[tuple[Any, Any, 
 
 def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
     # A `torch_call` or `flax_call` that calls only submodules records no call of the whole model.
-    whole = [trace[""].outputs for trace in (torch, flax) if "" in trace]
+    whole = [call.outputs for trace in (torch, flax) for call in trace.calls if call.name == ""]
     comparable = len(whole) < 2 or pairs(whole[0], whole[1])
     if not comparable or (probed and torch.outputs != flax.outputs):
         raise ArgumentError(
