@@ -13,16 +13,17 @@ import numpy as np
 from flax import nnx
 
 from remat_jax import compat
-from remat_jax.parity.capture import ModuleCall, RecordedCall, Trace, call_numbers, probe
+from remat_jax.core.walk import equations
+from remat_jax.parity.capture import ModuleCall, RecordedCall, Slot, Trace, call_numbers, probe
 from remat_jax.parity.recorder import RecordedTrace, Recorder, tag
-from remat_jax.parity.tapped import Label, TapPlace, evaluate, places
+from remat_jax.parity.tapped import Label, TapVisit, evaluate, is_tap, visits
 from remat_jax.parity.trees import in_order, is_floating
 from remat_jax.porting.variables import Variables
 
 Instance = tuple[int, tuple[int, ...]]
 """A traced call, and the iteration of the loops around it."""
-Owners = list[dict[tuple[int, ...], Label]]
-"""For every tap, and every iteration of its loops, the array that it is on; the label's call is a position in the trace."""
+Owners = list["Label | None"]
+"""For every visit of a tap, the array that it is on; the label's call is a position in the trace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class TracedPass:
     Attributes:
         jaxpr: takes the arrays of (variables, inputs), floating-point arrays first; gives the loss and their gradients.
         arguments: the arrays that the jaxpr takes.
-        places: the jaxpr's taps, in order.
+        visits: the jaxpr's taps, in the order of execution.
         recorder: the calls that the taps belong to.
         numbers: a tree like (variables, inputs) with each gradient's position; None for leaves that are not floating-point.
         hidden: the calls whose taps cannot be read.
@@ -40,7 +41,7 @@ class TracedPass:
 
     jaxpr: Any
     arguments: list[Any]
-    places: list[TapPlace]
+    visits: list[TapVisit]
     recorder: Recorder
     numbers: Any
     hidden: frozenset[int]
@@ -118,11 +119,12 @@ def trace_step(
     arguments = tuple([leaves[index] for index in which] for which in (floating, others))
     with recorder.recording(module):
         jaxpr = jax.make_jaxpr(jax.value_and_grad(scalar) if backward else scalar)(*arguments)
-    taps, hidden = places(jaxpr, recorder.paths)
+    reached = visits(jaxpr, recorder.paths)
+    tapped = {eqn.params["label"].call for eqn in equations(jaxpr) if is_tap(eqn)}
     numbers = {index: place for place, index in enumerate(floating)}
     tree = jax.tree.unflatten(treedef, [numbers.get(index) for index in range(len(leaves))])
-    unread = frozenset(hidden - {place.label.call for place in taps})
-    return TracedPass(jaxpr, [*arguments[0], *arguments[1]], taps, recorder, tree, unread)
+    hidden = frozenset(tapped - {visit.label.call for visit in reached})
+    return TracedPass(jaxpr, [*arguments[0], *arguments[1]], reached, recorder, tree, hidden)
 
 
 def _floating(outputs: Any) -> list[Any]:
@@ -135,14 +137,9 @@ def _probed(outputs: Any) -> Any:
 
 
 def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> tuple[Trace, Owners]:
-    """Run a traced step; return its calls, and the owner of the array at each tap.
-
-    `given` maps a tap's position to the array that replaces its value; in loops it is an array of such arrays, one for each
-    iteration. None keeps the value.
-    """
-    chosen = [(given or {}).get(index) for index in range(len(step.places))]
+    """Run a traced step; return its calls, and the owner of the array at each tap. `given` is as in `evaluate`."""
     # Evaluated operation by operation: compiling one program that returns every intermediate takes many times longer.
-    outputs, values = evaluate(step.jaxpr, step.arguments, chosen)
+    outputs, values = evaluate(step.jaxpr, step.arguments, given or {})
     tree = jax.tree.map(lambda number: np.asarray(outputs[1 + number]), step.numbers)[0] if len(outputs) > 1 else None
     gradients = {} if tree is None else Variables(tree, trainable=True).leaves
     return _assembled(step, [np.asarray(value) for value in values], gradients)
@@ -151,14 +148,13 @@ def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> tuple[Trac
 # The calls of a step.
 
 
-def _assembled(step: TracedPass, arrived: Sequence[np.ndarray], gradients: Mapping[str, np.ndarray]) -> tuple[Trace, Owners]:
-    """The calls of a step: `arrived` has each tap's array, stacked over its loops; `gradients` are by variable path."""
+def _assembled(step: TracedPass, values: Sequence[np.ndarray], gradients: Mapping[str, np.ndarray]) -> tuple[Trace, Owners]:
+    """The calls of a step, from the values at its taps; `gradients` are by variable path."""
     recorder, traced = step.recorder, step.recorder.calls
-    tapped = _collected(step.places, arrived, recorder)
-    kept = {key: call for key, call in tapped.items() if call.keys["output"] and not _is_wrapped(key, tapped, traced)}
-    begun = sorted(kept, key=lambda key: (kept[key].started, key[0]))
-    ended = sorted(kept, key=lambda key: (max(kept[key].keys["output"]), -key[0]))
-    started = {key: place for place, key in enumerate(begun)}
+    tapped = _tapped_calls(step, values)
+    kept = {key: call for key, call in tapped.items() if call.ended >= 0 and not _is_wrapped(key, tapped, traced)}
+    begun = sorted(kept, key=lambda key: kept[key].started)
+    ended = sorted(kept, key=lambda key: kept[key].ended)
     numbers = dict(zip(begun, call_numbers(kept[key].path for key in begun), strict=True))
     place_of = {key: place for place, key in enumerate(ended)}
     calls: dict[Instance, ModuleCall] = {}
@@ -168,7 +164,7 @@ def _assembled(step: TracedPass, arrived: Sequence[np.ndarray], gradients: Mappi
             path=call.path,
             kind=type(record.module).__name__,
             number=numbers[key],
-            started=started[key],
+            started=call.started,
             parent=None if around is None else place_of[around],
             gradients=_own_gradients(record, key[1], gradients),
             state={record.state[slot[1]]: call.values[slot] for slot in call.slots("state")},
@@ -176,55 +172,44 @@ def _assembled(step: TracedPass, arrived: Sequence[np.ndarray], gradients: Mappi
     # The loss ends after all modules, so removing it keeps the positions of their calls.
     loss = None if recorder.loss is None else calls.pop((recorder.loss, ()), None)
     hidden = tuple(sorted({"/".join(traced[number].path) for number in step.hidden}))
-    trace = Trace(tuple(calls.values()), recorder.outputs, hidden, loss, gradients)
-    return trace, _owners(step.places, kept, place_of)
-
-
-def _owners(places: Sequence[TapPlace], kept: Mapping[Instance, _TappedCall], place_of: Mapping[Instance, int]) -> Owners:
     owners: Owners = []
-    for place in places:
-        call, role, number = place.label
-        owners.append({})
-        for index, _, _ in place.instances():
-            if (call, index) in kept:
-                numbers = [slot[1] for slot in kept[call, index].slots(role)]
-                owners[-1][index] = Label(place_of[call, index], role, numbers.index(number))
-    return owners
+    for visit in step.visits:
+        key, role = (visit.label.call, visit.index), visit.label.role
+        position = kept[key].slots(role).index(visit.label[1:]) if key in kept else 0
+        owners.append(Label(place_of[key], role, position) if key in kept else None)
+    return Trace(tuple(calls.values()), recorder.outputs, hidden, loss, gradients), owners
 
 
 class _TappedCall(RecordedCall):
-    """A call, with the positions of its taps in the order of execution."""
+    """A call, with the numbers of the visits at which it began and ended; -1 if no output was visited."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, names: dict[Slot, str]) -> None:
         super().__init__()
-        self.path = path
-        self.keys: dict[str, list[tuple[int, ...]]] = {"input": [], "output": [], "state": []}
+        self.path, self.names, self.ended = path, names, -1
+        self.first: dict[str, int] = {}
 
     @property
-    def started(self) -> tuple[int, ...]:
-        return min(self.keys["input"] or self.keys["output"])
-
-    def add(self, place: TapPlace, key: tuple[int, ...], value: np.ndarray) -> None:
-        slot = (place.label.role, place.label.number)
-        if place.what == "cotangent":
-            self.add_cotangent(slot, value)
-        elif slot in self.values:  # a second value at a tap is a recomputation
-            self.compare(slot, value)
-        else:
-            self.values[slot] = value
-            self.keys[place.label.role].append(key)
+    def started(self) -> int:
+        return self.first["input" if "input" in self.first else "output"]
 
 
-def _collected(places: Sequence[TapPlace], arrived: Sequence[np.ndarray], recorder: Recorder) -> dict[Instance, _TappedCall]:
+def _tapped_calls(step: TracedPass, values: Sequence[np.ndarray]) -> dict[Instance, _TappedCall]:
     calls: dict[Instance, _TappedCall] = {}
-    for place, values in zip(places, arrived, strict=True):
-        for index, path, key in place.instances():
-            call = calls.setdefault((place.label.call, index), _TappedCall(path))
-            call.add(place, key, values[index])
+    for time, (visit, value) in enumerate(zip(step.visits, values, strict=True)):
+        number, role, _ = visit.label
+        call = calls.setdefault((number, visit.index), _TappedCall(visit.path, step.recorder.calls[number].names))
+        slot = visit.label[1:]
+        if visit.what == "cotangent":
+            call.add_cotangent(slot, value)
+        elif slot in call.values:  # a second value at a tap is a recomputation
+            call.compare(slot, value)
+        else:
+            call.values[slot] = value
+            call.first.setdefault(role, time)
+            call.ended = time if role == "output" else call.ended
     for (number, _), call in calls.items():
-        call.names = recorder.calls[number].names
         for slot, value in call.values.items():
-            if Label(number, *slot) in recorder.differentiated:
+            if Label(number, *slot) in step.recorder.differentiated:
                 call.cotangents.setdefault(slot, np.zeros_like(value))
     return calls
 
@@ -232,7 +217,7 @@ def _collected(places: Sequence[TapPlace], arrived: Sequence[np.ndarray], record
 def _is_wrapped(key: Instance, calls: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> bool:
     """Whether a wrapper with the same path makes this call: `nn.remat` calls a module inside a module."""
     around = _parent(key, calls, traced)
-    return around is not None and calls[around].path == calls[key].path and bool(calls[around].keys["output"])
+    return around is not None and calls[around].path == calls[key].path and calls[around].ended >= 0
 
 
 def _parent(key: Instance, kept: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> Instance | None:

@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from remat_jax.parity.align import Distance, distance, pairs, shown_norm
-from remat_jax.parity.capture import LOSS, Cotangents, ModuleCall, Trace
+from remat_jax.parity.capture import LOSS, ModuleCall, Trace
 from remat_jax.parity.match import MatchedModule
 from remat_jax.parity.tolerances import TOLERANCES
 
-GRADIENT_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
-STATE_NAMES = {"mean": "running_mean", "var": "running_var"}
-
-
+_GRADIENT_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+_STATE_NAMES = {"mean": "running_mean", "var": "running_var"}
 _OTHER_INPUTS = "the two models get different inputs"
 
 
@@ -71,6 +69,10 @@ class TensorPair:
         wrong = [(label, apart) for label, apart in self.distances[kind].items() if apart.is_bad(floor)]
         return max(wrong, key=lambda entry: entry[1].relative(floor), default=None)
 
+    def divergence(self, what: str, apart: Distance, note: str = "") -> Divergence:
+        """The divergence of the pair's modules."""
+        return Divergence(self.torch.name, self.flax.name, what, apart.error, apart.reference, note)
+
     @property
     def is_cut_otherwise(self) -> bool:
         """Whether the output cotangent differs but all results agree: then the dropped part lies outside this pair."""
@@ -87,14 +89,13 @@ class TensorPair:
 
 def modules(trace: Trace) -> list[MatchedModule]:
     """The modules of a trace, each once, by first call."""
-    parents = {call.parent for call in trace.calls}
-    first = [(call.started, place) for place, call in enumerate(trace.calls) if not call.number]
-    found = []
-    for _, place in sorted(first):
-        call = trace.calls[place]
-        size = call.outputs[0].size if call.outputs else None
-        found.append(MatchedModule(call.path, call.kind, size, place not in parents, bool(call.gradients)))
-    return found
+    callers = {trace.calls[call.parent].name for call in trace.calls if call.parent is not None}
+    first = sorted((call for call in trace.calls if not call.number), key=lambda call: call.started)
+    sizes = [call.outputs[0].size if call.outputs else None for call in first]
+    return [
+        MatchedModule(call.path, call.kind, size, call.name not in callers, bool(call.gradients))
+        for call, size in zip(first, sizes, strict=True)
+    ]
 
 
 def compared(
@@ -102,8 +103,7 @@ def compared(
 ) -> list[TensorPair]:
     """The pairs of calls of matched modules, in the order in which PyTorch's calls ended; the loss is the last.
 
-    `gradients` are Flax's gradients by PyTorch's parameter names, from a weight map. Without them, parameters with the same
-    name in matched modules are compared.
+    `gradients` are Flax's by PyTorch's parameter names, from a weight map; without them, names in matched modules decide.
     """
     floors = _floors(torch)
     by_path = {(call.path, call.number): call for call in flax.calls}
@@ -130,51 +130,40 @@ def _distances(
     torch: ModuleCall, flax: ModuleCall, gradients: Mapping[str, Distance] | None = None
 ) -> dict[str, dict[str, Distance]]:
     """The distances between two calls, by kind; `gradients` are those of the parameters' gradients, if known."""
-    inputs, outputs = pairs_of("input", torch, flax), pairs_of("output", torch, flax)
-    names = {"input": _labels("input", inputs, torch, flax), "output": _labels("output", outputs, torch, flax)}
-    return {
-        "input": {names["input"][j]: distance(torch.inputs[i], flax.inputs[j]) for i, j in inputs},
-        "output": {names["output"][j]: distance(torch.outputs[i], flax.outputs[j]) for i, j in outputs},
+    distances = {
         "state": dict(_state(torch, flax)),
-        "input cotangent": dict(_cotangents(names["input"], inputs, torch.input_cotangents, flax.input_cotangents)),
-        "output cotangent": dict(_cotangents(names["output"], outputs, torch.output_cotangents, flax.output_cotangents)),
         "gradient": dict(_gradients(torch, flax) if gradients is None else gradients),
     }
+    for role in ("input", "output"):
+        distances[role], distances[f"{role} cotangent"] = {}, {}
+        names, torch_names = getattr(flax, f"{role}_names"), getattr(torch, f"{role}_names")
+        for i, j in pairs_of(role, torch, flax):
+            # An array is labelled by a name that is unique and in both calls, else by its number.
+            is_named = names[j] and names[j] == torch_names[i] and names.count(names[j]) == 1
+            label = f"{role} {names[j] if is_named else j}"
+            distances[role][label] = distance(getattr(torch, f"{role}s")[i], getattr(flax, f"{role}s")[j])
+            theirs, ours = getattr(torch, f"{role}_cotangents")[i], getattr(flax, f"{role}_cotangents")[j]
+            if theirs is not None and ours is not None:  # one side's alone may belong to a constant or frozen array
+                distances[f"{role} cotangent"][f"gradient of {label}"] = distance(theirs, ours)
+    return distances
 
 
 def pairs_of(role: str, torch: ModuleCall, flax: ModuleCall) -> list[tuple[int, int]]:
     """The pairs of inputs or outputs of two calls to compare, by position."""
-    theirs, ours = ((getattr(call, f"{role}s"), getattr(call, f"{role}_names")) for call in (torch, flax))
-    return pairs(theirs[0], ours[0], (theirs[1], ours[1]))
-
-
-def _labels(role: str, which: Sequence[tuple[int, int]], torch: ModuleCall, flax: ModuleCall) -> dict[int, str]:
-    """The labels of Flax's arrays: a name that is unique and in both calls, else a number."""
-    theirs, ours = (getattr(call, f"{role}_names") for call in (torch, flax))
-    named = {j: ours[j] for i, j in which if i < len(theirs) and j < len(ours) and theirs[i] == ours[j]}
-    once = {j for j, name in named.items() if name and ours.count(name) == 1}
-    return {j: f"{role} {named[j] if j in once else j}" for _, j in which}
+    names = getattr(torch, f"{role}_names"), getattr(flax, f"{role}_names")
+    return pairs(getattr(torch, f"{role}s"), getattr(flax, f"{role}s"), names)
 
 
 def _state(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Distance]]:
     for name, value in flax.state.items():
-        other = torch.state.get(STATE_NAMES.get(name, name))
+        other = torch.state.get(_STATE_NAMES.get(name, name))
         if other is not None and other.size == value.size and value.dtype.kind == "f":
             yield f"{name} afterwards", distance(other, value)
 
 
-def _cotangents(
-    labels: Mapping[int, str], which: Sequence[tuple[int, int]], torch: Cotangents, flax: Cotangents
-) -> Iterator[tuple[str, Distance]]:
-    for i, j in which:
-        theirs, ours = torch[i], flax[j]
-        if theirs is not None and ours is not None:  # a gradient on one side only may belong to a constant or frozen array
-            yield f"gradient of {labels[j]}", distance(theirs, ours)
-
-
 def _gradients(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Distance]]:
     for name, gradient in flax.gradients.items():
-        other = torch.gradients.get(name, torch.gradients.get(GRADIENT_NAMES.get(name, name)))
+        other = torch.gradients.get(name, torch.gradients.get(_GRADIENT_NAMES.get(name, name)))
         if other is not None and other.size == gradient.size:
             yield f"gradient of {name}", distance(other, gradient)
 
@@ -215,16 +204,11 @@ def _floors(torch: Trace) -> dict[str, float]:
 # Where the calls diverge.
 
 
-def divergence_of(pair: TensorPair, what: str, apart: Distance, note: str = "") -> Divergence:
-    """The divergence of a pair's modules."""
-    return Divergence(pair.torch.name, pair.flax.name, what, apart.error, apart.reference, note)
-
-
 def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
     """The first pair to end whose inputs agree and whose outputs, or written state, differ.
 
-    A real divergence also reaches the outputs of all enclosing modules. A mere difference in structure, such as a residual
-    connection inside the module in one model and outside in the other, does not, and is not reported.
+    A real divergence also reaches the outputs of all enclosing modules. A difference in structure, such as a residual
+    connection inside a module in only one model, does not.
     """
     for pair in pairs:
         wrong = pair.bad("output")
@@ -233,10 +217,10 @@ def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
         if wrong and all(around.bad("output") for around in pair.all_around()):
             module, label, apart = _other_inputs_inside(pair, pairs) or ("", "", None)
             if apart and pair.torch.name == "":  # no enclosing module to name: name the array that the model's code makes
-                return divergence_of(pair, f"{label} of {module!r}", apart)
-            return divergence_of(pair, *wrong, f"it gives {module!r} another {label}" if apart else "")
+                return pair.divergence(f"{label} of {module!r}", apart)
+            return pair.divergence(*wrong, f"it gives {module!r} another {label}" if apart else "")
         if written := pair.bad("state"):
-            return divergence_of(pair, *written)
+            return pair.divergence(*written)
     return _around_the_model(pairs)
 
 
@@ -251,36 +235,38 @@ def _other_inputs_inside(pair: TensorPair, pairs: Sequence[TensorPair]) -> tuple
 def _around_the_model(pairs: Sequence[TensorPair]) -> Divergence | None:
     """A difference in the whole model's inputs, or in the processing of its outputs before the loss."""
     whole = next((pair for pair in pairs if pair.torch.name == ""), None)
-    if whole and (given := whole.bad("input")) and whole.bad("output"):
-        return divergence_of(whole, *given, _OTHER_INPUTS)
+    if whole is None:
+        return None
+    if (wrong := whole.bad("input")) and whole.bad("output"):
+        return whole.divergence(*wrong, _OTHER_INPUTS)
     loss = next((pair for pair in pairs if pair.torch.path == LOSS and pair.torch.parent is None), None)
-    if whole and loss and (made := loss.bad("input")) and not whole.bad("output"):
-        return divergence_of(whole, made[0].replace("input", "output"), made[1], "after the model, in the code that calls it")
+    if loss and (wrong := loss.bad("input")) and not whole.bad("output"):
+        label, apart = wrong
+        return whole.divergence(label.replace("input", "output"), apart, "after the model, in the code that calls it")
     return None
 
 
 def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Divergence | None:
-    """The first pair in backward order that is sound in the forward pass and makes wrong cotangents from correct ones.
+    """The first pair in backward order that is sound in the forward pass, but stale or the origin of wrong cotangents.
 
-    A module whose recomputation is stale is named too: later modules of its block recompute from wrong inputs, and their
-    cotangents are wrong for that reason. If no module is at fault and gradients still differ, a cotangent is lost between
-    two modules, and the enclosing module is named.
+    Modules that recompute after a stale one get wrong inputs, and their cotangents are wrong for that reason. If no module is
+    at fault and gradients still differ, a cotangent is lost between two modules, and the enclosing module is named.
     """
     backwards = sorted(pairs, key=lambda pair: -pair.torch.started)
     sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output") or pair.flax.misled)]
     for pair in sound:
         if pair.flax.stale:
-            return divergence_of(pair, "recomputed output", pair.flax.stale)
+            return pair.divergence("recomputed output", pair.flax.stale)
         wrong = pair.bad("input cotangent") or pair.bad("gradient")
         if wrong and pair.distances["output cotangent"] and not pair.bad("output cotangent"):
-            return divergence_of(pair, *wrong)
+            return pair.divergence(*wrong)
     if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):
         return None
     # Every module is right about the cotangent that it gets, so one is lost between two modules.
     for pair in sound:
         wrong = pair.bad("output cotangent")
         if wrong and pair.around and not pair.around.bad("output cotangent"):
-            return divergence_of(pair.around, *wrong, f"between its modules: at {pair.flax.name!r}")
+            return pair.around.divergence(*wrong, f"between its modules: at {pair.flax.name!r}")
     return None
 
 

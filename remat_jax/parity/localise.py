@@ -23,7 +23,6 @@ from remat_jax.parity.compared import (
     Divergence,
     TensorPair,
     compared,
-    divergence_of,
     first_backward,
     first_forward,
     modules,
@@ -31,7 +30,7 @@ from remat_jax.parity.compared import (
     pairs_of,
 )
 from remat_jax.parity.match import match
-from remat_jax.parity.tapped import TapPlace
+from remat_jax.parity.tapped import TapVisit
 from remat_jax.parity.trees import is_floating
 from remat_jax.porting import as_numpy, as_rules, gradients_to_torch
 from remat_jax.porting.float64 import keep_float64
@@ -43,8 +42,8 @@ class Divergences:
     """The divergences that `first_divergences` finds.
 
     Attributes:
-        forward: the first module in the order of execution whose inputs agree while its output differs, or the state that it
-            wrote, such as statistics. `loss` stands for the loss function; None if no module diverges.
+        forward: the first module in the order of execution whose inputs agree while its output, or the state that it wrote,
+            differs. `loss` stands for the loss function; None if no module diverges.
         backward: the first module in the order of the backward pass whose forward pass and output cotangents agree while its
             input cotangents or its parameters' gradients differ; None if no module diverges.
         alone: every module that is wrong by itself, if `single_step` was set.
@@ -91,10 +90,9 @@ def first_divergences(
     """Run both models forward and backward in float64; name the first module that differs in each pass.
 
     The innermost module whose inputs agree and whose outputs differ is named: an attention with correct projections and wrong
-    products is named itself. The backward pass names only a module that the forward pass does not explain.
-
-    With `single_step`, every Flax module is given the inputs and cotangents of its original, so no error propagates, and
-    `alone` lists all modules that are wrong by themselves.
+    products is named itself. The backward pass names only a module that the forward pass does not explain. With
+    `single_step`, every Flax module gets the inputs and cotangents of its original, so no error propagates, and `alone` lists
+    all modules that are wrong by themselves.
 
     Args:
         torch_module: a PyTorch module; a float64 copy is run if its dtype is different.
@@ -230,13 +228,13 @@ def _each_alone(
     of_modules = [pair for pair in plain if pair.flax is not ours.loss]
     trusted = [pair for pair in of_modules if not pair.bad("output") or all(outer.bad("output") for outer in pair.all_around())]
     position = {id(call): place for place, call in enumerate(ours.calls)}
-    again, _ = read(step, _substitutes(step.places, owners, {position[id(pair.flax)]: pair for pair in trusted}))
+    again, _ = read(step, _substitutes(step.visits, owners, {position[id(pair.flax)]: pair for pair in trusted}))
     before = {pair.torch.name: pair for pair in trusted}
     listed: dict[str, Divergence] = {}
 
     def add(pair: TensorPair | None, wrong: Any, note: str = "") -> None:
         if pair is not None and wrong:
-            listed.setdefault(pair.torch.name, divergence_of(pair, *wrong, note))
+            listed.setdefault(pair.torch.name, pair.divergence(*wrong, note))
 
     judged = [pair for pair in compared(theirs, again, matched) if pair.torch.name in before]
     for pair in judged:
@@ -249,33 +247,25 @@ def _each_alone(
     return tuple(listed[call.name] for call in theirs.calls if call.name in listed)
 
 
-def _substitutes(places: Sequence[TapPlace], owners: Owners, pair_of: Mapping[int, TensorPair]) -> dict[int, Any]:
+def _substitutes(visits: Sequence[TapVisit], owners: Owners, pair_of: Mapping[int, TensorPair]) -> dict[int, Any]:
     """The argument `given` of `read`: PyTorch's activations and cotangents in place of Flax's, for the Flax calls in `pair_of`.
 
     Masks, integers and arrays without a counterpart keep Flax's values.
     """
-    given: dict[int, Any] = {}
-    for tap, (place, by_index) in enumerate(zip(places, owners, strict=True)):
-        for index, owner in by_index.items():
-            if owner.call in pair_of and owner.role != "state":
-                reference = _reference(pair_of[owner.call], owner.role, owner.number, place.what)
-                if index:
-                    in_loops = np.full(list(map(abs, place.loops)), None, object)
-                    given.setdefault(tap, in_loops)[index] = reference
-                else:
-                    given[tap] = reference
-    return given
+    return {
+        number: _reference(pair_of[owner.call], owner.role, owner.number, visit.what)
+        for number, (visit, owner) in enumerate(zip(visits, owners, strict=True))
+        if owner is not None and owner.call in pair_of and owner.role != "state"
+    }
 
 
 def _reference(pair: TensorPair, role: str, number: int, what: str) -> np.ndarray | None:
-    theirs, ours = (pair.torch.inputs, pair.flax.inputs) if role == "input" else (pair.torch.outputs, pair.flax.outputs)
+    value = getattr(pair.flax, f"{role}s")[number]
     other = next((i for i, j in pairs_of(role, pair.torch, pair.flax) if j == number), None)
-    if other is None or ours[number].dtype.kind != "f" or visible(ours[number]) is not None:
+    if other is None or value.dtype.kind != "f" or visible(value) is not None:
         return None
-    if what == "value":
-        return best_layout(theirs[other], ours[number])
-    if role == "output" and pair.is_cut_otherwise:
+    if what == "cotangent" and role == "output" and pair.is_cut_otherwise:
         return None
-    cotangent = getattr(pair.torch, f"{role}_cotangents")[other]
-    flax_cotangent = getattr(pair.flax, f"{role}_cotangents")[number]
-    return None if cotangent is None or flax_cotangent is None else best_layout(cotangent, flax_cotangent)
+    arrays = f"{role}s" if what == "value" else f"{role}_cotangents"
+    theirs, ours = getattr(pair.torch, arrays)[other], getattr(pair.flax, arrays)[number]
+    return None if theirs is None or ours is None else best_layout(theirs, ours)

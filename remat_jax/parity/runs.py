@@ -56,8 +56,7 @@ class Comparison:
             self.flax = FlaxSide(case, self.torch, rules, structure_in)
             # Training steps need an optimizer.
             self.steps = case.steps if case.optimizer else 0
-            self.wants_state = len(self.flax.sources) > len(self.flax.trained)
-            exact = self.torch.run("float64", steps=self.steps, wants_state=self.wants_state)
+            exact = self.torch.run("float64", steps=self.steps)
             unused = self._set_aside(exact)
             self.before = self.flax.weights(self.torch.weights, "float64")
             self.reference = self._mapped(exact, "float64", self.before)
@@ -104,15 +103,14 @@ class Comparison:
         self.say("the first module that differs")
         with _precision("float64", self.case.keep_float64):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
-            divergences, self.hidden, checks = first_difference(
-                self.case, model, variables, self.flax.rules, self.flax.applied(mode)
-            )
-            self.checks += checks
-            # Nothing differs in the earlier modes.
-            only = f"only in {mode}" if mode != self.case.modes[0] else ""
-            for divergence in filter(None, divergences.values()):
-                divergence["note"] = "; ".join(filter(None, (only, divergence["note"])))
-            return divergences
+            result = first_difference(self.case, model, variables, self.flax.rules, self.flax.applied(mode))
+        divergences, self.hidden, checks = result
+        self.checks += checks
+        # Nothing differs in the earlier modes.
+        only = f"only in {mode}" if mode != self.case.modes[0] else ""
+        for divergence in filter(None, divergences.values()):
+            divergence["note"] = "; ".join(filter(None, (only, divergence["note"])))
+        return divergences
 
     def _set_aside(self, exact: Run) -> list[str]:
         """Exclude, and return, the weights on which the results depend in neither framework; none if all weights are such."""
@@ -147,8 +145,7 @@ class Comparison:
         weights = self.before if dtype == "float64" else self.flax.weights(self.torch.weights, dtype)
         yardstick = self.reference
         if dtype != "float64":
-            plain = self.torch.run(dtype, steps=self.steps, wants_state=self.wants_state)
-            yardstick = self._mapped(plain, dtype, weights)
+            yardstick = self._mapped(self.torch.run(dtype, steps=self.steps), dtype, weights)
         for mode in self.case.modes:
             self.say(f"Flax in {dtype}, {mode}")
             steps = self.steps if mode == "off" else min(self.steps, 1)
@@ -170,10 +167,10 @@ class Comparison:
                 reference, measure = (
                     {path: x for path, x in side.items() if path in candidate} for side in (reference, measure)
                 )
+                if dtype == "float64":
+                    self.checks += statistics_check(self.before, reference, candidate)
             if kind == "update" and dtype != "float64":
                 reference = {path: x + np.asarray(self.before[path]) for path, x in reference.items()}
-            if kind == "state" and dtype == "float64":
-                self.checks += statistics_check(self.before, reference, candidate)
             if kind == "output":
                 # The loss and integers are float64, because Python numbers have no dtype.
                 candidate, measure = (
@@ -204,7 +201,8 @@ class Comparison:
 
     def _mapped(self, run: Run, dtype: str, before: Any) -> Run:
         """A PyTorch run with gradients under the rules' names, and with state and updates as Flax arrays."""
-        state = self.flax.weights(run.state, dtype) if run.state else {}
+        has_state = len(self.flax.sources) > len(self.flax.trained)
+        state = self.flax.weights(run.state, dtype) if has_state else {}
         after = self.flax.weights(run.after, dtype) if run.after else {}
         return replace(
             run,

@@ -190,9 +190,8 @@ def _rates(torch: Mapping[str, Any], flax: Mapping[str, RecordedTrace]) -> list[
 def _expanded(step: TracedPass) -> dict[str, RecordedTrace]:
     """The calls by path in the order of execution, with a loop's layers listed one by one."""
     calls: dict[str, RecordedTrace] = {}
-    entries = [(key, path, place) for place in step.places for _, path, key in place.instances()]
-    for _, path, place in sorted(entries, key=lambda entry: entry[0]):
-        calls.setdefault(path, step.recorder.calls[place.label.call])
+    for visit in step.visits:
+        calls.setdefault(visit.path, step.recorder.calls[visit.label.call])
     return calls
 
 

@@ -60,8 +60,8 @@ class TorchSide:
         model.load_state_dict(self.weights)
         return model
 
-    def run(self, dtype: str, mode: str = "off", *, steps: int = 0, wants_state: bool = False) -> Run:
-        """A training step; with an optimizer, `steps` steps; with `wants_state`, also the state after the forward pass."""
+    def run(self, dtype: str, mode: str = "off", *, steps: int = 0) -> Run:
+        """A training step; with an optimizer, `steps` steps."""
         model, optimizer = self.make(dtype), None
         if self.case.optimizer and steps:
             optimizer = self.case.optimizer.torch([p for p in model.parameters() if p.requires_grad])
@@ -70,7 +70,7 @@ class TorchSide:
             result = self._call(model, inputs)
             loss = self._loss(result, dtype)
             outputs = {name: as_numpy(x) for name, x in named_outputs(result, "torch").items()}
-            state = _copies(model) if wants_state else {}
+            state = _copies(model)
             loss.backward()
             parameters = {name: p for name, p in model.named_parameters() if name in self.trained}
             run = Run(
