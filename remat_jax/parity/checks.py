@@ -27,16 +27,18 @@ _FAULTS = {"sign": -1, "doubled": 2}
 def verdicts(
     reference: Tensors, candidate: Tensors, yardstick: Tensors, dtype: str, limit: str = "float64"
 ) -> dict[str, tuple[float, str]]:
-    """The figure of every tensor, and why it fails, or "".
+    """For every tensor its figure, and why it fails, or "".
 
-    The figure is the relative error in float64, where `limit` names the tolerance; in another dtype it is the ratio to the
-    error of `yardstick`, PyTorch's tensors in that dtype.
+    The figure is the relative error in float64, which `limit` bounds; in another dtype the ratio to the error of `yardstick`,
+    PyTorch's tensors in that dtype.
     """
     figures = {}
     if dtype == "float64":
         for name, error in float64_errors(reference, candidate).items():
-            problem = problem_of(name, dtype, reference, JAX=candidate) or f"{error:.1e} off in float64"
-            figures[name] = error, "" if error <= TOLERANCES[limit].value else problem
+            problem = ""
+            if not error <= TOLERANCES[limit].value:
+                problem = problem_of(name, dtype, reference, JAX=candidate) or f"{error:.1e} off in float64"
+            figures[name] = error, problem
     else:
         for row in judge(reference, candidate, yardstick, dtype):
             problem = row.problem or f"{row.ratio:.1f} times PyTorch's error in {dtype}"
@@ -45,11 +47,7 @@ def verdicts(
 
 
 class Ledger:
-    """Collects the rows of a report: every tensor, judged in every dtype and mode.
-
-    Attributes:
-        rows: (kind, name) → row, in the order of their first use.
-    """
+    """Collects the rows of a report: every tensor, judged in every dtype and mode."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], TensorRow] = {}
@@ -69,10 +67,9 @@ class Ledger:
                 row.fail(problem, mode)
 
     def plant(self, reference: Tensors, yardstick: Tensors, dtype: str) -> Check:
-        """Judge PyTorch's gradients with every sign flipped, and again doubled.
+        """Whether sign flips and doublings are detected in every gradient above the rounding of all gradients together.
 
-        Both faults must be detected in every gradient that is larger than the rounding of all gradients together. They are
-        planted in PyTorch's gradients because flipping a wrong gradient of Flax's could make it right.
+        They are planted in PyTorch's gradients because flipping a wrong gradient of Flax's could make it right.
         """
         caught: dict[str, dict[str, bool]] = {}
         for fault, factor in _FAULTS.items():

@@ -25,10 +25,8 @@ def unread_inputs(jaxpr: Any) -> list[bool]:
     >>> unread_inputs(jax.make_jaxpr(lambda x, y, z: x + 0 * jax.jit(lambda x, y: y)(z, y))(1.0, 1.0, 1.0))
     [False, False, True]
     """
-    pruned = compat.dce(jaxpr).jaxpr
-    read = {var for eqn in pruned.eqns for var in eqn.invars if not hasattr(var, "val")}
-    read |= {var for var in pruned.outvars if not hasattr(var, "val")}
-    return [var not in read for var in pruned.invars]
+    read = set(compat.dce(jaxpr, keep_inputs=False).jaxpr.invars)
+    return [var not in read for var in jaxpr.jaxpr.invars]
 
 
 def down_casts(jaxpr: Any) -> list[str]:

@@ -99,12 +99,12 @@ def first_divergences(
         flax_module, variables: a Linen module and its variables, or an NNX module (variables=None: its own state), with the
             PyTorch module's weights.
         inputs: a tuple of arguments or a dict of keywords. `flax_inputs` are the Flax model's inputs if they differ.
-        loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first. Without `loss`
-            it is the sum of all outputs, weighted by fixed random numbers.
+        loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first; by default the
+            sum of all outputs, weighted by fixed random numbers.
         mapping: PyTorch module path → Flax module path, as a dict or the path of a JSON file, for modules that names, order and
             sizes do not match; None means that a module has no counterpart.
-        rules: the weight map (`remat_jax.porting`), by which every parameter's gradient is compared, even where the modules are
-            divided differently, such as projections that are a single tensor in PyTorch. Without `rules` names decide.
+        rules: the weight map (`remat_jax.porting`), by which gradients are compared even where the modules are divided
+            differently, such as projections that are a single tensor in PyTorch. Without `rules` names decide.
         torch_call, flax_call, transform: `call` of `capture_torch`, and `call` and `transform` of `capture_flax`.
 
     Raises:

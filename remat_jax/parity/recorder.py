@@ -15,7 +15,7 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.calls import patched
-from remat_jax.parity.capture import LOSS, argument_names
+from remat_jax.parity.capture import LOSS, Slot, argument_names
 from remat_jax.parity.tapped import Label, differentiated, step_traced, tap
 from remat_jax.parity.trees import fields
 
@@ -29,11 +29,11 @@ class RecordedTrace:
 
     Attributes:
         path: the module's path, without the indices of loops.
-        module: the module; a Linen module is bound. Only its static attributes may be read.
+        module: the module, of which only static attributes may be read.
         parent: the position of the enclosing call.
-        parameters: the shapes and dtypes of the module's own parameters; in a loop, of a single iteration.
+        parameters: the types of the module's own parameters; in a loop, of a single iteration.
         state: the names of the variables that the module itself wrote.
-        names: role and number of an array → the parameter, or the key of the result, that it belongs to.
+        names: array → the parameter, or the key of the result, that it belongs to.
     """
 
     path: tuple[str, ...]
@@ -41,7 +41,7 @@ class RecordedTrace:
     parent: int | None
     parameters: dict[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     state: list[str] = field(default_factory=list)
-    names: dict[tuple[str, int], str] = field(default_factory=dict)
+    names: dict[Slot, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -162,8 +162,8 @@ def _classes(model: nnx.Module) -> set[type]:
     return {type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
 
 
-def _names(values: Any, named: Mapping[str, Any], role: str) -> dict[tuple[str, int], str]:
-    """The names of the tapped arrays, by role and number."""
+def _names(values: Any, named: Mapping[str, Any], role: str) -> dict[Slot, str]:
+    """The names of the tapped arrays."""
     names = dict[int, str]()
     for name, value in named.items():
         for leaf in _leaves(value):

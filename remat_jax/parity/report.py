@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 
 from remat_jax.parity.report_data import (
+    Check,
     KeptAlone,
-    ParityData,
+    MemoryRow,
     TensorRow,
     difference_text,
     divergence_text,
@@ -28,7 +30,8 @@ _SHOWN, _SHOWN_ALONE = 60, 6
 """The most rows of the printed tables; the second is per mode. `to_dict` and the page have all rows."""
 
 
-class ParityReport(ParityData):
+@dataclass(frozen=True)
+class ParityReport:
     """The result of `compare`.
 
     Attributes:
@@ -54,6 +57,54 @@ class ParityReport(ParityData):
     False
     """
 
+    rows: tuple[TensorRow, ...]
+    checks: tuple[Check, ...]
+    memory: tuple[MemoryRow, ...]
+    torch: str
+    flax: str
+    rules: str
+    modes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    optimizer: str | None = None
+    divergences: dict[str, Any] = field(default_factory=dict)
+    hidden: tuple[str, ...] = ()
+    differences: tuple[dict[str, Any], ...] = ()
+    kept_alone: tuple[KeptAlone, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every row and every check passes."""
+        return bool(self.rows) and all(row.passed for row in self.rows) and all(check.passed for check in self.checks)
+
+    @property
+    def proves(self) -> bool:
+        """Whether the planted faults were detected; if not, the other results prove nothing."""
+        planted = [check.passed for check in self.checks if check.name.startswith("planted")]
+        return bool(planted) and all(planted)
+
+    @property
+    def failed_rows(self) -> tuple[TensorRow, ...]:
+        """The rows that fail."""
+        return tuple(row for row in self.rows if not row.passed)
+
+    def verdict(self) -> str:
+        """One sentence: whether the comparison passed, and if not, why."""
+        if self.passed:
+            return f"PASSED: {self.flax} computes what {self.torch} computes, {len(self.rows)} tensors"
+        checks = [check.name for check in self.checks if not check.passed]
+        if not self.proves:
+            others = [name for name in checks if not name.startswith("planted")]
+            see = f"; see {', '.join(others)}" if others else ""
+            return f"NOT PASSED: a planted fault was not found, so this comparison proves nothing{see}"
+        failed = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
+        return f"NOT PASSED: {', '.join(filter(None, (failed, *checks)))}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        summary = {"passed": self.passed, "proves": self.proves, "verdict": self.verdict()}
+        data = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {**summary, **data, "rows": [row.to_dict() for row in self.rows]}
+
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained page: a table that sorts and filters, the tree of modules, memory bars."""
         return write_whole(path, page(self))
@@ -75,17 +126,17 @@ class ParityReport(ParityData):
 # The printed tables.
 
 
-def _checks_table(report: ParityData) -> Any:
+def _checks_table(report: ParityReport) -> Any:
     rows = [(check.name, "ok" if check.passed else "FAILED", check.found) for check in report.checks]
     return table(f"{report.torch} (PyTorch) and {report.flax} (Flax)", ("check", "", "found"), rows)
 
 
-def _settings_table(report: ParityData) -> Any:
+def _settings_table(report: ParityReport) -> Any:
     cells = [(module_name(each["path"]), each["what"], each["torch"], each["flax"]) for each in report.differences]
     return table("Settings that differ", ("module", "setting", "in PyTorch", "in Flax"), cells)
 
 
-def _rows_table(report: ParityData) -> Any:
+def _rows_table(report: ParityReport) -> Any:
     """The rows as a table, worst first; a passed report shows only its largest figures."""
     dtypes = _working_dtypes(report)
 
@@ -110,7 +161,7 @@ def _rows_table(report: ParityData) -> Any:
     return table("Tensors, worst first", columns, cells, caption=f"and {len(hidden)} more{passed}" if hidden else None)
 
 
-def _working_dtypes(report: ParityData) -> list[str]:
+def _working_dtypes(report: ParityReport) -> list[str]:
     return [dtype for dtype in report.dtypes if dtype != "float64"]
 
 
@@ -119,7 +170,7 @@ def _brief(problems: Sequence[str]) -> str:
     return f"{problems[0]}{more}" if problems else "not compared"
 
 
-def _memory_table(report: ParityData) -> Any:
+def _memory_table(report: ParityReport) -> Any:
     columns = ("mode", "framework", "kept: device", "kept: host", "peak", "source of the peak")
     cells = [
         (row.mode, row.framework, row.device_bytes, row.host_bytes, row.peak_bytes, row.peak_from) for row in report.memory
@@ -128,7 +179,7 @@ def _memory_table(report: ParityData) -> Any:
     return table(title, columns, cells, formats=dict.fromkeys(columns[2:5], format_bytes))
 
 
-def _alone_table(report: ParityData) -> Any:
+def _alone_table(report: ParityReport) -> Any:
     columns = ("mode", "kept by", "where", "made by", "shape", "arrays", "size")
     shown, hidden = list[KeptAlone](), list[KeptAlone]()
     for mode in report.modes:
@@ -144,13 +195,13 @@ def _alone_table(report: ParityData) -> Any:
 # The page.
 
 
-def page(report: ParityData) -> str:
+def page(report: ParityReport) -> str:
     """The HTML page as text."""
     title = f"Parity: {report.torch} (PyTorch) and {report.flax} (Flax)"
     return html_page(title, report.verdict(), report.passed, **evidence(report))
 
 
-def evidence(report: ParityData) -> dict[str, Any]:
+def evidence(report: ParityReport) -> dict[str, Any]:
     """The page's content below the verdict, as plain data."""
     dtypes = _working_dtypes(report)
     columns = [Column("kind"), Column("tensor"), Column("in Flax"), Column("shape"), Column("norm", "error")]
@@ -185,7 +236,7 @@ def _cells(row: TensorRow, dtypes: list[str]) -> list[Any]:
     return [row.kind, row.name, row.flax, shape_text(row.shape), row.norm, row.error, *ratios, verdict]
 
 
-def module_tree(report: ParityData) -> TreeNode:
+def module_tree(report: ParityReport) -> TreeNode:
     """The PyTorch modules as a tree: parameters with their figures, and a mark at the first difference of each pass."""
     root = TreeNode(report.torch, "the whole model")
     for row in report.rows:

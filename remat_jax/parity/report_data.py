@@ -13,7 +13,7 @@ class TensorRow:
 
     Attributes:
         kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (written by the forward pass) or
-            `update` (the change in the optimizer's first step; in dtypes below float64 the updated parameter).
+            `update` (the change in the optimizer's first step; below float64 the updated parameter).
         name: PyTorch's name; for a state and an update the path in the Flax model.
         flax: a parameter's path in the Flax model.
         shape, norm: of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
@@ -85,9 +85,8 @@ class Check:
 class MemoryRow:
     """The bytes that one framework keeps between the passes in a mode, without parameters and inputs; and its peak.
 
-    `peak_bytes` is the peak device memory of the forward and backward pass, including parameters, inputs and gradients, without
-    an optimizer's state or update. `peak_from` names the source of the peak, or why it is None. docs/memory.md explains which
-    figures may be compared.
+    `peak_bytes` is the peak device memory of both passes, with parameters, inputs and gradients, without an optimizer.
+    `peak_from` names its source, or why it is None. docs/memory.md explains which figures may be compared.
 
     >>> MemoryRow("offload", "flax", device_bytes=0, host_bytes=4096).peak_bytes is None  # no peak was asked for
     True
@@ -105,12 +104,8 @@ class MemoryRow:
 class KeptAlone:
     """Equal residuals of one framework that have no counterpart in the other.
 
-    Attributes:
-        mode, framework: the mode and the framework that save the arrays.
-        place: `device` or `host`.
-        name: the arrays' origin: `module/path:operator` in PyTorch, a residual's name in JAX.
-        shape, count: the shape of a single array, and the number of arrays.
-        bytes: the bytes of all arrays.
+    `place` is `device` or `host`; `name` is `module/path:operator` in PyTorch, a residual's name in JAX. `shape` is that of a
+    single array, `bytes` the size of all `count` arrays.
     """
 
     mode: str
@@ -120,59 +115,6 @@ class KeptAlone:
     shape: tuple[int, ...]
     count: int
     bytes: int
-
-
-@dataclass(frozen=True)
-class ParityData:
-    """The attributes of a `ParityReport`, documented there, and properties that follow from them alone."""
-
-    rows: tuple[TensorRow, ...]
-    checks: tuple[Check, ...]
-    memory: tuple[MemoryRow, ...]
-    torch: str
-    flax: str
-    rules: str
-    modes: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    optimizer: str | None = None
-    divergences: dict[str, Any] = field(default_factory=dict)
-    hidden: tuple[str, ...] = ()
-    differences: tuple[dict[str, Any], ...] = ()
-    kept_alone: tuple[KeptAlone, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        """Whether every row and every check passes."""
-        return bool(self.rows) and all(row.passed for row in self.rows) and all(check.passed for check in self.checks)
-
-    @property
-    def proves(self) -> bool:
-        """Whether the planted faults were detected; if not, the other results prove nothing."""
-        planted = [check.passed for check in self.checks if check.name.startswith("planted")]
-        return bool(planted) and all(planted)
-
-    @property
-    def failed_rows(self) -> tuple[TensorRow, ...]:
-        """The rows that fail."""
-        return tuple(row for row in self.rows if not row.passed)
-
-    def verdict(self) -> str:
-        """One sentence: whether the comparison passed, and if not, why."""
-        if self.passed:
-            return f"PASSED: {self.flax} computes what {self.torch} computes, {len(self.rows)} tensors"
-        checks = [check.name for check in self.checks if not check.passed]
-        if not self.proves:
-            others = [name for name in checks if not name.startswith("planted")]
-            see = f"; see {', '.join(others)}" if others else ""
-            return f"NOT PASSED: a planted fault was not found, so this comparison proves nothing{see}"
-        failed = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
-        return f"NOT PASSED: {', '.join(filter(None, (failed, *checks)))}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; the keys are the attribute names."""
-        summary = {"passed": self.passed, "proves": self.proves, "verdict": self.verdict()}
-        data = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-        return {**summary, **data, "rows": [row.to_dict() for row in self.rows]}
 
 
 def module_name(path: str) -> str:

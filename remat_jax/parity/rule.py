@@ -23,9 +23,8 @@ Tensors = Mapping[str, Any]
 class Row:
     """The verdict on one tensor.
 
-    `ratio` is err_jax / max(err_torch, ε·g), which may be at most 4. `problem` names the reason why the tensor is
-    incomparable (missing, shape, dtype, not finite, no usable reference), and is empty otherwise. A row with a problem
-    fails.
+    `ratio` is err_jax / max(err_torch, ε·g), at most 4. A row with a `problem`, the reason why the tensor is incomparable
+    (missing, shape, dtype, not finite, no usable reference), fails.
 
     >>> row = Row("kernel", err_jax=2e-7, err_torch=1e-7, bound=4e-7, ratio=2.0, passed=True)
     >>> row.passed is (row.err_jax <= row.bound)
@@ -45,10 +44,9 @@ def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors
     """Judge every tensor by the parity rule: err_jax ≤ 4 · max(err_torch, ε(dtype) · g).
 
     err = ‖x − x₆₄‖ (Euclidean, summed in float64), and g is the norm of all of `reference64` together. Judge one kind of
-    quantity at a time (all gradients, or all outputs). The three arguments are flat, name → array; the candidates' arrays
-    are in `dtype`. Every name in any argument has a row, the reference's names first. A tensor fails if it is missing,
-    unexpected, of another shape or dtype, or not finite on any side. It also fails if PyTorch is farther from the
-    reference than any rounding (0.1 · g): then the computations differ, and the bound would admit anything.
+    quantity at a time (all gradients, or all outputs). The tensors are name → array, the candidates' in `dtype`. Every name
+    has a row, the reference's first. A tensor fails if it is missing, unexpected, of another shape or dtype, or not finite
+    on any side; and if PyTorch is farther from the reference than any rounding (0.1 · g), as the bound would admit anything.
 
     Raises:
         ArgumentError: `reference64` is empty (nothing would be compared), or `dtype` is not in the table.
@@ -88,8 +86,8 @@ def float64_error(reference: Tensors, candidate: Tensors) -> tuple[float, str]:
     """Return the largest relative error of a float64 candidate, and its tensor's name.
 
     A tensor's error is ‖candidate − reference‖ / max(‖reference‖, 1e-3 · g), where g is the norm of all of `reference`
-    together; compare it with `TOLERANCES["float64"]`. A tensor that is missing, unexpected, of another shape, not float64
-    or not finite has the error infinity.
+    together; its limit is `TOLERANCES["float64"]`. A tensor that is missing, unexpected, of another shape, not float64 or
+    not finite has the error infinity.
 
     Raises:
         ArgumentError: `reference` is empty: nothing would be compared.
@@ -141,10 +139,7 @@ def _problem(side: str, tensors: Tensors, name: str, dtype: str, reference: Tens
 
 
 def global_norm(tensors: Tensors) -> float:
-    """Return the Euclidean norm of all tensors together, summed in float64.
-
-    Raises:
-        ArgumentError: there is no tensor.
+    """Return the Euclidean norm of all tensors together, summed in float64; without tensors, an ArgumentError.
 
     >>> global_norm({"a": np.array([3.0]), "b": np.array([[4.0]])})
     5.0

@@ -84,7 +84,12 @@ class TorchSide:
             if optimizer:
                 optimizer.step()
                 run.after = _copies(model)
-                run.losses += [self._train(model, optimizer, dtype) for _ in range(steps - 1)]
+                for _ in range(steps - 1):
+                    model.zero_grad(set_to_none=True)
+                    loss = self.loss(model, self.inputs(dtype), dtype)
+                    loss.backward()
+                    optimizer.step()
+                    run.losses.append(float(loss.detach()))
         return run
 
     def inputs(self, dtype: str, *, with_gradients: bool = False) -> Tensors:
@@ -167,7 +172,7 @@ class TorchSide:
             if not torch.equal(before, torch.get_rng_state()):
                 again = named_outputs(self._call(model, self.inputs("float64")), "torch")
                 if any(not torch.equal(x, again[name]) for name, x in outputs.items()):
-                    raise ArgumentError(_draws(model))
+                    _refuse_random(model)
         return outputs
 
     def _loss(self, result: Any, dtype: str) -> Any:
@@ -186,13 +191,6 @@ class TorchSide:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(f"loss gave {repr(loss)[:80]} for PyTorch: expected a scalar tensor that depends on the model")
         return loss.reshape(())
-
-    def _train(self, model: Any, optimizer: Any, dtype: str) -> float:
-        model.zero_grad(set_to_none=True)
-        loss = self.loss(model, self.inputs(dtype), dtype)
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
 
 
 def _refuse_spoilt(model: Any) -> None:
@@ -255,10 +253,10 @@ def _repeated(model: Any) -> tuple[type, ...]:
     return outermost((torch.nn.ModuleList, torch.nn.Sequential), 2) or outermost(torch.nn.ModuleList, 1)
 
 
-def _draws(model: Any) -> str:
+def _refuse_random(model: Any) -> None:
     dropping = [name for name, part in model.named_modules() if part.training and "Dropout" in type(part).__name__]
     where = f" (dropout in {', '.join(dropping[:4])})" if dropping else ""
-    return (
+    raise ArgumentError(
         f"torch_module draws random numbers in its forward pass{where}, and no other framework draws the same numbers: call "
         "torch_module.eval(), or build it with a rate of 0"
     )
