@@ -31,10 +31,9 @@ class TracedPass:
     """A traced training step of a Flax model, with taps.
 
     Attributes:
-        jaxpr: takes the arrays of (variables, inputs), floating-point arrays first; gives the loss and their gradients.
-        arguments: the arrays that the jaxpr takes.
-        visits: the jaxpr's taps, in the order of execution.
-        recorder: the calls that the taps belong to.
+        jaxpr: takes `arguments`, the arrays of (variables, inputs), the floating-point ones first; gives the loss and their
+            gradients.
+        visits: the jaxpr's taps, in the order of execution; `recorder` has the calls that they belong to.
         numbers: a tree like (variables, inputs) with each gradient's position; None for leaves that are not floating-point.
         hidden: the calls whose taps cannot be read.
     """

@@ -29,16 +29,11 @@ RUN = "run on inputs"
 
 @dataclass
 class Run:
-    """The result of one training step as NumPy arrays; gradients have PyTorch's names, updates Flax's.
+    """The result of a short training run as NumPy arrays; gradients have PyTorch's names, updates Flax's.
 
-    Attributes:
-        outputs: the arrays that the model returns.
-        gradients, input_gradients: of every trained parameter, and of every floating-point input.
-        losses: the losses of a short training run.
-        state: the variables written by the forward pass, such as the statistics of a batch norm; PyTorch's state dict.
-        after: the parameters after the optimizer's first step; PyTorch's state dict. Empty without an optimizer.
-        updates: each parameter's change in that step; in dtypes below float64 the updated parameter.
-        unused: PyTorch's trained parameters that the backward pass did not reach.
+    `state` has the variables that the forward pass wrote, such as the statistics of a batch norm, and `after` the parameters
+    after the optimizer's first step; PyTorch's are state dicts. `updates` are the parameters' changes in that step, or below
+    float64 the updated parameters. `unused` are PyTorch's trained parameters that the backward pass did not reach.
     """
 
     outputs: Arrays
@@ -159,6 +154,11 @@ class Case:
                 "a function for flax_module takes a dtype's name and makes the model"
             )
         return made
+
+    def apply_linen(self, module: Any, variables: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The output of a Linen module, and the variables that it wrote."""
+        mutable = [name for name in variables if name != "params"]
+        return nn.apply(self.flax_call, module, mutable=mutable)(variables, *args, **kwargs)
 
     def by_name(self, call: Call) -> Call:
         """A call that is given the input arrays by name, and adds the other inputs."""

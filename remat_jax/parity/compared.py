@@ -51,7 +51,7 @@ class TensorPair:
     """A PyTorch call and a Flax call that should compute the same.
 
     Attributes:
-        around: the innermost pair of calls that encloses both; None for the outermost pair.
+        around: the pairs of calls that enclose both, the innermost first.
         distances: "input", "output", "state", "input cotangent", "output cotangent", "gradient" → label → distance, for all
             quantities present in both.
         floors: by the same kinds, the norm below which a reference cannot measure a relative error.
@@ -59,7 +59,7 @@ class TensorPair:
 
     torch: ModuleCall
     flax: ModuleCall
-    around: TensorPair | None
+    around: tuple[TensorPair, ...]
     distances: Mapping[str, Mapping[str, Distance]]
     floors: Mapping[str, float]
 
@@ -78,13 +78,6 @@ class TensorPair:
         """Whether the output cotangent differs but all results agree: then the dropped part lies outside this pair."""
         made = {**self.distances["input cotangent"], **self.distances["gradient"]}
         return bool(made and self.bad("output cotangent")) and not (self.bad("input cotangent") or self.bad("gradient"))
-
-    def all_around(self) -> Iterator[TensorPair]:
-        """The enclosing pairs, the innermost first."""
-        pair = self.around
-        while pair is not None:
-            yield pair
-            pair = pair.around
 
 
 def modules(trace: Trace) -> list[MatchedModule]:
@@ -115,14 +108,14 @@ def compared(
         if other is None:
             continue
         outside = set(flax.ancestors(other))
-        around = (paired[outer] for outer in torch.ancestors(call) if outer in paired)
-        nearest = next((pair for pair in around if pair.flax in outside), None)
+        enclosing = (paired[outer] for outer in torch.ancestors(call) if outer in paired)
+        around = next(((pair, *pair.around) for pair in enclosing if pair.flax in outside), ())
         # A parameter's gradient is the sum over all calls; the first call adds to it last in the backward pass.
         of_gradients = {} if call.number else None if by_owner is None else by_owner.get(call.path, {})
-        paired[call] = TensorPair(call, other, nearest, _distances(call, other, of_gradients), floors)
+        paired[call] = TensorPair(call, other, around, _distances(call, other, of_gradients), floors)
     pairs_of_calls = list(paired.values())[::-1]
     if torch.loss and flax.loss:
-        pairs_of_calls.append(TensorPair(torch.loss, flax.loss, None, _distances(torch.loss, flax.loss), floors))
+        pairs_of_calls.append(TensorPair(torch.loss, flax.loss, (), _distances(torch.loss, flax.loss), floors))
     return pairs_of_calls
 
 
@@ -214,7 +207,7 @@ def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
         wrong = pair.bad("output")
         if pair.bad("input"):
             continue
-        if wrong and all(around.bad("output") for around in pair.all_around()):
+        if wrong and all(outer.bad("output") for outer in pair.around):
             module, label, apart = _other_inputs_inside(pair, pairs) or ("", "", None)
             if apart and pair.torch.name == "":  # no enclosing module to name: name the array that the model's code makes
                 return pair.divergence(f"{label} of {module!r}", apart)
@@ -227,7 +220,7 @@ def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
 def _other_inputs_inside(pair: TensorPair, pairs: Sequence[TensorPair]) -> tuple[str, str, Distance] | None:
     """The first module inside a pair's modules whose inputs differ, such as in their mask; the input and its distance."""
     for inner in sorted(pairs, key=lambda inner: inner.torch.started):
-        if pair in inner.all_around() and (wrong := inner.bad("input")):
+        if pair in inner.around and (wrong := inner.bad("input")):
             return inner.flax.name, *wrong
     return None
 
@@ -265,8 +258,8 @@ def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Dive
     # Every module is right about the cotangent that it gets, so one is lost between two modules.
     for pair in sound:
         wrong = pair.bad("output cotangent")
-        if wrong and pair.around and not pair.around.bad("output cotangent"):
-            return pair.around.divergence(*wrong, f"between its modules: at {pair.flax.name!r}")
+        if wrong and pair.around and not pair.around[0].bad("output cotangent"):
+            return pair.around[0].divergence(*wrong, f"between its modules: at {pair.flax.name!r}")
     return None
 
 

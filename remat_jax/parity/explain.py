@@ -38,12 +38,7 @@ def _flax_call(case: Case, module: Any) -> Callable[..., Any]:
     """The user's `flax_call`, for a Linen module as a function that also takes its variables."""
     if not isinstance(module, nn.Module):
         return case.flax_call
-
-    def call(module: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        mutable = [name for name in variables if name != "params"]
-        return nn.apply(case.flax_call, module, mutable=mutable)(variables, *args, **kwargs)[0]
-
-    return call
+    return lambda module, variables, *args, **kwargs: case.apply_linen(module, variables, args, kwargs)[0]
 
 
 def _arguments(case: Case, arrays: Any) -> Any:

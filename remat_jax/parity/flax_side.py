@@ -65,10 +65,6 @@ class FlaxSide:
         trained: the paths of variables with a gradient in both frameworks, without excluded ones.
         blocks: the checkpointed classes; None if there are none.
         down_casts: where the float64 step casts to a smaller dtype; known after compilation.
-
-    Raises:
-        ArgumentError: the outputs differ in names, shapes or dtype.
-        PortingError: the rules do not fit both models.
     """
 
     def __init__(self, case: Case, torch: Any, rules: Rules, structure: Callable[[str], tuple[Any, Any]]) -> None:
@@ -169,8 +165,7 @@ class FlaxSide:
         args, kwargs = self.case.inputs.arguments(arrays)
         tree = self._variables(dtype).rebuild(leaves)
         if isinstance(maker, nn.Module):
-            mutable = [name for name in tree if name != "params"]
-            output, written = nn.apply(self.case.flax_call, maker, mutable=mutable)(tree, *args, **kwargs)
+            output, written = self.case.apply_linen(maker, tree, args, kwargs)
             return output, Variables(written).leaves
         # New variables at this trace level, because Flax refuses to write to variables of another level.
         model = nnx.merge(maker, jax.tree.map(lambda leaf: leaf, tree))

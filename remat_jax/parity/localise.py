@@ -226,23 +226,25 @@ def _each_alone(
     Each module gets its original's inputs and cotangents, so that no error propagates.
     """
     of_modules = [pair for pair in plain if pair.flax is not ours.loss]
-    trusted = [pair for pair in of_modules if not pair.bad("output") or all(outer.bad("output") for outer in pair.all_around())]
+    trusted = [pair for pair in of_modules if not pair.bad("output") or all(outer.bad("output") for outer in pair.around)]
     position = {id(call): place for place, call in enumerate(ours.calls)}
     again, _ = read(step, _substitutes(step.visits, owners, {position[id(pair.flax)]: pair for pair in trusted}))
     before = {pair.torch.name: pair for pair in trusted}
     listed: dict[str, Divergence] = {}
 
-    def add(pair: TensorPair | None, wrong: Any, note: str = "") -> None:
-        if pair is not None and wrong:
+    def add(pair: TensorPair, wrong: Any, note: str = "") -> None:
+        if wrong:
             listed.setdefault(pair.torch.name, pair.divergence(*wrong, note))
 
     judged = [pair for pair in compared(theirs, again, matched) if pair.torch.name in before]
     for pair in judged:
-        add(pair.around, pair.bad("input") if before[pair.torch.name].bad("output") else None, f"before {pair.flax.name!r}")
+        for outer in pair.around[:1]:
+            add(outer, pair.bad("input") if before[pair.torch.name].bad("output") else None, f"before {pair.flax.name!r}")
         add(pair, pair.bad("output"))
     for pair in judged:
-        was = before[pair.torch.name]
-        add(pair.around, None if was.is_cut_otherwise else pair.bad("output cotangent"), f"behind {pair.flax.name!r}")
+        for outer in pair.around[:1]:
+            is_cut = before[pair.torch.name].is_cut_otherwise
+            add(outer, None if is_cut else pair.bad("output cotangent"), f"behind {pair.flax.name!r}")
         add(pair, pair.bad("input cotangent") or pair.bad("gradient"))
     return tuple(listed[call.name] for call in theirs.calls if call.name in listed)
 

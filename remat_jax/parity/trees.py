@@ -20,9 +20,6 @@ def is_floating(value: Any) -> bool:
 def named_outputs(result: Any, side: str) -> dict[str, Any]:
     """The arrays of an output by name: keys, fields and positions joined by dots, without None.
 
-    Raises:
-        ArgumentError: the output contains other values than arrays, or no array.
-
     >>> sorted(named_outputs({"logits": np.zeros(2), "states": (np.zeros(1), None)}, "flax"))
     ['logits', 'states.0']
     """
@@ -79,11 +76,7 @@ def in_order(value: Any) -> list[Any]:
 
 
 def same_names(torch: Mapping[str, tuple[int, ...]], flax: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Flax's name → PyTorch's name, for outputs given as name → shape; two single outputs match under any names.
-
-    Raises:
-        ArgumentError: the names or the shapes differ (broadcasting would hide a different shape).
-    """
+    """Flax's name → PyTorch's name, for outputs given as name → shape; two single outputs match under any names."""
     single = len(torch) == len(flax) == 1
     names = dict(zip(flax, torch if single else flax, strict=True))
     problems = [f"{name} {shape}: only PyTorch has it" for name, shape in torch.items() if name not in names.values()]
