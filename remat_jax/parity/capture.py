@@ -13,8 +13,6 @@ import numpy as np
 
 from remat_jax.parity.align import Distance, shown_norm
 
-Arrays = tuple[np.ndarray, ...]
-Cotangents = tuple["np.ndarray | None", ...]
 Slot = tuple[str, int]
 """An array of a call: its role ("input", "output" or "state") and its number among that role's arrays."""
 
@@ -22,7 +20,7 @@ LOSS = "loss"
 """The path of the loss, which is recorded like a module that follows the model."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ModuleCall:
     """One call of a module.
 
@@ -30,38 +28,89 @@ class ModuleCall:
         path: the module's path; `""` is the outermost module. A layer in a loop has its index in the path: `layers/1/ffn`.
         kind: the name of the module's class.
         number: 0 for the first call of this module, 1 for its second, …
-        inputs, outputs: the arrays among the arguments and the results, in order.
-        input_cotangents, output_cotangents: the loss's gradients with respect to the inputs and outputs, through this call
-            only; None if no cotangent arrived or the array is not floating-point.
         started: the position in the order in which calls began.
         parent: the position in the trace's `calls` of the enclosing call; None for the outermost.
         gradients: the gradients of the module's own parameters, by the parameter's name in the module.
         state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
-        stale: the distance between the output and its recomputation from equal inputs; None if they agree.
-        misled: whether the recomputation got different inputs, because an earlier module is stale.
-        input_names, output_names: the parameter, or the key of the result, that each array belongs to; "" without a name.
+        values, names: its arrays, and the parameter, or the key of the result, that each belongs to.
+        cotangents: the loss's gradients with respect to the arrays, through this call only.
+        changed: role → the distance to the first array that a recomputation changed by more than rounding.
     """
 
     path: str
     kind: str
-    number: int
-    inputs: Arrays
-    outputs: Arrays
-    input_cotangents: Cotangents
-    output_cotangents: Cotangents
-    started: int
-    parent: int | None
+    number: int = 0
+    started: int = -1
+    parent: int | None = None
     gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
     state: Mapping[str, np.ndarray] = field(default_factory=dict)
-    stale: Distance | None = None
-    misled: bool = False
-    input_names: tuple[str, ...] = ()
-    output_names: tuple[str, ...] = ()
+    values: dict[Slot, np.ndarray] = field(default_factory=dict)
+    names: dict[Slot, str] = field(default_factory=dict)
+    cotangents: dict[Slot, np.ndarray] = field(default_factory=dict)
+    changed: dict[str, Distance] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The path, followed by the call's number unless it is the first call."""
         return f"{self.path}#{self.number}" if self.number else self.path
+
+    def slots(self, role: str) -> list[Slot]:
+        """The slots of a role's arrays, in order."""
+        return sorted(slot for slot in self.values if slot[0] == role)
+
+    def arrays(self, role: str) -> tuple[np.ndarray, ...]:
+        """The arrays of a role, in order."""
+        return tuple(self.values[slot] for slot in self.slots(role))
+
+    def names_of(self, role: str) -> tuple[str, ...]:
+        """The names of a role's arrays; "" without a name."""
+        return tuple(self.names.get(slot, "") for slot in self.slots(role))
+
+    def cotangents_of(self, role: str) -> tuple[np.ndarray | None, ...]:
+        """The cotangents of a role's arrays; None if no cotangent arrived or the array is not floating-point."""
+        return tuple(self.cotangents.get(slot) for slot in self.slots(role))
+
+    @property
+    def inputs(self) -> tuple[np.ndarray, ...]:
+        """The arrays among the arguments."""
+        return self.arrays("input")
+
+    @property
+    def outputs(self) -> tuple[np.ndarray, ...]:
+        """The arrays among the results."""
+        return self.arrays("output")
+
+    @property
+    def input_cotangents(self) -> tuple[np.ndarray | None, ...]:
+        """The cotangents of the inputs."""
+        return self.cotangents_of("input")
+
+    @property
+    def output_cotangents(self) -> tuple[np.ndarray | None, ...]:
+        """The cotangents of the outputs."""
+        return self.cotangents_of("output")
+
+    @property
+    def misled(self) -> bool:
+        """Whether the recomputation got different inputs, because an earlier module is stale."""
+        return "input" in self.changed
+
+    @property
+    def stale(self) -> Distance | None:
+        """The distance between the output and its recomputation from equal inputs; None if they agree."""
+        return None if self.misled else self.changed.get("output")
+
+    def add_cotangent(self, slot: Slot, cotangent: np.ndarray) -> None:
+        """Add a cotangent that arrived at an array."""
+        self.cotangents[slot] = self.cotangents.get(slot, 0) + cotangent
+
+    def compare(self, slot: Slot, again: np.ndarray) -> None:
+        """Note an array whose recomputation differs."""
+        before = self.values[slot]
+        if not is_close(before, again):
+            comparable = before.shape == again.shape and before.dtype.kind == "f"
+            apart = shown_norm(before - again) if comparable else np.inf
+            self.changed.setdefault(slot[0], Distance(apart, shown_norm(before)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,42 +150,6 @@ class Trace:
         while call.parent is not None:
             call = self.calls[call.parent]
             yield call
-
-
-class RecordedCall:
-    """A module call while it is recorded, with its arrays."""
-
-    def __init__(self) -> None:
-        self.values: dict[Slot, np.ndarray] = {}
-        self.names: dict[Slot, str] = {}
-        self.cotangents: dict[Slot, np.ndarray] = {}
-        self._changed: dict[str, Distance] = {}
-
-    def slots(self, role: str) -> list[Slot]:
-        """The slots of a role's arrays, in order."""
-        return sorted(slot for slot in self.values if slot[0] == role)
-
-    def add_cotangent(self, slot: Slot, cotangent: np.ndarray) -> None:
-        """Add a cotangent that arrived at an array."""
-        self.cotangents[slot] = self.cotangents.get(slot, 0) + cotangent
-
-    def compare(self, slot: Slot, again: np.ndarray) -> None:
-        """Note an array whose recomputation differs by more than rounding."""
-        before = self.values[slot]
-        if not is_close(before, again):
-            comparable = before.shape == again.shape and before.dtype.kind == "f"
-            apart = shown_norm(before - again) if comparable else np.inf
-            self._changed.setdefault(slot[0], Distance(apart, shown_norm(before)))
-
-    def module_call(self, **facts: Any) -> ModuleCall:
-        """The call as a part of a trace; `facts` are the attributes that do not follow from its arrays."""
-        for role in ("input", "output"):
-            slots = self.slots(role)
-            facts[f"{role}s"] = tuple(self.values[slot] for slot in slots)
-            facts[f"{role}_names"] = tuple(self.names.get(slot, "") for slot in slots)
-            facts[f"{role}_cotangents"] = tuple(self.cotangents.get(slot) for slot in slots)
-        misled = "input" in self._changed
-        return ModuleCall(**facts, stale=None if misled else self._changed.get("output"), misled=misled)
 
 
 def is_close(before: np.ndarray, again: np.ndarray) -> bool:

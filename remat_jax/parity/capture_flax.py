@@ -14,7 +14,7 @@ from flax import nnx
 
 from remat_jax import compat
 from remat_jax.core.walk import equations
-from remat_jax.parity.capture import ModuleCall, RecordedCall, Slot, Trace, call_numbers, probe
+from remat_jax.parity.capture import ModuleCall, Trace, call_numbers, probe
 from remat_jax.parity.recorder import RecordedTrace, Recorder, tag
 from remat_jax.parity.tapped import Label, TapVisit, evaluate, is_tap, visits
 from remat_jax.parity.trees import in_order, is_floating
@@ -152,60 +152,49 @@ def _assembled(step: TracedPass, values: Sequence[np.ndarray], gradients: Mappin
     recorder, traced = step.recorder, step.recorder.calls
     tapped = _tapped_calls(step, values)
     kept = {key: call for key, call in tapped.items() if call.ended >= 0 and not _is_wrapped(key, tapped, traced)}
-    begun = sorted(kept, key=lambda key: kept[key].started)
+    begun = sorted(kept.values(), key=lambda call: call.started)
+    for call, number in zip(begun, call_numbers(call.path for call in begun), strict=True):
+        call.number = number
     ended = sorted(kept, key=lambda key: kept[key].ended)
-    numbers = dict(zip(begun, call_numbers(kept[key].path for key in begun), strict=True))
     place_of = {key: place for place, key in enumerate(ended)}
-    calls: dict[Instance, ModuleCall] = {}
-    for key in ended:
-        call, record, around = kept[key], traced[key[0]], _parent(key, kept, traced)
-        calls[key] = call.module_call(
-            path=call.path,
-            kind=type(record.module).__name__,
-            number=numbers[key],
-            started=call.started,
-            parent=None if around is None else place_of[around],
-            gradients=_own_gradients(record, key[1], gradients),
-            state={record.state[slot[1]]: call.values[slot] for slot in call.slots("state")},
-        )
+    for key, call in kept.items():
+        record, around = traced[key[0]], _parent(key, kept, traced)
+        call.parent = None if around is None else place_of[around]
+        call.gradients = _own_gradients(record, key[1], gradients)
+        call.state = {record.state[slot[1]]: call.values[slot] for slot in call.slots("state")}
     # The loss ends after all modules, so removing it keeps the positions of their calls.
-    loss = None if recorder.loss is None else calls.pop((recorder.loss, ()), None)
+    loss = None if recorder.loss is None else kept.get((recorder.loss, ()))
+    calls = tuple(kept[key] for key in ended if kept[key] is not loss)
     hidden = tuple(sorted({"/".join(traced[number].path) for number in step.hidden}))
     owners: Owners = []
     for visit in step.visits:
         key, role = (visit.label.call, visit.index), visit.label.role
         position = kept[key].slots(role).index(visit.label[1:]) if key in kept else 0
         owners.append(Label(place_of[key], role, position) if key in kept else None)
-    return Trace(tuple(calls.values()), recorder.outputs, hidden, loss, gradients), owners
+    return Trace(calls, recorder.outputs, hidden, loss, gradients), owners
 
 
-class _TappedCall(RecordedCall):
-    """A call, with the numbers of the visits at which it began and ended; -1 if no output was visited."""
+class _TappedCall(ModuleCall):
+    """A call; `started` and `ended` are numbers of visits, and `ended` is -1 if no output was visited."""
 
-    def __init__(self, path: str, names: dict[Slot, str]) -> None:
-        super().__init__()
-        self.path, self.names, self.ended = path, names, -1
-        self.first: dict[str, int] = {}
-
-    @property
-    def started(self) -> int:
-        return self.first["input" if "input" in self.first else "output"]
+    ended = -1
 
 
 def _tapped_calls(step: TracedPass, values: Sequence[np.ndarray]) -> dict[Instance, _TappedCall]:
     calls: dict[Instance, _TappedCall] = {}
     for time, (visit, value) in enumerate(zip(step.visits, values, strict=True)):
-        number, role, _ = visit.label
-        call = calls.setdefault((number, visit.index), _TappedCall(visit.path, step.recorder.calls[number].names))
-        slot = visit.label[1:]
+        (number, role, _), slot, record = visit.label, visit.label[1:], step.recorder.calls[visit.label.call]
+        call = calls.setdefault((number, visit.index), _TappedCall(visit.path, type(record.module).__name__))
+        call.names = record.names
         if visit.what == "cotangent":
             call.add_cotangent(slot, value)
         elif slot in call.values:  # a second value at a tap is a recomputation
             call.compare(slot, value)
         else:
-            call.values[slot] = value
-            call.first.setdefault(role, time)
+            if call.started < 0 or (role == "input" and not call.slots("input")):
+                call.started = time
             call.ended = time if role == "output" else call.ended
+            call.values[slot] = value
     for (number, _), call in calls.items():
         for slot, value in call.values.items():
             if Label(number, *slot) in step.recorder.differentiated:

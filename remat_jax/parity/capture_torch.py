@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.capture import LOSS, ModuleCall, RecordedCall, Trace, argument_names, call_numbers, is_close, probe
+from remat_jax.parity.capture import LOSS, ModuleCall, Trace, argument_names, call_numbers, is_close, probe
 from remat_jax.parity.trees import fields, in_order
 from remat_jax.porting import as_numpy
 
@@ -43,13 +43,12 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
         return replace(recorder.trace(), outputs=shapes, gradients=gradients, ties=names_of_shared(module))
 
 
-class _HookedCall(RecordedCall):
+class _HookedCall(ModuleCall):
     """A call of a module, or of the loss."""
 
-    def __init__(self, module: Any, parent: _HookedCall | None, started: int) -> None:
-        super().__init__()
-        self.module, self.parent, self.started = module, parent, started
-        self.state: dict[str, np.ndarray] = {}
+    def __init__(self, module: Any, path: str, caller: _HookedCall | None, started: int) -> None:
+        super().__init__(path, type(module).__name__, started=started)
+        self.module, self.caller = module, caller
         self.has_graph = False
         self.aliases: set[int] = set()
 
@@ -83,7 +82,7 @@ class _Recorder:
             call = self._recomputed(module, (args, kwargs))
             self.recomputing.append((module, call))
             return self._tap((args, kwargs), call, "input", new=False)
-        call = self._begin(module, self.running[-1] if self.running else None)
+        call = self._begin(module, self.paths[module])
         self.running.append(call)
         return self._tap((args, kwargs), call, "input", new=True, named=argument_names(module.forward, args, kwargs))
 
@@ -102,13 +101,13 @@ class _Recorder:
 
     def run_loss(self, loss: Loss, outputs: Any) -> Any:
         """The loss of a model's outputs, recorded like a module that follows the model."""
-        self.loss = self._begin(loss, None)
+        self.loss = self._begin(loss, LOSS)
         value = loss(self._tap(outputs, self.loss, "input", new=True))
         return self._tap(value, self.loss, "output", new=True)
 
-    def _begin(self, module: Any, parent: _HookedCall | None) -> _HookedCall:
+    def _begin(self, module: Any, path: str) -> _HookedCall:
         self.begun += 1
-        return _HookedCall(module, parent, self.begun)
+        return _HookedCall(module, path, self.running[-1] if self.running else None, self.begun)
 
     def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
         """The call that is recomputed: the last call with equal inputs, else the last; calls without a graph go first."""
@@ -116,8 +115,7 @@ class _Recorder:
         _map_tensors(arguments, lambda tensor: arrays.append(as_numpy(tensor)))
 
         def fits(call: _HookedCall) -> tuple[bool, bool, int]:
-            before = (call.values[slot] for slot in call.slots("input"))
-            same = all(map(is_close, before, arrays))
+            same = all(map(is_close, call.inputs, arrays))
             return not call.has_graph, same, call.started
 
         return max((call for call in self.calls if call.module is module), key=fits, default=None)
@@ -160,25 +158,16 @@ class _Recorder:
 
     def trace(self) -> Trace:
         """The recorded calls."""
-        places = {id(call): place for place, call in enumerate(self.calls)}
         begun = sorted(self.calls, key=lambda call: call.started)
-        numbers = call_numbers(self.paths[call.module] for call in begun)
-        number_of = {id(call): number for call, number in zip(begun, numbers, strict=True)}
-        calls = [self._call(call, self.paths[call.module], number_of[id(call)], places) for call in self.calls]
-        return Trace(tuple(calls), loss=None if self.loss is None else self._call(self.loss, LOSS, 0, {}))
-
-    def _call(self, call: _HookedCall, path: str, number: int, places: Mapping[int, int]) -> ModuleCall:
-        call.forget_padding()
-        parameters = () if call is self.loss else call.module.named_parameters(recurse=False)
-        return call.module_call(
-            path=path,
-            kind=type(call.module).__name__,
-            number=number,
-            started=call.started,
-            parent=places.get(id(call.parent)),
-            gradients={name: as_numpy(parameter.grad) for name, parameter in parameters if parameter.grad is not None},
-            state=call.state,
-        )
+        for call, number in zip(begun, call_numbers(call.path for call in begun), strict=True):
+            call.number = number
+        places = {id(call): place for place, call in enumerate(self.calls)}
+        for call in self.calls:
+            call.parent = places.get(id(call.caller))
+            call.forget_padding()
+            parameters = call.module.named_parameters(recurse=False)
+            call.gradients = {name: as_numpy(parameter.grad) for name, parameter in parameters if parameter.grad is not None}
+        return Trace(tuple(self.calls), loss=self.loss)
 
 
 def names_of_shared(module: Any) -> dict[str, str]:

@@ -84,7 +84,7 @@ def modules(trace: Trace) -> list[MatchedModule]:
     """The modules of a trace, each once, by first call."""
     callers = {trace.calls[call.parent].name for call in trace.calls if call.parent is not None}
     first = sorted((call for call in trace.calls if not call.number), key=lambda call: call.started)
-    sizes = [call.outputs[0].size if call.outputs else None for call in first]
+    sizes = [call.values["output", 0].size if ("output", 0) in call.values else None for call in first]
     return [
         MatchedModule(call.path, call.kind, size, call.name not in callers, bool(call.gradients))
         for call, size in zip(first, sizes, strict=True)
@@ -129,13 +129,14 @@ def _distances(
     }
     for role in ("input", "output"):
         distances[role], distances[f"{role} cotangent"] = {}, {}
-        names, torch_names = getattr(flax, f"{role}_names"), getattr(torch, f"{role}_names")
+        names, torch_names = flax.names_of(role), torch.names_of(role)
+        cotangents, torch_cotangents = flax.cotangents_of(role), torch.cotangents_of(role)
         for i, j in pairs_of(role, torch, flax):
             # An array is labelled by a name that is unique and in both calls, else by its number.
             is_named = names[j] and names[j] == torch_names[i] and names.count(names[j]) == 1
             label = f"{role} {names[j] if is_named else j}"
-            distances[role][label] = distance(getattr(torch, f"{role}s")[i], getattr(flax, f"{role}s")[j])
-            theirs, ours = getattr(torch, f"{role}_cotangents")[i], getattr(flax, f"{role}_cotangents")[j]
+            distances[role][label] = distance(torch.arrays(role)[i], flax.arrays(role)[j])
+            theirs, ours = torch_cotangents[i], cotangents[j]
             if theirs is not None and ours is not None:  # one side's alone may belong to a constant or frozen array
                 distances[f"{role} cotangent"][f"gradient of {label}"] = distance(theirs, ours)
     return distances
@@ -143,8 +144,7 @@ def _distances(
 
 def pairs_of(role: str, torch: ModuleCall, flax: ModuleCall) -> list[tuple[int, int]]:
     """The pairs of inputs or outputs of two calls to compare, by position."""
-    names = getattr(torch, f"{role}_names"), getattr(flax, f"{role}_names")
-    return pairs(getattr(torch, f"{role}s"), getattr(flax, f"{role}s"), names)
+    return pairs(torch.arrays(role), flax.arrays(role), (torch.names_of(role), flax.names_of(role)))
 
 
 def _state(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Distance]]:

@@ -262,12 +262,13 @@ def _substitutes(visits: Sequence[TapVisit], owners: Owners, pair_of: Mapping[in
 
 
 def _reference(pair: TensorPair, role: str, number: int, what: str) -> np.ndarray | None:
-    value = getattr(pair.flax, f"{role}s")[number]
+    value = pair.flax.arrays(role)[number]
     other = next((i for i, j in pairs_of(role, pair.torch, pair.flax) if j == number), None)
     if other is None or value.dtype.kind != "f" or visible(value) is not None:
         return None
     if what == "cotangent" and role == "output" and pair.is_cut_otherwise:
         return None
-    arrays = f"{role}s" if what == "value" else f"{role}_cotangents"
-    theirs, ours = getattr(pair.torch, arrays)[other], getattr(pair.flax, arrays)[number]
+    if what == "value":
+        return best_layout(pair.torch.arrays(role)[other], value)
+    theirs, ours = pair.torch.cotangents_of(role)[other], pair.flax.cotangents_of(role)[number]
     return None if theirs is None or ours is None else best_layout(theirs, ours)
