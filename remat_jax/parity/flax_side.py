@@ -134,16 +134,14 @@ class FlaxSide:
         """The residuals between the passes, without parameters and inputs."""
         return residuals(self._workload(dtype), mode)
 
-    def peak_here(self, dtype: str, mode: str) -> int:
-        """The bytes of the comparison's own compiled step."""
+    @silenced()
+    def peak(self, dtype: str, mode: str, target: str | None) -> int:
+        """The device bytes of a training step compiled for a target; without one, of the step that ran here."""
+        if target:
+            return measure(self._workload(dtype), mode, target).device_bytes
         needed = self._step(dtype, mode).memory_analysis()
         outputs = needed.output_size_in_bytes - needed.alias_size_in_bytes
         return int(needed.argument_size_in_bytes + outputs + needed.temp_size_in_bytes)
-
-    @silenced()
-    def peak(self, dtype: str, mode: str, target: str) -> int:
-        """The device bytes of a training step compiled for a target."""
-        return measure(self._workload(dtype), mode, target).device_bytes
 
     def applied(self, mode: str) -> Callable[..., Any] | None:
         """The transformation that applies a mode or a policy to a function that runs the model; None for `off`."""

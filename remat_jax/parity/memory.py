@@ -17,16 +17,12 @@ from remat_jax.parity.torch_side import TorchSide
 def memory_of(
     torch: TorchSide, flax: FlaxSide, dtype: str, mode: str, target: str | None
 ) -> tuple[list[MemoryRow], list[KeptAlone]]:
-    """A row for each framework, and the arrays that only one of them keeps.
-
-    JAX's peak is of the step compiled for the target, or without a target of the step that ran here.
-    """
+    """A row for each framework, and the arrays that only one of them keeps."""
     saved, residuals = torch.saved(dtype, mode), flax.kept(dtype, mode)
-    peak = flax.peak(dtype, mode, target) if target else flax.peak_here(dtype, mode)
     source = f"compiled for {target or jax.default_backend()}, without an optimizer"
     rows = [
         MemoryRow(mode, "PyTorch", saved.device_bytes, saved.host_bytes, *torch_peak(torch, dtype, mode)),
-        MemoryRow(mode, "JAX", residuals.device_bytes, residuals.host_bytes, peak, source),
+        MemoryRow(mode, "JAX", residuals.device_bytes, residuals.host_bytes, flax.peak(dtype, mode, target), source),
     ]
     return rows, kept_alone(mode, saved, residuals)
 
