@@ -95,9 +95,9 @@ def _distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
 
 
 def hidden(x: np.ndarray) -> np.ndarray:
-    """Where an array hides a position from a softmax, by a number far below all others, such as a dtype's least.
+    """Where an array hides a position from a softmax, by a number far below all others.
 
-    Such numbers are left out of a comparison: their size has no effect and would hide every other error.
+    Such numbers are not compared: their size has no effect and would hide every other error.
 
     >>> hidden(np.array([0.5, -2.0, np.finfo(np.float64).min])), hidden(np.array([-2e9, 1e9]))
     (array([False, False,  True]), array([False, False]))
@@ -116,7 +116,7 @@ def pairs(
 ) -> list[tuple[int, int]]:
     """The arrays of two calls to compare: first those with equal names, then each Flax array with PyTorch's first free array.
 
-    The arrays of a pair agree in size and sort. If the calls share a name, integer arrays with different names never pair.
+    A pair agrees in size and sort. If the calls share a name, integer arrays with different names never pair.
 
     >>> pairs([np.zeros((2, 3)), np.zeros(4)], [np.zeros(4), np.zeros(5), np.zeros((3, 2))])
     [(1, 0), (0, 2)]

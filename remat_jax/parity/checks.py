@@ -121,8 +121,8 @@ def precision_check() -> Check:
 def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[Sequence[str]], tuple[set[str], str]]) -> Check:
     """Whether gradients exist and none is 0: a gradient of 0 on both sides proves nothing, except for unused weights.
 
-    A gradient that is 0 by chance, behind a ReLU that no input reaches, is compared with other weights: `elsewhere` returns
-    the names whose gradients there are not 0 and agree, and a text about a gradient that differs.
+    A gradient may be 0 by chance, behind a ReLU that no input reaches. `elsewhere` compares these with other weights, and
+    returns the names that agree there, and what differs.
     """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
@@ -198,9 +198,8 @@ def losses_check(reference: list[float], yardstick: list[float], losses: list[fl
 def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str, *, agreed: bool) -> Check:
     """Transpose or shift one Flax weight: the step that passed must then be judged wrong by its outputs.
 
-    If the outputs had not `agreed` before the change but do after it, the weight map has that very fault, which counts as
-    detected. A weight with little influence, such as a query weight of an untrained model, changes outputs less than rounding.
-    Then larger weights are tried, and one change must be detected.
+    If the outputs agree only after the change, the weight map has that very fault, which counts as detected. If a weight has
+    too little influence, such as a query weight of an untrained model, larger ones are tried until a change is detected.
     """
     floating = {name: x for name, x in reference.outputs.items() if is_floating(x)}
     measured = {name: yardstick.outputs[name] for name in floating}

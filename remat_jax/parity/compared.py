@@ -99,14 +99,14 @@ def compared(
     `gradients` are Flax's by PyTorch's parameter names, from a weight map; without them, names in matched modules decide.
     """
     floors = _floors(torch)
-    by_path = {(call.path, call.number): call for call in flax.calls}
+    flax_calls = {(call.path, call.number): call for call in flax.calls}
     by_owner = None if gradients is None else _by_owner(torch, matched, gradients)
     paired: dict[ModuleCall, TensorPair] = {}
     # A call ends after its inner calls: in reverse order, an enclosing pair comes before its inner pairs.
     for call in reversed(torch.calls):
-        other = by_path.get((matched.get(call.path), call.number))
-        if other is None:
+        if call.path not in matched or (matched[call.path], call.number) not in flax_calls:
             continue
+        other = flax_calls[matched[call.path], call.number]
         outside = set(flax.ancestors(other))
         enclosing = (paired[outer] for outer in torch.ancestors(call) if outer in paired)
         around = next(((pair, *pair.around) for pair in enclosing if pair.flax in outside), ())
@@ -123,7 +123,7 @@ def _distances(
     torch: ModuleCall, flax: ModuleCall, gradients: Mapping[str, Distance] | None = None
 ) -> dict[str, dict[str, Distance]]:
     """The distances between two calls, by kind; `gradients` are those of the parameters' gradients, if known."""
-    distances = {
+    distances: dict[str, dict[str, Distance]] = {
         "state": dict(_state(torch, flax)),
         "gradient": dict(_gradients(torch, flax) if gradients is None else gradients),
     }

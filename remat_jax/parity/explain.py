@@ -50,10 +50,9 @@ def _arguments(case: Case, arrays: Any) -> Any:
 
 
 def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[tuple[dict[str, Any], ...], Check]:
-    """The settings that differ, as plain data, and a check that lists them.
+    """The settings that differ, as plain data, and a check that lists them, in the dtype of the given PyTorch model.
 
-    The check always passes: the compared values decide whether a setting matters. Both models are read in the dtype of the
-    given PyTorch model. If the modules cannot be read, the check says why.
+    The check always passes: the compared values decide whether a setting matters.
     """
     model = case.torch()
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), "float32")
@@ -85,10 +84,7 @@ def _precision() -> list[Difference]:
 
 
 def _masks(case: Case, torch_model: Any, dtype: str, step: TracedPass) -> Iterator[Difference]:
-    """The masks among the inputs that show a position in one framework and hide it in the other.
-
-    A mask consists of 0 and 1, or is additive: 0, and numbers far below.
-    """
+    """The masks among the inputs that show a position in one framework and hide it in the other."""
     import torch
 
     shows = {name: _shows(array) for name, array in case.inputs.arrays.items()}
@@ -142,10 +138,7 @@ def _places(case: Case, step: TracedPass) -> dict[int, str]:
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], tuple[str, ...], list[Check]]:
-    """The first module that differs in each pass, by direction; the hidden modules; and failed checks.
-
-    `transform` applies the mode in which tensors differ to the differentiated function.
-    """
+    """The first module that differs in each pass, in the mode that `transform` applies; hidden modules; failed checks."""
     module = case.flax("float64")
     try:
         result = first_divergences(
@@ -182,10 +175,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
 
 
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
-    """Those of the `zero` gradients that agree where they are not 0, in float64 with random weights; and what differs there.
-
-    The loss is a sum of all outputs with random factors.
-    """
+    """Those of the `zero` gradients that agree where they are not 0, in float64 with random weights; and what differs there."""
     agreeing = set[str]()
     try:
         calls = (case.by_name(case.torch_call), case.by_name(case.flax_call))

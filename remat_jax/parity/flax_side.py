@@ -86,8 +86,7 @@ class FlaxSide:
     def set_aside(self, names: Collection[str]) -> set[str]:
         """Exclude from `trained` the weights that only PyTorch's tensors `names` fill and that the traced step does not read.
 
-        Returns the `names` whose variables are all excluded. A weight that the traced step does not read is unused; a gradient
-        of 0 could be a coincidence.
+        Returns the `names` whose variables are all excluded. A gradient of 0 alone could be a coincidence.
         """
         filled = {path: {self.torch.ties.get(name, name) for name in self.sources[path]} for path in self.trained}
         trained, others = self._shapes("float64")
@@ -215,10 +214,7 @@ class FlaxSide:
         return names, self.case.flax_blocks or self._find_blocks(classes)
 
     def _find_blocks(self, classes: Mapping[str, type]) -> tuple[type, ...]:
-        """The classes of the Flax modules that hold exactly the weights of PyTorch's blocks; empty if there are none.
-
-        `classes` are those of Linen's modules by path.
-        """
+        """The classes of the Flax modules that hold exactly the weights of PyTorch's blocks; `classes` are Linen's by path."""
         module = self.case.flax("float64")
         if isinstance(module, nnx.Module):
             nodes = ((path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Module))

@@ -135,9 +135,9 @@ class Comparison:
                     flax_call=case.by_name(case.flax_call),
                 )
         except PortingError as error:
-            settings = "".join(f"\n  {difference_text(each)}" for each in self.differences)
-            text = f"\nThe settings of the two models differ:{settings}" if settings else ""
-            raise PortingError(f"{error}{text}") from error
+            lines = "".join(f"\n  {difference_text(each)}" for each in self.differences)
+            hint = f"\nThe settings of the two models differ:{lines}" if lines else ""
+            raise PortingError(f"{error}{hint}") from error
 
     # Tensors.
 
