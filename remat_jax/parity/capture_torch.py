@@ -111,8 +111,7 @@ class _Recorder:
 
     def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
         """The call that is recomputed: the last call with equal inputs, else the last; calls without a graph go first."""
-        arrays: list[np.ndarray] = []
-        _map_tensors(arguments, lambda tensor: arrays.append(as_numpy(tensor)))
+        arrays = [as_numpy(tensor) for tensor in _tensors(arguments)]
 
         def fits(call: _HookedCall) -> tuple[bool, bool, int]:
             same = all(map(is_close, call.inputs, arrays))
@@ -131,7 +130,8 @@ class _Recorder:
         made: dict[int, Any] = {}  # a tensor that occurs several times has a single alias and cotangent
         names = dict[int, str]()
         for name, value in named:
-            _map_tensors(value, lambda tensor, name=name: names.setdefault(id(tensor), name))
+            for tensor in _tensors(value):
+                names.setdefault(id(tensor), name)
         hooked = call.has_graph and not new
 
         def tap(tensor: Any) -> Any:
@@ -217,6 +217,17 @@ def _floating(outputs: Any) -> list[Any]:
     import torch
 
     return [x for x in in_order(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def _tensors(value: Any) -> list[Any]:
+    tensors: list[Any] = []
+
+    def collect(tensor: Any) -> Any:
+        tensors.append(tensor)
+        return tensor
+
+    _map_tensors(value, collect)
+    return tensors
 
 
 def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -100,8 +100,8 @@ class Case:
     optimizer: Optimizer | OptimizerPair | None
     dtypes: tuple[str, ...]
     steps: int
-    torch_call: Call
-    flax_call: Call
+    torch_call: Any
+    flax_call: Any
     excite: bool
     keep_float64: bool
 

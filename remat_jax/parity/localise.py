@@ -234,7 +234,8 @@ def _each_alone(
 
     def add(pair: TensorPair, wrong: Any, note: str = "") -> None:
         if wrong:
-            listed.setdefault(pair.torch.name, pair.divergence(*wrong, note))
+            what, apart = wrong
+            listed.setdefault(pair.torch.name, pair.divergence(what, apart, note))
 
     judged = [pair for pair in compared(theirs, again, matched) if pair.torch.name in before]
     for pair in judged:
