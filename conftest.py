@@ -44,7 +44,7 @@ if WITHOUT_TORCH:
     # A folder that is named on the command line, or under `testpaths`, is collected even if it is to be ignored.
     collect_ignore_glob += ["torch_ref/*", "parity_tests/*", "examples/pytorch/*"]
     # Their examples compare with PyTorch.
-    names = ("asserting", "capture_torch", "comparison", "localise", "semantics")
+    names = ("capture_torch", "comparison", "localise", "semantics")
     collect_ignore += [
         "remat_jax/porting/float64.py",
         "remat_jax/porting/auto/propose.py",

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from remat_jax.parity.kept import KeptAlone
-from remat_jax.parity.page import page
-from remat_jax.parity.report import ParityReport
-from remat_jax.parity.report_data import Check, MemoryRow, TensorRow
+from remat_jax.parity.report import ParityReport, page
+from remat_jax.parity.report_data import Check, KeptAlone, MemoryRow, TensorRow
 from tests.browser import Browser, Tab
 
 MODES, LAYERS = ("off", "checkpoint", "offload"), 12

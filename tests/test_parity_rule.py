@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from remat_jax.errors import ArgumentError
 from remat_jax.memory.residuals import Residual
 from remat_jax.parity import TOLERANCES, epsilon, float64_error, judge
-from remat_jax.parity.kept import kept_alone
+from remat_jax.parity.memory import kept_alone
 
 
 def reference() -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
 from parity_tests.mutants.planting import DOUBLED, FLIPPED, at, output
 from remat_jax.parity import ParityReport, explain
-from remat_jax.parity.asserting import failures
+from remat_jax.parity.comparison import failures
 
 
 def failed(report: ParityReport) -> dict[str, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -22,7 +23,7 @@ from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
 from parity_tests.third_party import ports as p
 from remat_jax.parity import ParityReport, compare
-from remat_jax.parity.case import make_case
+from remat_jax.parity.case import Case
 from remat_jax.parity.memory import torch_peak
 from remat_jax.parity.torch_side import TorchSide
 
@@ -113,12 +114,14 @@ def test_both_frameworks_peaks_are_told_in_every_mode(stack: ParityReport) -> No
 
 def test_pytorchs_peak_is_that_of_its_mode() -> None:
     """A batch so large that the peak is in the last layer: elsewhere it is at the end, where all gradients are."""
-    given = {name: one.default for name, one in inspect.signature(compare).parameters.items() if one.default is not one.empty}
+    options = {name: one.default for name, one in inspect.signature(compare).parameters.items()}
+    given = {field.name: options[field.name] for field in dataclasses.fields(Case)}
     module = pytorch.DecoderStack(num_layers=6, d_model=16, nhead=4)
     inputs = np.ones((64, 32, 16), np.float32)
     peaks, x64 = {}, jax.enable_x64(True)
     with x64:
-        side = TorchSide(make_case(module, c.stack()["flax_module"], inputs, **{**given, "rules": c.STACK}))
+        case = {**given, "torch_module": module, "flax_module": c.stack()["flax_module"], "inputs": inputs, "rules": c.STACK}
+        side = TorchSide(Case(**case))
     for mode in ("off", "checkpoint", "offload"):
         peaks[mode], _ = torch_peak(side, "float32", mode)
     stream = inputs.nbytes

@@ -17,7 +17,7 @@ from parity_tests.compare.cases import run
 from parity_tests.mutants.planting import FLIPPED, at, skipped
 from remat_jax.cli.app import app
 from remat_jax.parity import MemoryRow, ParityReport, assert_parity, plugin
-from remat_jax.parity.page import module_tree, page
+from remat_jax.parity.report import module_tree, page
 from remat_jax.report.page import TreeNode
 
 parity = plugin.parity

@@ -177,6 +177,24 @@ def test_what_runs_in_a_while_loop_is_said_to_be_hidden() -> None:
     assert trace[""].input_cotangents[0] is not None and np.allclose(trace[""].input_cotangents[0], carried, rtol=1e-6)
 
 
+class Branched(nn.Module):
+    """x times what a loop makes of x; the slope is added in a branch inside the loop."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def add(module: nn.Module, carried: jax.Array) -> jax.Array:
+            slope = Slope(name="slope")
+            return nn.cond(jnp.sum(carried) > 0, lambda slope, c: c + slope(c), lambda slope, c: c, slope, carried)
+
+        return x * nn.while_loop(lambda _, carried: jnp.sum(carried) < 9, add, self, jax.lax.stop_gradient(x))
+
+
+def test_a_branch_inside_a_loop_is_hidden_too() -> None:
+    x, scale = jnp.ones((1, 3)), {"params": {"slope": {"scale": jnp.ones(())}}}
+    call = lambda model, v, x: model.apply(jax.lax.stop_gradient(v), x)  # noqa: E731
+    assert capture_flax(Branched(), scale, (x,), jnp.sum, call=call).hidden == ("slope",)
+
+
 class Normed(nn.Module):
     """Two batch norms, one after the other or in a loop."""
 

@@ -13,7 +13,7 @@ from examples.models import nnx as nnx_models
 from parity_tests import support as s
 from parity_tests.mutants import models as m
 from parity_tests.third_party import test_gemma, test_gpt2
-from remat_jax.parity.case import make_case
+from remat_jax.parity.case import Case
 from remat_jax.parity.runs import Comparison
 from remat_jax.porting import Rules
 
@@ -51,7 +51,7 @@ RIGHT: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_a_right_pair_raises_no_alarm(name: str) -> None:
     make, mode = RIGHT[name]
     options = {"modes": mode, "dtypes": "float64", "steps": 1, "excite": True, "keep_float64": False}
-    comparison = Comparison(make_case(**{**UNUSED, **make(), **options}), lambda *progress: None)
+    comparison = Comparison(Case(**{**UNUSED, **make(), **options}), lambda *progress: None)
     report = comparison.report(memory=False, target=None)
     assert report.passed and report.differences == (), str(report)
     # Nothing is sought where all agrees; here it is, and no module may be named.

@@ -92,8 +92,10 @@ def _planted(fault: faults.Fault, case: dict[str, Any]) -> Planted:
 
 
 def _said(divergences: dict[str, Any]) -> str:
-    from remat_jax.parity.report_data import said
+    from remat_jax.parity.report_data import divergence_text
 
     return "; ".join(
-        said(direction, found).removeprefix("first difference, ") for direction, found in divergences.items() if found
+        divergence_text(direction, found).removeprefix("first difference, ")
+        for direction, found in divergences.items()
+        if found
     )

@@ -20,7 +20,7 @@ from parity_tests.third_party.ports import Case, Port, Result
 from remat_jax import porting
 from remat_jax.memory.residuals import kept_residuals
 from remat_jax.parity import float64_error, judge
-from remat_jax.parity.kept import kept_alone
+from remat_jax.parity.memory import kept_alone
 from remat_jax.porting.links import fit
 
 # Scanned layers are the quickest to compile.

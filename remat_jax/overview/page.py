@@ -8,7 +8,7 @@ from itertools import chain
 from remat_jax.overview.compared import THE_PLAN, Compared
 from remat_jax.overview.data import Gathered
 from remat_jax.overview.facts import facts
-from remat_jax.parity.page import evidence
+from remat_jax.parity.report import evidence
 from remat_jax.planning import Plan
 from remat_jax.planning.explain import explanation
 from remat_jax.planning.explain import summary as plan_summary

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from remat_jax.parity.rule import norm
 from remat_jax.parity.tolerances import TOLERANCES
 
 _MASKED = -1e9  # additive masks hide a score by at most this number, or by minus infinity
@@ -40,13 +41,12 @@ def distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
     >>> distance(np.array([True, False]), np.array([0.0, -np.inf])).error
     0.0
     """
-    masks = visible(torch), visible(flax)
-    if masks[0] is not None and masks[1] is not None:
-        nearest = _nearest(masks[0], masks[1])
-        if nearest.error and bool in (torch.dtype, flax.dtype):
-            return min(nearest, _nearest(~masks[0], masks[1]))
-        return nearest
-    return _nearest(torch, flax)
+    theirs, ours = visible(torch), visible(flax)
+    if theirs is None or ours is None:
+        return _nearest(torch, flax)
+    nearest = _nearest(theirs, ours)
+    inverted = nearest.error and bool in (torch.dtype, flax.dtype)
+    return min(nearest, _nearest(~theirs, ours)) if inverted else nearest
 
 
 def visible(x: np.ndarray) -> np.ndarray | None:
@@ -55,11 +55,11 @@ def visible(x: np.ndarray) -> np.ndarray | None:
         return x
     if x.dtype.kind != "f" or not x.size or not np.min(x) <= _MASKED:
         return None
-    seen = x == 0
-    return seen if np.all(seen | (x <= _MASKED)) else None
+    shown = x == 0
+    return shown if np.all(shown | (x <= _MASKED)) else None
 
 
-def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+def _layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """`x` in all orders of its axes, reshaped to `shape`; orders that have the shape already come first."""
     orders = list(itertools.permutations(range(x.ndim))) if x.ndim <= 4 else [tuple(range(x.ndim))]
     moved = [np.transpose(x, order) for order in orders]
@@ -69,8 +69,8 @@ def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
 
 def _nearest(torch: np.ndarray, flax: np.ndarray) -> Distance:
     best = Distance(np.inf, 0.0)
-    for one in layouts(torch, flax.shape):
-        best = min(best, _distance(one, flax))
+    for layout in _layouts(torch, flax.shape):
+        best = min(best, _distance(layout, flax))
         if not best.is_bad(0.0):
             break
     return best
@@ -78,26 +78,26 @@ def _nearest(torch: np.ndarray, flax: np.ndarray) -> Distance:
 
 def best_layout(torch: np.ndarray, flax: np.ndarray) -> np.ndarray:
     """`torch` in the order of axes in which it equals `flax`; if none does, in the first order that fits the shape."""
-    equal = next((layout for layout in layouts(torch, flax.shape) if not _distance(layout, flax).is_bad(0.0)), None)
-    return next(layouts(torch, flax.shape)) if equal is None else equal
+    equal = (layout for layout in _layouts(torch, flax.shape) if not _distance(layout, flax).is_bad(0.0))
+    return next(equal, next(_layouts(torch, flax.shape)))
 
 
 def _distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
-    one, other = torch.astype(np.float64), flax.astype(np.float64)
-    shown = ~hidden(one)
-    if not np.array_equal(shown, ~hidden(other)):
-        return Distance(np.inf, norm(one))
-    one, other = one[shown], other[shown]
-    finite = np.isfinite(one)
-    if not (np.array_equal(finite, np.isfinite(other)) and np.array_equal(one[~finite], other[~finite], equal_nan=True)):
-        return Distance(np.inf, norm(one))
-    return Distance(norm(one[finite] - other[finite]), norm(one))
+    theirs, ours = torch.astype(np.float64), flax.astype(np.float64)
+    reference, shown = shown_norm(theirs), ~hidden(theirs)
+    if not np.array_equal(shown, ~hidden(ours)):
+        return Distance(np.inf, reference)
+    theirs, ours = theirs[shown], ours[shown]
+    finite = np.isfinite(theirs)
+    if not (np.array_equal(finite, np.isfinite(ours)) and np.array_equal(theirs[~finite], ours[~finite], equal_nan=True)):
+        return Distance(np.inf, reference)
+    return Distance(shown_norm(theirs[finite] - ours[finite]), reference)
 
 
 def hidden(x: np.ndarray) -> np.ndarray:
-    """Where an array hides a position from a softmax, by a number far below all others, such as a dtype's least.
+    """Where an array hides a position from a softmax, by a number far below all others.
 
-    Such numbers are left out of a comparison: their size has no effect and would hide every other error.
+    Such numbers are not compared: their size has no effect and would hide every other error.
 
     >>> hidden(np.array([0.5, -2.0, np.finfo(np.float64).min])), hidden(np.array([-2e9, 1e9]))
     (array([False, False,  True]), array([False, False]))
@@ -106,12 +106,9 @@ def hidden(x: np.ndarray) -> np.ndarray:
     return low if low.any() and np.max(np.abs(x[~low]), initial=0.0) < -_MASKED * _GAP else np.zeros_like(low)
 
 
-def norm(x: np.ndarray) -> float:
+def shown_norm(x: np.ndarray) -> float:
     """The Euclidean norm of an array's finite elements, without those that hide a position."""
-    x = x.astype(np.float64)
-    x = x[np.isfinite(x) & ~hidden(x)]
-    largest = float(np.max(np.abs(x), initial=0.0))
-    return largest * float(np.linalg.norm(x / largest)) if largest else 0.0
+    return norm(x[np.isfinite(x) & ~hidden(x)])
 
 
 def pairs(
@@ -119,7 +116,7 @@ def pairs(
 ) -> list[tuple[int, int]]:
     """The arrays of two calls to compare: first those with equal names, then each Flax array with PyTorch's first free array.
 
-    The arrays of a pair agree in size and sort. If the calls share a name, integer arrays with different names never pair.
+    A pair agrees in size and sort. If the calls share a name, integer arrays with different names never pair.
 
     >>> pairs([np.zeros((2, 3)), np.zeros(4)], [np.zeros(4), np.zeros(5), np.zeros((3, 2))])
     [(1, 0), (0, 2)]
@@ -129,7 +126,7 @@ def pairs(
     """
     theirs, ours = ([*side, *[""] * len(arrays)] for side, arrays in zip(names, (torch, flax), strict=True))
     common = ({*theirs} & {*ours}) - {""}
-    left, found = list(range(len(torch))), dict[int, int]()
+    free, paired = list(range(len(torch))), dict[int, int]()
 
     def fits(k: int, place: int, by_name: bool) -> bool:
         if torch[k].size != flax[place].size or _sort(torch[k]) != _sort(flax[place]):
@@ -140,11 +137,11 @@ def pairs(
         return not {theirs[k], ours[place]} & common and not (common and different)
 
     for by_name, place in itertools.product((True, False), range(len(flax))):
-        other = next((k for k in left if fits(k, place, by_name)), None)
-        if place not in found and other is not None:
-            left.remove(other)
-            found[place] = other
-    return sorted(((other, place) for place, other in found.items()), key=lambda pair: pair[1])
+        other = next((k for k in free if fits(k, place, by_name)), None)
+        if place not in paired and other is not None:
+            free.remove(other)
+            paired[place] = other
+    return [(other, place) for place, other in sorted(paired.items())]
 
 
 def _sort(x: np.ndarray) -> str:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.align import Distance, norm
+from remat_jax.parity.align import Distance, shown_norm
 
-Arrays = tuple[np.ndarray, ...]
-Cotangents = tuple["np.ndarray | None", ...]
+Slot = tuple[str, int]
+"""An array of a call: its role ("input", "output" or "state") and its number among that role's arrays."""
 
 LOSS = "loss"
 """The path of the loss, which is recorded like a module that follows the model."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ModuleCall:
     """One call of a module.
 
@@ -26,39 +28,89 @@ class ModuleCall:
         path: the module's path; `""` is the outermost module. A layer in a loop has its index in the path: `layers/1/ffn`.
         kind: the name of the module's class.
         number: 0 for the first call of this module, 1 for its second, …
-        inputs, outputs: the arrays among the arguments and the results, in order.
-        input_names, output_names: the parameter, or the key of the result, that each array belongs to; "" without a name.
-        input_cotangents, output_cotangents: the loss's gradients with respect to the inputs and outputs, through this call
-            only; None if no cotangent arrived or the array is not floating-point.
+        started: the position in the order in which calls began.
+        parent: the position in the trace's `calls` of the enclosing call; None for the outermost.
         gradients: the gradients of the module's own parameters, by the parameter's name in the module.
         state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
-        started, finished: positions in the order of execution.
-        parent: the position in the trace's `calls` of the enclosing call; None for the outermost.
-        stale: the distance between the output and its recomputation from equal inputs; None if they agree.
-        misled: whether the recomputation got different inputs, because an earlier module is stale.
+        values, names: its arrays, and the parameter, or the key of the result, that each belongs to.
+        cotangents: the loss's gradients with respect to the arrays, through this call only.
+        changed: role → the distance to the first array that a recomputation changed by more than rounding.
     """
 
     path: str
     kind: str
-    number: int
-    inputs: Arrays
-    outputs: Arrays
-    input_cotangents: Cotangents
-    output_cotangents: Cotangents
-    started: int
-    finished: int
-    parent: int | None
+    number: int = 0
+    started: int = -1
+    parent: int | None = None
     gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
     state: Mapping[str, np.ndarray] = field(default_factory=dict)
-    stale: Distance | None = None
-    misled: bool = False
-    input_names: tuple[str, ...] = ()
-    output_names: tuple[str, ...] = ()
+    values: dict[Slot, np.ndarray] = field(default_factory=dict)
+    names: dict[Slot, str] = field(default_factory=dict)
+    cotangents: dict[Slot, np.ndarray] = field(default_factory=dict)
+    changed: dict[str, Distance] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The path, followed by the call's number unless it is the first call."""
         return f"{self.path}#{self.number}" if self.number else self.path
+
+    def slots(self, role: str) -> list[Slot]:
+        """The slots of a role's arrays, in order."""
+        return sorted(slot for slot in self.values if slot[0] == role)
+
+    def arrays(self, role: str) -> tuple[np.ndarray, ...]:
+        """The arrays of a role, in order."""
+        return tuple(self.values[slot] for slot in self.slots(role))
+
+    def names_of(self, role: str) -> tuple[str, ...]:
+        """The names of a role's arrays; "" without a name."""
+        return tuple(self.names.get(slot, "") for slot in self.slots(role))
+
+    def cotangents_of(self, role: str) -> tuple[np.ndarray | None, ...]:
+        """The cotangents of a role's arrays; None if no cotangent arrived or the array is not floating-point."""
+        return tuple(self.cotangents.get(slot) for slot in self.slots(role))
+
+    @property
+    def inputs(self) -> tuple[np.ndarray, ...]:
+        """The arrays among the arguments."""
+        return self.arrays("input")
+
+    @property
+    def outputs(self) -> tuple[np.ndarray, ...]:
+        """The arrays among the results."""
+        return self.arrays("output")
+
+    @property
+    def input_cotangents(self) -> tuple[np.ndarray | None, ...]:
+        """The cotangents of the inputs."""
+        return self.cotangents_of("input")
+
+    @property
+    def output_cotangents(self) -> tuple[np.ndarray | None, ...]:
+        """The cotangents of the outputs."""
+        return self.cotangents_of("output")
+
+    @property
+    def misled(self) -> bool:
+        """Whether the recomputation got different inputs, because an earlier module is stale."""
+        return "input" in self.changed
+
+    @property
+    def stale(self) -> Distance | None:
+        """The distance between the output and its recomputation from equal inputs; None if they agree."""
+        return None if self.misled else self.changed.get("output")
+
+    def add_cotangent(self, slot: Slot, cotangent: np.ndarray) -> None:
+        """Add a cotangent that arrived at an array."""
+        self.cotangents[slot] = self.cotangents.get(slot, 0) + cotangent
+
+    def compare(self, slot: Slot, again: np.ndarray) -> None:
+        """Note an array whose recomputation differs."""
+        before = self.values[slot]
+        if not is_close(before, again):
+            comparable = before.shape == again.shape and before.dtype.kind == "f"
+            apart = shown_norm(before - again) if comparable else np.inf
+            self.changed.setdefault(slot[0], Distance(apart, shown_norm(before)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +123,7 @@ class Trace:
         hidden: paths of modules called where capture is impossible, such as inside a `while` loop.
         loss: the loss as a call, from the model's outputs to a scalar.
         gradients: the gradients of all parameters, by PyTorch's names or by the paths of Flax's variables.
-        ties: PyTorch's name of a tied parameter → its other names.
+        ties: every further name of a tied parameter of PyTorch → the name under which PyTorch lists it.
     """
 
     calls: tuple[ModuleCall, ...]
@@ -79,7 +131,7 @@ class Trace:
     hidden: tuple[str, ...] = ()
     loss: ModuleCall | None = None
     gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
-    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stale(self) -> tuple[str, ...]:
@@ -87,28 +139,28 @@ class Trace:
         return tuple(call.name for call in self.calls if call.stale)
 
     def __getitem__(self, name: str) -> ModuleCall:
-        """The call of that name: a path, followed by `#1` for the second call."""
+        """The call of a name: a path, followed by `#1` for the second call."""
         for call in self.calls:
             if call.name == name:
                 return call
         raise KeyError(f"{name!r} is not a call of this trace: {', '.join(repr(call.name) for call in self.calls)}")
 
-    def __contains__(self, name: str) -> bool:
-        """Whether there is a call of that name."""
-        return any(call.name == name for call in self.calls)
+    def ancestors(self, call: ModuleCall) -> Iterator[ModuleCall]:
+        """The calls that enclose a call, the innermost first."""
+        while call.parent is not None:
+            call = self.calls[call.parent]
+            yield call
 
-    def leaves(self) -> frozenset[int]:
-        """The positions of the calls that call no other module."""
-        parents = {call.parent for call in self.calls}
-        return frozenset(index for index in range(len(self.calls)) if index not in parents)
 
-    def ancestors(self, index: int) -> list[int]:
-        """The positions of the calls that enclose a call, the innermost first."""
-        enclosing, parent = [], self.calls[index].parent
-        while parent is not None:
-            enclosing.append(parent)
-            parent = self.calls[parent].parent
-        return enclosing
+def is_close(before: np.ndarray, again: np.ndarray) -> bool:
+    """Whether two runs of the same operation gave the same array, up to rounding."""
+    return before.shape == again.shape and np.allclose(before, again, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+def call_numbers(paths: Iterable[str]) -> list[int]:
+    """For every call, in the order in which they began, the number of earlier calls of the same module."""
+    counters = defaultdict[str, "itertools.count[int]"](itertools.count)
+    return [next(counters[path]) for path in paths]
 
 
 def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
@@ -122,48 +174,23 @@ def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any
         bound = signature.bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return [("", args), *kwargs.items()]
-    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     named: list[tuple[str, Any]] = []
     for name, value in bound.items():
-        if kinds[name] is inspect.Parameter.VAR_KEYWORD:
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
             named += value.items()
         else:
-            named.append(("" if kinds[name] is inspect.Parameter.VAR_POSITIONAL else name, value))
+            named.append(("" if kind is inspect.Parameter.VAR_POSITIONAL else name, value))
     return named
 
 
 def probe(index: int, shape: tuple[int, ...]) -> np.ndarray:
-    """The fixed random weights of an output when no loss is given: the loss is then the weighted sum of all outputs.
-
-    Both frameworks use the same weights, so both backward passes start from equal cotangents.
+    """The random weights of an output in the loss when none is given; equal in both frameworks, as all cotangents then are.
 
     >>> probe(0, (2,)).tolist() == probe(0, (2,)).tolist() != probe(1, (2,)).tolist()
     True
     """
     return np.random.default_rng(index).normal(size=shape)
-
-
-class Recomputed:
-    """The inputs and outputs of a call that changed when the call was recomputed."""
-
-    def __init__(self) -> None:
-        self._changed: dict[str, Distance] = {}
-
-    def compare(self, role: str, before: np.ndarray, again: np.ndarray) -> None:
-        """Record an "input" or an "output" that changed by more than rounding."""
-        if before.shape != again.shape or not np.allclose(before, again, rtol=1e-6, atol=1e-9, equal_nan=True):
-            apart = norm(before - again) if before.shape == again.shape and before.dtype.kind == "f" else np.inf
-            self._changed.setdefault(role, Distance(apart, norm(before)))
-
-    @property
-    def misled(self) -> bool:
-        """Whether the recomputation got different inputs."""
-        return "input" in self._changed
-
-    @property
-    def stale(self) -> Distance | None:
-        """How far apart the outputs are, if the inputs are equal."""
-        return None if self.misled else self._changed.get("output")
 
 
 def in_float64(value: Any) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,17 @@ import numpy as np
 from flax import nnx
 
 from remat_jax import compat
-from remat_jax.parity.assemble import Slots, assemble
-from remat_jax.parity.capture import Trace, probe
-from remat_jax.parity.recorder import Recorder, tag
-from remat_jax.parity.tapped import TapPlace, evaluate, places
-from remat_jax.parity.trees import in_order
+from remat_jax.core.walk import equations
+from remat_jax.parity.capture import ModuleCall, Trace, call_numbers, probe
+from remat_jax.parity.recorder import RecordedTrace, Recorder, tag
+from remat_jax.parity.tapped import Label, TapVisit, evaluate, is_tap, visits
+from remat_jax.parity.trees import in_order, is_floating
 from remat_jax.porting.variables import Variables
+
+Instance = tuple[int, tuple[int, ...]]
+"""A traced call, and the iteration of the loops around it."""
+Owners = list["Label | None"]
+"""For every visit of a tap, the array that it is on; the label's call is a position in the trace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,17 +31,16 @@ class TracedPass:
     """A traced training step of a Flax model, with taps.
 
     Attributes:
-        jaxpr: takes the arrays of (variables, inputs), floating-point arrays first; gives the loss and their gradients.
-        arguments: the arrays that the jaxpr takes.
-        places: the jaxpr's taps, in order.
-        recorder: the calls that the taps belong to.
+        jaxpr: takes `arguments`, the arrays of (variables, inputs), the floating-point ones first; gives the loss and their
+            gradients.
+        visits: the jaxpr's taps, in the order of execution; `recorder` has the calls that they belong to.
         numbers: a tree like (variables, inputs) with each gradient's position; None for leaves that are not floating-point.
         hidden: the calls whose taps cannot be read.
     """
 
     jaxpr: Any
     arguments: list[Any]
-    places: list[TapPlace]
+    visits: list[TapVisit]
     recorder: Recorder
     numbers: Any
     hidden: frozenset[int]
@@ -53,11 +58,10 @@ def capture_flax(
     """Run `loss(module(*inputs))` forward and backward once; return every module's inputs, outputs and cotangents by path.
 
     `module` is a Linen module with its `variables`, or an NNX module; `variables=None` takes the NNX module's own state.
-    `inputs` is a tuple of arguments or a dict of keywords. The loss is a scalar. Without `loss` it is the sum of all outputs,
-    weighted by fixed random numbers (`capture.probe`). `call(module, variables, *inputs)` replaces a Linen model's
-    `module.apply` (train mode, RNGs, mutable collections); an NNX model is run by `call(module, *inputs)`. `transform` is
-    applied to the function of (variables, inputs) before it is differentiated, such as
-    `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`.
+    `inputs` is a tuple of arguments or a dict of keywords. The default loss is the sum of all outputs, weighted by fixed random
+    numbers. `call(module, variables, *inputs)` replaces a Linen model's `module.apply` (train mode, RNGs, mutable
+    collections); an NNX model is run by `call(module, *inputs)`. `transform` is applied to the function of (variables, inputs)
+    before it is differentiated, such as `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`.
 
     Layers in `nn.scan` or `nnx.scan` are listed one by one: `layers/0`, `layers/1`, …. A checkpointed module is listed once.
 
@@ -83,24 +87,27 @@ def trace_step(
 ) -> TracedPass:
     """Trace the training step that `capture_flax` runs; `backward=False` traces the loss alone. Arguments may be shapes."""
     recorder = Recorder()
-    apply = _function(module, call)
     if isinstance(module, nnx.Module):
-        model = nnx.clone(module)
-        tag(model)
-        graph, state = nnx.split(model)
+        module = nnx.clone(module)
+        tag(module)
+        graph, state = nnx.split(module)
         variables = state if variables is None else variables
-        apply, module = _merged(graph, apply), model
+
+    def apply(variables: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(module, nnx.Module):
+            model = nnx.merge(graph, variables)
+            return model(*args, **kwargs) if call is None else call(model, *args, **kwargs)
+        return module.apply(variables, *args, **kwargs) if call is None else call(module, variables, *args, **kwargs)
 
     leaves, treedef = jax.tree.flatten((variables, inputs if isinstance(inputs, Mapping) else tuple(inputs)))
-    floating = [index for index, leaf in enumerate(leaves) if _is_floating(leaf)]
+    floating = [index for index, leaf in enumerate(leaves) if is_floating(leaf)]
     others = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf) and index not in floating]
 
     def run(variables: Any, inputs: Any) -> Any:
-        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-        outputs = apply(variables, args, kwargs)
-        recorder.outputs = tuple(tuple(x.shape) for x in (in_order(outputs) or jax.tree.leaves(outputs)) if _is_floating(x))
-        of = _probed if loss is None else loss
-        return recorder.run_loss(of, outputs) if backward else of(outputs)
+        outputs = apply(variables, **inputs) if isinstance(inputs, Mapping) else apply(variables, *inputs)
+        recorder.outputs = tuple(tuple(x.shape) for x in _floating(outputs))
+        loss_of = _probed if loss is None else loss
+        return recorder.run_loss(loss_of, outputs) if backward else loss_of(outputs)
 
     transformed = run if transform is None else transform(run)
 
@@ -111,50 +118,114 @@ def trace_step(
     arguments = tuple([leaves[index] for index in which] for which in (floating, others))
     with recorder.recording(module):
         jaxpr = jax.make_jaxpr(jax.value_and_grad(scalar) if backward else scalar)(*arguments)
-    found, hidden = places(jaxpr, recorder.paths)
+    reached = visits(jaxpr, recorder.paths)
+    tapped = {eqn.params["label"].call for eqn in equations(jaxpr) if is_tap(eqn)}
     numbers = {index: place for place, index in enumerate(floating)}
     tree = jax.tree.unflatten(treedef, [numbers.get(index) for index in range(len(leaves))])
-    return TracedPass(
-        jaxpr, [*arguments[0], *arguments[1]], found, recorder, tree, frozenset(hidden - {place.label.call for place in found})
-    )
+    hidden = frozenset(tapped - {visit.label.call for visit in reached})
+    return TracedPass(jaxpr, [*arguments[0], *arguments[1]], reached, recorder, tree, hidden)
 
 
-def _function(module: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
-    if isinstance(module, nnx.Module):
-        return lambda model, args, kwargs: (model if call is None else _with(call, model))(*args, **kwargs)
-    if call is None:
-        return lambda variables, args, kwargs: module.apply(variables, *args, **kwargs)
-    return lambda variables, args, kwargs: call(module, variables, *args, **kwargs)
-
-
-def _with(call: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: call(model, *args, **kwargs)
-
-
-def _merged(graph: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, args, kwargs: apply(nnx.merge(graph, state), args, kwargs)
+def _floating(outputs: Any) -> list[Any]:
+    return [x for x in (in_order(outputs) or jax.tree.leaves(outputs)) if is_floating(x)]
 
 
 def _probed(outputs: Any) -> Any:
-    floating = [x for x in (in_order(outputs) or jax.tree.leaves(outputs)) if _is_floating(x)]
-    return sum((jnp.sum(x * jnp.asarray(probe(k, x.shape), x.dtype)) for k, x in enumerate(floating)), jnp.zeros(()))
+    products = (x * jnp.asarray(probe(k, x.shape), x.dtype) for k, x in enumerate(_floating(outputs)))
+    return sum(map(jnp.sum, products), jnp.zeros(()))
 
 
-def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> tuple[Trace, Slots]:
-    """Run a traced step; return its calls, and the owner of the array at each tap.
-
-    `given` maps a tap's position to the array that replaces its value. In a loop it is a list with an array per iteration;
-    None keeps the value.
-    """
-    chosen = [(given or {}).get(index) for index in range(len(step.places))]
-
+def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> tuple[Trace, Owners]:
+    """Run a traced step; return its calls, and the owner of the array at each tap. `given` is as in `evaluate`."""
     # Evaluated operation by operation: compiling one program that returns every intermediate takes many times longer.
-    outputs, values = evaluate(step.jaxpr, step.arguments, chosen)
-    arrived = [np.asarray(value) for value in values]
+    outputs, values = evaluate(step.jaxpr, step.arguments, given or {})
     tree = jax.tree.map(lambda number: np.asarray(outputs[1 + number]), step.numbers)[0] if len(outputs) > 1 else None
     gradients = {} if tree is None else Variables(tree, trainable=True).leaves
-    return assemble(step.places, step.recorder, step.hidden, arrived, gradients)
+    return _assembled(step, [np.asarray(value) for value in values], gradients)
+
+
+# The calls of a step.
+
+
+def _assembled(step: TracedPass, values: Sequence[np.ndarray], gradients: Mapping[str, np.ndarray]) -> tuple[Trace, Owners]:
+    """The calls of a step, from the values at its taps; `gradients` are by variable path."""
+    recorder, traced = step.recorder, step.recorder.calls
+    tapped = _tapped_calls(step, values)
+    kept = {key: call for key, call in tapped.items() if call.ended >= 0 and not _is_wrapped(key, tapped, traced)}
+    begun = sorted(kept.values(), key=lambda call: call.started)
+    for call, number in zip(begun, call_numbers(call.path for call in begun), strict=True):
+        call.number = number
+    ended = sorted(kept, key=lambda key: kept[key].ended)
+    place_of = {key: place for place, key in enumerate(ended)}
+    for key, call in kept.items():
+        record, around = traced[key[0]], _parent(key, kept, traced)
+        call.parent = None if around is None else place_of[around]
+        call.gradients = _own_gradients(record, key[1], gradients)
+        call.state = {record.state[slot[1]]: call.values[slot] for slot in call.slots("state")}
+    # The loss ends after all modules, so removing it keeps the positions of their calls.
+    loss = None if recorder.loss is None else kept.get((recorder.loss, ()))
+    calls = tuple(kept[key] for key in ended if kept[key] is not loss)
+    hidden = tuple(sorted({"/".join(traced[number].path) for number in step.hidden}))
+    owners: Owners = []
+    for visit in step.visits:
+        key, role = (visit.label.call, visit.index), visit.label.role
+        position = kept[key].slots(role).index(visit.label[1:]) if key in kept else 0
+        owners.append(Label(place_of[key], role, position) if key in kept else None)
+    return Trace(calls, recorder.outputs, hidden, loss, gradients), owners
+
+
+class _TappedCall(ModuleCall):
+    """A call; `started` and `ended` are numbers of visits, and `ended` is -1 if no output was visited."""
+
+    ended = -1
+
+
+def _tapped_calls(step: TracedPass, values: Sequence[np.ndarray]) -> dict[Instance, _TappedCall]:
+    calls: dict[Instance, _TappedCall] = {}
+    for time, (visit, value) in enumerate(zip(step.visits, values, strict=True)):
+        (number, role, _), slot, record = visit.label, visit.label[1:], step.recorder.calls[visit.label.call]
+        call = calls.setdefault((number, visit.index), _TappedCall(visit.path, type(record.module).__name__))
+        call.names = record.names
+        if visit.what == "cotangent":
+            call.add_cotangent(slot, value)
+        elif slot in call.values:  # a second value at a tap is a recomputation
+            call.compare(slot, value)
+        else:
+            if call.started < 0 or (role == "input" and not call.slots("input")):
+                call.started = time
+            call.ended = time if role == "output" else call.ended
+            call.values[slot] = value
+    for (number, _), call in calls.items():
+        for slot, value in call.values.items():
+            if Label(number, *slot) in step.recorder.differentiated:
+                call.cotangents.setdefault(slot, np.zeros_like(value))
+    return calls
+
+
+def _is_wrapped(key: Instance, calls: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> bool:
+    """Whether a wrapper with the same path makes this call: `nn.remat` calls a module inside a module."""
+    around = _parent(key, calls, traced)
+    return around is not None and calls[around].path == calls[key].path and calls[around].ended >= 0
+
+
+def _parent(key: Instance, kept: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> Instance | None:
+    """The nearest enclosing call, in the same iteration of the loops that both calls are in."""
+    number, index = key
+    parent = traced[number].parent
+    while parent is not None:
+        for length in range(len(index), -1, -1):
+            if (parent, index[:length]) in kept:
+                return parent, index[:length]
+        parent = traced[parent].parent
+    return None
+
+
+def _own_gradients(call: RecordedTrace, index: tuple[int, ...], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The gradients of the module's own parameters; stacked gradients of a loop are indexed by the iteration."""
+    selected = {}
+    for name, parameter in call.parameters.items():
+        path = re.sub(r"/(\d+)(?=/|$)", r"_\1", "/".join(("params", *call.path, name)))
+        whole = gradients.get(path)
+        if whole is not None and whole.ndim >= len(index) and whole.shape[len(index) :] == parameter.shape:
+            selected[name] = whole[index]
+    return selected

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.capture import LOSS, ModuleCall, Recomputed, Trace, argument_names, probe
+from remat_jax.parity.capture import LOSS, ModuleCall, Trace, argument_names, call_numbers, is_close, probe
 from remat_jax.parity.trees import fields, in_order
 from remat_jax.porting import as_numpy
 
@@ -21,10 +19,10 @@ Loss = Callable[[Any], Any]
 def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: Callable[..., Any] | None = None) -> Trace:
     """Run `loss(module(*inputs))` forward and backward once; return every module's inputs, outputs and cotangents by path.
 
-    `inputs` is a tuple of arguments or a dict of keywords, of tensors or arrays; floating-point inputs get gradients. The loss
-    is a scalar. Without `loss` it is the sum of all outputs, weighted by fixed random numbers (`capture.probe`).
-    `call(module, *inputs)` replaces `module(*inputs)`. A checkpointed module is listed once, with the values of its forward
-    pass. Existing gradients of parameters are kept. A module whose `forward` is called directly is not recorded.
+    `inputs` is a tuple of arguments or a dict of keywords, of tensors or arrays; floating-point inputs get gradients. The
+    default loss is the sum of all outputs, weighted by fixed random numbers. `call(module, *inputs)` replaces
+    `module(*inputs)`. A checkpointed module is listed once, with the values of its forward pass. Existing gradients of
+    parameters are kept. A module whose `forward` is called directly is not recorded.
 
     >>> import torch
     >>> trace = capture_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), (np.ones((1, 3)),))
@@ -42,194 +40,153 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
         value.backward()
         gradients = {name: as_numpy(each.grad) for name, each in module.named_parameters() if each.grad is not None}
         shapes = tuple(tuple(x.shape) for x in _floating(outputs))
-        return replace(recorder.trace(), outputs=shapes, gradients=gradients, ties=_ties(module))
+        return replace(recorder.trace(), outputs=shapes, gradients=gradients, ties=names_of_shared(module))
 
 
-@dataclass
-class _Seen:
-    """A call while it is recorded."""
+class _HookedCall(ModuleCall):
+    """A call of a module, or of the loss."""
 
-    module: Any
-    parent: _Seen | None
-    started: int
-    finished: int = -1
-    names: dict[str, list[str]] = field(default_factory=lambda: {"input": [], "output": []})
-    values: dict[str, list[np.ndarray]] = field(default_factory=lambda: {"input": [], "output": []})
-    cotangents: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
-    state: dict[str, np.ndarray] = field(default_factory=dict)
-    has_graph: bool = False
-    aliases: set[int] = field(default_factory=set)
-    recomputed: Recomputed = field(default_factory=Recomputed)
+    def __init__(self, module: Any, path: str, caller: _HookedCall | None, started: int) -> None:
+        super().__init__(path, type(module).__name__, started=started)
+        self.module, self.caller = module, caller
+        self.has_graph = False
+        self.aliases: set[int] = set()
+
+    def forget_padding(self) -> None:
+        """Zero an embedding's cotangents at `padding_idx`, which train nothing; a model without it has zeros there."""
+        padding, output = getattr(self.module, "padding_idx", None), ("output", 0)
+        if padding is not None and output in self.cotangents:
+            is_padding = (self.values["input", 0] == padding)[..., None]
+            self.cotangents[output] = np.where(is_padding, 0, self.cotangents[output])
 
 
 class _Recorder:
     def __init__(self, paths: Mapping[Any, str]) -> None:
-        self.paths, self.recording, self.clock = paths, True, 0
-        self.calls: list[_Seen] = []
-        self.running: list[_Seen] = []
-        self.recomputing: list[tuple[Any, _Seen | None]] = []
-        self.loss: _Seen | None = None
+        self.paths, self.recording, self.begun = paths, True, 0
+        self.calls: list[_HookedCall] = []
+        self.running: list[_HookedCall] = []
+        self.recomputing: list[tuple[Any, _HookedCall | None]] = []
+        self.loss: _HookedCall | None = None
 
     @contextmanager
     def watching(self, module: Any) -> Iterator[None]:
         """Hook every module of `module` inside the context."""
         with ExitStack() as stack:
             for inner in module.modules():
-                handles = (
-                    inner.register_forward_pre_hook(self._before, with_kwargs=True),
-                    inner.register_forward_hook(self._after, with_kwargs=True),
-                )
-                for handle in handles:
-                    stack.callback(handle.remove)
+                stack.callback(inner.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+                stack.callback(inner.register_forward_hook(self._after, with_kwargs=True).remove)
             yield
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
         if not self.recording:
-            seen = self._recomputed(module, (args, kwargs))
-            self.recomputing.append((module, seen))
-            return self._tap((args, kwargs), seen, "input", new=False)
-        seen = _Seen(module, self.running[-1] if self.running else None, self._tick())
-        self.running.append(seen)
-        return self._tap((args, kwargs), seen, "input", new=True, named=argument_names(module.forward, args, kwargs))
+            call = self._recomputed(module, (args, kwargs))
+            self.recomputing.append((module, call))
+            return self._tap((args, kwargs), call, "input", new=False)
+        call = self._begin(module, self.paths[module])
+        self.running.append(call)
+        return self._tap((args, kwargs), call, "input", new=True, named=argument_names(module.forward, args, kwargs))
 
     def _after(self, module: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
         if not self.recording:
             # A recomputation stops by an exception once backward has the tensors it needs: such calls never end.
             while self.recomputing and self.recomputing[-1][0] is not module:
                 self.recomputing.pop()
-            seen = self.recomputing.pop()[1] if self.recomputing else None
-            return self._tap(outputs, seen, "output", new=False)
+            return self._tap(outputs, self.recomputing.pop()[1] if self.recomputing else None, "output", new=False)
         while self.running[-1].module is not module:
             self.running.pop()
-        seen = self.running.pop()
-        seen.finished = self._tick()
-        seen.state = {name: as_numpy(x) for name, x in module.named_buffers(recurse=False) if x.is_floating_point()}
-        self.calls.append(seen)
-        return self._tap(outputs, seen, "output", new=True, named=fields(outputs).items())
+        call = self.running.pop()
+        call.state = {name: as_numpy(x) for name, x in module.named_buffers(recurse=False) if x.is_floating_point()}
+        self.calls.append(call)
+        return self._tap(outputs, call, "output", new=True, named=fields(outputs).items())
 
     def run_loss(self, loss: Loss, outputs: Any) -> Any:
         """The loss of a model's outputs, recorded like a module that follows the model."""
-        self.loss = _Seen(loss, None, self._tick())
+        self.loss = self._begin(loss, LOSS)
         value = loss(self._tap(outputs, self.loss, "input", new=True))
-        self.loss.finished = self._tick()
         return self._tap(value, self.loss, "output", new=True)
 
-    def _recomputed(self, module: Any, arguments: Any) -> _Seen | None:
+    def _begin(self, module: Any, path: str) -> _HookedCall:
+        self.begun += 1
+        return _HookedCall(module, path, self.running[-1] if self.running else None, self.begun)
+
+    def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
         """The call that is recomputed: the last call with equal inputs, else the last; calls without a graph go first."""
-        arrays: list[np.ndarray] = []
-        _map_tensors(arguments, lambda tensor: arrays.append(as_numpy(tensor)))
+        arrays = [as_numpy(tensor) for tensor in _tensors(arguments)]
 
-        def fits(seen: _Seen) -> tuple[bool, bool, int]:
-            same = all(_close(one, other) for one, other in zip(seen.values["input"], arrays, strict=False))
-            return not seen.has_graph, same, seen.started
+        def fits(call: _HookedCall) -> tuple[bool, bool, int]:
+            same = all(map(is_close, call.inputs, arrays))
+            return not call.has_graph, same, call.started
 
-        return max((seen for seen in self.calls if seen.module is module), key=fits, default=None)
+        return max((call for call in self.calls if call.module is module), key=fits, default=None)
 
-    def _tap(self, values: Any, seen: _Seen | None, role: str, *, new: bool, named: Iterable[tuple[str, Any]] = ()) -> Any:
+    def _tap(
+        self, values: Any, call: _HookedCall | None, role: str, *, new: bool, named: Iterable[tuple[str, Any]] = ()
+    ) -> Any:
         """`values` with an alias for every tensor that has a gradient: the alias's cotangent is this call's alone."""
         import torch
 
+        if call is None:
+            return values
         made: dict[int, Any] = {}  # a tensor that occurs several times has a single alias and cotangent
         names = dict[int, str]()
         for name, value in named:
-            _map_tensors(value, functools.partial(_note, names, name))
-        hooked = seen is not None and seen.has_graph and not new
+            for tensor in _tensors(value):
+                names.setdefault(id(tensor), name)
+        hooked = call.has_graph and not new
 
         def tap(tensor: Any) -> Any:
-            if seen is None or id(tensor) in made:
-                return made.get(id(tensor), tensor)
-            number = len(made)
+            if id(tensor) in made:
+                return made[id(tensor)]
+            slot = (role, len(made))
             made[id(tensor)] = tensor
             if new:
-                seen.values[role].append(as_numpy(tensor))
-                seen.names[role].append(names.get(id(tensor), ""))
-            elif len(seen.values[role]) > number:
-                seen.recomputed.compare(role, seen.values[role][number], as_numpy(tensor))
+                call.values[slot] = as_numpy(tensor)
+                call.names[slot] = names.get(id(tensor), "")
+            elif slot in call.values:
+                call.compare(slot, as_numpy(tensor))
             if torch.is_grad_enabled() and tensor.requires_grad:
                 # An in-place addition to a view takes its cotangent away, so an output made by the module is copied.
-                fresh = role == "output" and id(tensor) not in seen.aliases
+                fresh = role == "output" and id(tensor) not in call.aliases
                 alias = made[id(tensor)] = tensor.clone() if fresh else tensor.view_as(tensor)
-                seen.aliases.add(id(alias))
+                call.aliases.add(id(alias))
                 if not hooked:
-                    seen.has_graph |= role == "output"
-                    alias.register_hook(lambda gradient: self._arrived(seen, role, number, gradient))
+                    call.has_graph |= role == "output"
+                    alias.register_hook(lambda gradient: call.add_cotangent(slot, as_numpy(gradient)))
             return made[id(tensor)]
 
         return _map_tensors(values, tap)
 
-    def _arrived(self, seen: _Seen, role: str, number: int, gradient: Any) -> None:
-        before = seen.cotangents.get((role, number), 0)
-        seen.cotangents[role, number] = before + as_numpy(gradient)
-
-    def _tick(self) -> int:
-        self.clock += 1
-        return self.clock
-
     def trace(self) -> Trace:
         """The recorded calls."""
-        places = {id(seen): place for place, seen in enumerate(self.calls)}
-        numbers, number_of = Counter[str](), {}
-        for seen in sorted(self.calls, key=lambda seen: seen.started):
-            number_of[id(seen)] = numbers[self.paths[seen.module]]
-            numbers[self.paths[seen.module]] += 1
-        calls = tuple(self._call(seen, number_of[id(seen)], places) for seen in self.calls)
-        return Trace(calls, loss=None if self.loss is None else self._call(self.loss, 0, {}))
-
-    def _call(self, seen: _Seen, number: int, places: Mapping[int, int]) -> ModuleCall:
-        def cotangents(role: str) -> tuple[np.ndarray | None, ...]:
-            return tuple(seen.cotangents.get((role, place)) for place in range(len(seen.values[role])))
-
-        _forget_padding(seen)
-        parameters = () if seen is self.loss else seen.module.named_parameters(recurse=False)
-        return ModuleCall(
-            path=LOSS if seen is self.loss else self.paths[seen.module],
-            kind=type(seen.module).__name__,
-            number=number,
-            inputs=tuple(seen.values["input"]),
-            outputs=tuple(seen.values["output"]),
-            input_cotangents=cotangents("input"),
-            output_cotangents=cotangents("output"),
-            started=seen.started,
-            finished=seen.finished,
-            parent=places.get(id(seen.parent)),
-            gradients={name: as_numpy(parameter.grad) for name, parameter in parameters if parameter.grad is not None},
-            state=seen.state,
-            stale=seen.recomputed.stale,
-            misled=seen.recomputed.misled,
-            input_names=tuple(seen.names["input"]),
-            output_names=tuple(seen.names["output"]),
-        )
+        begun = sorted(self.calls, key=lambda call: call.started)
+        for call, number in zip(begun, call_numbers(call.path for call in begun), strict=True):
+            call.number = number
+        places = {id(call): place for place, call in enumerate(self.calls)}
+        for call in self.calls:
+            call.parent = places.get(id(call.caller))
+            call.forget_padding()
+            parameters = call.module.named_parameters(recurse=False)
+            call.gradients = {name: as_numpy(parameter.grad) for name, parameter in parameters if parameter.grad is not None}
+        return Trace(tuple(self.calls), loss=self.loss)
 
 
-def _note(names: dict[int, str], name: str, tensor: Any) -> Any:
-    names.setdefault(id(tensor), name)
-    return tensor
-
-
-def _ties(module: Any) -> dict[str, tuple[str, ...]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: tuple(others) for first, *others in names.values() if others}
-
-
-def _forget_padding(seen: _Seen) -> None:
-    """Zero an embedding's cotangents at `padding_idx`, which train nothing; a model without `padding_idx` has zeros there."""
-    padding = getattr(seen.module, "padding_idx", None)
-    if padding is not None and ("output", 0) in seen.cotangents:
-        cotangent = seen.cotangents["output", 0]
-        seen.cotangents["output", 0] = np.where((seen.values["input"][0] == padding)[..., None], 0, cotangent)
+def names_of_shared(module: Any) -> dict[str, str]:
+    """Every further name of a parameter with several names → the name under which PyTorch lists it."""
+    names: dict[int, str] = {}
+    parameters = module.named_parameters(remove_duplicate=False)
+    first = {name: names.setdefault(id(parameter), name) for name, parameter in parameters}
+    return {name: listed for name, listed in first.items() if name != listed}
 
 
 @contextmanager
 def _gradients_put_aside(module: Any) -> Iterator[None]:
-    kept = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in kept:
+    before = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in before:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in kept:
+        for parameter, gradient in before:
             parameter.grad = gradient
 
 
@@ -252,16 +209,25 @@ def _arguments(module: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any
 def _probed(outputs: Any) -> Any:
     import torch
 
-    floating = _floating(outputs)
-    return sum(
-        ((x * torch.tensor(probe(k, tuple(x.shape)), dtype=x.dtype)).sum() for k, x in enumerate(floating)), torch.zeros(())
-    )
+    products = (x * torch.tensor(probe(k, tuple(x.shape)), dtype=x.dtype) for k, x in enumerate(_floating(outputs)))
+    return sum(map(torch.sum, products), torch.zeros(()))
 
 
 def _floating(outputs: Any) -> list[Any]:
     import torch
 
     return [x for x in in_order(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def _tensors(value: Any) -> list[Any]:
+    tensors: list[Any] = []
+
+    def collect(tensor: Any) -> Any:
+        tensors.append(tensor)
+        return tensor
+
+    _map_tensors(value, collect)
+    return tensors
 
 
 def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -277,7 +243,3 @@ def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
         mapped = {key: _map_tensors(item, change) for key, item in value.items()}
         return mapped if type(value) is dict else type(value)(**mapped)
     return value
-
-
-def _close(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.shape == other.shape and np.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)

@@ -16,8 +16,9 @@ from flax.errors import InvalidRngError
 from remat_jax.errors import ArgumentError, RematError, UnsupportedError, described
 from remat_jax.parity.optimizers import Optimizer, OptimizerPair, as_optimizer
 from remat_jax.parity.tolerances import dtype_name, epsilon
+from remat_jax.parity.trees import is_floating
 from remat_jax.policy import Policy, as_policy
-from remat_jax.porting import Rules
+from remat_jax.porting import Rules, as_rules
 from remat_jax.porting.auto.pair import call_hint, wrapper_text
 from remat_jax.porting.tensors import as_numpy, is_torch
 
@@ -28,90 +29,21 @@ RUN = "run on inputs"
 
 @dataclass
 class Run:
-    """The result of one training step as NumPy arrays; gradients have PyTorch's names, updates Flax's.
+    """The result of a short training run as NumPy arrays; gradients have PyTorch's names, updates Flax's.
 
-    Attributes:
-        outputs: the arrays that the model returns, and the loss.
-        gradients: the gradient of every trained parameter.
-        input_gradients: the gradient of every floating-point input.
-        state: the variables written by the forward pass, such as the statistics of a batch norm.
-        updates: each parameter's change in the optimizer's first step; in dtypes below float64 the updated parameter.
-        losses: the losses of a short training run.
+    `state` has the variables that the forward pass wrote, such as the statistics of a batch norm, and `after` the parameters
+    after the optimizer's first step; PyTorch's are state dicts. `updates` are the parameters' changes in that step, or below
+    float64 the updated parameters. `unused` are PyTorch's trained parameters that the backward pass did not reach.
     """
 
-    outputs: Arrays = field(default_factory=dict)
-    gradients: Arrays = field(default_factory=dict)
-    input_gradients: Arrays = field(default_factory=dict)
-    state: Arrays = field(default_factory=dict)
+    outputs: Arrays
+    gradients: Arrays
+    input_gradients: Arrays
+    losses: list[float]
+    state: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any] = field(default_factory=dict)
     updates: Arrays = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Case:
-    """The checked arguments of a comparison, documented in `compare`."""
-
-    torch_module: Any
-    flax_module: Any
-    inputs: Inputs
-    rules: Rules | None
-    variables: Any
-    loss: tuple[Call, Call] | None
-    torch_blocks: tuple[type, ...] | None
-    flax_blocks: Any
-    modes: tuple[str, ...]
-    optimizer: Optimizer | OptimizerPair | None
-    steps: int
-    dtypes: tuple[str, ...]
-    torch_call: Call
-    flax_call: Call
-    excite: bool
-    keep_float64: bool
-
-    @functools.cached_property
-    def builds(self) -> bool:
-        """Whether `torch_module` is a function that builds the model."""
-        return not _is_module(self.torch_module)
-
-    def torch(self) -> Any:
-        """The given PyTorch model, or a new model from the given function.
-
-        Raises:
-            ArgumentError: the function fails, or returns no PyTorch module.
-        """
-        if not self.builds:
-            return self.torch_module
-        with running("torch_module()", "built"):
-            made = self.torch_module()
-        if not _is_module(made):
-            raise ArgumentError(f"torch_module() gave a {type(made).__name__}: expected a torch.nn.Module")
-        return made
-
-    def flax(self, dtype: str) -> Any:
-        """The Flax model for a dtype.
-
-        Raises:
-            ArgumentError: the function of a dtype returned no Flax module.
-        """
-        if isinstance(self.flax_module, nn.Module | nnx.Module):
-            return self.flax_module
-        with running(f"flax_module({dtype!r})", "made"):
-            made = self.flax_module(dtype)
-        if not isinstance(made, nn.Module | nnx.Module):
-            raise ArgumentError(
-                f"flax_module({dtype!r}) gave a {type(made).__name__}: expected a Linen or NNX module; "
-                "a function for flax_module takes a dtype's name and makes the model"
-            )
-        return made
-
-    def by_name(self, call: Call) -> Call:
-        """A call that is given the input arrays by name, and adds the other inputs."""
-
-        def run(model: Any, **arrays: Any) -> Any:
-            args, kwargs = self.inputs.arguments(arrays)
-            return call(model, *args, **kwargs)
-
-        return run
+    unused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -128,13 +60,11 @@ class Inputs:
         if isinstance(inputs, Mapping):
             named, positional = {str(name): value for name, value in inputs.items()}, None
         else:
-            several = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-            named = {str(index): value for index, value in enumerate(several)}
+            arguments = inputs if isinstance(inputs, tuple | list) else (inputs,)
+            named = {str(index): value for index, value in enumerate(arguments)}
             positional = tuple(named)
         arrays = {name: as_numpy(value) for name, value in named.items() if is_torch(value) or hasattr(value, "__array__")}
-        spoilt = [
-            name for name, array in arrays.items() if is_floating(array.dtype) and np.isnan(array.astype(np.float64)).any()
-        ]
+        spoilt = [name for name, x in arrays.items() if is_floating(x) and np.isnan(x.astype(np.float64)).any()]
         if spoilt:
             raise ArgumentError(f"inputs: {', '.join(spoilt)} holds NaN, which cannot be compared; give numbers")
         if not arrays:
@@ -144,66 +74,104 @@ class Inputs:
     @property
     def floating(self) -> list[str]:
         """The names of the floating-point arrays, which have gradients."""
-        return [name for name, array in self.arrays.items() if is_floating(array.dtype)]
+        return [name for name, array in self.arrays.items() if is_floating(array)]
 
     def arguments(self, arrays: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments with the given arrays."""
-        every = {**self.others, **arrays}
+        by_name = {**self.others, **arrays}
         if self.positional is None:
-            return (), every
-        return tuple(every[name] for name in self.positional), {}
+            return (), by_name
+        return tuple(by_name[name] for name in self.positional), {}
 
 
-def is_floating(dtype: Any) -> bool:
-    """Whether a NumPy dtype is a floating-point type, including bfloat16."""
-    return np.issubdtype(dtype, np.floating) or dtype.name.startswith(("bfloat16", "float8"))
+@dataclass
+class Case:
+    """The arguments of `compare`, which documents them and their errors; they are checked, and nothing is run."""
 
+    torch_module: Any
+    flax_module: Any
+    inputs: Inputs
+    rules: Rules | None
+    variables: Any
+    loss: tuple[Call, Call] | None
+    torch_blocks: tuple[type, ...] | None
+    flax_blocks: Any
+    modes: tuple[str, ...]
+    optimizer: Optimizer | OptimizerPair | None
+    dtypes: tuple[str, ...]
+    steps: int
+    torch_call: Any
+    flax_call: Any
+    excite: bool
+    keep_float64: bool
 
-def make_case(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> Case:
-    """Check the arguments of `compare`; nothing is run.
+    def __post_init__(self) -> None:
+        require_torch()
+        module, flax = self.torch_module, self.flax_module
+        if not _is_module(module) and (_is_flax(module) or not _is_function(module)):
+            raise ArgumentError(f"torch_module={_short(module)}: expected a torch.nn.Module, or a function that builds one")
+        if wrapped := wrapper_text(flax):
+            raise ArgumentError(wrapped)
+        if not _is_flax(flax) and (_is_module(flax) or not _is_function(flax)):
+            raise ArgumentError(
+                f"flax_module={_short(flax)}: expected a Linen or NNX module, or a function of a dtype that makes one"
+            )
+        self.inputs = Inputs.of(self.inputs)
+        self.rules = None if isinstance(self.rules, str) and self.rules.strip() == "auto" else as_rules(self.rules)
+        self.loss = _losses(self.loss)
+        self.torch_blocks = _torch_blocks(self.torch_blocks)
+        self.modes = _modes(self.modes)
+        self.optimizer = as_optimizer(self.optimizer)
+        self.steps = _steps(self.steps)
+        self.dtypes = _dtypes(self.dtypes)
+        self.torch_call = self.torch_call or _plain_call
+        self.flax_call = self.flax_call or _plain_call
 
-    Raises:
-        ArgumentError, PolicyError, PortingError: an argument is wrong; the message names it, its value and the remedy.
-        UnsupportedError: PyTorch is not installed.
-    """
-    require_torch()
-    is_flax = isinstance(torch_module, nn.Module | nnx.Module)
-    if not _is_module(torch_module) and (is_flax or isinstance(torch_module, type) or not callable(torch_module)):
-        raise ArgumentError(f"torch_module={_short(torch_module)}: expected a torch.nn.Module, or a function that builds one")
-    if wrapped := wrapper_text(flax_module):
-        raise ArgumentError(wrapped)
-    cannot_make = _is_module(flax_module) or isinstance(flax_module, type) or not callable(flax_module)
-    if not isinstance(flax_module, nn.Module | nnx.Module) and cannot_make:
-        raise ArgumentError(
-            f"flax_module={_short(flax_module)}: expected a Linen or NNX module, or a function of a dtype that makes one"
-        )
-    rules = options["rules"]
-    return Case(
-        torch_module=torch_module,
-        flax_module=flax_module,
-        inputs=Inputs.of(inputs),
-        rules=None if isinstance(rules, str) and rules.strip() == "auto" else _as_rules(rules),
-        variables=options["variables"],
-        loss=_losses(options["loss"]),
-        torch_blocks=_torch_blocks(options["torch_blocks"]),
-        flax_blocks=options["flax_blocks"],
-        modes=_modes(options["modes"]),
-        optimizer=as_optimizer(options["optimizer"]),
-        steps=_steps(options["steps"]),
-        dtypes=_dtypes(options["dtypes"]),
-        torch_call=options["torch_call"] or plain_call,
-        flax_call=options["flax_call"] or plain_call,
-        excite=bool(options["excite"]),
-        keep_float64=bool(options["keep_float64"]),
-    )
+    @functools.cached_property
+    def builds(self) -> bool:
+        """Whether `torch_module` is a function that builds the model."""
+        return not _is_module(self.torch_module)
+
+    def torch(self) -> Any:
+        """The given PyTorch model, or a new model from the given function."""
+        if not self.builds:
+            return self.torch_module
+        with running("torch_module()", "built"):
+            made = self.torch_module()
+        if not _is_module(made):
+            raise ArgumentError(f"torch_module() gave a {type(made).__name__}: expected a torch.nn.Module")
+        return made
+
+    def flax(self, dtype: str) -> Any:
+        """The Flax model for a dtype."""
+        if _is_flax(self.flax_module):
+            return self.flax_module
+        with running(f"flax_module({dtype!r})", "made"):
+            made = self.flax_module(dtype)
+        if not _is_flax(made):
+            raise ArgumentError(
+                f"flax_module({dtype!r}) gave a {type(made).__name__}: expected a Linen or NNX module; "
+                "a function for flax_module takes a dtype's name and makes the model"
+            )
+        return made
+
+    def apply_linen(self, module: Any, variables: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The output of a Linen module, and the variables that it wrote."""
+        mutable = [name for name in variables if name != "params"]
+        return nn.apply(self.flax_call, module, mutable=mutable)(variables, *args, **kwargs)
+
+    def by_name(self, call: Call) -> Call:
+        """A call that is given the input arrays by name, and adds the other inputs."""
+
+        def run(model: Any, **arrays: Any) -> Any:
+            args, kwargs = self.inputs.arguments(arrays)
+            return call(model, *args, **kwargs)
+
+        return run
 
 
 def require_torch() -> None:
-    """Require PyTorch.
-
-    Raises:
-        UnsupportedError: PyTorch is not installed.
-    """
+    """Raise UnsupportedError if PyTorch is not installed."""
     try:
         import torch  # noqa: F401
     except ImportError:
@@ -226,8 +194,7 @@ def running(argument: str, what: str = RUN) -> Iterator[None]:
         raise ArgumentError(f"{argument} cannot be {what}: {described(error)}{hint}") from error
 
 
-def plain_call(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a model directly."""
+def _plain_call(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
@@ -237,10 +204,12 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, torch.nn.Module)
 
 
-def _as_rules(rules: Any) -> Rules:
-    from remat_jax.porting import as_rules
+def _is_flax(value: Any) -> bool:
+    return isinstance(value, nn.Module | nnx.Module)
 
-    return as_rules(rules)
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
 
 
 def _losses(loss: Any) -> tuple[Call, Call] | None:
@@ -258,17 +227,16 @@ def _losses(loss: Any) -> tuple[Call, Call] | None:
 def _torch_blocks(blocks: Any) -> tuple[type, ...] | None:
     import torch
 
-    wanted = blocks if isinstance(blocks, tuple) else (blocks,)
     if blocks is None:
         return None
-    if not wanted or not all(isinstance(one, type) and issubclass(one, torch.nn.Module) for one in wanted):
+    classes = blocks if isinstance(blocks, tuple) else (blocks,)
+    if not classes or not all(isinstance(each, type) and issubclass(each, torch.nn.Module) for each in classes):
         raise ArgumentError(f"torch_blocks={blocks!r}: expected a class of torch.nn.Module, or a tuple of them")
-    return wanted
+    return classes
 
 
 def _modes(modes: Any) -> tuple[str, ...]:
-    several = (modes,) if isinstance(modes, str | Policy) else tuple(modes)
-    texts = tuple(mode if isinstance(mode, str) else str(mode) for mode in several)
+    texts = tuple(map(str, (modes,) if isinstance(modes, str | Policy) else modes))
     for text in texts:
         as_policy(text, "modes")
     if not texts or len(set(texts)) != len(texts):

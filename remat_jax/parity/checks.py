@@ -1,4 +1,4 @@
-"""The checks beside the tensors: full precision, nonzero gradients, a training run, and detection of planted faults."""
+"""The verdicts of a comparison: a row for every tensor, and the checks beside them, among them planted faults."""
 
 from __future__ import annotations
 
@@ -10,16 +10,96 @@ import jax
 import numpy as np
 
 from remat_jax.parity.case import Arrays, Run
-from remat_jax.parity.ledger import Planted
-from remat_jax.parity.report_data import Check
-from remat_jax.parity.rule import float64_errors, judge, norm
+from remat_jax.parity.report_data import Check, TensorRow
+from remat_jax.parity.rule import Tensors, float64_errors, global_norm, judge, norm, problem_of
 from remat_jax.parity.tolerances import TOLERANCES
+from remat_jax.parity.trees import is_floating
 
 _FULL = (None, "highest", "float32")
 _NAMED = 6
 """The most tensors that a sentence names."""
 _SAME = 1e-9
 """The largest relative difference of two equal float64 results."""
+_FAULTS = {"sign": -1, "doubled": 2}
+"""The faults that are planted in gradients, each as a factor."""
+
+
+def verdicts(
+    reference: Tensors, candidate: Tensors, yardstick: Tensors, dtype: str, limit: str = "float64"
+) -> dict[str, tuple[float, str]]:
+    """For every tensor its figure, and why it fails, or "".
+
+    The figure is the relative error in float64, which `limit` bounds; in another dtype the ratio to the error of `yardstick`,
+    PyTorch's tensors in that dtype.
+    """
+    figures = {}
+    if dtype == "float64":
+        for name, error in float64_errors(reference, candidate).items():
+            problem = ""
+            if not error <= TOLERANCES[limit].value:
+                problem = problem_of(name, dtype, reference, JAX=candidate) or f"{error:.1e} off in float64"
+            figures[name] = error, problem
+    else:
+        for row in judge(reference, candidate, yardstick, dtype):
+            problem = row.problem or f"{row.ratio:.1f} times PyTorch's error in {dtype}"
+            figures[row.name] = row.ratio, "" if row.passed else problem
+    return figures
+
+
+class Ledger:
+    """Collects the rows of a report: every tensor, judged in every dtype and mode."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], TensorRow] = {}
+
+    def enter(self, kind: str, reference: Tensors, candidate: Tensors, yardstick: Tensors, dtype: str, mode: str) -> None:
+        """Judge the tensors of one kind of a Flax run."""
+        if not reference and not candidate:
+            return
+        limit = "float64_step" if kind == "update" else "float64"
+        for name, (figure, problem) in verdicts(reference, candidate, yardstick, dtype, limit).items():
+            row = self.rows.setdefault((kind, name), TensorRow(kind, name))
+            if row.norm is None and name in reference:
+                row.shape, row.norm = tuple(np.shape(reference[name])), norm(reference[name])
+            figures = row.errors if dtype == "float64" else row.ratios.setdefault(dtype, {})
+            figures[mode] = figure
+            if problem:
+                row.fail(problem, mode)
+
+    def plant(self, reference: Tensors, yardstick: Tensors, dtype: str) -> Check:
+        """Whether sign flips and doublings are detected in every gradient above the rounding of all gradients together.
+
+        They are planted in PyTorch's gradients because flipping a wrong gradient of Flax's could make it right.
+        """
+        caught: dict[str, dict[str, bool]] = {}
+        for fault, factor in _FAULTS.items():
+            # The dtype stays the same: a changed dtype would fail for a different reason.
+            wrong = {name: np.asarray(x) * np.asarray(x).dtype.type(factor) for name, x in yardstick.items()}
+            judged = verdicts(reference, wrong, yardstick, dtype)
+            caught[fault] = {name: bool(problem) for name, (_, problem) in judged.items()}
+        both = {name: all(by_name[name] for by_name in caught.values()) for name in caught["sign"]}
+        for name, found in both.items():
+            if ("gradient", name) in self.rows:
+                self.rows["gradient", name].caught[dtype] = found
+        missed, large = [name for name, found in both.items() if not found], _large(reference, yardstick, dtype)
+        missed_large = [name for name in missed if name in large]
+        if missed_large:
+            note = f"; not found, although large enough: {_several(missed_large)}"
+        elif not large:
+            note = "; no gradient is large enough"
+        else:
+            note = f"; too small to tell: {_several(missed)}" if missed else ""
+        counts = ", ".join(f"{fault}: {sum(by_name.values())} of {len(both)} found" for fault, by_name in caught.items())
+        return Check(f"planted faults in {dtype}", bool(large) and not missed_large, f"gradients, {counts}{note}")
+
+
+def _large(reference: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
+    """The tensors whose norm is more than twice their permitted error: a wrong sign or factor must make them fail."""
+    if dtype == "float64":
+        limit = TOLERANCES["float64"].value * global_norm(reference)
+        return {name for name, x in reference.items() if norm(x) > 2 * limit}
+    rows = judge(reference, yardstick, yardstick, dtype)
+    return {row.name for row in rows if row.name in reference and norm(reference[row.name]) > 2 * row.bound}
 
 
 def precision_check() -> Check:
@@ -41,8 +121,8 @@ def precision_check() -> Check:
 def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[Sequence[str]], tuple[set[str], str]]) -> Check:
     """Whether gradients exist and none is 0: a gradient of 0 on both sides proves nothing, except for unused weights.
 
-    A gradient that is 0 by chance, behind a ReLU that no input reaches, is compared with other weights: `elsewhere` gives
-    those of these names that are not 0 there and agree, and says what does not.
+    A gradient may be 0 by chance, behind a ReLU that no input reaches. `elsewhere` compares these with other weights, and
+    returns the names that agree there, and what differs.
     """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
@@ -51,24 +131,21 @@ def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[
     zero = [name for name, x in reference.gradients.items() if not np.any(x)]
     total = len(reference.gradients)
     if len(zero) == total:
-        return Check(
-            "gradients",
-            False,
-            "every gradient is 0 in PyTorch: the loss depends on no parameter, so the comparison proves nothing",
-        )
-    shown, wrong = elsewhere(zero) if zero else (set(), "")
-    left = [name for name in zero if name not in shown]
-    if left:
+        text = "every gradient is 0 in PyTorch: the loss depends on no parameter, so the comparison proves nothing"
+        return Check("gradients", False, text)
+    agreeing, wrong = elsewhere(zero) if zero else (set(), "")
+    unproven = [name for name in zero if name not in agreeing]
+    if unproven:
         remedy = "use them in the inputs and the loss, or freeze them (requires_grad=False)"
         wrong = f"; with random weights, {wrong}" if wrong else ""
-        return Check("gradients", False, f"gradients of 0 in PyTorch prove nothing about {_several(left)}{wrong}; {remedy}")
-    aside = f"; unused by both, not compared: {_several([*unused])}" if unused else ""
+        return Check("gradients", False, f"gradients of 0 in PyTorch prove nothing about {_several(unproven)}{wrong}; {remedy}")
+    aside = f"; unused by both, not compared: {_several(unused)}" if unused else ""
     none = f"0 with these weights, and equal with random ones: {_several(zero)}" if zero else "none with a gradient of 0"
     return Check("gradients", True, f"{total} parameters, {none}{aside}")
 
 
 def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Arrays) -> list[Check]:
-    """Explains running statistics that differ only by a convention: the momentum, or the batch variance that they track.
+    """Explain running statistics that differ only by a convention: the momentum, or the batch variance that they track.
 
     A step moves statistics s by m·(u·b − s), where b are the batch statistics, m is one minus Flax's momentum, and u is
     n / (n − 1) for an unbiased variance, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p and q for all
@@ -100,9 +177,9 @@ def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, flo
         return None
     step, factors = theirs - start, np.stack([ours - start, start], axis=1)
     for columns in (1, 2):  # first the momentum alone, which needs only p
-        found = np.linalg.lstsq(factors[:, :columns], step)[0]
-        if norm(factors[:, :columns] @ found - step) <= _SAME * norm(step):
-            return float(found[0]), float(found[1]) if columns == 2 else 0.0
+        solution = np.linalg.lstsq(factors[:, :columns], step)[0]
+        if norm(factors[:, :columns] @ solution - step) <= _SAME * norm(step):
+            return float(solution[0]), float(solution[1]) if columns == 2 else 0.0
     return None
 
 
@@ -118,48 +195,30 @@ def losses_check(reference: list[float], yardstick: list[float], losses: list[fl
     return [Check(f"training in {dtype}", worst <= limit, steps)]
 
 
-def planted_checks(planted: Planted, dtype: str) -> list[Check]:
-    """Whether sign flips and doublings are detected in every gradient above the rounding of all gradients together."""
-    counts = ", ".join(f"{fault}: {planted.count(fault)} of {planted.total} found" for fault in planted.caught)
-    missed = f"; too small to tell: {_several(planted.missed)}" if planted.missed else ""
-    if not planted.holds:
-        large = [name for name in planted.missed if name in planted.large]
-        missed = f"; not found, although large enough: {_several(large)}" if large else "; no gradient is large enough"
-    return [Check(f"planted faults in {dtype}", planted.holds, f"gradients, {counts}{missed}")]
-
-
 def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str, *, agreed: bool) -> Check:
     """Transpose or shift one Flax weight: the step that passed must then be judged wrong by its outputs.
 
-    If the outputs had not `agreed` before the change but do after it, the weight map has that very fault, which counts as
-    detected. A weight with little influence, such as a query weight of an untrained model, changes outputs less than rounding.
-    Then larger weights are tried, and one change must be detected.
+    If the outputs agree only after the change, the weight map has that very fault, which counts as detected. If a weight has
+    too little influence, such as a query weight of an untrained model, larger ones are tried until a change is detected.
     """
-    floating = {name: x for name, x in reference.outputs.items() if np.issubdtype(x.dtype, np.floating)}
+    floating = {name: x for name, x in reference.outputs.items() if is_floating(x)}
     measured = {name: yardstick.outputs[name] for name in floating}
-    small = []
+    unit = "{:.1e} off" if dtype == "float64" else "{:.1f} times the error"
+    small: list[str] = []
     for path in _chosen(flax, weights):
         spoilt, how = _spoilt(weights[path])
-        run = flax.run(dtype, mode, {**weights, path: spoilt}).run
-        outputs = {name: run.outputs[name] for name in floating}
-        if dtype == "float64":
-            worst = max(float64_errors(floating, outputs).values())
-            differs, result = not worst <= TOLERANCES["float64"].value, f"{path} {how}: {worst:.1e} off"
-        else:
-            rows = judge(floating, outputs, measured, dtype)
-            differs = any(not row.passed for row in rows)
-            result = f"{path} {how}: {max(row.ratio for row in rows):.1f} times the error"
+        outputs = flax.run(dtype, mode, {**weights, path: spoilt}).outputs
+        judged = verdicts(floating, {name: outputs[name] for name in floating}, measured, dtype)
+        differs = any(problem for _, problem in judged.values())
+        result = f"{path} {how}: {unit.format(max(figure for figure, _ in judged.values()))}"
         if differs or not agreed:
             break
         small.append(result)
-    before = [one for one in small if one != result]
+    before = [text for text in small if text != result]
     result += f"; too small to tell: {', '.join(before)}" if before else ""
     mended = not differs and not agreed
-    return Check(
-        f"planted weight in {dtype}",
-        differs or mended,
-        f"{result}, and without this change the outputs differ" if mended else result,
-    )
+    result += ", and without this change the outputs differ" if mended else ""
+    return Check(f"planted weight in {dtype}", differs or mended, result)
 
 
 def _chosen(flax: Any, weights: Any) -> list[str]:
@@ -178,6 +237,6 @@ def _spoilt(weight: Any) -> tuple[Any, str]:
     return weight * 2 + 1, "doubled"
 
 
-def _several(names: list[str]) -> str:
+def _several(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

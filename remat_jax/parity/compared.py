@@ -1,20 +1,49 @@
-"""Compares two traces: pairs their module calls and measures the distances of inputs, outputs and cotangents."""
+"""Compare two traces: pair their calls, measure how far apart their arrays are, and find the pair where they diverge."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from remat_jax.parity.align import Distance, distance, norm, pairs
-from remat_jax.parity.capture import Cotangents, ModuleCall, Trace
+from remat_jax.parity.align import Distance, distance, pairs, shown_norm
+from remat_jax.parity.capture import LOSS, ModuleCall, Trace
 from remat_jax.parity.match import MatchedModule
 from remat_jax.parity.tolerances import TOLERANCES
 
-GRADIENT_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
-STATE_NAMES = {"mean": "running_mean", "var": "running_var"}
+_GRADIENT_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+_STATE_NAMES = {"mean": "running_mean", "var": "running_var"}
+_OTHER_INPUTS = "the two models get different inputs"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A module that computes something different from its original.
+
+    Attributes:
+        torch_path, flax_path: the module's path in each model; "" is the whole model.
+        what: the array that differs, such as "output 0", "gradient of input 0" or "gradient of kernel".
+        error, reference: the norm of the difference, and of PyTorch's array, in float64.
+        note: a possible explanation, such as a module inside that ran in only one of the models.
+
+    >>> print(Divergence("ffn.up", "ffn/up", "output 0", error=0.5, reference=10.0))
+    ffn/up against ffn.up: output 0 is 0.5 off, of 10
+    """
+
+    torch_path: str
+    flax_path: str
+    what: str
+    error: float
+    reference: float
+    note: str = ""
+
+    def __str__(self) -> str:
+        """One line that names both modules and how far apart they are."""
+        torch, flax = (path or "(the whole model)" for path in (self.torch_path, self.flax_path))
+        line = f"{flax} against {torch}: {self.what} is {self.error:.2g} off, of {self.reference:.2g}"
+        return f"{line} ({self.note})" if self.note else line
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +51,7 @@ class TensorPair:
     """A PyTorch call and a Flax call that should compute the same.
 
     Attributes:
-        torch, flax: the calls.
-        around: the innermost pair of calls that encloses both; None for the outermost pair.
+        around: the pairs of calls that enclose both, the innermost first.
         distances: "input", "output", "state", "input cotangent", "output cotangent", "gradient" → label → distance, for all
             quantities present in both.
         floors: by the same kinds, the norm below which a reference cannot measure a relative error.
@@ -31,14 +59,19 @@ class TensorPair:
 
     torch: ModuleCall
     flax: ModuleCall
-    around: TensorPair | None
+    around: tuple[TensorPair, ...]
     distances: Mapping[str, Mapping[str, Distance]]
     floors: Mapping[str, float]
 
     def bad(self, kind: str) -> tuple[str, Distance] | None:
         """The label and the distance of the worst disagreement of a kind; None if none disagrees."""
-        wrong = {what: found for what, found in self.distances[kind].items() if found.is_bad(self.floors[kind])}
-        return max(wrong.items(), key=lambda entry: entry[1].relative(self.floors[kind]), default=None)
+        floor = self.floors[kind]
+        wrong = [(label, apart) for label, apart in self.distances[kind].items() if apart.is_bad(floor)]
+        return max(wrong, key=lambda entry: entry[1].relative(floor), default=None)
+
+    def divergence(self, what: str, apart: Distance, note: str = "") -> Divergence:
+        """The divergence of the pair's modules."""
+        return Divergence(self.torch.name, self.flax.name, what, apart.error, apart.reference, note)
 
     @property
     def is_cut_otherwise(self) -> bool:
@@ -46,24 +79,15 @@ class TensorPair:
         made = {**self.distances["input cotangent"], **self.distances["gradient"]}
         return bool(made and self.bad("output cotangent")) and not (self.bad("input cotangent") or self.bad("gradient"))
 
-    def all_around(self) -> Iterator[TensorPair]:
-        """The enclosing pairs, the innermost first."""
-        pair = self.around
-        while pair is not None:
-            yield pair
-            pair = pair.around
-
 
 def modules(trace: Trace) -> list[MatchedModule]:
     """The modules of a trace, each once, by first call."""
-    leaves = trace.leaves()
-    first = {call.path: (place, call) for place, call in reversed(list(enumerate(trace.calls))) if not call.number}
-    ordered = sorted(first.values(), key=lambda entry: entry[1].started)
+    callers = {trace.calls[call.parent].name for call in trace.calls if call.parent is not None}
+    first = sorted((call for call in trace.calls if not call.number), key=lambda call: call.started)
+    sizes = [call.values["output", 0].size if ("output", 0) in call.values else None for call in first]
     return [
-        MatchedModule(
-            call.path, call.kind, call.outputs[0].size if call.outputs else None, place in leaves, bool(call.gradients)
-        )
-        for place, call in ordered
+        MatchedModule(call.path, call.kind, size, call.name not in callers, bool(call.gradients))
+        for call, size in zip(first, sizes, strict=True)
     ]
 
 
@@ -72,83 +96,67 @@ def compared(
 ) -> list[TensorPair]:
     """The pairs of calls of matched modules, in the order in which PyTorch's calls ended; the loss is the last.
 
-    `gradients` are Flax's gradients by PyTorch's parameter names, from a weight map. Without them, parameters with the same
-    name in matched modules are compared.
+    `gradients` are Flax's by PyTorch's parameter names, from a weight map; without them, names in matched modules decide.
     """
     floors = _floors(torch)
-    flax_places = {call.name: place for place, call in enumerate(flax.calls)}
-    owned = None if gradients is None else _by_owner(torch, matched, gradients)
-    found: dict[int, TensorPair] = {}
+    flax_calls = {(call.path, call.number): call for call in flax.calls}
+    by_owner = None if gradients is None else _by_owner(torch, matched, gradients)
+    paired: dict[ModuleCall, TensorPair] = {}
     # A call ends after its inner calls: in reverse order, an enclosing pair comes before its inner pairs.
-    for place, call in reversed(list(enumerate(torch.calls))):
-        if call.path not in matched:
+    for call in reversed(torch.calls):
+        if call.path not in matched or (matched[call.path], call.number) not in flax_calls:
             continue
-        name = matched[call.path] + (f"#{call.number}" if call.number else "")
-        if name not in flax_places:
-            continue
-        other = flax.calls[flax_places[name]]
-        outside = {id(flax.calls[index]) for index in flax.ancestors(flax_places[name])}
-        around = (found[index] for index in torch.ancestors(place) if index in found)
-        nearest = next((pair for pair in around if id(pair.flax) in outside), None)
+        other = flax_calls[matched[call.path], call.number]
+        outside = set(flax.ancestors(other))
+        enclosing = (paired[outer] for outer in torch.ancestors(call) if outer in paired)
+        around = next(((pair, *pair.around) for pair in enclosing if pair.flax in outside), ())
         # A parameter's gradient is the sum over all calls; the first call adds to it last in the backward pass.
-        known = {} if call.number else None if owned is None else owned.get(call.path, {})
-        found[place] = TensorPair(call, other, nearest, distances(call, other, known), floors)
-    losses = (
-        [TensorPair(torch.loss, flax.loss, None, distances(torch.loss, flax.loss), floors)] if torch.loss and flax.loss else []
-    )
-    return [*(found[place] for place in sorted(found)), *losses]
+        of_gradients = {} if call.number else None if by_owner is None else by_owner.get(call.path, {})
+        paired[call] = TensorPair(call, other, around, _distances(call, other, of_gradients), floors)
+    pairs_of_calls = list(paired.values())[::-1]
+    if torch.loss and flax.loss:
+        pairs_of_calls.append(TensorPair(torch.loss, flax.loss, (), _distances(torch.loss, flax.loss), floors))
+    return pairs_of_calls
 
 
-def distances(
+def _distances(
     torch: ModuleCall, flax: ModuleCall, gradients: Mapping[str, Distance] | None = None
 ) -> dict[str, dict[str, Distance]]:
-    """The distances between two calls, by kind; `gradients` are the distances of the parameters' gradients, if known."""
-    inputs, outputs = pairs_of("input", torch, flax), pairs_of("output", torch, flax)
-    names = {"input": _labels("input", inputs, torch, flax), "output": _labels("output", outputs, torch, flax)}
-    return {
-        "input": {names["input"][j]: distance(torch.inputs[i], flax.inputs[j]) for i, j in inputs},
-        "output": {names["output"][j]: distance(torch.outputs[i], flax.outputs[j]) for i, j in outputs},
+    """The distances between two calls, by kind; `gradients` are those of the parameters' gradients, if known."""
+    distances: dict[str, dict[str, Distance]] = {
         "state": dict(_state(torch, flax)),
-        "input cotangent": dict(_cotangents(names["input"], inputs, torch.input_cotangents, flax.input_cotangents)),
-        "output cotangent": dict(_cotangents(names["output"], outputs, torch.output_cotangents, flax.output_cotangents)),
         "gradient": dict(_gradients(torch, flax) if gradients is None else gradients),
     }
+    for role in ("input", "output"):
+        distances[role], distances[f"{role} cotangent"] = {}, {}
+        names, torch_names = flax.names_of(role), torch.names_of(role)
+        cotangents, torch_cotangents = flax.cotangents_of(role), torch.cotangents_of(role)
+        for i, j in pairs_of(role, torch, flax):
+            # An array is labelled by a name that is unique and in both calls, else by its number.
+            is_named = names[j] and names[j] == torch_names[i] and names.count(names[j]) == 1
+            label = f"{role} {names[j] if is_named else j}"
+            distances[role][label] = distance(torch.arrays(role)[i], flax.arrays(role)[j])
+            theirs, ours = torch_cotangents[i], cotangents[j]
+            if theirs is not None and ours is not None:  # one side's alone may belong to a constant or frozen array
+                distances[f"{role} cotangent"][f"gradient of {label}"] = distance(theirs, ours)
+    return distances
 
 
 def pairs_of(role: str, torch: ModuleCall, flax: ModuleCall) -> list[tuple[int, int]]:
     """The pairs of inputs or outputs of two calls to compare, by position."""
-    names = (f"{role}s", f"{role}_names")
-    theirs, ours = ([getattr(call, name) for name in names] for call in (torch, flax))
-    return pairs(theirs[0], ours[0], (theirs[1], ours[1]))
-
-
-def _labels(role: str, which: Sequence[tuple[int, int]], torch: ModuleCall, flax: ModuleCall) -> dict[int, str]:
-    """The labels of Flax's arrays: a name that is unique and in both calls, else a number."""
-    theirs, ours = (getattr(call, f"{role}_names") for call in (torch, flax))
-    named = {j: ours[j] for i, j in which if i < len(theirs) and j < len(ours) and theirs[i] == ours[j]}
-    once = {j for j, name in named.items() if name and ours.count(name) == 1}
-    return {j: f"{role} {named[j] if j in once else j}" for _, j in which}
+    return pairs(torch.arrays(role), flax.arrays(role), (torch.names_of(role), flax.names_of(role)))
 
 
 def _state(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Distance]]:
     for name, value in flax.state.items():
-        other = torch.state.get(STATE_NAMES.get(name, name))
+        other = torch.state.get(_STATE_NAMES.get(name, name))
         if other is not None and other.size == value.size and value.dtype.kind == "f":
             yield f"{name} afterwards", distance(other, value)
 
 
-def _cotangents(
-    labels: Mapping[int, str], which: Sequence[tuple[int, int]], torch: Cotangents, flax: Cotangents
-) -> Iterator[tuple[str, Distance]]:
-    for i, j in which:
-        one, other = torch[i], flax[j]
-        if one is not None and other is not None:  # a gradient on one side only may belong to a constant or frozen array
-            yield f"gradient of {labels[j]}", distance(one, other)
-
-
 def _gradients(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Distance]]:
     for name, gradient in flax.gradients.items():
-        other = torch.gradients.get(name, torch.gradients.get(GRADIENT_NAMES.get(name, name)))
+        other = torch.gradients.get(name, torch.gradients.get(_GRADIENT_NAMES.get(name, name)))
         if other is not None and other.size == gradient.size:
             yield f"gradient of {name}", distance(other, gradient)
 
@@ -156,27 +164,114 @@ def _gradients(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Dista
 def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray]) -> dict[str, dict[str, Distance]]:
     """For every module the distances of its parameters' gradients, including those of inner modules without a counterpart."""
     called = {call.path for call in torch.calls if call.path in matched}
-    found: dict[str, dict[str, Distance]] = {}
+    by_owner: dict[str, dict[str, Distance]] = {}
     for name in torch.gradients.keys() & gradients.keys():
-        path, own = name.split("."), list[str]()
-        while not own or "/".join(path) not in called:
-            own.insert(0, path.pop())
-        also = "".join(f", the same tensor as {other}" for other in torch.ties.get(name, ()))
-        what = f"gradient of {'.'.join(own)}{also}"
-        found.setdefault("/".join(path), {})[what] = distance(torch.gradients[name], gradients[name])
-    return found
+        path, inside = name.split("."), list[str]()
+        while not inside or "/".join(path) not in called:
+            inside.insert(0, path.pop())
+        also = "".join(f", the same tensor as {other}" for other, listed in torch.ties.items() if listed == name)
+        label = f"gradient of {'.'.join(inside)}{also}"
+        by_owner.setdefault("/".join(path), {})[label] = distance(torch.gradients[name], gradients[name])
+    return by_owner
 
 
 def _floors(torch: Trace) -> dict[str, float]:
     """For every kind, the norm that a tensor must exceed: a share of the joint norm of all tensors of the kind."""
 
     def floor(arrays: Iterator[np.ndarray | None]) -> float:
-        return TOLERANCES["float64_floor"].value * math.hypot(
-            *(norm(x) for x in arrays if x is not None and x.dtype.kind == "f")
-        )
+        norms = (shown_norm(x) for x in arrays if x is not None and x.dtype.kind == "f")
+        return TOLERANCES["float64_floor"].value * math.hypot(*norms)
 
     values = floor(x for call in torch.calls for x in call.outputs)
     cotangents = floor(x for call in torch.calls for x in call.output_cotangents)
-    gradients = floor(x for call in torch.calls for x in call.gradients.values())
-    of_values = {"input": values, "output": values, "state": floor(x for call in torch.calls for x in call.state.values())}
-    return of_values | {"input cotangent": cotangents, "output cotangent": cotangents, "gradient": gradients}
+    return {
+        "input": values,
+        "output": values,
+        "state": floor(x for call in torch.calls for x in call.state.values()),
+        "input cotangent": cotangents,
+        "output cotangent": cotangents,
+        "gradient": floor(x for call in torch.calls for x in call.gradients.values()),
+    }
+
+
+# Where the calls diverge.
+
+
+def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
+    """The first pair to end whose inputs agree and whose outputs, or written state, differ.
+
+    A real divergence also reaches the outputs of all enclosing modules. A difference in structure, such as a residual
+    connection inside a module in only one model, does not.
+    """
+    for pair in pairs:
+        wrong = pair.bad("output")
+        if pair.bad("input"):
+            continue
+        if wrong and all(outer.bad("output") for outer in pair.around):
+            module, label, apart = _other_inputs_inside(pair, pairs) or ("", "", None)
+            if apart and pair.torch.name == "":  # no enclosing module to name: name the array that the model's code makes
+                return pair.divergence(f"{label} of {module!r}", apart)
+            return pair.divergence(*wrong, f"it gives {module!r} another {label}" if apart else "")
+        if written := pair.bad("state"):
+            return pair.divergence(*written)
+    return _around_the_model(pairs)
+
+
+def _other_inputs_inside(pair: TensorPair, pairs: Sequence[TensorPair]) -> tuple[str, str, Distance] | None:
+    """The first module inside a pair's modules whose inputs differ, such as in their mask; the input and its distance."""
+    for inner in sorted(pairs, key=lambda inner: inner.torch.started):
+        if pair in inner.around and (wrong := inner.bad("input")):
+            return inner.flax.name, *wrong
+    return None
+
+
+def _around_the_model(pairs: Sequence[TensorPair]) -> Divergence | None:
+    """A difference in the whole model's inputs, or in the processing of its outputs before the loss."""
+    whole = next((pair for pair in pairs if pair.torch.name == ""), None)
+    if whole is None:
+        return None
+    if (wrong := whole.bad("input")) and whole.bad("output"):
+        return whole.divergence(*wrong, _OTHER_INPUTS)
+    loss = next((pair for pair in pairs if pair.torch.path == LOSS and pair.torch.parent is None), None)
+    if loss and (wrong := loss.bad("input")) and not whole.bad("output"):
+        label, apart = wrong
+        return whole.divergence(label.replace("input", "output"), apart, "after the model, in the code that calls it")
+    return None
+
+
+def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Divergence | None:
+    """The first pair in backward order that is sound in the forward pass, but stale or the origin of wrong cotangents.
+
+    Modules that recompute after a stale one get wrong inputs, and their cotangents are wrong for that reason. If no module is
+    at fault and gradients still differ, a cotangent is lost between two modules, and the enclosing module is named.
+    """
+    backwards = sorted(pairs, key=lambda pair: -pair.torch.started)
+    sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output") or pair.flax.misled)]
+    for pair in sound:
+        if pair.flax.stale:
+            return pair.divergence("recomputed output", pair.flax.stale)
+        wrong = pair.bad("input cotangent") or pair.bad("gradient")
+        if wrong and pair.distances["output cotangent"] and not pair.bad("output cotangent"):
+            return pair.divergence(*wrong)
+    if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):
+        return None
+    # Every module is right about the cotangent that it gets, so one is lost between two modules.
+    for pair in sound:
+        wrong = pair.bad("output cotangent")
+        if wrong and pair.around and not pair.around[0].bad("output cotangent"):
+            return pair.around[0].divergence(*wrong, f"between its modules: at {pair.flax.name!r}")
+    return None
+
+
+def noted(divergence: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Sequence[str]) -> Divergence:
+    """The divergence, with a note of the modules directly inside that only one of the models has."""
+    if divergence.note == _OTHER_INPUTS:
+        return divergence
+
+    def inside(path: str, others: Sequence[str]) -> list[str]:
+        within = [other for other in others if other.startswith(path + "/" if path else "") and other != path]
+        return [repr(other) for other in within if not any(other.startswith(outer + "/") for outer in within)]
+
+    theirs, ours = inside(divergence.torch_path, unmatched_torch), inside(divergence.flax_path, unmatched_flax)
+    unmatched = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
+    return replace(divergence, note="; ".join(filter(None, (divergence.note, *unmatched))))

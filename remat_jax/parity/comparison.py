@@ -1,12 +1,13 @@
-"""`compare`: whether a Flax model computes, trains and keeps in memory the same as a PyTorch model."""
+"""`compare`, and the same as an assertion: whether a Flax model computes, trains and keeps the same as a PyTorch model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from remat_jax.parity.case import make_case
+from remat_jax.parity.case import Case
 from remat_jax.parity.report import ParityReport
+from remat_jax.parity.report_data import difference_text, divergence_text
 from remat_jax.parity.runs import Comparison, Tell
 
 
@@ -35,21 +36,20 @@ def compare(
     """Compare a Flax model with a PyTorch model: outputs, gradients, training, and residuals.
 
     Float64 proves the mapping: plain PyTorch, without inner casts to float32, is compared with Flax in every mode, tensor by
-    tensor. Each working dtype is then judged against the float64 run by the parity rule of `judge`, relative to PyTorch's own
-    error in the dtype. Every comparison plants faults; an undetected fault fails the report.
-
-    Neither model is changed. A PyTorch model with active dropout is refused, because random results cannot be compared.
+    tensor. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own error in the dtype. Every
+    comparison plants faults; an undetected fault fails the report. Neither model is changed. A PyTorch model with active
+    dropout is refused, because random results cannot be compared.
 
     Args:
-        torch_module: the PyTorch model in the state to run it (training or evaluation), or a function that builds it. With a
-            function, tables that a constructor computes in float32, such as rotary frequencies, are computed in float64.
+        torch_module: the PyTorch model in the state to run it (training or evaluation), or a function that builds it, by which
+            tables that a constructor computes in float32, such as rotary frequencies, are computed in float64.
         flax_module: a Linen or NNX module, or a function that makes the module for a dtype's name.
         inputs: arrays or tensors for both models: a tuple of arguments, or a dictionary of keywords.
         rules: the weight map (`remat_jax.porting`); `"auto"` proposes and proves a map.
         variables: a Linen module's variables, if `init` cannot make them, or the values that the rules name as missing.
-        loss: a function from the output to a scalar for both frameworks' arrays, or a pair of functions, PyTorch's and JAX's.
-            The default is the squared distance of every floating-point output from random numbers.
-        torch_blocks, flax_blocks: the checkpointed classes; by default the classes in PyTorch's lists of modules, and the Flax
+        loss: a function from the output to a scalar for both frameworks' arrays, or a pair of functions, PyTorch's and JAX's;
+            by default the squared distance of every floating-point output from random numbers.
+        torch_blocks, flax_blocks: the checkpointed classes; by default those in PyTorch's lists of modules, and the Flax
             classes that hold the same weights.
         modes: `off`, `checkpoint`, `offload`, or any policy's name or text.
         optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: a function from the parameters to PyTorch's optimizer, and
@@ -58,8 +58,7 @@ def compare(
         steps: the number of training steps with the optimizer.
         torch_call, flax_call: run a model by `call(model, *inputs)` instead of `model(*inputs)`.
         excite: give constant parameters, such as biases at 0, other values in both models, because they could hide faults.
-        keep_float64: in float64, ignore the Flax model's own casts to float32, as is always done for PyTorch. Without it such a
-            cast is a fault.
+        keep_float64: in float64, ignore the Flax model's own casts to float32, which are faults otherwise, as for PyTorch.
         memory: count the residuals of both frameworks.
         target: also compile the JAX step for this target, for its peak memory; slow.
         progress: called with `(what, done, total)`.
@@ -76,7 +75,7 @@ def compare(
     >>> report.passed, report.proves, len(report.rows)
     (True, True, 5)
     """
-    case = make_case(
+    case = Case(
         torch_module,
         flax_module,
         inputs,
@@ -96,3 +95,37 @@ def compare(
     )
     comparison = Comparison(case, progress or (lambda what, done, total: None))
     return comparison.report(memory=memory or target is not None, target=target)
+
+
+def assert_parity(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> ParityReport:
+    """Return the report of `compare`, which passed; its arguments are those.
+
+    Raises:
+        AssertionError: it has not passed; the message is the verdict, and every check and tensor that failed.
+        RematError: as `compare`.
+
+    >>> import flax.linen as nn, numpy as np, torch
+    >>> rules = "weight -> params/kernel | linear"
+    >>> dense = nn.Dense(2, use_bias=False)
+    >>> assert_parity(torch.nn.Linear(3, 2, bias=False), dense, np.ones((4, 3)), rules=rules, modes="off").passed
+    True
+    """
+    __tracebackhide__ = True  # pytest shows the line of the test
+    report = compare(torch_module, flax_module, inputs, **options)
+    if not report.passed:
+        raise AssertionError(failures(report))
+    return report
+
+
+def failures(report: ParityReport) -> str:
+    """The verdict, and a line for every check and every tensor that failed.
+
+    >>> failures(ParityReport((), (), (), "Linear", "Dense", "", ("off",), ("float64",)))
+    'NOT PASSED: a planted fault was not found, so this comparison proves nothing'
+    """
+    lines = [report.verdict()]
+    lines += [f"  {check.name}: {check.found}" for check in report.checks if not check.passed]
+    lines += [f"  {difference_text(each)}" for each in report.differences]
+    lines += [f"  {divergence_text(direction, first)}" for direction, first in report.divergences.items() if first]
+    lines += [f"  {row.kind} {row.name}: {'; '.join(row.problems) or 'not compared'}" for row in report.failed_rows]
+    return "\n".join(lines)

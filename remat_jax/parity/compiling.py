@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies
+from remat_jax.parity.trees import is_floating
 
 
 def compile_options(dtype: str) -> dict[str, Any]:
@@ -24,17 +25,14 @@ def unread_inputs(jaxpr: Any) -> list[bool]:
     >>> unread_inputs(jax.make_jaxpr(lambda x, y, z: x + 0 * jax.jit(lambda x, y: y)(z, y))(1.0, 1.0, 1.0))
     [False, False, True]
     """
-    pruned = compat.dce(jaxpr).jaxpr
-    read = {var for eqn in pruned.eqns for var in eqn.invars if not hasattr(var, "val")}
-    read |= {var for var in pruned.outvars if not hasattr(var, "val")}
-    return [var not in read for var in pruned.invars]
+    read = set(compat.dce(jaxpr, keep_inputs=False).jaxpr.invars)
+    return [var not in read for var in jaxpr.jaxpr.invars]
 
 
 def down_casts(jaxpr: Any) -> list[str]:
-    """Where a float64 array that leads to a floating-point result becomes a smaller floating-point dtype; each place once.
+    """The places, by name stack, where a float64 array that leads to a floating-point result becomes a smaller one.
 
-    A place is named by the name stack. Integers and booleans, such as a position's bucket, may be computed in any dtype: the
-    results that use them are compared.
+    Integers and booleans, such as a position's bucket, may be computed in any dtype: the results that use them are compared.
 
     >>> import jax
     >>> def bucket(x):
@@ -45,14 +43,14 @@ def down_casts(jaxpr: Any) -> list[str]:
     ['float64 to float32']
     []
     """
-    found: dict[str, None] = {}
-    _needed(jaxpr, [True] * len(jaxpr.jaxpr.outvars), found)
-    return list(found)
+    casts: dict[str, None] = {}
+    _needed(jaxpr, [True] * len(jaxpr.jaxpr.outvars), casts)
+    return list(casts)
 
 
-def _needed(jaxpr: Any, results: Sequence[bool], found: dict[str, None]) -> list[bool]:
-    """Which arguments of a closed jaxpr the results depend on through floating-point arrays; adds casts to `found`."""
-    needed = {var for var, yes in zip(jaxpr.jaxpr.outvars, results, strict=True) if yes and _is_float(var)}
+def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list[bool]:
+    """Which arguments of a closed jaxpr the results depend on through floating-point arrays; adds to `casts`."""
+    needed = {var for var, yes in zip(jaxpr.jaxpr.outvars, results, strict=True) if yes and is_floating(var.aval)}
     for eqn in reversed(jaxpr.jaxpr.eqns):
         which = [var in needed for var in eqn.outvars]
         if not any(which):
@@ -61,29 +59,26 @@ def _needed(jaxpr: Any, results: Sequence[bool], found: dict[str, None]) -> list
             before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
             if before == jnp.float64 and after != before:
                 where = _place(str(eqn.source_info.name_stack))
-                found[f"float64 to {after}" + (f" in {where}" if where else "")] = None
-        needed |= {var for var in _given(eqn, which, found) if not hasattr(var, "val") and _is_float(var)}
+                casts[f"float64 to {after}" + (f" in {where}" if where else "")] = None
+        needed |= {var for var in _inputs(eqn, which, casts) if not hasattr(var, "val") and is_floating(var.aval)}
     return [var in needed for var in jaxpr.jaxpr.invars]
 
 
-def _given(eqn: Any, which: list[bool], found: dict[str, None]) -> list[Any]:
-    """The inputs that the given outputs of an equation need: those its body needs, or all if it has no body."""
+def _inputs(eqn: Any, which: list[bool], casts: dict[str, None]) -> list[Any]:
+    """The inputs that these outputs of an equation need: those its body needs, or all if it has no body."""
     inside = bodies(eqn)
+    if not inside:
+        return list(eqn.invars)
     if eqn.primitive.name in ("scan", "while"):  # a carry may need any other in the next iteration
         which = [True] * len(which)
     inputs = set[int]()
     for body in inside:
         same = len(body.jaxpr.outvars) == len(which)
-        used = _needed(body, which if same else [True] * len(body.jaxpr.outvars), found)
+        used = _needed(body, which if same else [True] * len(body.jaxpr.outvars), casts)
         skipped = len(eqn.invars) - len(used)  # the index of a cond
-        inputs |= (
-            {place + skipped for place, yes in enumerate(used) if yes} if same and skipped >= 0 else {*range(len(eqn.invars))}
-        )
-    return [var for place, var in enumerate(eqn.invars) if place in inputs or not inside]
-
-
-def _is_float(var: Any) -> bool:
-    return hasattr(var.aval, "dtype") and bool(jnp.issubdtype(var.aval.dtype, jnp.floating))
+        fits = same and skipped >= 0
+        inputs |= {place + skipped for place, yes in enumerate(used) if yes} if fits else {*range(len(eqn.invars))}
+    return [eqn.invars[place] for place in inputs]
 
 
 def _place(names: str) -> str:

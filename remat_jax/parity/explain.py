@@ -1,93 +1,196 @@
-"""Why two models differ: the first module that diverges; and what random weights show of gradients that are 0."""
+"""Why two models differ: their settings, the first module that diverges, and gradients that are 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import flax.linen as nn
+import jax
 import numpy as np
 
 from remat_jax.errors import RematError
+from remat_jax.parity.capture_flax import TracedPass, trace_step
 from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.case import Case, running
+from remat_jax.parity.flax_side import arrays_in, shapes_in
 from remat_jax.parity.localise import first_divergences
+from remat_jax.parity.masks import FAR, flax_masks, opposed, torch_masks
 from remat_jax.parity.report_data import Check
+from remat_jax.parity.semantics import Difference, step_differences
 from remat_jax.parity.torch_side import TorchSide
+from remat_jax.parity.trees import is_floating
 from remat_jax.porting import Rules
 from remat_jax.porting.auto.pair import LIMIT, ModelPair, Values
 from remat_jax.porting.float64 import keep_float64
+from remat_jax.porting.tensors import as_torch
+from remat_jax.porting.variables import Variables
 
+_NAMED = 4
+"""The number of settings that the check's text names."""
 _DRAWS = 4
 """Random weights that are tried for gradients that are 0 with the model's own."""
+
+
+def _flax_call(case: Case, module: Any) -> Callable[..., Any]:
+    """The user's `flax_call`, for a Linen module as a function that also takes its variables."""
+    if not isinstance(module, nn.Module):
+        return case.flax_call
+    return lambda module, variables, *args, **kwargs: case.apply_linen(module, variables, args, kwargs)[0]
+
+
+def _arguments(case: Case, arrays: Any) -> Any:
+    args, kwargs = case.inputs.arguments(arrays)
+    return kwargs or args
+
+
+# Settings.
+
+
+def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[tuple[dict[str, Any], ...], Check]:
+    """The settings that differ, as plain data, and a check that lists them, in the dtype of the given PyTorch model.
+
+    The check always passes: the compared values decide whether a setting matters.
+    """
+    model = case.torch()
+    dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), "float32")
+    differing, texts = _precision(), list[str]()
+    try:
+        with jax.enable_x64(dtype == "float64"):
+            variables, module = Variables(structure(dtype)[1]), case.flax(dtype)
+            # The comparison casts the variables, so their own dtype is no finding.
+            shapes = variables.rebuild(shapes_in(dtype, variables.leaves))
+            inputs = _arguments(case, arrays_in(case, dtype))
+            with running("flax_module"):
+                step = trace_step(module, shapes, inputs, call=_flax_call(case, module), backward=False)
+            differing += [*step_differences(model, step), *_masks(case, model, dtype, step)]
+    except RematError as error:
+        texts.append(f"the modules could not be read: {error}")
+    texts += map(str, differing[:_NAMED])
+    texts += [f"and {len(differing) - _NAMED} more"] if len(differing) > _NAMED else []
+    data = tuple({**asdict(each), "torch": str(each.torch), "flax": str(each.flax)} for each in differing)
+    return data, Check("settings", True, "; ".join(texts) or "no setting that modules state differs")
+
+
+def _precision() -> list[Difference]:
+    """The precision of float32 products, if the frameworks' global settings differ."""
+    import torch
+
+    theirs, ours = torch.get_float32_matmul_precision(), jax.config.jax_default_matmul_precision
+    exact = theirs == "highest" and ours in (None, "highest", "float32")
+    return [] if exact else [Difference("", "precision of float32 products", theirs, ours or "highest")]
+
+
+def _masks(case: Case, torch_model: Any, dtype: str, step: TracedPass) -> Iterator[Difference]:
+    """The masks among the inputs that show a position in one framework and hide it in the other."""
+    import torch
+
+    shows = {name: _shows(array) for name, array in case.inputs.arrays.items()}
+    added = {name for name, number in shows.items() if number == 0}
+    names = {place: name for place, name in _places(case, step).items() if shows[name] is not None}
+    ours = flax_masks(step.jaxpr, names, step.recorder.paths, added) if names else {}
+    if not ours:
+        return
+    arrays = {name: as_torch(x) for name, x in arrays_in(case, dtype).items()}
+    args, kwargs = case.inputs.arguments(arrays)
+    model = copy.deepcopy(torch_model)  # a forward pass may write statistics
+    with torch.random.fork_rng(devices=[]), running("torch_module"):
+        theirs = torch_masks(lambda: case.torch_call(model, *args, **kwargs), {name: arrays[name] for name in ours}, added)
+    words = {1: "shown", -1: "hidden"}
+    for path, name, sign in opposed(theirs, ours):
+        which = name if case.inputs.positional is None else f"input {name}"
+        yield Difference(path, f"a position where {which} is {shows[name]}", words[-sign], words[sign])
+
+
+def _shows(array: Any) -> int | None:
+    """The number that shows a position, if an array may be a mask: 1, or 0 in an additive mask; else None.
+
+    >>> _shows(np.array([True, False])), _shows(np.array([0.0, -np.inf])), _shows(np.array([0.5])), _shows(np.zeros(2))
+    (1, 0, None, None)
+    """
+    if array.dtype.kind == "c":
+        return None
+    values = np.unique(np.asarray(array, np.float64))
+    if is_floating(array) and set(values) <= {0}:
+        return None  # all zeros: either kind of mask
+    if set(values) <= {0, 1}:
+        return 1
+    return 0 if all(value == 0 or value <= FAR for value in values) else None
+
+
+def _places(case: Case, step: TracedPass) -> dict[int, str]:
+    """The step's argument positions of the model's inputs → their names: floats first, else in the order of JAX's trees."""
+    inputs = case.inputs
+    # JAX sorts keywords by name.
+    ordered = sorted(inputs.arrays) if inputs.positional is None else sorted(inputs.arrays, key=inputs.positional.index)
+    floating = [name for name in ordered if name in inputs.floating]
+    whole = [name for name in ordered if name not in floating]
+    first = len(step.jaxpr.jaxpr.invars) - len(whole)
+    places = dict(zip(jax.tree.leaves(step.numbers[1]), floating, strict=True))
+    return places | dict(enumerate(whole, first))
+
+
+# The first module that differs.
 
 
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], tuple[str, ...], list[Check]]:
-    """The first module that differs in each pass, by direction; the hidden modules; and failed checks.
-
-    `transform` applies the mode in which tensors differ to the differentiated function.
-    """
-    module, inputs = case.flax("float64"), _arguments(case)
-    call = call_of(case, module)
+    """The first module that differs in each pass, in the mode that `transform` applies; hidden modules; failed checks."""
+    module = case.flax("float64")
     try:
-        found = first_divergences(
+        result = first_divergences(
             torch_model,
             module,
             variables,
-            inputs,
+            _arguments(case, case.inputs.arrays),
             loss=case.loss,
             torch_call=case.torch_call,
-            flax_call=call,
+            flax_call=_flax_call(case, module),
             transform=transform,
             rules=rules,
         )
     except RematError as error:
         return {}, (), [Check("first difference", False, f"not found: {error}")]
-    stale = (
-        (f"{', '.join(found.stale)}: the recomputation of a checkpoint gave other values than its forward pass")
-        if found.stale
-        else ""
-    )
-    checks = [Check("recomputation", False, stale)] if stale else []
-    divergences = {side: one and asdict(one) for side, one in (("forward", found.forward), ("backward", found.backward))}
-    return divergences, found.hidden, checks
+    by_pass = {"forward": result.forward, "backward": result.backward}
+    divergences = {direction: first and asdict(first) for direction, first in by_pass.items()}
+    stale = f"{', '.join(result.stale)}: the recomputation of a checkpoint gave other values than its forward pass"
+    return divergences, result.hidden, [Check("recomputation", False, stale)] if result.stale else []
 
 
 def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
     """The PyTorch modules whose recomputation differs in a mode, as text; or why that is unknown."""
     try:
-        model = torch.make("float64")
+        model, inputs = torch.make("float64"), _arguments(case, case.inputs.arrays)
         with keep_float64(), torch.in_mode(model, mode), running("torch_module"):
-            trace = capture_torch(model, _arguments(case), case.loss and case.loss[0], call=case.torch_call)
+            trace = capture_torch(model, inputs, case.loss and case.loss[0], call=case.torch_call)
     except RematError as error:
         return f"it is unknown whether a module's recomputation differs: {error}"
     return f"the recomputation of {', '.join(trace.stale)} gives other values" if trace.stale else ""
 
 
-def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
-    """Those of the `zero` gradients that agree where they are not 0, in float64 with random weights; and what differs there.
+# Gradients that are 0.
 
-    The loss is a sum of all outputs with random factors.
-    """
-    shown = set[str]()
+
+def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
+    """Those of the `zero` gradients that agree where they are not 0, in float64 with random weights; and what differs there."""
+    agreeing = set[str]()
     try:
-        inputs = dict(case.inputs.arrays)
         calls = (case.by_name(case.torch_call), case.by_name(case.flax_call))
-        pair = ModelPair(torch.make("float64"), case.flax_module, inputs, case.variables, calls)
+        pair = ModelPair(torch.make("float64"), case.flax_module, dict(case.inputs.arrays), case.variables, calls)
         for seed in range(_DRAWS):
             values = _signed(pair.generic(seed), seed)
             gradients = pair.run_torch(values)[1]
             alive = {name for name in zero if name in gradients and np.any(gradients[name])}
-            error, where = pair.disagreement(rules, values) if alive - shown else (0.0, "")
+            error, where = pair.disagreement(rules, values) if alive - agreeing else (0.0, "")
             if not error <= LIMIT:
-                return shown, f"{where} is {error:.1e} off"
-            shown |= alive
+                return agreeing, f"{where} is {error:.1e} off"
+            agreeing |= alive
     except RematError:
-        return shown, ""
-    return shown, ""
+        pass  # the names that agree so far
+    return agreeing, ""
 
 
 def _signed(values: Values, seed: int) -> Values:
@@ -97,21 +200,3 @@ def _signed(values: Values, seed: int) -> Values:
         name: x * random.choice((-1.0, 1.0), x.shape) if x.dtype == np.float64 and not name.endswith("running_var") else x
         for name, x in values.items()
     }
-
-
-def _arguments(case: Case) -> Any:
-    args, kwargs = case.inputs.arguments(case.inputs.arrays)
-    return kwargs or args
-
-
-def call_of(case: Case, module: Any) -> Callable[..., Any]:
-    """The user's `flax_call`, for a Linen module as a function that also takes its variables."""
-    if not isinstance(module, nn.Module):
-        return case.flax_call
-
-    def call(module: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        mutable = [name for name in variables if name != "params"]
-        result = nn.apply(case.flax_call, module, mutable=mutable or False)(variables, *args, **kwargs)
-        return result[0] if mutable else result
-
-    return call

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from remat_jax.errors import ArgumentError, PortingError
-from remat_jax.parity.align import pairs as pairs_of
-from remat_jax.parity.alone import each_alone
+from remat_jax.errors import ArgumentError
+from remat_jax.parity.align import best_layout, pairs, visible
 from remat_jax.parity.capture import Trace, in_float64
-from remat_jax.parity.capture_flax import read, trace_step
+from remat_jax.parity.capture_flax import Owners, TracedPass, read, trace_step
 from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.case import running
-from remat_jax.parity.compared import compared, modules
-from remat_jax.parity.divergence import Divergence, first_backward, first_forward, noted
+from remat_jax.parity.compared import (
+    Divergence,
+    TensorPair,
+    compared,
+    first_backward,
+    first_forward,
+    modules,
+    noted,
+    pairs_of,
+)
 from remat_jax.parity.match import match
-from remat_jax.porting import as_numpy, as_rules
+from remat_jax.parity.tapped import TapVisit
+from remat_jax.parity.trees import is_floating
+from remat_jax.porting import as_numpy, as_rules, gradients_to_torch
 from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.links import tied_pairs as tied
-from remat_jax.porting.transfer import take
 
 
 @dataclass(frozen=True)
@@ -33,8 +42,8 @@ class Divergences:
     """The divergences that `first_divergences` finds.
 
     Attributes:
-        forward: the first module in the order of execution whose inputs agree while its output differs, or the state that it
-            wrote, such as statistics. `loss` stands for the loss function; None if no module diverges.
+        forward: the first module in the order of execution whose inputs agree while its output, or the state that it wrote,
+            differs. `loss` stands for the loss function; None if no module diverges.
         backward: the first module in the order of the backward pass whose forward pass and output cotangents agree while its
             input cotangents or its parameters' gradients differ; None if no module diverges.
         alone: every module that is wrong by itself, if `single_step` was set.
@@ -81,22 +90,21 @@ def first_divergences(
     """Run both models forward and backward in float64; name the first module that differs in each pass.
 
     The innermost module whose inputs agree and whose outputs differ is named: an attention with correct projections and wrong
-    products is named itself. The backward pass names only a module that the forward pass does not explain.
-
-    With `single_step`, every Flax module is given the inputs and cotangents of its original, so no error propagates, and
-    `alone` lists all modules that are wrong by themselves.
+    products is named itself. The backward pass names only a module that the forward pass does not explain. With
+    `single_step`, every Flax module gets the inputs and cotangents of its original, so no error propagates, and `alone` lists
+    all modules that are wrong by themselves.
 
     Args:
         torch_module: a PyTorch module; a float64 copy is run if its dtype is different.
         flax_module, variables: a Linen module and its variables, or an NNX module (variables=None: its own state), with the
             PyTorch module's weights.
         inputs: a tuple of arguments or a dict of keywords. `flax_inputs` are the Flax model's inputs if they differ.
-        loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first. Without `loss`
-            it is the sum of all outputs, weighted by fixed random numbers.
+        loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first; by default the
+            sum of all outputs, weighted by fixed random numbers.
         mapping: PyTorch module path → Flax module path, as a dict or the path of a JSON file, for modules that names, order and
             sizes do not match; None means that a module has no counterpart.
-        rules: the weight map (`remat_jax.porting`), by which every parameter's gradient is compared, even where the modules are
-            divided differently, such as projections that are a single tensor in PyTorch. Without `rules` names decide.
+        rules: the weight map (`remat_jax.porting`), by which gradients are compared even where the modules are divided
+            differently, such as projections that are a single tensor in PyTorch. Without `rules` names decide.
         torch_call, flax_call, transform: `call` of `capture_torch`, and `call` and `transform` of `capture_flax`.
 
     Raises:
@@ -119,20 +127,20 @@ def first_divergences(
     with _wide(flax_module, variables, inputs if flax_inputs is None else flax_inputs) as (module, given, arguments):
         with running("flax_module"):
             step = trace_step(module, given, arguments, losses[1], call=flax_call, transform=transform)
-        ours, slots = read(step)
+        ours, owners = read(step)
         _refuse_other_outputs(theirs, ours, probed=loss is None)
         matched = match(modules(theirs), modules(ours), mapping)
-        pairs = compared(theirs, ours, matched, None if rules is None else _under_torch_names(ours.gradients, rules))
-        alone = each_alone(step, slots, theirs, ours, matched, pairs) if single_step else ()
-    forward = first_forward(pairs)
-    unmatched = _unmatched(theirs, matched), _unmatched(ours, matched.values())
+        calls = compared(theirs, ours, matched, None if rules is None else _under_torch_names(ours.gradients, rules))
+        alone = _each_alone(step, owners, theirs, ours, matched, calls) if single_step else ()
+    forward = first_forward(calls)
+    unmatched_torch, unmatched_flax = _unmatched(theirs, matched), _unmatched(ours, matched.values())
     return Divergences(
-        forward=forward and noted(forward, *unmatched),
-        backward=first_backward(pairs, forward_agrees=forward is None),
+        forward=forward and noted(forward, unmatched_torch, unmatched_flax),
+        backward=first_backward(calls, forward_agrees=forward is None),
         alone=alone,
         matched=matched,
-        unmatched_torch=unmatched[0],
-        unmatched_flax=unmatched[1],
+        unmatched_torch=unmatched_torch,
+        unmatched_flax=unmatched_flax,
         stale=ours.stale,
         hidden=ours.hidden,
     )
@@ -140,12 +148,9 @@ def first_divergences(
 
 def _under_torch_names(gradients: Mapping[str, Any], rules: Any) -> dict[str, Any]:
     """Flax's gradients under PyTorch's names; a tied gradient is under both of its names."""
-    rules, problems = as_rules(rules), list[str]()
-    renamed = take(rules, dict(gradients), problems, direction="adjoint")
-    if problems:
-        raise PortingError("the gradients do not fit the rules:\n  " + "\n  ".join(problems))
-    for one, other in list(tied(rules, renamed)):
-        renamed[one] = renamed[other] = renamed[one if one in renamed else other]
+    renamed = gradients_to_torch(gradients, rules, numpy=True)
+    for name, other in list(tied(as_rules(rules), renamed)):
+        renamed[name] = renamed[other] = renamed[name if name in renamed else other]
     return renamed
 
 
@@ -186,7 +191,7 @@ def _wide(module: Any, variables: Any, inputs: Any) -> Iterator[tuple[Any, Any, 
     """The Flax model, and its variables and inputs in float64, with 64-bit types enabled."""
 
     def wide(leaf: Any) -> Any:
-        return jnp.asarray(leaf, jnp.float64) if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        return jnp.asarray(leaf, jnp.float64) if is_floating(leaf) else leaf
 
     with jax.enable_x64(True):
         if isinstance(module, nnx.Module) and variables is None:
@@ -196,9 +201,9 @@ def _wide(module: Any, variables: Any, inputs: Any) -> Iterator[tuple[Any, Any, 
 
 def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
     # A `torch_call` or `flax_call` that calls only submodules records no call of the whole model.
-    whole = [trace[""].outputs for trace in (torch, flax) if "" in trace]
-    alike = len(whole) < 2 or pairs_of(whole[0], whole[1])
-    if not alike or (probed and torch.outputs != flax.outputs):
+    whole = [call.outputs for trace in (torch, flax) for call in trace.calls if call.name == ""]
+    comparable = len(whole) < 2 or pairs(whole[0], whole[1])
+    if not comparable or (probed and torch.outputs != flax.outputs):
         raise ArgumentError(
             f"the models give outputs of shapes {list(torch.outputs)} (PyTorch) and {list(flax.outputs)} (Flax), which cannot "
             "be compared; give torch_call or flax_call, so that both return the same arrays, or a loss"
@@ -208,3 +213,63 @@ def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
 def _unmatched(trace: Trace, matched: Iterable[str]) -> tuple[str, ...]:
     paths = set(matched)
     return tuple(dict.fromkeys(call.path for call in trace.calls if call.path not in paths))
+
+
+# Every module by itself.
+
+
+def _each_alone(
+    step: TracedPass, owners: Owners, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[TensorPair]
+) -> tuple[Divergence, ...]:
+    """Every module that is wrong by itself, in the order of execution; listed once, for its forward pass before backward.
+
+    Each module gets its original's inputs and cotangents, so that no error propagates.
+    """
+    of_modules = [pair for pair in plain if pair.flax is not ours.loss]
+    trusted = [pair for pair in of_modules if not pair.bad("output") or all(outer.bad("output") for outer in pair.around)]
+    position = {id(call): place for place, call in enumerate(ours.calls)}
+    again, _ = read(step, _substitutes(step.visits, owners, {position[id(pair.flax)]: pair for pair in trusted}))
+    before = {pair.torch.name: pair for pair in trusted}
+    listed: dict[str, Divergence] = {}
+
+    def add(pair: TensorPair, wrong: Any, note: str = "") -> None:
+        if wrong:
+            what, apart = wrong
+            listed.setdefault(pair.torch.name, pair.divergence(what, apart, note))
+
+    judged = [pair for pair in compared(theirs, again, matched) if pair.torch.name in before]
+    for pair in judged:
+        for outer in pair.around[:1]:
+            add(outer, pair.bad("input") if before[pair.torch.name].bad("output") else None, f"before {pair.flax.name!r}")
+        add(pair, pair.bad("output"))
+    for pair in judged:
+        for outer in pair.around[:1]:
+            is_cut = before[pair.torch.name].is_cut_otherwise
+            add(outer, None if is_cut else pair.bad("output cotangent"), f"behind {pair.flax.name!r}")
+        add(pair, pair.bad("input cotangent") or pair.bad("gradient"))
+    return tuple(listed[call.name] for call in theirs.calls if call.name in listed)
+
+
+def _substitutes(visits: Sequence[TapVisit], owners: Owners, pair_of: Mapping[int, TensorPair]) -> dict[int, Any]:
+    """The argument `given` of `read`: PyTorch's activations and cotangents in place of Flax's, for the Flax calls in `pair_of`.
+
+    Masks, integers and arrays without a counterpart keep Flax's values.
+    """
+    return {
+        number: _reference(pair_of[owner.call], owner.role, owner.number, visit.what)
+        for number, (visit, owner) in enumerate(zip(visits, owners, strict=True))
+        if owner is not None and owner.call in pair_of and owner.role != "state"
+    }
+
+
+def _reference(pair: TensorPair, role: str, number: int, what: str) -> np.ndarray | None:
+    value = pair.flax.arrays(role)[number]
+    other = next((i for i, j in pairs_of(role, pair.torch, pair.flax) if j == number), None)
+    if other is None or value.dtype.kind != "f" or visible(value) is not None:
+        return None
+    if what == "cotangent" and role == "output" and pair.is_cut_otherwise:
+        return None
+    if what == "value":
+        return best_layout(pair.torch.arrays(role)[other], value)
+    theirs, ours = pair.torch.cotangents_of(role)[other], pair.flax.cotangents_of(role)[number]
+    return None if theirs is None or ours is None else best_layout(theirs, ours)

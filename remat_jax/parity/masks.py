@@ -6,7 +6,7 @@ softmax; an unknown operation loses it. Flax's signs are read from the traced pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,23 +16,18 @@ from remat_jax.core.walk import bodies
 from remat_jax.parity.tapped import Running, is_tap
 
 Signs = dict[str, dict[int, str]]
-"""The name of a mask → its sign at a softmax (1 shows, −1 hides) → the first module with that sign.
-
-The sign is that of a mask's 1, or of an additive mask's 0.
-"""
+"""The name of a mask → the sign of its 1, or of an additive mask's 0, at a softmax (1 shows, −1 hides) → the first module."""
 
 FAR = -1e3  # models hide a score by adding -inf, the least number, or -1e4 and below
 
 _FLIPS = frozenset({"not", "neg", "logical_not", "bitwise_not", "rsub"})
-_KEEPS = frozenset(
-    "broadcast_in_dim convert_element_type reshape squeeze expand_dims transpose slice copy copy_p reduce_precision "
-    "rev tap "
-    "view _unsafe_view expand unsqueeze _to_copy to clone select alias detach permute t repeat contiguous lift_fresh index "
-    "gather dynamic_slice "
-    "and or max min add bitwise_and bitwise_or logical_and logical_or minimum maximum".split()
-)  # fmt: skip
-_FIRST = frozenset({"index", "gather", "dynamic_slice", "baddbmm"})  # only their first operand can be a mask
 _MIXES = frozenset("and or max min add bitwise_and bitwise_or logical_and logical_or minimum maximum".split())
+_KEEPS = _MIXES | frozenset(
+    "broadcast_in_dim convert_element_type reshape squeeze expand_dims transpose slice copy copy_p reduce_precision rev tap "
+    "view _unsafe_view expand unsqueeze _to_copy to clone select alias detach permute t repeat contiguous lift_fresh".split()
+)
+_FIRST = frozenset({"index", "gather", "dynamic_slice", "baddbmm"})  # only their first operand can be a mask
+_COMPARISONS = frozenset({"eq", "ne", "gt", "ge", "lt", "le"})
 _SOFTMAXES = frozenset({"exp", "_softmax", "_safe_softmax"})
 
 
@@ -64,7 +59,7 @@ def through(name: str, facts: Sequence[Fact]) -> Fact:
     """
     if name in _FLIPS:
         return Fact(facts[0].signs) if name == "logical_not" and facts[0].added else _flipped(facts[0])
-    if name in ("eq", "ne", "gt", "ge", "lt", "le"):
+    if name in _COMPARISONS:
         return _compared(name, *facts)
     if name == "select_n" and len(facts) == 3:
         return _chosen(*facts)
@@ -116,48 +111,39 @@ def _multiplied(first: Fact, second: Fact) -> Fact:
     return Fact(_agreed([first.signs, second.signs]))
 
 
-def _agreed(every: Any) -> dict[str, int]:
+def _agreed(operands: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """The signs of several operands, without the masks whose signs contradict each other."""
     all_signs: dict[str, set[int]] = {}
-    for signs in every:
+    for signs in operands:
         for name, sign in signs.items():
             all_signs.setdefault(name, set()).add(sign)
     return {name: signs.pop() for name, signs in all_signs.items() if len(signs) == 1}
 
 
-class Masks:
-    """Collects the signs with which masks enter softmaxes."""
-
-    def __init__(self) -> None:
-        self.signs: Signs = {}
-
-    def enter(self, fact: Fact, module: str = "") -> None:
-        """Record a softmax of an array, in a module."""
-        for name, sign in fact.signs.items():
-            self.signs.setdefault(name, {}).setdefault(sign, module)
+def _enter_softmax(fact: Fact, signs: Signs, module: str = "") -> None:
+    for name, sign in fact.signs.items():
+        signs.setdefault(name, {}).setdefault(sign, module)
 
 
 # Flax: facts are followed along the equations.
 
 
-def flax_masks(
-    jaxpr: Any, names: Mapping[int, str], paths: Mapping[int, tuple[str, ...]], added: Collection[str] = ()
-) -> Signs:
+def flax_masks(jaxpr: Any, names: Mapping[int, str], paths: Sequence[tuple[str, ...]], added: Collection[str] = ()) -> Signs:
     """The signs with which arguments of a closed jaxpr with taps enter its softmaxes.
 
-    `names` maps the position of an argument to its name, `paths` a call to its module path; `added` names additive masks.
+    `names` maps the position of an argument to its name; `paths` has the module path of every call; `added` names additive
+    masks.
     """
-    masks = _Equations(paths)
-    given = {place: Fact({name: 1}, added=name in added) for place, name in names.items()}
-    facts = [given.get(place, NOTHING) for place in range(len(jaxpr.jaxpr.invars))]
-    masks.follow(jaxpr, facts)
-    return masks.signs
+    equations = _Equations(paths)
+    facts = {place: Fact({name: 1}, added=name in added) for place, name in names.items()}
+    equations.follow(jaxpr, [facts.get(place, NOTHING) for place in range(len(jaxpr.jaxpr.invars))])
+    return equations.signs
 
 
-class _Equations(Masks):
-    def __init__(self, paths: Mapping[int, tuple[str, ...]]) -> None:
-        super().__init__()
-        self._paths, self._running = paths, Running()
+class _Equations:
+    def __init__(self, paths: Sequence[tuple[str, ...]]) -> None:
+        self.signs: Signs = {}
+        self._running = Running(paths)
 
     def follow(self, jaxpr: Any, facts: Sequence[Fact]) -> list[Fact]:
         """The facts of a closed jaxpr's results."""
@@ -171,32 +157,32 @@ class _Equations(Masks):
             fact_of.update(zip(eqn.outvars, self._results(eqn, [of(atom) for atom in eqn.invars]), strict=False))
         return [of(atom) for atom in jaxpr.jaxpr.outvars]
 
-    def _results(self, eqn: Any, given: list[Fact]) -> list[Fact]:
-        inside, name = bodies(eqn), eqn.primitive.name
+    def _results(self, eqn: Any, operands: list[Fact]) -> list[Fact]:
+        inside = bodies(eqn)
         if is_tap(eqn):
-            self._running.passes(eqn.params["label"])
+            self._running.passes(eqn)
         if inside:
-            return self._called(inside, given, len(eqn.outvars))
-        if name in _SOFTMAXES:
-            call = self._running.innermost
-            self.enter(given[0], "" if call is None else "/".join(self._paths[call]))
-        made = through(name, given)
-        return [_as_boolean(made) if made.added and eqn.outvars[0].aval.dtype == bool else made]
+            return self._called(inside, operands, len(eqn.outvars))
+        if eqn.primitive.name in _SOFTMAXES:
+            _enter_softmax(operands[0], self.signs, self._running.path)
+        result = through(eqn.primitive.name, operands)
+        return [_as_boolean(result) if result.added and eqn.outvars[0].aval.dtype == bool else result]
 
-    def _called(self, inside: Sequence[Any], given: Sequence[Fact], count: int) -> list[Fact]:
+    def _called(self, inside: Sequence[Any], operands: Sequence[Fact], count: int) -> list[Fact]:
         """The facts of a call's or a loop's results; a loop is followed once, and a body with other arguments is skipped."""
         results = [NOTHING] * count
         for body in inside:
-            skipped = len(given) - len(body.jaxpr.invars)
+            skipped = len(operands) - len(body.jaxpr.invars)
             if skipped in (0, 1):  # 1: the branches of a cond do not take its index
-                made = self.follow(body, given[skipped:])
-                results = made if len(made) == count else results
+                returned = self.follow(body, operands[skipped:])
+                results = returned if len(returned) == count else results
         return results
 
 
 def _constant(value: Any) -> Fact:
-    array = np.asarray(value) if np.ndim(value) == 0 or np.size(value) == 1 else None
-    return NOTHING if array is None or array.dtype.kind not in "fiub" else Fact(value=float(array.reshape(-1)[0]))
+    if np.size(value) != 1 or np.asarray(value).dtype.kind not in "fiub":
+        return NOTHING
+    return Fact(value=float(np.asarray(value).reshape(-1)[0]))
 
 
 # PyTorch: facts are followed along the operators of a forward pass.
@@ -207,12 +193,13 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collec
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    masks = Masks()
-    known: dict[int, tuple[Any, Fact]] = {id(x): (x, Fact({name: 1}, added=name in added)) for name, x in inputs.items()}
+    signs: Signs = {}
+    # The tensors are kept alive, so that no other tensor gets an id.
+    facts: dict[int, tuple[Any, Fact]] = {id(x): (x, Fact({name: 1}, added=name in added)) for name, x in inputs.items()}
 
     def of(value: Any) -> Fact:
         if isinstance(value, torch.Tensor):
-            _, fact = known.get(id(value), (None, NOTHING))
+            _, fact = facts.get(id(value), (None, NOTHING))
             # A tensor without a sign may still be a constant.
             return fact if fact.signs else _torch_constant(value)
         return Fact(value=float(value)) if isinstance(value, int | float) else NOTHING
@@ -221,14 +208,14 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collec
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name, others = func._schema.name.removeprefix("aten::").removesuffix("_"), list((kwargs or {}).values())
             fact = NOTHING
-            if any(id(x) in known for x in (*args, *others)):
+            if any(id(x) in facts for x in (*args, *others)):
                 # Read before the call: an in-place operator overwrites its arguments.
-                fact = _of_operator(name, [of(x) for x in args], [of(x) for x in others], masks)
+                fact = _of_operator(name, [of(x) for x in args], [of(x) for x in others], signs)
             result = func(*args, **(kwargs or {}))
             if fact.added and isinstance(result, torch.Tensor) and result.dtype == torch.bool:
                 fact = _as_boolean(fact)
             if fact.signs and isinstance(result, torch.Tensor):
-                known[id(result)] = (result, fact)  # kept alive, so that no other tensor gets its id
+                facts[id(result)] = (result, fact)
             return result
 
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -238,16 +225,16 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collec
             run()
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    return masks.signs
+    return signs
 
 
-def _of_operator(name: str, args: list[Fact], kwargs: list[Fact], masks: Masks) -> Fact:
+def _of_operator(name: str, args: list[Fact], kwargs: list[Fact], signs: Signs) -> Fact:
     if name in _SOFTMAXES:
-        masks.enter(args[0])
+        _enter_softmax(args[0], signs)
         return NOTHING
     if name.startswith("_scaled_dot_product"):
         for fact in (*args[3:], *kwargs):  # the additive mask follows queries, keys and values
-            masks.enter(fact)
+            _enter_softmax(fact, signs)
         return NOTHING
     if name == "where":
         mask, chosen, otherwise = args
@@ -255,7 +242,7 @@ def _of_operator(name: str, args: list[Fact], kwargs: list[Fact], masks: Masks) 
     if name == "masked_fill":
         otherwise, mask, chosen = args
         return through("select_n", [mask, otherwise, chosen])
-    return through(name, args[:2] if name in ("add", "sub", "mul", "eq", "ne", "gt", "ge", "lt", "le") else args)
+    return through(name, args[:2] if name in _COMPARISONS | {"add", "sub", "mul"} else args)
 
 
 def _torch_constant(tensor: Any) -> Fact:

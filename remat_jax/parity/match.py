@@ -35,8 +35,6 @@ _SORTS = (
 _MOVED = 0.75
 """The base score of two modules with the same weights but different functions, or of a linear layer and a convolution."""
 _LEAST = 0.35  # of at most about 2.5: the names share no word and the positions are far apart
-
-
 MOST_BYTES = 64 * 2**20
 """A larger file is no mapping."""
 
@@ -45,11 +43,8 @@ MOST_BYTES = 64 * 2**20
 class MatchedModule:
     """The facts by which a module's counterpart is found.
 
-    Attributes:
-        path, kind: the module's path, and the name of its class.
-        size: the number of elements of its first result; None if unknown.
-        is_leaf: whether the module calls no other module.
-        has_weights: whether the module has trained weights, unlike a rotation or a dropout.
+    `kind` is the name of its class, `size` the number of elements of its first result, None if unknown. A leaf calls no other
+    module. A rotation or a dropout has no weights.
     """
 
     path: str
@@ -125,11 +120,7 @@ def _same_sort(one: MatchedModule, other: MatchedModule) -> float | None:
 
 
 def read_mapping(mapping: Any, torch: Sequence[MatchedModule], flax: Sequence[MatchedModule]) -> dict[str, str | None]:
-    """The user's mapping, checked.
-
-    Raises:
-        ArgumentError: `mapping` is no mapping, or contains a path without a module.
-    """
+    """The user's mapping, checked."""
     if isinstance(mapping, str | Path):
         try:
             mapping = json.loads(read_limited(mapping, MOST_BYTES).decode("utf-8"))
@@ -141,18 +132,18 @@ def read_mapping(mapping: Any, torch: Sequence[MatchedModule], flax: Sequence[Ma
         raise ArgumentError(
             f"mapping={mapping!r:.400}: expected a dict of PyTorch path → Flax path, or the path of a JSON file with one"
         )
-    wrong = [one for one in mapping.values() if one is not None and not isinstance(one, str)]
+    wrong = [path for path in mapping.values() if path is not None and not isinstance(path, str)]
     if wrong:
         raise ArgumentError(
             f"mapping: {wrong[0]!r:.400} is not a called module of the Flax model. Write the path as a text, or None for no "
             "counterpart."
         )
     for paths, side, name in ((mapping, torch, "PyTorch"), (filter(None, mapping.values()), flax, "Flax")):
-        known = [module.path for module in side]
+        called = [module.path for module in side]
         for path in paths:
-            if path not in known:
+            if path not in called:
                 raise ArgumentError(
-                    f"mapping: {path!r:.400} is not a called module of the {name} model.{nearest(str(path)[:400], known)}"
+                    f"mapping: {path!r:.400} is not a called module of the {name} model.{nearest(str(path)[:400], called)}"
                 )
     return dict(mapping)
 

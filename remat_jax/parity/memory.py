@@ -1,39 +1,83 @@
-"""The memory of both frameworks in a comparison; that of PyTorch's training step is tracked on fake tensors."""
+"""The memory of both frameworks: their residuals, array by array, and their peaks; PyTorch's is tracked on fake tensors."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 
 from remat_jax.parity.flax_side import FlaxSide
-from remat_jax.parity.kept import KeptAlone, kept_alone
-from remat_jax.parity.report_data import MemoryRow
+from remat_jax.parity.report_data import KeptAlone, MemoryRow
 from remat_jax.parity.torch_side import TorchSide
 
 
 def memory_of(
     torch: TorchSide, flax: FlaxSide, dtype: str, mode: str, target: str | None
 ) -> tuple[list[MemoryRow], list[KeptAlone]]:
-    """A row for each framework, and the arrays that only one of them keeps.
-
-    JAX's peak is that of its step as it is compiled for the target; without one, as it was compiled to run here.
-    """
+    """A row for each framework, and the arrays that only one of them keeps."""
     saved, residuals = torch.saved(dtype, mode), flax.kept(dtype, mode)
-    peak = flax.peak(dtype, mode, target) if target else flax.peak_here(dtype, mode)
-    known = f"compiled for {target or jax.default_backend()}, without an optimizer"
+    source = f"compiled for {target or jax.default_backend()}, without an optimizer"
     rows = [
         MemoryRow(mode, "PyTorch", saved.device_bytes, saved.host_bytes, *torch_peak(torch, dtype, mode)),
-        MemoryRow(mode, "JAX", residuals.device_bytes, residuals.host_bytes, peak, known),
+        MemoryRow(mode, "JAX", residuals.device_bytes, residuals.host_bytes, flax.peak(dtype, mode, target), source),
     ]
     return rows, kept_alone(mode, saved, residuals)
 
 
-def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]:
-    """Bytes that PyTorch's forward and backward pass hold at their highest in a mode, and how that is known.
+class _Array(NamedTuple):
+    place: str
+    nbytes: int
+    name: str
+    shape: tuple[int, ...]
 
-    None, and why, where the step cannot be run on fake tensors: it asks for a value, or reads tensors that are neither
-    parameters nor buffers nor inputs.
+
+def kept_alone(mode: str, saved: Any, residuals: Any) -> list[KeptAlone]:
+    """The unpaired arrays, largest first: `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`.
+
+    Arrays of equal bytes in the same place are paired; an array stacked by a scan counts once per layer. So the unpaired
+    arrays add up to the whole difference, to the byte. Those of the blocks are paired first, so that those of norms or losses
+    outside the blocks remain.
+    """
+    theirs, ours = defaultdict[Any, list[_Array]](list), defaultdict[Any, list[_Array]](list)
+    for side, arrays in ((theirs, _of_torch(saved)), (ours, _of_jax(residuals))):
+        for array in arrays:
+            side[array.place, array.nbytes].append(array)
+    unpaired: list[KeptAlone] = []
+    for framework, side, other in (("PyTorch", theirs, ours), ("JAX", ours, theirs)):
+        alone = Counter(array for key, arrays in side.items() for array in arrays[len(other.get(key, ())) :])
+        unpaired += [
+            KeptAlone(mode, framework, array.place, array.name, array.shape, count, count * array.nbytes)
+            for array, count in alone.items()
+        ]
+    return sorted(unpaired, key=lambda arrays: (-arrays.bytes, arrays.framework, arrays.name))
+
+
+def _of_torch(saved: Any) -> Iterator[_Array]:
+    for entry in saved.entries:
+        if entry.place in ("device", "host"):
+            # Only the middle of aten.native_layer_norm.default is informative.
+            operator = entry.operator.split(".")[1] if entry.operator.count(".") > 1 else entry.operator
+            yield _Array(entry.place, entry.nbytes, f"{entry.module}:{operator}", entry.shape)
+
+
+def _of_jax(residuals: Any) -> Iterator[_Array]:
+    """JAX's residuals one by one; those of blocks and scans, whose names are numbered, come first."""
+    for row in sorted(residuals, key=lambda row: "#" not in row.name):
+        if row.action == "recompute" or not math.prod(row.shape):
+            continue
+        layers, shape = (row.shape[0], row.shape[1:]) if row.scanned and row.shape else (1, row.shape)
+        count = row.count * layers
+        place = "host" if row.action == "offload" else "device"
+        yield from [_Array(place, row.bytes // count, row.name, tuple(shape))] * count
+
+
+def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]:
+    """The most bytes that PyTorch's forward and backward pass hold in a mode, and the source of the figure.
+
+    None, and the reason, if the step asks for a value, or reads tensors that are neither parameters nor buffers nor inputs.
     """
     import torch_ref
 
@@ -51,27 +95,24 @@ def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]
     try:
         with side.in_mode(model, mode):
             return torch_ref.peak_bytes(build).device_bytes, "tracked on fake tensors, without an optimizer"
-    # The same step has run on real tensors: whatever is raised here, bare assertions of PyTorch's too, is for their being fake.
+    # The step has run on real tensors, so any error here, bare assertions of PyTorch's too, comes from the fake ones.
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
         return None, f"the step does not run on fake tensors: {text}"
 
 
 def _empty_model(model: Any) -> None:
-    """Put unwritten tensors in the place of parameters and buffers, one for all that share one."""
+    """Put unwritten tensors in the place of parameters and buffers; a shared tensor stays one tensor."""
     import torch
 
     made: dict[int, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    empty = _empty(tensor, False)
-                    parameter = isinstance(tensor, torch.nn.Parameter)
-                    made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if parameter else empty
-                tensors[name] = made[id(tensor)]
+                if tensor is not None and id(tensor) not in made:
+                    empty, is_parameter = _empty(tensor, False), isinstance(tensor, torch.nn.Parameter)
+                    made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                tensors[name] = made.get(id(tensor))
 
 
 def _empty(tensor: Any, with_gradient: bool) -> Any:

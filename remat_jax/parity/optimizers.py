@@ -63,33 +63,22 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class OptimizerPair:
-    """The user's own optimizer in both frameworks."""
+    """The user's own optimizer, by the same two methods."""
 
-    make_torch: Callable[[Any], Any]
-    transformation: Any
+    torch: Callable[[Any], Any]
+    optax: Callable[[], Any]
     name: str = "of your own"
-
-    def torch(self, parameters: Iterable[Any]) -> Any:
-        """PyTorch's optimizer of these parameters."""
-        return self.make_torch(parameters)
-
-    def optax(self) -> Any:
-        """The optax transformation."""
-        return self.transformation
 
 
 def as_optimizer(optimizer: Any) -> Optimizer | OptimizerPair | None:
-    """The optimizer given as None, a name, an `Optimizer`, or a pair.
-
-    Raises:
-        ArgumentError: `optimizer` is none of these.
-    """
+    """The optimizer given as None, a name, an `Optimizer`, or a pair."""
     if optimizer is None or isinstance(optimizer, Optimizer | OptimizerPair):
         return optimizer
     if isinstance(optimizer, str):
         return Optimizer(optimizer)
     if isinstance(optimizer, tuple) and len(optimizer) == 2 and callable(optimizer[0]) and hasattr(optimizer[1], "update"):
-        return OptimizerPair(*optimizer)
+        make_torch, transformation = optimizer
+        return OptimizerPair(make_torch, lambda: transformation)
     raise ArgumentError(
         f"optimizer={optimizer!r}: expected one of {', '.join(NAMES)}, a parity.Optimizer, or a pair: a function that makes "
         "PyTorch's optimizer from the parameters, and an optax transformation"

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from remat_jax.parity.asserting import failures
-from remat_jax.parity.comparison import compare
+from remat_jax.parity.comparison import compare, failures
 from remat_jax.parity.report import ParityReport
 
 

@@ -15,7 +15,7 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.calls import patched
-from remat_jax.parity.capture import LOSS, argument_names
+from remat_jax.parity.capture import LOSS, Slot, argument_names
 from remat_jax.parity.tapped import Label, differentiated, step_traced, tap
 from remat_jax.parity.trees import fields
 
@@ -29,11 +29,11 @@ class RecordedTrace:
 
     Attributes:
         path: the module's path, without the indices of loops.
-        module: the module; a Linen module is bound. Only its static attributes may be read.
+        module: the module, of which only static attributes may be read.
         parent: the position of the enclosing call.
-        parameters: the shapes and dtypes of the module's own parameters; in a loop, of a single iteration.
+        parameters: the types of the module's own parameters; in a loop, of a single iteration.
         state: the names of the variables that the module itself wrote.
-        names: role and number of an array → the parameter, or the key of the result, that it belongs to.
+        names: array → the parameter, or the key of the result, that it belongs to.
     """
 
     path: tuple[str, ...]
@@ -41,7 +41,7 @@ class RecordedTrace:
     parent: int | None
     parameters: dict[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     state: list[str] = field(default_factory=list)
-    names: dict[tuple[str, int], str] = field(default_factory=dict)
+    names: dict[Slot, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,19 +56,19 @@ class Recorder:
 
     def run(self, module: Any, path: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`call(*args, **kwargs)` with taps on its input and output arrays."""
-        number = len(self.calls)
-        self.calls.append(RecordedTrace(path, module, self.running[-1] if self.running else None))
+        number, record = len(self.calls), RecordedTrace(path, module, self.running[-1] if self.running else None)
+        self.calls.append(record)
         self.running.append(number)
         try:
             named = dict(argument_names(type(module).__call__, (module, *args), kwargs)[1:])
-            self.calls[number].names |= _names((args, kwargs), named, "input")
+            record.names |= _names((args, kwargs), named, "input")
             args, kwargs = _tapped((args, kwargs), number, "input")
-            before = written(module)
-            given = call(*args, **kwargs)
-            self.calls[number].names |= _names(given, fields(given), "output")
-            outputs = _tapped(given, number, "output")
+            before = _writable(module)
+            result = call(*args, **kwargs)
+            record.names |= _names(result, fields(result), "output")
+            outputs = _tapped(result, number, "output")
             self._tap_state(number, module, before)
-            self.calls[number].parameters |= _parameters(module)
+            record.parameters |= _parameters(module)
             return outputs
         finally:
             self.running.pop()
@@ -79,36 +79,29 @@ class Recorder:
         self.calls.append(RecordedTrace((LOSS,), loss, None))
         return _tapped(loss(_tapped(outputs, self.loss, "input")), self.loss, "output")
 
-    def _tap_state(self, number: int, module: Any, before: Mapping[str, Variable]) -> None:
+    def _tap_state(self, number: int, module: Any, before: Mapping[str, _Variable]) -> None:
         """Tap the variables that a module wrote. The tapped value is written back, or a loop would drop the unused tap."""
-        for name, (value, write) in written(module).items():
+        for name, (value, write) in _writable(module).items():
             if _is_tappable(value) and not (name in before and before[name].value is value):
                 write(tap(value, Label(number, "state", len(self.calls[number].state))))
                 self.calls[number].state.append(name)
 
     @property
-    def paths(self) -> dict[int, tuple[str, ...]]:
+    def paths(self) -> list[tuple[str, ...]]:
         """The path of every call."""
-        return dict(enumerate(call.path for call in self.calls))
+        return [call.path for call in self.calls]
 
     @contextmanager
     def recording(self, model: Any) -> Iterator[None]:
         """Tap the calls of Linen modules, or of the modules of an NNX `model` that `tag` has tagged."""
+        is_nnx = isinstance(model, nnx.Module)
+        tapping = patched(_classes(model), self._wrapped) if is_nnx else linen.intercept_methods(self._intercept)
         token = differentiated.set(self.differentiated)
         try:
-            with step_traced(next(_steps)), self._tapping(model):
+            with step_traced(next(_steps)), tapping:
                 yield
         finally:
             differentiated.reset(token)
-
-    @contextmanager
-    def _tapping(self, model: Any) -> Iterator[None]:
-        if isinstance(model, nnx.Module):
-            with patched(_classes(model), self._wrapped):
-                yield
-        else:
-            with linen.intercept_methods(self._intercept):
-                yield
 
     def _intercept(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if context.method_name != "__call__":
@@ -143,24 +136,22 @@ def _parameters(module: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in unboxed.items() if hasattr(value, "shape")}
 
 
-class Variable(NamedTuple):
-    """A variable's value, and the function that sets it."""
-
+class _Variable(NamedTuple):
     value: Any
     write: Callable[[Any], None]
 
 
-def written(module: Any) -> dict[str, Variable]:
+def _writable(module: Any) -> dict[str, _Variable]:
     """A module's own variables that a forward pass may write, by name: no parameters and no RNG streams."""
     if isinstance(module, nnx.Module):
         variables = {name: each for name, each in vars(module).items() if isinstance(each, nnx.Variable)}
         return {
-            name: Variable(each.get_value(), each.set_value)
+            name: _Variable(each.get_value(), each.set_value)
             for name, each in variables.items()
             if not isinstance(each, nnx.Param | nnx.RngState | nnx.Intermediate)
         }
     return {
-        name: Variable(value, functools.partial(module.put_variable, collection, name))
+        name: _Variable(value, functools.partial(module.put_variable, collection, name))
         for collection, variables in module.variables.items()
         if collection not in ("params", "intermediates") and module.is_mutable_collection(collection)
         for name, value in variables.items()
@@ -171,8 +162,8 @@ def _classes(model: nnx.Module) -> set[type]:
     return {type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
 
 
-def _names(values: Any, named: Mapping[str, Any], role: str) -> dict[tuple[str, int], str]:
-    """The names of the tapped arrays, by role and number."""
+def _names(values: Any, named: Mapping[str, Any], role: str) -> dict[Slot, str]:
+    """The names of the tapped arrays."""
     names = dict[int, str]()
     for name, value in named.items():
         for leaf in _leaves(value):
@@ -182,13 +173,17 @@ def _names(values: Any, named: Mapping[str, Any], role: str) -> dict[tuple[str, 
 
 def _leaves(values: Any) -> list[Any]:
     """The arrays to tap, each once, in order."""
-    leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable | nnx.Module))
+    leaves = jax.tree.leaves(values, is_leaf=_is_nnx_object)
     return list({id(leaf): leaf for leaf in leaves if _is_tappable(leaf)}.values())
+
+
+def _is_nnx_object(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable | nnx.Module)
 
 
 def _tapped(values: Any, call: int, role: str) -> Any:
     """`values` with taps; an array that occurs several times has a single tap and cotangent."""
-    leaves, treedef = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable | nnx.Module))
+    leaves, treedef = jax.tree.flatten(values, is_leaf=_is_nnx_object)
     tapped = {id(leaf): tap(leaf, Label(call, role, number)) for number, leaf in enumerate(_leaves(values))}
     return jax.tree.unflatten(treedef, [tapped.get(id(leaf), leaf) for leaf in leaves])
 

@@ -1,23 +1,37 @@
-"""The report of a comparison, printed as tables and written as a page."""
+"""The report of a comparison, printed as tables and written as an HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 
-from remat_jax.parity.page import page
-from remat_jax.parity.report_data import ParityData, TensorRow, said, shape_text, unseen
+from remat_jax.parity.report_data import (
+    Check,
+    KeptAlone,
+    MemoryRow,
+    TensorRow,
+    difference_text,
+    divergence_text,
+    hidden_text,
+    module_name,
+    relative_error,
+    shape_text,
+)
 from remat_jax.report.document import write_whole
+from remat_jax.report.html_tables import Column
+from remat_jax.report.page import Bar, TreeNode, html_page
 from remat_jax.report.tables import format_bytes, format_error, format_ratio, render, table
 
 _SHOWN, _SHOWN_ALONE = 60, 6
 """The most rows of the printed tables; the second is per mode. `to_dict` and the page have all rows."""
 
 
-class ParityReport(ParityData):
+@dataclass(frozen=True)
+class ParityReport:
     """The result of `compare`.
 
     Attributes:
@@ -43,6 +57,54 @@ class ParityReport(ParityData):
     False
     """
 
+    rows: tuple[TensorRow, ...]
+    checks: tuple[Check, ...]
+    memory: tuple[MemoryRow, ...]
+    torch: str
+    flax: str
+    rules: str
+    modes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    optimizer: str | None = None
+    divergences: dict[str, Any] = field(default_factory=dict)
+    hidden: tuple[str, ...] = ()
+    differences: tuple[dict[str, Any], ...] = ()
+    kept_alone: tuple[KeptAlone, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every row and every check passes."""
+        return bool(self.rows) and all(row.passed for row in self.rows) and all(check.passed for check in self.checks)
+
+    @property
+    def proves(self) -> bool:
+        """Whether the planted faults were detected; if not, the other results prove nothing."""
+        planted = [check.passed for check in self.checks if check.name.startswith("planted")]
+        return bool(planted) and all(planted)
+
+    @property
+    def failed_rows(self) -> tuple[TensorRow, ...]:
+        """The rows that fail."""
+        return tuple(row for row in self.rows if not row.passed)
+
+    def verdict(self) -> str:
+        """One sentence: whether the comparison passed, and if not, why."""
+        if self.passed:
+            return f"PASSED: {self.flax} computes what {self.torch} computes, {len(self.rows)} tensors"
+        checks = [check.name for check in self.checks if not check.passed]
+        if not self.proves:
+            others = [name for name in checks if not name.startswith("planted")]
+            see = f"; see {', '.join(others)}" if others else ""
+            return f"NOT PASSED: a planted fault was not found, so this comparison proves nothing{see}"
+        failed = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
+        return f"NOT PASSED: {', '.join(filter(None, (failed, *checks)))}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        summary = {"passed": self.passed, "proves": self.proves, "verdict": self.verdict()}
+        data = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {**summary, **data, "rows": [row.to_dict() for row in self.rows]}
+
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained page: a table that sorts and filters, the tree of modules, memory bars."""
         return write_whole(path, page(self))
@@ -53,28 +115,35 @@ class ParityReport(ParityData):
         parts += [_rows_table(self)]
         parts += [_memory_table(self)] if self.memory else []
         parts += [_alone_table(self)] if self.kept_alone else []
-        parts += [said(where, found) for where, found in self.divergences.items() if found]
-        parts += [unseen(self.hidden)] if self.hidden else []
+        parts += [divergence_text(direction, first) for direction, first in self.divergences.items() if first]
+        parts += [hidden_text(self.hidden)] if self.hidden else []
         return Group(*parts, self.verdict())
 
     def __str__(self) -> str:
         return render(self)
 
 
-def _checks_table(report: ParityData) -> Any:
+# The printed tables.
+
+
+def _checks_table(report: ParityReport) -> Any:
     rows = [(check.name, "ok" if check.passed else "FAILED", check.found) for check in report.checks]
     return table(f"{report.torch} (PyTorch) and {report.flax} (Flax)", ("check", "", "found"), rows)
 
 
-def _settings_table(report: ParityData) -> Any:
-    cells = [(one["path"] or "the whole model", one["what"], one["torch"], one["flax"]) for one in report.differences]
+def _settings_table(report: ParityReport) -> Any:
+    cells = [(module_name(each["path"]), each["what"], each["torch"], each["flax"]) for each in report.differences]
     return table("Settings that differ", ("module", "setting", "in PyTorch", "in Flax"), cells)
 
 
-def _rows_table(report: ParityData) -> Any:
+def _rows_table(report: ParityReport) -> Any:
     """The rows as a table, worst first; a passed report shows only its largest figures."""
-    dtypes = [dtype for dtype in report.dtypes if dtype != "float64"]
-    ordered = sorted(report.rows, key=lambda row: (row.passed, -_worst(row, dtypes)))
+    dtypes = _working_dtypes(report)
+
+    def figures(row: TensorRow) -> float:
+        return max((row.error or 0.0) * 1e12, *(row.ratio(dtype) or 0.0 for dtype in dtypes), 0.0)
+
+    ordered = sorted(report.rows, key=lambda row: (row.passed, -figures(row)))
     shown, hidden = ordered[:_SHOWN], ordered[_SHOWN:]
     cells = [
         (
@@ -88,12 +157,12 @@ def _rows_table(report: ParityData) -> Any:
         for row in shown
     ]
     columns = ("kind", "tensor", "shape", "float64 error", *(f"{dtype} ratio" for dtype in dtypes), "verdict")
-    rest = f"and {len(hidden)} more, all passed" if hidden and all(row.passed for row in hidden) else f"and {len(hidden)} more"
-    return table("Tensors, worst first", columns, cells, caption=rest if hidden else None)
+    passed = ", all passed" if all(row.passed for row in hidden) else ""
+    return table("Tensors, worst first", columns, cells, caption=f"and {len(hidden)} more{passed}" if hidden else None)
 
 
-def _worst(row: TensorRow, dtypes: Sequence[str]) -> float:
-    return max([*(row.ratio(dtype) or 0.0 for dtype in dtypes), *([row.error * 1e12] if row.error else [])], default=0.0)
+def _working_dtypes(report: ParityReport) -> list[str]:
+    return [dtype for dtype in report.dtypes if dtype != "float64"]
 
 
 def _brief(problems: Sequence[str]) -> str:
@@ -101,25 +170,92 @@ def _brief(problems: Sequence[str]) -> str:
     return f"{problems[0]}{more}" if problems else "not compared"
 
 
-def _memory_table(report: ParityData) -> Any:
+def _memory_table(report: ParityReport) -> Any:
     columns = ("mode", "framework", "kept: device", "kept: host", "peak", "source of the peak")
     cells = [
         (row.mode, row.framework, row.device_bytes, row.host_bytes, row.peak_bytes, row.peak_from) for row in report.memory
     ]
-    return table(
-        "Memory: residuals, and the peak of both passes",
-        columns,
-        cells,
-        formats=dict.fromkeys(columns[2:5], format_bytes),
-    )
+    title = "Memory: residuals, and the peak of both passes"
+    return table(title, columns, cells, formats=dict.fromkeys(columns[2:5], format_bytes))
 
 
-def _alone_table(report: ParityData) -> Any:
+def _alone_table(report: ParityReport) -> Any:
     columns = ("mode", "kept by", "where", "made by", "shape", "arrays", "size")
-    by_mode = [[one for one in report.kept_alone if one.mode == mode] for mode in report.modes]
-    shown = [one for group in by_mode for one in group[:_SHOWN_ALONE]]
-    hidden = [one for group in by_mode for one in group[_SHOWN_ALONE:]]
-    cells = [(one.mode, one.framework, one.place, one.name, shape_text(one.shape), one.count, one.bytes) for one in shown]
-    rest = f"and {len(hidden)} more, {format_bytes(sum(one.bytes for one in hidden))}" if hidden else None
+    shown, hidden = list[KeptAlone](), list[KeptAlone]()
+    for mode in report.modes:
+        arrays = [array for array in report.kept_alone if array.mode == mode]
+        shown += arrays[:_SHOWN_ALONE]
+        hidden += arrays[_SHOWN_ALONE:]
+    cells = [(x.mode, x.framework, x.place, x.name, shape_text(x.shape), x.count, x.bytes) for x in shown]
+    rest = f"and {len(hidden)} more, {format_bytes(sum(array.bytes for array in hidden))}" if hidden else None
     title = "Kept by only one framework; all other residuals are equal to the byte"
     return table(title, columns, cells, formats={"size": format_bytes}, caption=rest)
+
+
+# The page.
+
+
+def page(report: ParityReport) -> str:
+    """The HTML page as text."""
+    title = f"Parity: {report.torch} (PyTorch) and {report.flax} (Flax)"
+    return html_page(title, report.verdict(), report.passed, **evidence(report))
+
+
+def evidence(report: ParityReport) -> dict[str, Any]:
+    """The page's content below the verdict, as plain data."""
+    dtypes = _working_dtypes(report)
+    columns = [Column("kind"), Column("tensor"), Column("in Flax"), Column("shape"), Column("norm", "error")]
+    columns += [Column("float64 error", "error"), *(Column(f"{dtype} ratio", "ratio") for dtype in dtypes), Column("verdict")]
+    peaks = [f"{row.mode}, {row.framework}: {row.peak_from}" for row in report.memory if row.peak_from]
+    alone = [
+        f"{x.mode}: {x.framework} keeps {x.count} × {shape_text(x.shape)} of {x.name} on the {x.place}: {format_bytes(x.bytes)}"
+        for x in report.kept_alone
+    ]
+    return {
+        "checks": [(check.name, check.passed, check.found) for check in report.checks],
+        "tree": module_tree(report),
+        "columns": columns,
+        "rows": [(row.passed, _cells(row, dtypes)) for row in sorted(report.rows, key=lambda row: row.passed)],
+        "bars": [
+            Bar(row.framework, row.mode, {"device": row.device_bytes, "host": row.host_bytes, "peak": row.peak_bytes})
+            for row in report.memory
+        ],
+        "details": {
+            "Source of the peaks": "\n".join(peaks),
+            "Kept by only one framework": "\n".join(alone),
+            "Modules that could not be observed": hidden_text(report.hidden) if report.hidden else "",
+            "Settings that differ": "\n".join(map(difference_text, report.differences)),
+            "Weight map": report.rules,
+        },
+    }
+
+
+def _cells(row: TensorRow, dtypes: list[str]) -> list[Any]:
+    verdict = "; ".join(row.problems) if row.problems else "ok" if row.passed else "not compared"
+    ratios = (row.ratio(dtype) for dtype in dtypes)
+    return [row.kind, row.name, row.flax, shape_text(row.shape), row.norm, row.error, *ratios, verdict]
+
+
+def module_tree(report: ParityReport) -> TreeNode:
+    """The PyTorch modules as a tree: parameters with their figures, and a mark at the first difference of each pass."""
+    root = TreeNode(report.torch, "the whole model")
+    for row in report.rows:
+        if row.kind == "gradient" and not row.name.startswith("input:"):
+            nodes = _nodes(root, row.name.split("."))
+            nodes[-1].text = f"gradient {format_error(row.error)}" if row.error is not None else ""
+            for node in nodes:
+                node.passed &= row.passed
+    for direction, first in report.divergences.items():
+        if first:
+            node = _nodes(root, filter(None, first["torch_path"].replace("/", ".").split(".")))[-1]
+            mark = f"◀ first difference, {direction} ({format_error(relative_error(first))})"
+            node.mark = f"{node.mark} {mark}".lstrip()
+    return root
+
+
+def _nodes(root: TreeNode, parts: Iterable[str]) -> list[TreeNode]:
+    """The nodes on a path from the root, which are made if they are missing."""
+    nodes = [root]
+    for part in parts:
+        nodes.append(nodes[-1].children.setdefault(part, TreeNode(part)))
+    return nodes

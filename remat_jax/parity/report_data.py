@@ -6,10 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from remat_jax.parity.kept import KeptAlone
-
-KINDS = ("output", "gradient", "state", "update")
-
 
 @dataclass
 class TensorRow:
@@ -17,7 +13,7 @@ class TensorRow:
 
     Attributes:
         kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (written by the forward pass) or
-            `update` (the change in the optimizer's first step; in dtypes below float64 the updated parameter).
+            `update` (the change in the optimizer's first step; below float64 the updated parameter).
         name: PyTorch's name; for a state and an update the path in the Flax model.
         flax: a parameter's path in the Flax model.
         shape, norm: of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
@@ -52,7 +48,7 @@ class TensorRow:
     @property
     def error(self) -> float | None:
         """The largest relative error in float64 over all modes."""
-        return max(self.errors.values()) if self.errors else None
+        return max(self.errors.values(), default=None)
 
     def ratio(self, dtype: str) -> float | None:
         """The largest ratio of a dtype over all modes."""
@@ -89,9 +85,8 @@ class Check:
 class MemoryRow:
     """The bytes that one framework keeps between the passes in a mode, without parameters and inputs; and its peak.
 
-    `peak_bytes` is the peak device memory of the forward and backward pass, including parameters, inputs and gradients, without
-    an optimizer's state or update. `peak_from` names the source of the peak, or why it is None. docs/memory.md explains which
-    figures may be compared.
+    `peak_bytes` is the peak device memory of both passes, with parameters, inputs and gradients, without an optimizer.
+    `peak_from` names its source, or why it is None. docs/memory.md explains which figures may be compared.
 
     >>> MemoryRow("offload", "flax", device_bytes=0, host_bytes=4096).peak_bytes is None  # no peak was asked for
     True
@@ -106,101 +101,57 @@ class MemoryRow:
 
 
 @dataclass(frozen=True)
-class ParityData:
-    """The attributes of a `ParityReport`, documented there, and properties that follow from them alone."""
+class KeptAlone:
+    """Equal residuals of one framework that have no counterpart in the other.
 
-    rows: tuple[TensorRow, ...]
-    checks: tuple[Check, ...]
-    memory: tuple[MemoryRow, ...]
-    torch: str
-    flax: str
-    rules: str
-    modes: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    optimizer: str | None = None
-    divergences: dict[str, Any] = field(default_factory=dict)
-    hidden: tuple[str, ...] = ()
-    differences: tuple[dict[str, Any], ...] = ()
-    kept_alone: tuple[KeptAlone, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        """Whether every row and every check passes."""
-        return bool(self.rows) and all(row.passed for row in self.rows) and all(check.passed for check in self.checks)
-
-    @property
-    def proves(self) -> bool:
-        """Whether the planted faults were detected; if not, the other results prove nothing."""
-        planted = [check for check in self.checks if check.name.startswith("planted")]
-        return bool(planted) and all(check.passed for check in planted)
-
-    @property
-    def failed_rows(self) -> tuple[TensorRow, ...]:
-        """The rows that fail."""
-        return tuple(row for row in self.rows if not row.passed)
-
-    def verdict(self) -> str:
-        """One sentence: whether the comparison passed, and if not, why."""
-        if self.passed:
-            return f"PASSED: {self.flax} computes what {self.torch} computes, {len(self.rows)} tensors"
-        checks = [check.name for check in self.checks if not check.passed]
-        if not self.proves:
-            others = [name for name in checks if not name.startswith("planted")]
-            see = f"; see {', '.join(others)}" if others else ""
-            return f"NOT PASSED: a planted fault was not found, so this comparison proves nothing{see}"
-        failed = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
-        return f"NOT PASSED: {', '.join(filter(None, (failed, *checks)))}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; the keys are the attribute names."""
-        return {
-            "passed": self.passed,
-            "proves": self.proves,
-            "verdict": self.verdict(),
-            "torch": self.torch,
-            "flax": self.flax,
-            "rules": self.rules,
-            "modes": list(self.modes),
-            "dtypes": list(self.dtypes),
-            "optimizer": self.optimizer,
-            "checks": [asdict(check) for check in self.checks],
-            "rows": [row.to_dict() for row in self.rows],
-            "memory": [asdict(row) for row in self.memory],
-            "kept_alone": [asdict(one) for one in self.kept_alone],
-            "divergences": self.divergences,
-            "hidden": list(self.hidden),
-            "differences": list(self.differences),
-        }
-
-
-def differs(one: Mapping[str, Any]) -> str:
-    """The difference in a module's settings, as text.
-
-    >>> differs({"path": "ln", "what": "epsilon", "torch": "1e-05", "flax": "1e-06"})
-    'epsilon is 1e-05 in PyTorch and 1e-06 in Flax'
+    `place` is `device` or `host`; `name` is `module/path:operator` in PyTorch, a residual's name in JAX. `shape` is that of a
+    single array, `bytes` the size of all `count` arrays.
     """
-    return f"{one['what']} is {one['torch']} in PyTorch and {one['flax']} in Flax"
+
+    mode: str
+    framework: str
+    place: str
+    name: str
+    shape: tuple[int, ...]
+    count: int
+    bytes: int
 
 
-def said(direction: str, found: Mapping[str, Any]) -> str:
-    """One line about the first module that differs.
+def module_name(path: str) -> str:
+    """A module's path for a sentence."""
+    return path or "the whole model"
 
-    >>> said("forward", {"torch_path": "ln", "flax_path": "norm", "what": "output 0", "error": 1e-3, "reference": 10.0})
+
+def difference_text(difference: Mapping[str, Any]) -> str:
+    """A setting in which two models differ, as one line.
+
+    >>> difference_text({"path": "ln", "what": "epsilon", "torch": "1e-05", "flax": "1e-06"})
+    'ln: epsilon is 1e-05 in PyTorch and 1e-06 in Flax'
+    """
+    values = f"{difference['torch']} in PyTorch and {difference['flax']} in Flax"
+    return f"{module_name(difference['path'])}: {difference['what']} is {values}"
+
+
+def divergence_text(direction: str, divergence: Mapping[str, Any]) -> str:
+    """One line about the first module that differs in a pass.
+
+    >>> ln = {"torch_path": "ln", "flax_path": "norm", "what": "output 0", "error": 1e-3, "reference": 10.0}
+    >>> divergence_text("forward", ln)
     'first difference, forward: ln (norm in Flax), output 0 1.0e-04 off'
     """
-    names = f"{found['torch_path'] or 'the whole model'} ({found['flax_path'] or 'the whole model'} in Flax)"
-    note = f" ({found['note']})" if found.get("note") else ""
-    return f"first difference, {direction}: {names}, {found['what']} {relative(found):.1e} off{note}"
+    names = f"{module_name(divergence['torch_path'])} ({module_name(divergence['flax_path'])} in Flax)"
+    note = f" ({divergence['note']})" if divergence.get("note") else ""
+    return f"first difference, {direction}: {names}, {divergence['what']} {relative_error(divergence):.1e} off{note}"
 
 
-def unseen(hidden: Sequence[str]) -> str:
+def hidden_text(hidden: Sequence[str]) -> str:
     """One line about the modules that cannot be named as the first that differs.
 
-    >>> unseen(("solver/step",))
+    >>> hidden_text(("solver/step",))
     'not observed, because the code that runs them cannot be observed (such as a while loop): solver/step'
     """
     where = "the code that runs them cannot be observed (such as a while loop)"
-    return f"not observed, because {where}: {', '.join(path or 'the whole model' for path in hidden)}"
+    return f"not observed, because {where}: {', '.join(map(module_name, hidden))}"
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -212,6 +163,6 @@ def shape_text(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def relative(found: Mapping[str, Any]) -> float:
+def relative_error(divergence: Mapping[str, Any]) -> float:
     """The error of a divergence relative to its reference."""
-    return float(found["error"] / found["reference"]) if found["reference"] else float("inf")
+    return float(divergence["error"] / divergence["reference"]) if divergence["reference"] else float("inf")

@@ -23,9 +23,8 @@ Tensors = Mapping[str, Any]
 class Row:
     """The verdict on one tensor.
 
-    `ratio` is err_jax / max(err_torch, ε·g), which may be at most 4. `problem` names the reason why the tensor is
-    incomparable (missing, shape, dtype, not finite, no usable reference), and is empty otherwise. A row with a problem
-    fails.
+    `ratio` is err_jax / max(err_torch, ε·g), at most 4. A row with a `problem`, the reason why the tensor is incomparable
+    (missing, shape, dtype, not finite, no usable reference), fails.
 
     >>> row = Row("kernel", err_jax=2e-7, err_torch=1e-7, bound=4e-7, ratio=2.0, passed=True)
     >>> row.passed is (row.err_jax <= row.bound)
@@ -45,10 +44,9 @@ def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors
     """Judge every tensor by the parity rule: err_jax ≤ 4 · max(err_torch, ε(dtype) · g).
 
     err = ‖x − x₆₄‖ (Euclidean, summed in float64), and g is the norm of all of `reference64` together. Judge one kind of
-    quantity at a time (all gradients, or all outputs). The three arguments are flat, name → array; the candidates' arrays
-    are in `dtype`. Every name in any argument has a row, the reference's names first. A tensor fails if it is missing,
-    unexpected, of another shape or dtype, or not finite on any side. It also fails if PyTorch is farther from the
-    reference than any rounding (0.1 · g): then the computations differ, and the bound would admit anything.
+    quantity at a time (all gradients, or all outputs). The tensors are name → array, the candidates' in `dtype`. Every name
+    has a row, the reference's first. A tensor fails if it is missing, unexpected, of another shape or dtype, or not finite
+    on any side; and if PyTorch is farther from the reference than any rounding (0.1 · g), as the bound would admit anything.
 
     Raises:
         ArgumentError: `reference64` is empty (nothing would be compared), or `dtype` is not in the table.
@@ -69,26 +67,16 @@ def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors
 
 
 def _row(name: str, reference: Tensors, jax: Tensors, torch: Tensors, dtype: str, whole: float) -> Row:
-    problems = [
-        problem
-        for problem in (
-            _problem("the reference", reference, name, "float64", reference),
-            _problem("JAX", jax, name, dtype, reference),
-            _problem("PyTorch", torch, name, dtype, reference),
-        )
-        if problem
-    ]
-    if not math.isfinite(whole):
-        problems.append("the reference's global norm is not finite")
-    if problems:
-        return Row(name, math.inf, math.inf, 0.0, math.inf, passed=False, problem="; ".join(problems))
+    incomparable = problem_of(name, dtype, reference, JAX=jax, PyTorch=torch)
+    not_finite = "" if math.isfinite(whole) else "the reference's global norm is not finite"
+    problem = "; ".join(filter(None, (incomparable, not_finite)))
+    if problem:
+        return Row(name, math.inf, math.inf, 0.0, math.inf, passed=False, problem=problem)
     err_jax, err_torch = _distance(reference[name], jax[name]), _distance(reference[name], torch[name])
-    rounding, meaningful = epsilon(dtype) * whole, TOLERANCES["meaningful_error"].value * whole
+    meaningful = TOLERANCES["meaningful_error"].value * whole
     if not err_torch <= meaningful:
         problem = f"PyTorch is {err_torch:.2g} from the reference, more than {meaningful:.2g}: more than a rounding error"
-    else:
-        problem = ""
-    allowed = max(err_torch, rounding)
+    allowed = max(err_torch, epsilon(dtype) * whole)
     bound = TOLERANCES["error_ratio"].value * allowed
     ratio = err_jax / allowed if allowed else (0.0 if err_jax == 0 else math.inf)
     return Row(name, err_jax, err_torch, bound, ratio, passed=not problem and err_jax <= bound, problem=problem)
@@ -98,8 +86,8 @@ def float64_error(reference: Tensors, candidate: Tensors) -> tuple[float, str]:
     """Return the largest relative error of a float64 candidate, and its tensor's name.
 
     A tensor's error is ‖candidate − reference‖ / max(‖reference‖, 1e-3 · g), where g is the norm of all of `reference`
-    together; compare it with `TOLERANCES["float64"]`. A tensor that is missing, unexpected, of another shape, not float64
-    or not finite has the error infinity.
+    together; its limit is `TOLERANCES["float64"]`. A tensor that is missing, unexpected, of another shape, not float64 or
+    not finite has the error infinity.
 
     Raises:
         ArgumentError: `reference` is empty: nothing would be compared.
@@ -115,10 +103,7 @@ def float64_error(reference: Tensors, candidate: Tensors) -> tuple[float, str]:
 
 
 def float64_errors(reference: Tensors, candidate: Tensors) -> dict[str, float]:
-    """Return the relative error of every tensor of either side, as in `float64_error`, the reference's tensors first.
-
-    Raises:
-        ArgumentError: `reference` is empty: nothing would be compared.
+    """Return the error of every tensor of either side, as in `float64_error`, the reference's tensors first.
 
     >>> float64_errors({"w": np.array([3.0, 4.0]), "b": np.ones(1)}, {"w": np.array([3.0, 4.5]), "b": np.ones(1)})
     {'w': 0.1, 'b': 0.0}
@@ -126,30 +111,35 @@ def float64_errors(reference: Tensors, candidate: Tensors) -> dict[str, float]:
     floor = TOLERANCES["float64_floor"].value * global_norm(reference)
     errors = {}
     for name in _names(reference, candidate):
-        sides = (("the reference", reference), ("the candidate", candidate))
-        if not math.isfinite(floor) or any(_problem(label, x, name, "float64", reference) for label, x in sides):
+        if not math.isfinite(floor) or problem_of(name, "float64", reference, JAX=candidate):
             errors[name] = math.inf
             continue
         distance = _distance(reference[name], candidate[name])
-        scale = max(_norm(np.asarray(reference[name])), floor)
+        scale = max(norm(reference[name]), floor)
         errors[name] = 0.0 if distance == 0 else distance / scale if scale else math.inf
     return errors
 
 
-def incomparable(reference: Tensors, candidate: Tensors, name: str, dtype: str) -> str:
-    """Return why a JAX tensor is incomparable with its reference, as in a `Row`; empty if it is comparable."""
-    found = (
-        _problem("the reference", reference, name, "float64", reference),
-        _problem("JAX", candidate, name, dtype, reference),
-    )
-    return "; ".join(filter(None, found))
+def problem_of(name: str, dtype: str, reference: Tensors, **candidates: Tensors) -> str:
+    """Return why a tensor of the candidates in `dtype` is incomparable with its reference; empty if it is comparable."""
+    problems = [_problem("the reference", reference, name, "float64", reference)]
+    problems += [_problem(side, tensors, name, dtype, reference) for side, tensors in candidates.items()]
+    return "; ".join(filter(None, problems))
+
+
+def _problem(side: str, tensors: Tensors, name: str, dtype: str, reference: Tensors) -> str:
+    if name not in tensors:
+        return f"missing in {side}"
+    array = np.asarray(tensors[name])
+    if array.dtype.name != dtype:
+        return f"{side} has dtype {array.dtype.name}, expected {dtype}"
+    if name in reference and array.shape != np.shape(reference[name]):
+        return f"{side} has shape {array.shape}, expected {np.shape(reference[name])}"
+    return "" if np.isfinite(array.astype(np.float64)).all() else f"not finite in {side}"
 
 
 def global_norm(tensors: Tensors) -> float:
-    """Return the Euclidean norm of all tensors together, summed in float64.
-
-    Raises:
-        ArgumentError: there is no tensor.
+    """Return the Euclidean norm of all tensors together, summed in float64; without tensors, an ArgumentError.
 
     >>> global_norm({"a": np.array([3.0]), "b": np.array([[4.0]])})
     5.0
@@ -165,10 +155,7 @@ def norm(tensor: Any) -> float:
     >>> norm(np.array([3.0, 4.0]))
     5.0
     """
-    return _norm(np.asarray(tensor).astype(np.float64))
-
-
-def _norm(x: np.ndarray) -> float:
+    x = np.asarray(tensor).astype(np.float64)
     # Dividing by the largest first prevents overflow of large squares and underflow of small ones.
     largest = float(np.max(np.abs(x), initial=0.0))
     return largest * float(np.linalg.norm(np.ravel(x) / largest)) if 0 < largest < math.inf else largest
@@ -178,18 +165,6 @@ def _names(*sides: Tensors) -> Iterable[str]:
     return dict.fromkeys(name for side in sides for name in side)
 
 
-def _problem(side: str, tensors: Tensors, name: str, dtype: str, reference: Tensors) -> str:
-    """Return why this side's tensor is incomparable; empty if it is comparable."""
-    if name not in tensors:
-        return f"missing in {side}"
-    found = np.asarray(tensors[name])
-    if found.dtype.name != dtype:
-        return f"{side} has dtype {found.dtype.name}, expected {dtype}"
-    if name in reference and found.shape != np.shape(reference[name]):
-        return f"{side} has shape {found.shape}, expected {np.shape(reference[name])}"
-    return "" if np.isfinite(found.astype(np.float64)).all() else f"not finite in {side}"
-
-
 def _distance(reference: Any, candidate: Any) -> float:
     with np.errstate(over="ignore"):  # an infinite distance fails as it should
-        return _norm(np.asarray(candidate).astype(np.float64) - np.asarray(reference))
+        return norm(np.asarray(candidate).astype(np.float64) - np.asarray(reference))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from remat_jax.core.walk import bodies
+from remat_jax.core.walk import equations
 from remat_jax.parity.capture_flax import TracedPass, trace_step
 from remat_jax.parity.match import MatchedModule, match, sort_of
 from remat_jax.parity.recorder import RecordedTrace
@@ -79,21 +80,14 @@ def step_differences(torch_module: Any, step: TracedPass, mapping: Any = None) -
     matched = match(listed, others, mapping)
     # A ConvNet is no convolution: a class name tells the sort only of a module without submodules.
     leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
-    found = [
-        difference
-        for path, other in matched.items()
-        if path in leaves[0]
-        and other in leaves[1]
-        and sort_of(type(theirs[path]).__name__) == sort_of(type(ours[other].module).__name__) != "other"
-        for difference in _compared(other, torch_facts(theirs[path]), flax_facts(ours[other]))
-    ]
+    found: list[Difference] = []
+    for path, other in matched.items():
+        sorts = sort_of(type(theirs[path]).__name__), sort_of(type(ours[other].module).__name__)
+        if path in leaves[0] and other in leaves[1] and sorts[0] == sorts[1] != "other":
+            torch, flax = torch_facts(theirs[path]), flax_facts(ours[other])
+            differing = (what for what in torch.keys() & flax.keys() if torch[what] != flax[what])
+            found += [Difference(other, what, torch[what], flax[what]) for what in differing]
     return [*found, *_rates(theirs, ours), *_gelus(theirs, step, matched)]
-
-
-def _compared(path: str, torch: Facts, flax: Facts) -> Iterator[Difference]:
-    for what in torch.keys() & flax.keys():
-        if torch[what] != flax[what]:
-            yield Difference(path, what, torch[what], flax[what])
 
 
 def torch_facts(module: Any) -> Facts:
@@ -196,9 +190,8 @@ def _rates(torch: Mapping[str, Any], flax: Mapping[str, RecordedTrace]) -> list[
 def _expanded(step: TracedPass) -> dict[str, RecordedTrace]:
     """The calls by path in the order of execution, with a loop's layers listed one by one."""
     calls: dict[str, RecordedTrace] = {}
-    entries = [(key, path, place) for place in step.places for _, path, key in place.instances()]
-    for _, path, place in sorted(entries, key=lambda entry: entry[0]):
-        calls.setdefault(path, step.recorder.calls[place.label.call])
+    for visit in step.visits:
+        calls.setdefault(visit.path, step.recorder.calls[visit.label.call])
     return calls
 
 
@@ -210,22 +203,22 @@ _QUICK = 1.702
 
 
 def _gelus(torch: Mapping[str, Any], step: TracedPass, matched: Mapping[str, str]) -> list[Difference]:
-    forms: dict[str, set[str]] = {}
-    _find_forms(step.jaxpr, step, Running(), forms)
+    forms = defaultdict[str, set[str]](set)
+    running = Running(step.recorder.paths)
+    for eqn in equations(step.jaxpr):
+        if is_tap(eqn):
+            running.passes(eqn)
+        elif form := _form(eqn):
+            forms[_without_indices(running.path)].add(form)
     found = []
     for path, module in torch.items():
-        form = _torch_gelu(module)
-        around = matched[_nearest(path, matched)]
-        ours = forms.get(_without_indices(around))
+        around = path
+        while around and around not in matched:
+            around = around.rpartition("/")[0]
+        form, ours = _torch_gelu(module), forms[_without_indices(matched[around])]
         if form and ours and form not in ours:
-            found.append(Difference(around, "GELU", form, " and ".join(sorted(ours))))
+            found.append(Difference(matched[around], "GELU", form, " and ".join(sorted(ours))))
     return found
-
-
-def _nearest(path: str, matched: Mapping[str, str]) -> str:
-    while path and path not in matched:
-        path = path.rpartition("/")[0]
-    return path
 
 
 def _without_indices(path: str) -> str:
@@ -252,18 +245,6 @@ def _torch_gelu(module: Any) -> str:
         "quick": x * torch.sigmoid(_QUICK * x),
     }
     return next((name for name, right in forms.items() if torch.allclose(made, right, 0, 1e-6)), "")
-
-
-def _find_forms(jaxpr: Any, step: TracedPass, running: Running, forms: dict[str, set[str]]) -> None:
-    for eqn in jaxpr.jaxpr.eqns:
-        if is_tap(eqn):
-            running.passes(eqn.params["label"])
-        elif form := _form(eqn):
-            call = running.innermost
-            path = "" if call is None else "/".join(step.recorder.calls[call].path)
-            forms.setdefault(_without_indices(path), set()).add(form)
-        for body in bodies(eqn):
-            _find_forms(body, step, running, forms)
 
 
 def _form(eqn: Any) -> str:

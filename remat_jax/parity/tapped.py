@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from remat_jax import compat
-from remat_jax.core.walk import bodies, interpret
+from remat_jax.core.walk import Visit, bodies, equations, interpret
 
 
 class Label(NamedTuple):
@@ -60,136 +60,114 @@ ad.primitive_jvps[tap_p] = _jvp
 ad.primitive_transposes[tap_p] = _transpose
 
 
-Path = tuple["str | None", ...]
-Depths = dict[tuple[int, int], int]  # (call, number of loops inside) → the position of the loop's index in the path
-
 # Taps are not read here: these bodies run a data-dependent number of times, or on part of the data.
 _CLOSED = frozenset({"while", "cond", "shard_map", "pallas_call", "run_state"})
 
 
 @dataclass(frozen=True)
-class TapPlace:
-    """Where a tap is in a program.
+class TapVisit:
+    """A tap as an evaluation reaches it, once in every iteration of the loops around it.
 
     Attributes:
         label, what: the array, and whether the tap is on its "value" or its "cotangent".
-        path: the module's path; None stands for the index of a loop.
-        key: the position in the order of execution, a sort key; None stands for the index of a loop.
-        loops: the lengths of the enclosing loops, the outermost first; negative if a loop runs backwards.
+        parts: the parts of the module's path; None stands for the index of a loop.
+        index: the indices of the loops, the outermost first.
     """
 
     label: Label
     what: str
-    path: Path
-    key: tuple[int | None, ...]
-    loops: tuple[int, ...] = ()
+    parts: tuple[str | None, ...]
+    index: tuple[int, ...] = ()
 
-    def instances(self) -> Iterator[tuple[tuple[int, ...], str, tuple[int, ...]]]:
-        """For every iteration: its indices, and the path and the key with the indices filled in."""
-        for index in itertools.product(*(range(abs(length)) for length in self.loops)):
-            left = iter(index)
-            path = "/".join(str(next(left)) if part is None else part for part in self.path)
-            turns = iter([i if length > 0 else -length - 1 - i for i, length in zip(index, self.loops, strict=True)])
-            yield index, path, tuple(next(turns) if part is None else part for part in self.key)
+    @property
+    def path(self) -> str:
+        """The module's path, with the indices of loops."""
+        indices = iter(self.index)
+        return "/".join(str(next(indices)) if part is None else part for part in self.parts)
 
 
-def places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]]) -> tuple[list[TapPlace], set[int]]:
-    """The taps of the closed `jaxpr` in order, and the calls whose taps cannot be read.
-
-    `paths` has the module path of every call. A loop's index follows the common prefix of its modules' paths, which is the
-    path of the repeated module.
-    """
-    depths: Depths = {}
-    hidden: set[int] = set()
-    return _places(jaxpr, paths, depths, hidden), hidden
+def visits(jaxpr: Any, paths: Sequence[tuple[str, ...]]) -> list[TapVisit]:
+    """The taps of the closed `jaxpr`, in the order in which `evaluate` reaches them; `paths` has every call's module path."""
+    return _visits(jaxpr, paths, {})
 
 
-def _places(
-    jaxpr: Any, paths: Mapping[int, tuple[str, ...]], depths: dict[tuple[int, int], int], hidden: set[int]
-) -> list[TapPlace]:
-    taps: list[TapPlace] = []
-    for position, eqn in enumerate(jaxpr.jaxpr.eqns):
+def _visits(jaxpr: Any, paths: Sequence[tuple[str, ...]], depths: dict[tuple[int, int], int]) -> list[TapVisit]:
+    reached: list[TapVisit] = []
+    for eqn in jaxpr.jaxpr.eqns:
         if is_tap(eqn):
             label = eqn.params["label"]
-            taps.append(TapPlace(label, eqn.params["what"], paths[label.call], (position,)))
-            continue
-        body = _body(eqn)
-        if body is None:
-            hidden |= {inner.label.call for inside in bodies(eqn) for inner in _places(inside, paths, {}, set())}
-            continue
-        inner = _places(body, paths, depths, hidden)
-        if eqn.primitive.name == "scan":
-            inner = _looped(eqn, inner, depths)
-        taps += [TapPlace(p.label, p.what, p.path, (position, *p.key), p.loops) for p in inner]
-    return taps
+            reached.append(TapVisit(label, eqn.params["what"], paths[label.call]))
+        elif (body := _body(eqn)) is not None:
+            inside = _visits(body, paths, depths)
+            reached += _in_every_iteration(eqn, inside, depths) if eqn.primitive.name == "scan" else inside
+    return reached
 
 
-def _looped(eqn: Any, inner: list[TapPlace], depths: Depths) -> list[TapPlace]:
-    """The taps of a scan's body, seen from outside; a backward loop has its index at the forward loop's position."""
-    common = len(_common([place.path for place in inner]))
-    length = -eqn.params["length"] if eqn.params["reverse"] else eqn.params["length"]
-    found = []
-    for place in inner:
-        depth = depths.setdefault((place.label.call, len(place.loops)), common)
-        path = (*place.path[:depth], None, *place.path[depth:])
-        found.append(TapPlace(place.label, place.what, path, (None, *place.key), (length, *place.loops)))
-    return found
+def _in_every_iteration(eqn: Any, inside: list[TapVisit], depths: dict[tuple[int, int], int]) -> list[TapVisit]:
+    """The visits of a scan, from those of its body.
+
+    A loop's index follows the common prefix of its modules' paths, which is the path of the repeated module. `depths` keeps
+    its position, by call and number of loops inside: the backward loop has it where the forward loop has it.
+    """
+    parts_by_level = zip(*(visit.parts for visit in inside), strict=False)
+    common = len([*itertools.takewhile(lambda parts: len(set(parts)) == 1, parts_by_level)])
+    looped = []
+    for visit in inside:
+        depth = depths.setdefault((visit.label.call, len(visit.index)), common)
+        looped.append(replace(visit, parts=(*visit.parts[:depth], None, *visit.parts[depth:])))
+    return [replace(visit, index=(turn, *visit.index)) for turn in _turns(eqn) for visit in looped]
 
 
-def _common(paths: Sequence[Path]) -> Path:
-    return tuple(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+def _turns(scan: Any) -> range:
+    """The iterations of a scan, in the order in which they run."""
+    forwards = range(scan.params["length"])
+    return forwards[::-1] if scan.params["reverse"] else forwards
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Evaluate the closed `jaxpr`; return its outputs and the value at each tap, in the order of `places`.
+def evaluate(jaxpr: Any, args: Sequence[Any], given: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+    """Evaluate the closed `jaxpr`; return its outputs and the value at each tap, in the order of `visits`.
 
-    An array in `given` replaces the value at its tap; None keeps the value.
+    An array in `given` replaces the value at the visit of that number; None keeps it.
     """
     values: list[Any] = []
-    left = iter(given)
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if is_tap(eqn):
+            other = given.get(len(values))
             values.append(inputs[0])
-            other = next(left)
             return [inputs[0] if other is None else np.asarray(other, inputs[0].dtype)]
-        body = _body(eqn)
-        count = 0 if body is None else _count(body)
+        body, is_scan = _body(eqn), eqn.primitive.name == "scan"
         # A call without taps is evaluated equation by equation too: whole, it would be compiled on every evaluation.
-        if body is None or (eqn.primitive.name == "scan" and not (count and eqn.params["length"])):
+        if body is None or (is_scan and not (eqn.params["length"] and any(map(is_tap, equations(body))))):
             return None
-        mine = [next(left) for _ in range(count)]
         with compat.eqn_context(eqn):
-            outputs, inner = _scan(eqn, body, inputs, mine) if eqn.primitive.name == "scan" else evaluate(body, inputs, mine)
-        values.extend(inner)
-        return outputs
+            return _scan(eqn, body, inputs, visit) if is_scan else interpret(body, inputs, visit)
 
     return interpret(jaxpr, args, visit), values
 
 
-def _scan(eqn: Any, body: Any, inputs: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
+def _scan(eqn: Any, body: Any, inputs: list[Any], visit: Visit) -> list[Any]:
     """A scan run in Python: the next model reuses its compiled operations, but would have to compile a whole loop anew."""
     consts, carried = compat.scan_layout(eqn)
-    carry, length = inputs[consts : consts + carried], eqn.params["length"]
-    xs = [_rows(x) for x in inputs[consts + carried :]]
-    turns = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
-    made: dict[int, list[Any]] = {}
-    for turn in turns:
-        mine = [None if rows is None else rows[turn] for rows in given]
-        outputs, values = evaluate(body, [*inputs[:consts], *carry, *(x[turn] for x in xs)], mine)
-        carry, made[turn] = outputs[:carried], [*outputs[carried:], *values]
-    ys = [_stacked([made[turn][k] for turn in range(length)]) for k in range(len(eqn.outvars) - carried + len(given))]
-    return [*carry, *ys[: len(eqn.outvars) - carried]], ys[len(eqn.outvars) - carried :]
+    carry, xs = inputs[consts : consts + carried], [_rows(x) for x in inputs[consts + carried :]]
+    rows: dict[int, list[Any]] = {}
+    for turn in _turns(eqn):
+        outputs = interpret(body, [*inputs[:consts], *carry, *(x[turn] for x in xs)], visit)
+        carry, rows[turn] = outputs[:carried], outputs[carried:]
+    return [*carry, *(_stacked(column) for column in zip(*(rows[turn] for turn in sorted(rows)), strict=True))]
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))
 
 
 def _rows(x: Any) -> Any:
     """`x` as a NumPy array, for cheap indexing; RNG keys stay in JAX."""
-    return x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
+    return x if _is_key(x) else np.asarray(x)
 
 
-def _stacked(rows: list[Any]) -> Any:
-    is_key = jax.dtypes.issubdtype(rows[0].dtype, jax.dtypes.extended)
-    return jax.numpy.stack(rows) if is_key else np.stack([np.asarray(row) for row in rows])
+def _stacked(rows: Sequence[Any]) -> Any:
+    return jnp.stack(rows) if _is_key(rows[0]) else np.stack([np.asarray(row) for row in rows])
 
 
 def is_tap(eqn: Any) -> bool:
@@ -198,18 +176,22 @@ def is_tap(eqn: Any) -> bool:
 
 
 class Running:
-    """The calls that enclose the current equation, while a jaxpr's taps are passed in order."""
+    """The calls that enclose the current equation, while a jaxpr's taps are passed in order.
 
-    def __init__(self) -> None:
-        self._calls: list[int] = []
+    `paths` has the module path of every call.
+    """
+
+    def __init__(self, paths: Sequence[tuple[str, ...]]) -> None:
+        self._paths, self._calls = paths, list[int]()
 
     @property
-    def innermost(self) -> int | None:
-        """The last call that has begun and not ended; None outside of all calls."""
-        return self._calls[-1] if self._calls else None
+    def path(self) -> str:
+        """The module path of the last call that has begun and not ended; "" outside of all calls."""
+        return "/".join(self._paths[self._calls[-1]]) if self._calls else ""
 
-    def passes(self, label: Label) -> None:
+    def passes(self, tap: Any) -> None:
         """Pass a tap: the first input begins its call, an output ends it."""
+        label = tap.params["label"]
         if label.role == "input" and label.call not in self._calls:
             self._calls.append(label.call)
         elif label.role == "output" and label.call in self._calls:
@@ -221,11 +203,3 @@ def _body(eqn: Any) -> Any | None:
     inside = bodies(eqn)
     fits = len(inside) == 1 and len(inside[0].in_avals) == len(eqn.invars)
     return inside[0] if fits and eqn.primitive.name not in _CLOSED else None
-
-
-def _count(jaxpr: Any) -> int:
-    total = 0
-    for eqn in jaxpr.jaxpr.eqns:
-        body = None if is_tap(eqn) else _body(eqn)
-        total += 1 if is_tap(eqn) else 0 if body is None else _count(body)
-    return total

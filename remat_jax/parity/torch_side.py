@@ -6,12 +6,13 @@ import contextlib
 import copy
 import gc
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from remat_jax.errors import ArgumentError
-from remat_jax.parity.case import Arrays, Case, Run, running
+from remat_jax.parity.capture_torch import names_of_shared
+from remat_jax.parity.case import Case, Run, running
 from remat_jax.parity.trees import default_loss, default_targets, named_outputs
 from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.tensors import as_numpy, as_torch
@@ -19,38 +20,24 @@ from remat_jax.porting.tensors import as_numpy, as_torch
 Tensors = dict[str, Any]
 
 
-class TorchRun(NamedTuple):
-    """A run, and on request the state dicts after the forward pass and after the optimizer's first step.
-
-    `unused` has the trained parameters that the backward pass did not reach.
-    """
-
-    run: Run
-    state: Tensors
-    after: Tensors
-    unused: frozenset[str]
-
-
 class TorchSide:
     """The PyTorch model of a case; the caller's own is copied and never changed.
 
     Attributes:
         weights: the state dict of all runs, in float64.
-        excited: the constant parameters that received other values.
         trained: the parameters that require a gradient, without excluded ones.
         ties: every further name of a shared parameter → the name under which PyTorch lists it.
         blocks, block_paths: the checkpointed classes, and their modules' paths.
-        shapes: output name → (shape, whether it is floating-point).
-
-    Raises:
-        ArgumentError: the model draws random numbers, or the function for it returns no model.
+        shapes: output name → shape.
+        targets: the default loss's target of every floating-point output.
     """
 
     def __init__(self, case: Case) -> None:
         self.case, self.weights = case, {}
         model = self._copy("float64")
-        self.ties = _names_of_shared(model)
-        self.excited = _excite(model) if case.excite else []
+        self.ties = names_of_shared(model)
+        if case.excite:
+            _excite(model)
         self.weights = _copies(model)
         self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         wrapped = [name for name in self.trained if name not in self.weights]
@@ -63,8 +50,9 @@ class TorchSide:
         self.block_paths = [path for path, module in model.named_modules() if isinstance(module, self.blocks)]
         if not self.trained:
             raise ArgumentError("torch_module: no parameter requires a gradient, so no gradient can be compared")
-        self.shapes = self._shapes(model)
-        self.targets = default_targets({name: shape for name, (shape, floating) in self.shapes.items() if floating})
+        outputs = self._outputs(model)
+        self.shapes = {name: tuple(x.shape) for name, x in outputs.items()}
+        self.targets = default_targets({name: self.shapes[name] for name, x in outputs.items() if x.is_floating_point()})
 
     def make(self, dtype: str) -> Any:
         """A copy of the model in a dtype, with the weights of all runs."""
@@ -72,25 +60,37 @@ class TorchSide:
         model.load_state_dict(self.weights)
         return model
 
-    def run(self, dtype: str, mode: str = "off", *, steps: int = 0, wants_state: bool = False) -> TorchRun:
-        """A training step; with an optimizer, `steps` steps, whose `losses` come from a run in mode off."""
-        model, run, after = self.make(dtype), Run(), {}
-        optimizer = self.case.optimizer.torch(_trained(model)) if self.case.optimizer and steps else None
+    def run(self, dtype: str, mode: str = "off", *, steps: int = 0) -> Run:
+        """A training step; with an optimizer, `steps` steps."""
+        model, optimizer = self.make(dtype), None
+        if self.case.optimizer and steps:
+            optimizer = self.case.optimizer.torch([p for p in model.parameters() if p.requires_grad])
         with _precisely(dtype), self.in_mode(model, mode):
             inputs = self.inputs(dtype, with_gradients=True)
-            run.outputs, loss = self._forward(model, inputs, dtype)
-            state = _copies(model) if wants_state else {}
+            result = self._call(model, inputs)
+            loss = self._loss(result, dtype)
+            outputs = {name: as_numpy(x) for name, x in named_outputs(result, "torch").items()}
+            state = _copies(model)
             loss.backward()
             parameters = {name: p for name, p in model.named_parameters() if name in self.trained}
-            run.gradients = {name: _gradient(p) for name, p in parameters.items()}
-            unused = frozenset(name for name, p in parameters.items() if p.grad is None)
-            run.input_gradients = {name: _gradient(inputs[name]) for name in self.case.inputs.floating}
-            run.losses = [float(loss.detach())]
+            run = Run(
+                outputs=outputs,
+                gradients={name: _gradient(p) for name, p in parameters.items()},
+                input_gradients={name: _gradient(inputs[name]) for name in self.case.inputs.floating},
+                losses=[float(loss.detach())],
+                state=state,
+                unused=frozenset(name for name, p in parameters.items() if p.grad is None),
+            )
             if optimizer:
                 optimizer.step()
-                after = _copies(model)
-                run.losses += [self._train(model, optimizer, dtype) for _ in range(steps - 1)]
-        return TorchRun(run, state, after, unused)
+                run.after = _copies(model)
+                for _ in range(steps - 1):
+                    model.zero_grad(set_to_none=True)
+                    loss = self.loss(model, self.inputs(dtype), dtype)
+                    loss.backward()
+                    optimizer.step()
+                    run.losses.append(float(loss.detach()))
+        return run
 
     def inputs(self, dtype: str, *, with_gradients: bool = False) -> Tensors:
         """The inputs as tensors, floating-point inputs in `dtype`."""
@@ -109,11 +109,7 @@ class TorchSide:
 
     @contextlib.contextmanager
     def in_mode(self, model: Any, mode: str) -> Iterator[None]:
-        """Apply a mode or a policy to the model's blocks.
-
-        Raises:
-            ArgumentError: there are no blocks, or the policy has no effect on them.
-        """
+        """Apply a mode or a policy to the model's blocks."""
         import torch_ref
 
         if mode == "off":
@@ -150,9 +146,9 @@ class TorchSide:
         if self.case.builds:
             return []
         model = self.case.torch_module
-        small = ("torch.float32", "torch.bfloat16")
-        tables = ((name, x) for name, x in model.named_buffers() if name not in self.weights and str(x.dtype) in small)
-        return [name for name, x in tables if not (x == x.round()).all()]
+        tables = [(name, x) for name, x in model.named_buffers() if name not in self.weights]
+        small = [(name, x) for name, x in tables if str(x.dtype) in ("torch.float32", "torch.bfloat16")]
+        return [name for name, x in small if not (x == x.round()).all()]
 
     def _copy(self, dtype: str) -> Any:
         import torch
@@ -166,24 +162,18 @@ class TorchSide:
         args, kwargs = self.case.inputs.arguments(inputs)
         return self.case.torch_call(model, *args, **kwargs)
 
-    def _shapes(self, model: Any) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """The outputs' shapes from one forward pass. Refuses a model whose outputs depend on random numbers."""
+    def _outputs(self, model: Any) -> Tensors:
+        """The outputs of one forward pass; refuses a model whose outputs depend on random numbers."""
         import torch
 
         before = torch.get_rng_state()
         with torch.no_grad(), _precisely("float64"), running("torch_module"):
-            found = named_outputs(self._call(model, self.inputs("float64")), "torch")
+            outputs = named_outputs(self._call(model, self.inputs("float64")), "torch")
             if not torch.equal(before, torch.get_rng_state()):
                 again = named_outputs(self._call(model, self.inputs("float64")), "torch")
-                if any(not torch.equal(x, again[name]) for name, x in found.items()):
-                    raise ArgumentError(_draws(model))
-        return {name: (tuple(x.shape), x.is_floating_point()) for name, x in found.items()}
-
-    def _forward(self, model: Any, inputs: Tensors, dtype: str) -> tuple[Arrays, Any]:
-        result = self._call(model, inputs)
-        loss = self._loss(result, dtype)
-        outputs = {name: as_numpy(x) for name, x in named_outputs(result, "torch").items()}
-        return outputs, loss
+                if any(not torch.equal(x, again[name]) for name, x in outputs.items()):
+                    _refuse_random(model)
+        return outputs
 
     def _loss(self, result: Any, dtype: str) -> Any:
         import torch
@@ -201,13 +191,6 @@ class TorchSide:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(f"loss gave {repr(loss)[:80]} for PyTorch: expected a scalar tensor that depends on the model")
         return loss.reshape(())
-
-    def _train(self, model: Any, optimizer: Any, dtype: str) -> float:
-        model.zero_grad(set_to_none=True)
-        loss = self.loss(model, self.inputs(dtype), dtype)
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
 
 
 def _refuse_spoilt(model: Any) -> None:
@@ -228,38 +211,22 @@ def _precisely(dtype: str) -> Any:
     return keep_float64() if dtype == "float64" else contextlib.nullcontext()
 
 
-def _trained(model: Any) -> list[Any]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def _copies(model: Any) -> Tensors:
     """A copy of the state dict in which a tensor with two names stays one tensor, as the weight map requires."""
-    made: dict[int, Any] = {}
-    named = model.state_dict(keep_vars=True).items()
-    for _, tensor in named:
-        made.setdefault(id(tensor), tensor.detach().clone())
-    return {name: made[id(tensor)] for name, tensor in named}
+    state_dict = model.state_dict(keep_vars=True)
+    copies = {id(tensor): tensor.detach().clone() for tensor in state_dict.values()}
+    return {name: copies[id(tensor)] for name, tensor in state_dict.items()}
 
 
 def _gradient(tensor: Any) -> np.ndarray:
     return as_numpy(tensor) * 0 if tensor.grad is None else as_numpy(tensor.grad)
 
 
-def _names_of_shared(model: Any) -> dict[str, str]:
-    """Every further name of a parameter with several names → the name under which PyTorch lists it."""
-    first: dict[int, str] = {}
-    return {
-        name: known
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if (known := first.setdefault(id(parameter), name)) != name
-    }
-
-
-def _excite(model: Any) -> list[str]:
+def _excite(model: Any) -> None:
     """Give constant parameters other values: biases at 0 and scales at 1 would hide a wrong map."""
     import torch
 
-    random, excited = torch.Generator().manual_seed(5), []
+    random = torch.Generator().manual_seed(5)
     statistics = ((n, b) for n, b in model.named_buffers() if n.endswith(("running_mean", "running_var")))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *statistics):
@@ -268,8 +235,6 @@ def _excite(model: Any) -> list[str]:
             level = tensor.flatten()[0].abs().item() or 1.0
             noise = 0.2 * level * torch.randn(tensor.shape, generator=random, dtype=torch.float64)
             tensor.copy_((tensor + noise).abs() if name.endswith("running_var") else tensor + noise)
-            excited.append(name)
-    return excited
 
 
 def _repeated(model: Any) -> tuple[type, ...]:
@@ -277,21 +242,21 @@ def _repeated(model: Any) -> tuple[type, ...]:
     import torch
 
     def outermost(kinds: Any, least: int) -> tuple[type, ...]:
-        found: dict[str, type] = {}
+        classes: dict[str, type] = {}
         for path, module in model.named_modules():
             children = list(module.children()) if isinstance(module, kinds) else []
-            inside = any(path.startswith(f"{other}.") for other in found)
+            inside = any(path.startswith(f"{other}.") for other in classes)
             if len(children) >= least and len(set(map(type, children))) == 1 and not inside:
-                found[path] = type(children[0])
-        return tuple(dict.fromkeys(found.values()))
+                classes[path] = type(children[0])
+        return tuple(dict.fromkeys(classes.values()))
 
     return outermost((torch.nn.ModuleList, torch.nn.Sequential), 2) or outermost(torch.nn.ModuleList, 1)
 
 
-def _draws(model: Any) -> str:
+def _refuse_random(model: Any) -> None:
     dropping = [name for name, part in model.named_modules() if part.training and "Dropout" in type(part).__name__]
     where = f" (dropout in {', '.join(dropping[:4])})" if dropping else ""
-    return (
+    raise ArgumentError(
         f"torch_module draws random numbers in its forward pass{where}, and no other framework draws the same numbers: call "
         "torch_module.eval(), or build it with a rate of 0"
     )

@@ -3,55 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from remat_jax.errors import ArgumentError
 
-ALONE = "output"
-"""The name of an output that is a bare array."""
+
+def is_floating(value: Any) -> bool:
+    """Whether a value is a NumPy or JAX array, or a shape, of floating-point numbers, including bfloat16."""
+    return hasattr(value, "dtype") and bool(jnp.issubdtype(value.dtype, jnp.floating))
 
 
 def named_outputs(result: Any, side: str) -> dict[str, Any]:
     """The arrays of an output by name: keys, fields and positions joined by dots, without None.
 
-    Raises:
-        ArgumentError: the output contains other values than arrays, or no array.
-
     >>> sorted(named_outputs({"logits": np.zeros(2), "states": (np.zeros(1), None)}, "flax"))
     ['logits', 'states.0']
     """
-    found: dict[str, Any] = {}
-    _collect(result, "", found, side)
-    if not found:
+    arrays = dict(_named_arrays(result, "", side))
+    if not arrays:
         raise ArgumentError(f"{side}_module: its output holds no array; return arrays, or select them with {side}_call")
-    return found
+    return arrays
 
 
-def _collect(value: Any, name: str, found: dict[str, Any], side: str) -> None:
-    if value is None:
-        return
+def _named_arrays(value: Any, name: str, side: str) -> Iterator[tuple[str, Any]]:
     children = _children(value)
     if children is not None:
         for key, child in children.items():
-            _collect(child, f"{name}.{key}" if name else str(key), found, side)
-    elif hasattr(value, "shape") and hasattr(value, "dtype"):
-        found[name or ALONE] = value
-    else:
+            yield from _named_arrays(child, f"{name}.{key}" if name else str(key), side)
+    elif _is_array(value):
+        yield name or "output", value
+    elif value is not None:
         raise ArgumentError(
             f"{side}_module: its output {name or 'as a whole'} is a {type(value).__name__}, not an array; select arrays with "
             f"{side}_call, such as lambda model, *inputs: model(*inputs).logits"
         )
 
 
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
 def _children(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple | list):
-        names = getattr(value, "_fields", range(len(value)))
-        return dict(zip(names, value, strict=True))
+        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "dtype"):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None
@@ -70,21 +70,15 @@ def in_order(value: Any) -> list[Any]:
     """
     children = _children(value)
     if children is None:
-        return [value] if hasattr(value, "shape") and hasattr(value, "dtype") else []
+        return [value] if _is_array(value) else []
     named = all(isinstance(name, str) for name in children)
     return [leaf for name in (sorted(children) if named else children) for leaf in in_order(children[name])]
 
 
 def same_names(torch: Mapping[str, tuple[int, ...]], flax: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Flax's name → PyTorch's name, for outputs given as name → shape; two single outputs match under any names.
-
-    Raises:
-        ArgumentError: the names or the shapes differ (broadcasting would hide a different shape).
-    """
-    if len(torch) == len(flax) == 1:
-        names = dict(zip(flax, torch, strict=True))
-    else:
-        names = {name: name for name in flax}
+    """Flax's name → PyTorch's name, for outputs given as name → shape; two single outputs match under any names."""
+    single = len(torch) == len(flax) == 1
+    names = dict(zip(flax, torch if single else flax, strict=True))
     problems = [f"{name} {shape}: only PyTorch has it" for name, shape in torch.items() if name not in names.values()]
     problems += [f"{name} {shape}: only Flax has it" for name, shape in flax.items() if names[name] not in torch]
     problems += [
@@ -102,10 +96,7 @@ def same_names(torch: Mapping[str, tuple[int, ...]], flax: Mapping[str, tuple[in
 
 def default_targets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """The target of every output in the default loss: random numbers, so that all cotangents differ."""
-    return {
-        name: np.random.default_rng((11, index)).normal(size=shape)
-        for index, (name, shape) in enumerate(sorted(shapes.items()))
-    }
+    return {name: np.random.default_rng((11, i)).normal(size=shape) for i, (name, shape) in enumerate(sorted(shapes.items()))}
 
 
 def default_loss(outputs: Mapping[str, Any], targets: Mapping[str, Any]) -> Any:
