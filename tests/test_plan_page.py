@@ -80,10 +80,16 @@ def test_the_picture_has_every_policy_and_the_budget():
     assert {"budget", "full", "everything", "device memory, MiB", "estimated step, ms"} <= set(texts)
     tooltips = [title.text for title in drawn.iter(f"{SVG}title")]
     assert [text.split(" a step")[0] for text in tooltips if ":" not in text] == [
-        "60.0 MiB (predicted), 13.1 ms",
-        "90.0 MiB (compiled), 12.5 ms",
+        "60.0 MiB (predicted), 13 ms",
+        "90.0 MiB (compiled), 12 ms",
         "120.0 MiB (predicted), 12 ms",
     ]
+    # Points of 60, 90 and 120 MiB, of 13.1, 12.5 and 12 ms.
+    (left, top), (middle, centre), (right, bottom) = (
+        (float(mark.get("cx")), float(mark.get("cy"))) for mark in list(drawn.iter(f"{SVG}circle"))[:3]
+    )
+    assert middle - left == pytest.approx(right - middle, abs=0.02)
+    assert centre - top == pytest.approx(1.2 * (bottom - centre), abs=0.05)
     slow = (*plan().named, Point("slow", 70 * MIB, 0, 0.2, False))
     drawn = ElementTree.fromstring(picture(plan(named=slow)).svg())
     texts = [one.text for one in drawn.iter(f"{SVG}text")]

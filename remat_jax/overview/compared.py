@@ -118,9 +118,10 @@ class Gathered:
         if plan is None or described is None:
             return True
         planned = [policy for policy in self.comparison.policies if policy.name == THE_PLAN]
-        now, then = described.base_seconds + keeping_seconds(described), plan.base_seconds
         if plan.timed and planned:
             now, then = planned[0].memory.seconds, plan.seconds
+        else:
+            now, then = described.base_seconds + keeping_seconds(described), plan.base_seconds
         return now is not None and abs(now - then) <= 1e-6 * then
 
     def to_dict(self) -> dict[str, Any]:

@@ -205,8 +205,8 @@ def modules(policies: Sequence[Compared]) -> str:
 
 def _by_module(policies: Sequence[Compared]) -> dict[str, Memory]:
     """The arrays alive at the peak by module; for a CPU, where these are unknown, the residuals by module."""
-    at_the_peak = {policy.name: policy.memory.live_bytes_by_module for policy in policies if policy.memory.live}
-    return at_the_peak or {policy.name: kept for policy in policies if (kept := _kept(policy))}
+    alive: dict[str, Memory] = {policy.name: policy.memory.live_bytes_by_module for policy in policies if policy.memory.live}
+    return alive or {policy.name: kept for policy in policies if (kept := _kept(policy))}
 
 
 def _kept(policy: Compared) -> Memory:

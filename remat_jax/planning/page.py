@@ -140,7 +140,7 @@ def _layers(plan: PlanData, parts: Sequence[Part]) -> str:
 
 def _residuals(plan: PlanData, part: Part) -> str:
     costs = said_time(plan, part.layers * (part.recompute_seconds + part.copy_seconds))
-    rows = [[row.residual, row.action, row.bytes, said_time(plan, row.seconds)] for row in ranked(part.rows)]
+    rows: list[list[Cell]] = [[row.residual, row.action, row.bytes, said_time(plan, row.seconds)] for row in ranked(part.rows)]
     return (
         f"<details><summary><b>{escaped(part.where)}</b> <small>takes {costs} more</small></summary>"
         f'<p class="hint">{escaped(part.policy)}</p>'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from remat_jax.report.document import escaped
 from remat_jax.report.svg import GREY, INK, WIDTH, AxisScale, Key, Picture, legend_height, text_width
@@ -115,7 +116,7 @@ def _draw_row(picture: Picture, bars: Sequence[PanelBar], scale: AxisScale, top:
             for part in bar.parts:
                 x = scale(length)
                 length += part.length
-                look = {"letter": part.letter, "hatched": part.hatched, "tooltip": part.tooltip}
+                look: dict[str, Any] = {"letter": part.letter, "hatched": part.hatched, "tooltip": part.tooltip}
                 picture.bar(x, y, scale(length) - x, thickness * 0.94, part.colour, **look)
         colour, style = (GREY, 'font-style="italic"') if bar.missing else (INK, "")
         picture.text((scale(length) + 6, y + thickness / 2 + 4), bar.text, size=11, colour=colour, look=style)
