@@ -77,8 +77,10 @@ def test_what_was_run_is_not_said_not_to_have_been(found):
 
 
 def test_on_a_mesh_what_is_offered_is_of_all_devices(found):
-    several = replace(found, target=replace(found.target, devices=8))
-    assert any("and the sizes of arguments below are totals of all devices" in note for note in page.notes(several))
+    several = replace(found, target=replace(found.target, name="8xcpu", devices=8, memory_bytes=2**20))
+    assert several.limit == ("the memory of one device of 8xcpu", 2**20)
+    (note,) = (note for note in page.notes(several) if note.startswith("Device and host memory is per device, of 8; residuals"))
+    assert note.endswith("and the sizes of arguments below are totals of all devices.")
 
 
 def test_nothing_is_tried_again_once_the_time_is_up(monkeypatch):

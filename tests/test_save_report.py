@@ -98,12 +98,7 @@ def test_every_figure_of_a_policy_is_that_of_its_measurement(page):
         bytes_of |= {"kept: device": memory.residual_device_bytes, "kept: host": memory.residual_host_bytes}
         assert {title: int(row[title][0]) for title in bytes_of} == bytes_of
         assert row["fits"][1] == ("yes" if memory.device_bytes <= PLAN.budget else "no")
-    assert {name: row["fits"][1] for name, row in rows.items()} == {
-        "off": "no",
-        "full": "yes",
-        "save: *up*": "no",
-        "the plan": "yes",
-    }
+    assert [row["fits"][1] for row in rows.values()] == ["no", "yes", "no", "yes"]
     assert rows["off"]["over keeping all"] == ("0.0", "0 s") and rows["the plan"]["step"][0] == str(PLAN.seconds)
     steps = [float(rows[name]["step"][0]) for name in ("off", "save: *up*", "full")]
     # Unrolled, keeping costs less than any recomputation; in a scan it costs a stack.
@@ -318,13 +313,6 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="No space left"):
         write_whole(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_on_several_devices_the_page_says_whose_bytes_they_are():
-    found = gather(squares(), ["full"], "cpu")
-    several = replace(found, target=replace(found.target, name="8xcpu", devices=8, memory_bytes=2**20))
-    assert several.limit == ("the memory of one device of 8xcpu", 2**20)
-    assert any(note.startswith("Device and host memory is per device, of 8; residuals") for note in notes(several))
 
 
 def test_policies_of_all_kinds_are_taken_and_told_apart():
