@@ -139,10 +139,12 @@ def _layers(plan: PlanData, parts: Sequence[Part]) -> str:
 
 
 def _residuals(plan: PlanData, part: Part) -> str:
+    saved, offloaded, recomputed = map(format_bytes, (part.saved_bytes, part.offloaded_bytes, part.recomputed_bytes))
+    sizes = f"{saved} saved, {offloaded} offloaded, {recomputed} recomputed"
     costs = said_time(plan, part.layers * (part.recompute_seconds + part.copy_seconds))
     rows: list[list[Cell]] = [[row.residual, row.action, row.bytes, said_time(plan, row.seconds)] for row in ranked(part.rows)]
     return (
-        f"<details><summary><b>{escaped(part.where)}</b> <small>takes {costs} more</small></summary>"
+        f"<details><summary><b>{escaped(part.where)}</b> <small>{sizes}; takes {costs} more</small></summary>"
         f'<p class="hint">{escaped(part.policy)}</p>'
         f"{html_table(_RESIDUAL_COLUMNS, rows, label=f'residuals of {part.where}', sortable=False)}</details>"
     )
