@@ -261,10 +261,10 @@ def _peak_bars(row: Row, kinds: Sequence[str], unit: str) -> list[PanelBar]:
     return bars or [PanelBar([], MISSING, missing=True)]
 
 
-def _bar(value: float | None, write: Callable[[float], str], colour: str, says: str) -> PanelBar:
+def _bar(value: float | None, write: Callable[[float], str], colour: str, tooltip: str) -> PanelBar:
     if value is None:
         return PanelBar([], MISSING, missing=True)
-    return PanelBar([BarSegment(value, colour, says=f"{says}: {value:g}")], write(value))
+    return PanelBar([BarSegment(value, colour, tooltip=f"{tooltip}: {value:g}")], write(value))
 
 
 def _unit(sizes: Iterable[int | None]) -> str:

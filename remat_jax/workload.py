@@ -72,9 +72,9 @@ class Workload:
 
     Args:
       loss: `loss(params, *batch)` returns a scalar, or a scalar and aux if `has_aux`.
-      params: a pytree of arrays or `jax.ShapeDtypeStruct`; with the latter nothing is ever allocated. Or a model that is a
-        pytree and is called (an Equinox module, or a container of modules): its floating-point arrays are the parameters, as
-        for `equinox.filter_value_and_grad`; its other arrays are frozen, and other leaves stay as they are.
+      params: a pytree of arrays or `jax.ShapeDtypeStruct`; with the latter nothing is ever allocated. Or a callable model that
+        is a pytree, such as an Equinox module: its floating-point arrays are the parameters, as for
+        `equinox.filter_value_and_grad`, and its other arrays are frozen.
       batch: a tuple of arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
       blocks: the units of checkpointing: a class whose instances are called (a Linen, NNX or Equinox module), a function marked
         with `block`, a glob on module paths, a tuple of these, or `"checkpoints"`, the loss's `jax.checkpoint` regions.
@@ -84,11 +84,10 @@ class Workload:
       has_aux: the loss returns `(scalar, aux)`; aux is an output of the step.
       donate: the step may reuse the buffers of parameters and optimizer state. Without an optimizer nothing is donated.
       mesh: for several devices: a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, `{"data": 8, "fsdp": 8}` or
-        `"data=8,fsdp=8"`; the devices need not exist here. The loss is traced under it, so its constraints may name its axes.
-      shardings: the shardings of the arguments: `(for params, for batch[0], …)`, each a `PartitionSpec`, a pytree prefix of
-        specs, or a function of an array's path and the leaf that returns one. None and missing entries mean replicated. An
-        optimizer's state has its parameters' shardings. Without `mesh` and `shardings`, arrays that are on a mesh
-        (`NamedSharding`) give both.
+        `"data=8,fsdp=8"`; the devices need not exist here. The loss is traced under it.
+      shardings: `(for params, for batch[0], …)`, each a `PartitionSpec`, a pytree prefix of specs, or a function of an array's
+        path and the leaf that returns one; None and missing entries mean replicated. An optimizer's state has its parameters'
+        shardings. By default mesh and shardings are those of arrays with a `NamedSharding`.
       name: the workload's name in reports.
       own_checkpoints: `"replace"`: policies replace the model's own checkpoints around the blocks, as in `checkpoint_blocks`;
         `"keep"` keeps them, with a `RematWarning`. Under `"off"` the model stays as its author wrote it.
@@ -125,8 +124,7 @@ class Workload:
     ) -> None:
         if not callable(loss):
             raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *batch)")
-        if not isinstance(batch, tuple):
-            raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
+        _check_batch(batch)
         if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
         self.own = OwnCheckpoints(own_checkpoints)
@@ -195,8 +193,7 @@ class Workload:
                 return loss(merged, *batch)
 
         of_params.__name__ = getattr(loss, "__name__", "loss")
-        if not isinstance(batch, tuple):
-            raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
+        _check_batch(batch)
         if options.get("mesh") is not None and options.get("shardings") is not None:
             # Checked here, so that an error counts the arguments as the caller does. State beside the parameters is replicated.
             described = structs(params, "params"), structs(batch, "batch")
@@ -210,8 +207,7 @@ class Workload:
         """The same step on a new mesh, as with `remat-jax --mesh`.
 
         Args:
-          mesh: as for `Workload`, such as `"data=8,fsdp=8"`.
-          shardings: as for `Workload`. By default the workload keeps its shardings. A workload without shardings divides the
+          mesh, shardings: as for `Workload`. By default the workload keeps its shardings; one without shardings divides the
             batch over `data` and `fsdp`, and each parameter's largest dimension that divides over `fsdp`.
 
         Raises:
@@ -238,17 +234,9 @@ class Workload:
             # The caller does not see the NNX model's other state, which is the first argument of the batch.
             of_parameters, others = argument_shardings(new_mesh, shardings, self.params, self.batch[self._states :])
             shardings = (of_parameters, *[None] * self._states, *others)
-        kinds = ("optimizer", "trainable", "has_aux", "donate", "name")
-        options = {name: getattr(self, name) for name in kinds} | {"own_checkpoints": self.own.choice}
-        workload = Workload(
-            self._own_loss,
-            self._model.whole(self.params),
-            self.batch,
-            self.blocks,
-            mesh=new_mesh,
-            shardings=shardings,
-            **options,
-        )
+        options = {name: getattr(self, name) for name in ("optimizer", "trainable", "has_aux", "donate", "name")}
+        options |= {"mesh": new_mesh, "shardings": shardings, "own_checkpoints": self.own.choice}
+        workload = Workload(self._own_loss, self._model.whole(self.params), self.batch, self.blocks, **options)
         workload._states = self._states
         return workload
 
@@ -263,8 +251,6 @@ class Workload:
         """The user's loss; None for a finished step."""
         return self._own_loss if self.has_loss else None
 
-    # --- the step under a policy ---------------------------------------------------------------------------------------
-
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         """`fn` with `policy` (or policies by layer) on every block of the workload; a mapping from blocks is used as it is."""
         if not isinstance(policy, dict):
@@ -277,9 +263,8 @@ class Workload:
     @property
     def replaced_checkpoints(self) -> int:
         """The number of the model's own checkpoints around the blocks that a policy replaces; a scanned one counts once."""
-        if self._finished is not None:
-            return self.own.count(self._finished.function, self.blocks, self._finished.arguments)
-        return self.own.count(self.loss, self.blocks, (self.params, *self.batch))
+        arguments = (self.params, *self.batch) if self._finished is None else self._finished.arguments
+        return self.own.count(self.loss, self.blocks, arguments)
 
     def policy_text(self, text: str) -> str:
         """The policy's name in tables: `off` is called `as written` if the model has checkpoints of its own."""
@@ -377,6 +362,11 @@ class Workload:
             shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", out)
             expected = "(scalar, aux)" if self.has_aux else "a floating-point scalar; with aux, pass has_aux=True"
             raise ArgumentError(f"loss: it returns {shown}, expected {expected}")
+
+
+def _check_batch(batch: Any) -> None:
+    if not isinstance(batch, tuple):
+        raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
 
 
 def _checked_blocks(blocks: Any) -> Blocks:

@@ -13,8 +13,7 @@ from remat_jax import errors
 from remat_jax.cli import report as command
 from remat_jax.diagnosis.findings import Finding
 from remat_jax.memory.report import Receipt
-from remat_jax.overview import compared
-from remat_jax.overview.page import overview
+from remat_jax.overview import compared, page
 from remat_jax.overview.save import gather
 from tests.plan_models import MlpLayer
 from tests.report_pages import JOB, PLAN, plan_for
@@ -39,40 +38,38 @@ def with_first(found, **changes):
 def test_a_policy_that_fits_and_has_no_time_is_not_said_to_be_over(found):
     untimed = with_first(found, seconds=None)
     wide, narrow = (replace(untimed, plan=plan_for(JOB, budget=size)) for size in (2**40, 1))
-    assert not any("No policy that" in said for said in overview(wide).short)
-    assert any("No policy that is safe to run is within the budget (1 B)" in said for said in overview(narrow).short)
+    assert not any("No policy that" in said for said in page.summary(wide))
+    assert any("No policy that is safe to run is within the budget (1 B)" in said for said in page.summary(narrow))
 
 
 def test_all_places_of_a_trap_are_shown(found):
     (full,) = found.comparison.policies
     traps = [Finding("nested_checkpoint", block, f"h/{index}", "p", "r") for index, block in enumerate("aab")]
-    (trouble,) = overview(with_first(found, diagnosis=replace(full.diagnosis, findings=tuple(traps)))).findings
+    (trouble,) = page.findings([replace(full, diagnosis=replace(full.diagnosis, findings=tuple(traps)))])
     assert trouble.where == "a at h/0; a at h/1; b at h/2" and trouble.under == "full"
 
 
 def test_a_plan_whose_figures_are_not_those_of_this_step_is_told(planned):
     own = planned.comparison.policies[-1].memory
-    note = next(note for note in overview(planned).notes if note.startswith("Compiled for this page, the plan's step needs"))
+    note = next(note for note in page.notes(planned) if note.startswith("Compiled for this page, the plan's step needs"))
     assert f"{rj.report.format_bytes(own.device_bytes)} on the device and 0 B on the host" in note
     assert "compiled with the plan, it needed 4.0 MiB and 24.0 MiB" in note and "plan again" in note
     same = replace(planned, plan=replace(PLAN, device_bytes=own.device_bytes, host_bytes=own.host_bytes))
-    assert not any("Compiled for this page" in note for note in overview(same).notes)
+    assert not any("Compiled for this page" in note for note in page.notes(same))
 
 
 def test_the_host_budget_is_with_what_fits(planned):
-    assert overview(planned).notes[0].endswith("Fits: within the budget, 6.0 MiB.")
+    assert page.notes(planned)[0].endswith("Fits: within the budget, 6.0 MiB.")
     narrow = replace(planned, plan=plan_for(JOB, host_budget=2**20))
-    assert overview(narrow).notes[0].endswith("Fits: within the budget, 6.0 MiB, and 1.0 MiB of host memory.")
+    assert page.notes(narrow)[0].endswith("Fits: within the budget, 6.0 MiB, and 1.0 MiB of host memory.")
 
 
 def test_what_was_run_is_not_said_not_to_have_been(found):
-    (footer,) = overview(found).footer
-    assert "nothing was run" in footer
+    assert "nothing was run" in page.footer(found)
     (full,) = found.comparison.policies
     memory = replace(full.memory, measured_peak_bytes=77, receipt=Receipt(3, 2, 1))
     there = with_first(replace(found, target=replace(found.target, attached=True)), memory=memory)
-    (footer,) = overview(there).footer
-    assert "nothing was run" not in footer and "Each step was run once" in footer
+    assert "nothing was run" not in page.footer(there) and "Each step was run once" in page.footer(there)
     (row,) = json.loads(json.dumps(there.to_dict()))["policies"]
     assert row["measured_peak_bytes"] == 77
     assert row["receipt"] == {"offered_bytes": 3, "host_bytes": 2, "returned_bytes": 1, "warnings": [], "shared": []}
@@ -80,8 +77,10 @@ def test_what_was_run_is_not_said_not_to_have_been(found):
 
 
 def test_on_a_mesh_what_is_offered_is_of_all_devices(found):
-    several = overview(replace(found, target=replace(found.target, devices=8)))
-    assert any("and the sizes of arguments below are totals of all devices" in one for one in several.notes)
+    several = replace(found, target=replace(found.target, name="8xcpu", devices=8, memory_bytes=2**20))
+    assert several.limit == ("the memory of one device of 8xcpu", 2**20)
+    (note,) = (note for note in page.notes(several) if note.startswith("Device and host memory is per device, of 8; residuals"))
+    assert note.endswith("and the sizes of arguments below are totals of all devices.")
 
 
 def test_nothing_is_tried_again_once_the_time_is_up(monkeypatch):
@@ -126,5 +125,6 @@ def test_what_can_be_refused_at_once_is_refused_before_the_comparison(monkeypatc
 def test_a_missing_section_is_noted():
     step = JOB.step("off")
     finished = rj.Workload.from_step(step.function, *step.arguments, blocks=MlpLayer, donate_argnums=(0, 1), name="finished")
-    shown = overview(gather(finished, ["full"], "cpu"))
-    assert shown.modules is None and any(note.startswith("No memory by module: ") for note in shown.notes)
+    shown = gather(finished, ["full"], "cpu")
+    assert page.modules(shown.comparison.policies) == ""
+    assert any(note.startswith("No memory by module: ") for note in page.notes(shown))

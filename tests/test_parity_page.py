@@ -129,7 +129,8 @@ def test_it_opens_where_it_went_wrong(tab: Tab) -> None:
         "[...document.querySelectorAll('.tree details[open] > summary')].map(one => one.textContent.split(' ')[0])"
     )
     assert opened == ["GPT2LMHeadModel", "h", "2", "ln_2", "3", "attn", "c_attn"]
-    assert tab.value("document.querySelectorAll('.bar').length") == 18
+    # Residuals on the device and on the host, and the peak: in two panels, but the peak's bars have one part each.
+    assert tab.value("document.querySelectorAll('.broad rect:has(title)').length") == (2 * 2 + 1) * 6
 
 
 def test_it_asks_nobody(tab: Tab, file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import html
 import re
 from xml.etree import ElementTree
 
@@ -10,61 +10,93 @@ import pytest
 
 from remat_jax.planning.page import page, picture, with_plan
 from remat_jax.planning.point import Point, unbeaten
-from remat_jax.report.frontier import frontier_figure
+from remat_jax.report.frontier import FRONTIER, THE_PLAN, FrontierPoint, frontier_figure
+from remat_jax.report.svg import NARROW, WIDTH
 from tests.plan_by_hand import MIB, plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def data_of(text):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+def rows_of(text, label):
+    """The exact values, or the texts, of the cells of a table's rows."""
+    table = re.search(f'aria-label="{re.escape(label)}"(.*?)</table>', text, re.DOTALL)[1]
+    rows = re.findall(r"<tr.*?</tr>", table.partition("<tbody>")[2], re.DOTALL)
+    return [[html.unescape(value) for value in re.findall(r'data-value="(.*?)"', row)] for row in rows]
 
 
 def test_the_page_has_the_plan_and_asks_for_nothing():
     text = page(plan())
-    data = data_of(text)
-    assert data["chosen"] == 1 and data["budget"] == 100 * MIB
-    assert [(one["device"], one["compiled"]) for one in data["points"]] == [
-        (60 * MIB, False),
-        (90 * MIB, True),
-        (120 * MIB, False),
+    assert '<input id="at" type="range" min="0" max="2" step="1" value="1">' in text
+    assert [(int(row[0]), row[3]) for row in rows_of(text, "the frontier")] == [
+        (60 * MIB, "predicted"),
+        (90 * MIB, "compiled, the plan"),
+        (120 * MIB, "predicted"),
     ]
-    assert [one["name"] for one in data["named"]] == ["full", "everything"]
-    first = data["points"][1]["parts"][0]
-    assert first["where"] == "PlannedLayer 0–2" and first["bytes"] == {
-        "save": 6 * MIB,
-        "offload": 24 * MIB,
-        "recompute": 24 * MIB,
-    }
-    assert [row[1] for row in first["rows"]] == ["save", "offload", "recompute"]
+    assert [row[0] for row in rows_of(text, "the named policies")] == ["full", "everything"]
+    # The layers of every point are in the page; all but the plan's are hidden.
+    points = re.findall(r'<div data-point="(\d)"( hidden)?>', text)
+    assert points == [("0", " hidden"), ("1", ""), ("2", " hidden")]
+    layers = text.partition('<div data-point="1">')[2]
+    parts = rows_of(layers, "residuals of the layers, as a table")
+    assert [(row[1], int(row[3])) for row in parts[:3]] == [
+        ("saved", 6 * MIB),
+        ("offloaded", 24 * MIB),
+        ("recomputed", 24 * MIB),
+    ]
+    assert [row[1] for row in rows_of(layers, "residuals of PlannedLayer 0–2")] == ["save", "offload", "recompute"]
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", text)
     assert 'type="range"' in text and "color-scheme: light dark" in text and "aria-live" in text
 
 
+def test_the_page_shows_the_picture_that_is_saved():
+    """Drawn for a wide window; beside it there is one for a narrow window."""
+    text, saved = page(plan()), picture(plan(), title="")
+    assert saved.html() in text and saved.svg() == saved.html().replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
+    assert picture(plan(), title="", width=NARROW).html() in text
+    # The script finds the points of the line, and the ring that it moves, by their names.
+    for width in (WIDTH, NARROW):
+        groups = {one.get("data-series"): list(one) for one in ElementTree.fromstring(picture(plan(), width=width).svg())}
+        marks, (ring,) = groups["frontier"], groups["the plan"]
+        places = [(one.get("cx"), one.get("cy")) for one in marks]
+        assert len(places) == len(set(places)) == 3 and (ring.get("cx"), ring.get("cy")) == places[1]
+    assert all(f"[data-series='{name}'] circle" in text for name in (FRONTIER, THE_PLAN))
+
+
 def test_a_name_cannot_break_out_of_the_page():
     text = page(plan(workload="</script><script>alert(1)</script>"))
-    assert "<script>alert" not in text and text.count("<script") == 2 and data_of(text)["title"].startswith("</script>")
+    assert "<script>alert" not in text and text.count("<script") == 1
+    assert text.count("&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt; on h200") == 2
 
 
 def test_a_plan_that_is_beaten_by_a_prediction_is_on_its_page():
     other = plan(frontier=plan().frontier[:1] + plan().frontier[2:])
     assert [one.device_bytes for one in with_plan(other)] == [60 * MIB, 90 * MIB, 120 * MIB]
-    assert data_of(page(other))["chosen"] == 1
+    assert [row[3] for row in rows_of(page(other), "the frontier")] == ["predicted", "compiled, the plan", "predicted"]
 
 
 def test_the_picture_has_every_policy_and_the_budget():
     drawn = ElementTree.fromstring(picture(plan()).svg())
     texts = [one.text for one in drawn.iter(f"{SVG}text")]
     assert {"budget", "full", "everything", "device memory, MiB", "estimated step, ms"} <= set(texts)
-    says = [title.text for title in drawn.iter(f"{SVG}title")]
-    assert [text for text in says if ":" not in text] == ["60, 13.1", "90, 12.5", "120, 12"]
+    tooltips = [title.text for title in drawn.iter(f"{SVG}title")]
+    assert [text.split(" a step")[0] for text in tooltips if ":" not in text] == [
+        "60.0 MiB (predicted), 13 ms",
+        "90.0 MiB (compiled), 12 ms",
+        "120.0 MiB (predicted), 12 ms",
+    ]
+    # Points of 60, 90 and 120 MiB, of 13.1, 12.5 and 12 ms.
+    (left, top), (middle, centre), (right, bottom) = (
+        (float(mark.get("cx")), float(mark.get("cy"))) for mark in list(drawn.iter(f"{SVG}circle"))[:3]
+    )
+    assert middle - left == pytest.approx(right - middle, abs=0.02)
+    assert centre - top == pytest.approx(1.2 * (bottom - centre), abs=0.05)
     slow = (*plan().named, Point("slow", 70 * MIB, 0, 0.2, False))
     drawn = ElementTree.fromstring(picture(plan(named=slow)).svg())
     texts = [one.text for one in drawn.iter(f"{SVG}text")]
     # At the upper edge, a quarter above the slowest of the line, and no tick is anywhere near its time.
     assert "slow ↑ 200 ms" in texts and "20" not in texts and "200" not in texts
     with pytest.raises(ValueError, match="frontier is empty"):
-        frontier_figure([], [], (1, 1.0, True), 1, "t")
+        frontier_figure([], [], FrontierPoint(1, 1.0, True, ""), 1, "t")
 
 
 def test_unbeaten_points():
@@ -79,6 +111,8 @@ def test_unbeaten_points():
 
 def test_a_host_budget_counts():
     text = page(plan(host_budget=24 * MIB))
-    rows = re.findall(r"<tr[^>]*>(?:(?!</tr>).)*(within|over on the host|over)</td></tr>", text, re.DOTALL)
-    assert data_of(text)["host_budget"] == 24 * MIB and data_of(page(plan()))["host_budget"] is None
-    assert rows == ["over on the host", "within", "over", "within", "over"]
+    assert [row[4] for row in rows_of(text, "the frontier")] == ["over on the host", "within", "over"]
+    assert [row[5] for row in rows_of(text, "the named policies")] == ["within", "over"]
+    says = re.findall('data-says="(.*?)"', text)
+    assert [one.partition("; ")[2] for one in says] == ["over the budget of host memory", "", "over the budget"]
+    assert "host memory" not in "".join(re.findall('data-says=".*?; (.*?)"', page(plan())))

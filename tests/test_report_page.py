@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -77,15 +76,28 @@ def prefer(tab: Tab, scheme: str) -> None:
 def figures(tab: Tab) -> dict[str, str]:
     """What stands below the slider, by its name."""
     names, values = (
-        tab.value(f"[...document.querySelectorAll('#figures {tag}')].map(one => one.textContent)") for tag in ("dt", "dd")
+        tab.value(f"[...document.querySelectorAll('.figures:not([hidden]) {tag}')].map(one => one.textContent)")
+        for tag in ("dt", "dd")
     )
     return dict(zip(names, values, strict=True))
 
 
 def colours(tab: Tab) -> list[str]:
-    """The colours of the page, of its text, and of a bar's part, as they are drawn."""
+    """The colours of the page, of its text, and of a picture's paper and text, as they are drawn."""
     page = "getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color"
-    return tab.value(f"[{page}, getComputedStyle(document.querySelector('#parts i.save')).backgroundColor]")
+    picture = ", ".join(f"getComputedStyle(document.querySelector('.picture {tag}')).fill" for tag in ("rect", "text"))
+    return tab.value(f"[{page}, {picture}]")
+
+
+def layers(tab: Tab) -> str:
+    """What stands below "What each layer does", as it is seen."""
+    return tab.value("document.querySelector('#parts').innerText")
+
+
+def ring(tab: Tab) -> list[str]:
+    """Where the ring of the picture is."""
+    place = "[one.getAttribute('cx'), one.getAttribute('cy')]"
+    return tab.value(f"(one => {place})(document.querySelector(\"#frontier .broad [data-series='the plan'] circle\"))")
 
 
 def test_the_slider_moves_along_the_frontier(tab: Tab) -> None:
@@ -93,22 +105,24 @@ def test_the_slider_moves_along_the_frontier(tab: Tab) -> None:
     before = figures(tab)
     assert before["device memory"] == format_bytes(chosen.device_bytes) == "4.0 MiB"
     assert before["left of the budget"] == "2.0 MiB" and before["host memory"] == "24.0 MiB"
-    layers = tab.value("document.querySelector('#parts').textContent")
+    layers_before, ring_before = layers(tab), ring(tab)
     tab.value("document.querySelector('#at').focus()")
     tab.press("ArrowLeft", 37)
     after = figures(tab)
     assert after["device memory"] == format_bytes(least.device_bytes) == "2.0 MiB"
-    assert after["estimated step"] == "13.1 ms" and after["over keeping everything"] == "1.1 ms (9.2 %)"
-    assert tab.value("document.querySelector('#at').getAttribute('aria-valuetext')").startswith("2.0 MiB (predicted), 13.1 ms")
-    place = tab.value("+document.querySelector('#chart .here').getAttribute('cx')")
+    assert after["estimated step"] == "13 ms, traced program" and after["over keeping everything"] == "1.1 ms (9.2 %)"
+    assert tab.value("document.querySelector('#at').getAttribute('aria-valuetext')").startswith("2.0 MiB (predicted), 13 ms")
+    ring_of_least = ring(tab)
     for _ in range(2):
         tab.press("ArrowRight", 39)
     assert figures(tab)["over the budget"] == "3.0 MiB"
-    assert tab.value("+document.querySelector('#chart .here').getAttribute('cx')") > place
+    assert float(ring_of_least[0]) < float(ring_before[0]) < float(ring(tab)[0])
     assert tab.value("document.querySelector('#says').textContent").endswith("over the budget")
-    assert tab.value("document.querySelector('#parts').textContent") != layers
+    assert layers(tab) != layers_before
     tab.click("#back")
-    assert figures(tab) == before and tab.value("document.querySelector('#parts').textContent") == layers
+    assert figures(tab) == before and layers(tab) == layers_before and ring(tab) == ring_before
+    tab.value("document.querySelector(\"#frontier .broad [data-series='frontier'] circle\").dispatchEvent(new Event('click'))")
+    assert figures(tab) == after and ring(tab) == ring_of_least
 
 
 def test_the_slider_says_what_is_over_the_budget_of_host_memory(browser: Browser, tmp_path: Path) -> None:
@@ -162,9 +176,13 @@ def test_the_policies_sort_by_their_bytes(tab: Tab) -> None:
 def test_a_small_window_scrolls_in_one_direction_only(tab: Tab) -> None:
     tab.send("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
     assert tab.value("new Promise(done => setTimeout(() => done(document.documentElement.scrollWidth), 200))") == 390
-    assert tab.value("document.querySelector('#chart').getAttribute('viewBox').split(' ')[2] < 390")
+    # Every picture is drawn for this width, so that letters keep their size.
+    seen = tab.value("[...document.querySelectorAll('.picture svg')].filter(one => one.getClientRects().length).length")
+    assert seen == tab.value("document.querySelectorAll('.picture .narrow svg').length") - 2  # those of hidden points
     inside = "text => { const box = text.getBoundingClientRect(); return box.left >= 0 && box.right <= 390; }"
-    assert tab.value(f"[...document.querySelectorAll('#chart text')].every({inside})")
+    assert tab.value(f"[...document.querySelectorAll('.narrow text')].every({inside})")
+    size = "one => one.getBoundingClientRect().width / one.viewBox.baseVal.width"
+    assert tab.value(f"[...document.querySelectorAll('#frontier .narrow svg')].map({size})") == [1]
 
 
 def test_a_screen_reader_is_told_what_things_are(tab: Tab) -> None:
@@ -182,30 +200,30 @@ def test_a_screen_reader_is_told_what_things_are(tab: Tab) -> None:
 
 
 def test_a_small_bar_can_be_read_in_shares_of_itself(tab: Tab) -> None:
-    parts = "[bar, ...bar.querySelectorAll('i')].map(one => one.getBoundingClientRect().width)"
-    widths = f"[...document.querySelectorAll('#modules .pieces')].map(bar => {parts})"
-    whole = tab.value(widths)
+    widths = "bar => [...bar.querySelectorAll('rect:has(title)')].map(one => one.getBoundingClientRect().width)"
+    bars = tab.value(f"[...document.querySelectorAll('#modules .broad g[role=img]')].map({widths})")
     kept = [rj.residuals(JOB, one).device_bytes for one in ("everything", *POLICIES[1:], dict(PLAN.policies))]
-    longest = max(kept)
-    for (room, *parts), size in zip(whole, kept, strict=True):
-        assert sum(parts) == pytest.approx(room * size / longest, abs=1)
-    tab.click("#modules .scale input")
-    for room, *parts in tab.value(widths):
-        assert sum(parts) == pytest.approx(room, abs=1)
+    lengths, shares = ([sum(bar) for bar in panel] for panel in (bars[: len(kept)], bars[len(kept) :]))
+    scale = max(lengths) / max(kept)
+    assert lengths == pytest.approx([scale * size for size in kept], abs=1)
+    assert shares == pytest.approx([max(shares)] * len(kept), abs=1) and max(shares) > 200
 
 
 def test_parts_differ_in_more_than_their_colours(tab: Tab) -> None:
-    drawn = "one => getComputedStyle(document.querySelector(`.legend i.${one}`)).backgroundImage"
-    patterns = tab.value(f"['save', 'offload', 'recompute'].map({drawn})")
-    assert len(set(patterns)) == 3
-    letters = tab.value("[...document.querySelector('#modules .letters').querySelectorAll('b')].map(one => one.textContent)")
-    assert len(letters) >= 2 and len(set(letters)) == len(letters)
+    texts = "[...document.querySelectorAll('{} .broad text')].map(one => one.textContent).filter(one => /^[A-Z]$/.test(one))"
+    for section in ("#modules", "#parts [data-point]:not([hidden])"):
+        letters = tab.value(texts.format(section))
+        assert len(set(letters)) >= 2 and letters[-len(set(letters)) :] == sorted(set(letters))
+    stripes = "document.querySelectorAll('#parts [data-point]:not([hidden]) .broad .hatch').length"
+    # Three bars in two panels, of which one has nothing in host memory; and the legend.
+    assert tab.value(stripes) >= 3
 
 
 def test_a_page_with_a_wrong_figure_is_seen_to_be_wrong(browser: Browser, file: Path, tmp_path: Path) -> None:
     broken, text = tmp_path / "broken.html", file.read_text(encoding="utf-8")
-    size = json.dumps(format_bytes(PLAN.frontier[1].device_bytes))
-    broken.write_text(text.replace(f'["device memory", {size}]', '["device memory", "1.0 MiB"]'), encoding="utf-8")
+    figure = "<dt>device memory</dt><dd>{}</dd>"
+    size = format_bytes(PLAN.frontier[1].device_bytes)
+    broken.write_text(text.replace(figure.format(size), figure.format("1.0 MiB")), encoding="utf-8")
     assert figures(browser.open(broken))["device memory"] == "1.0 MiB"
     broken.write_text(text.replace("<main>", "<main><script src='http://127.0.0.1:9/missing.js'></script>"), encoding="utf-8")
     tab = browser.open(broken)

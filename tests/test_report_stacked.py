@@ -11,6 +11,7 @@ from remat_jax.report.stacked import grouped, merged_layers, module_memory_figur
 from remat_jax.report.svg import text_width
 
 MIB = 2**20
+SVG = "{http://www.w3.org/2000/svg}"
 MEMORY = {
     "off": {
         **{(f"Net/block_{index}/up", "forward"): 8 * MIB for index in range(12)},
@@ -27,9 +28,20 @@ MEMORY = {
 
 
 def bars(picture):
-    """(x, y, width, colour, tooltip) of every bar, hatching and legend left out."""
-    rects = [one for one in ElementTree.fromstring(picture.svg()).iter("{http://www.w3.org/2000/svg}rect") if len(one)]
+    """(x, y, width, colour, tooltip) of every bar, the legend left out."""
+    rects = [one for one in ElementTree.fromstring(picture.svg()).iter(f"{SVG}rect") if len(one)]
     return [(float(one.get("x")), float(one.get("y")), float(one.get("width")), one.get("fill"), one[0].text) for one in rects]
+
+
+def hatched(picture):
+    """The tooltips of the hatched bars; the stripes follow their bar."""
+    found, tooltip = [], None
+    for element in ElementTree.fromstring(picture.svg()).iter():
+        if element.tag in (f"{SVG}rect", f"{SVG}title"):
+            tooltip = element.text
+        elif element.get("class") == "hatch":
+            found.append(tooltip)
+    return found
 
 
 def test_every_byte_is_in_one_part_and_layers_are_together():
@@ -75,9 +87,10 @@ def test_only_a_number_that_differs_is_a_layer_and_only_the_outermost():
 
 def test_the_panels_show_bytes_and_shares():
     picture = module_memory_figure(MEMORY, "net on h200")
-    texts = [one.text for one in ElementTree.fromstring(picture.svg()).iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[:3] == ["net on h200", "off", "full"] and {"on the device at the peak, MiB", "of each bar, %"} <= set(texts)
-    whole = [one for one in bars(picture) if one[3] != "url(#hatch)"]
+    texts = [one.text for one in ElementTree.fromstring(picture.svg()).iter(f"{SVG}text")]
+    assert texts[0] == "net on h200" and [text for text in texts if text in MEMORY] == ["off", "full"]
+    assert {"on the device at the peak, MiB", "of each bar, %"} <= set(texts)
+    whole = bars(picture)
     left, right = ([one for one in whole if (one[0] > 520) == is_right] for is_right in (False, True))
     per_mib = left[0][2] / 96
     tops = sorted({one[1] for one in whole})
@@ -87,22 +100,21 @@ def test_the_panels_show_bytes_and_shares():
     assert sums[0] == pytest.approx(sums[1], abs=0.1) and sums[0] > 400
     # Recomputed in the bar of `full`: the same colour as what `off` keeps, hatched.
     kept, again = left[0], next(one for one in left if one[1] == tops[1])
-    assert kept[4] == "off: block_*/up, kept 96.0 MiB" and again[4] == "full: block_*/up, working set 8.0 MiB"
-    assert kept[3] == again[3] and again[4] in [one[4] for one in bars(picture) if one[3] == "url(#hatch)"]
-    assert kept[4] not in [one[4] for one in bars(picture) if one[3] == "url(#hatch)"]
+    assert kept[4] == "off: A block_*/up, kept 96.0 MiB, 85.0 % (100,663,296 bytes)"
+    assert again[4] == "full: A block_*/up, working set 8.0 MiB, 53.3 % (8,388,608 bytes)"
+    assert kept[3] == again[3] and again[4] in hatched(picture) and kept[4] not in hatched(picture)
     assert [text for text in texts if text.endswith("0 MiB")] == ["113.0 MiB", "15.0 MiB"]
-    assert texts[-6:] == ["block_*/up", "head", "of no module", "parameters", "batch", "hatched: recomputed or backward"]
+    legend = ["A", "block_*/up", "B", "head", "C", "of no module", "D", "parameters", "E", "batch"]
+    assert texts[-11:] == [*legend, "hatched: recomputed or backward"]
+    # A part is known by its letter where it is wide enough, and not by its colour alone.
+    assert texts.count("A") == 6 and texts.count("E") == 1
 
 
 def test_the_legend_is_inside_the_picture_also_with_long_names():
     path = "a/very_long_name_of_a_module/inside_another_long_name_of_a_module"
     memory = {"off": {(f"{path}/{index * 'x'}y", "forward"): index + 1 for index in range(9)}}
     picture = module_memory_figure(memory, "long")
-    keys = [
-        one
-        for one in ElementTree.fromstring(picture.svg()).iter("{http://www.w3.org/2000/svg}text")
-        if one.get("font-size") == "12"
-    ]
+    keys = [one for one in ElementTree.fromstring(picture.svg()).iter(f"{SVG}text") if one.get("font-size") == "12"]
     assert len(keys) == 8 and len({one.get("y") for one in keys}) > 1
     assert all(float(one.get("x")) + text_width(one.text, 12) <= 1000 for one in keys)
     assert all(float(one.get("y")) < picture.height for one in keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +21,7 @@ from remat_jax.cli.app import app
 from remat_jax.diagnosis.findings import Finding
 from remat_jax.memory.measure import measure_many
 from remat_jax.overview import compared
-from remat_jax.overview.page import overview
+from remat_jax.overview.page import findings, notes, offload_rows, policy_cells, summary, warnings
 from remat_jax.overview.save import gather
 from remat_jax.planning.problem import keeping_seconds
 from remat_jax.report.document import write_whole
@@ -64,8 +65,21 @@ def table(text, label):
     return {row[0][1]: {title: tuple(cell) for (_, title), cell in zip(head, row, strict=True)} for row in rows}
 
 
-def data_of(text):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+def cell(gathered, row, title):
+    """A cell of the table of policies."""
+    cells = policy_cells(gathered, gathered.comparison.policies[row])
+    return next(value for column, value in cells.items() if column.title == title)
+
+
+def drawn(text, label):
+    """The bytes that each bar of a picture adds up to, by the tooltips of its parts."""
+    picture = re.search(rf'aria-label="{label}"><div class="broad">(.*?)</svg>', text, re.DOTALL)[1]
+    sizes = Counter()
+    # Both panels have the same parts.
+    for tooltip in set(re.findall("<title>(.*?)</title>", picture)):
+        name, size = re.fullmatch(r"(.*): [A-Z] .* \(([\d,]+) bytes\)", tooltip).groups()
+        sizes[name] += int(size.replace(",", ""))
+    return sizes
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +98,7 @@ def test_every_figure_of_a_policy_is_that_of_its_measurement(page):
         bytes_of |= {"kept: device": memory.residual_device_bytes, "kept: host": memory.residual_host_bytes}
         assert {title: int(row[title][0]) for title in bytes_of} == bytes_of
         assert row["fits"][1] == ("yes" if memory.device_bytes <= PLAN.budget else "no")
-    assert {name: row["fits"][1] for name, row in rows.items()} == {
-        "off": "no",
-        "full": "yes",
-        "save: *up*": "no",
-        "the plan": "yes",
-    }
+    assert [row["fits"][1] for row in rows.values()] == ["no", "yes", "no", "yes"]
     assert rows["off"]["over keeping all"] == ("0.0", "0 s") and rows["the plan"]["step"][0] == str(PLAN.seconds)
     steps = [float(rows[name]["step"][0]) for name in ("off", "save: *up*", "full")]
     # Unrolled, keeping costs less than any recomputation; in a scan it costs a stack.
@@ -100,19 +109,18 @@ def test_every_figure_of_a_policy_is_that_of_its_measurement(page):
 
 
 def test_the_bars_add_up_to_the_bytes(page):
-    totals = re.findall(r'<b class="total" data-value="(\d+)"', page)
-    reports = [rj.measure(JOB, policy, "cpu") for policy in [*POLICIES, dict(PLAN.policies)]]
+    names = (*POLICIES, "the plan")
+    sizes = [rj.measure(JOB, policy, "cpu").device_bytes for policy in [*POLICIES, dict(PLAN.policies)]]
     kept = [rj.residuals(JOB, policy).device_bytes for policy in ("everything", *POLICIES[1:], dict(PLAN.policies))]
-    assert list(map(int, totals)) == [one.device_bytes for one in reports] + kept
+    assert drawn(page, "device memory by policy") == dict(zip(names, sizes, strict=True))
+    assert drawn(page, "residuals, by module") == dict(zip(names, kept, strict=True))
     rows = Tables(page).tables["residuals, by module, as a table"]
     columns = list(zip(*[[int(cell[0]) for cell in row[3:]] for row in rows[1:]], strict=True))
     assert [sum(column[:-1]) for column in columns] == [column[-1] for column in columns] == kept
 
 
 def test_the_plan_and_its_frontier_are_in_it(page):
-    data = data_of(page)
-    assert [one["device"] for one in data["points"]] == [one.device_bytes for one in PLAN.frontier]
-    assert data["budget"] == PLAN.budget and data["chosen"] == 1
+    assert '<input id="at" type="range" min="0" max="2" step="1" value="1">' in page and "the budget (6.0 MiB)" in page
     rows = Tables(page).tables["the frontier"][1:]
     assert [(int(row[0][0]), int(row[1][0]), float(row[2][0])) for row in rows] == [
         (one.device_bytes, one.host_bytes, one.seconds) for one in PLAN.frontier
@@ -129,8 +137,9 @@ def test_the_plan_and_its_frontier_are_in_it(page):
 
 def test_a_budget_is_planned_within(tmp_path):
     text = rj.save_report(tmp_path / "report.html", JOB, ["full"], "cpu", plan="20 MiB").read_text()
-    rows, data = table(text, "policies compared"), data_of(text)
-    assert data["budget"] == 20 * 2**20 and data["points"][data["chosen"]]["device"] == int(rows["the plan"]["device"][0])
+    rows = table(text, "policies compared")
+    (planned,) = (row for row in Tables(text).tables["the frontier"] if row[3][1].endswith("the plan"))
+    assert "Fits: within the budget, 20.0 MiB" in text and planned[0][0] == rows["the plan"]["device"][0]
     # Everything fits. In a scan, keeping all of it is not the fastest step.
     assert int(rows["the plan"]["device"][0]) < rj.measure(JOB, "off", "cpu").device_bytes
     assert float(rows["the plan"]["over keeping all"][0]) < 0 and list(rows) == ["full", "the plan"]
@@ -146,13 +155,13 @@ def test_it_asks_for_nothing_and_names_cannot_break_out(tmp_path):
     named = job(rows=64, scanned=True, layers=2, name="</script><script>alert(1)</script>")
     text = rj.save_report(tmp_path / "report.html", named, ["full"], "cpu", plan=plan_for(named)).read_text()
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", text)
-    assert "<script>alert" not in text and text.count("<script") == 2
+    assert "<script>alert" not in text and text.count("<script") == 1
 
 
 def test_without_a_plan_and_parity_there_are_no_such_sections(tmp_path):
     text = rj.save_report(tmp_path / "report.html", JOB, ["full"], "cpu").read_text()
     assert re.findall(r'<section id="(\w+)"', text) == ["policies", "modules", "workload"]
-    assert "MlpLayer (3 calls a step, scanned)" in text and 'id="chart"' not in text and 'id="data"' not in text
+    assert "MlpLayer (3 calls a step, scanned)" in text and 'id="frontier"' not in text and 'id="at"' not in text
 
 
 class Squares(nn.Module):
@@ -179,7 +188,7 @@ def test_usual_policies_without_effect_are_left_out_and_the_page_says_why(tmp_pa
         "offload_dot_with_no_batch_dims",
     ]
     assert "matches no residual" in found.comparison.left_out["dots"]
-    assert any(note.startswith("Left out: dots: ") for note in overview(found).notes)
+    assert any(note.startswith("Left out: dots: ") for note in notes(found))
     with pytest.raises(errors.NoEffectError, match="dots"):
         rj.save_report(tmp_path / "report.html", squares(), ["off", "dots"], "cpu")
 
@@ -189,31 +198,33 @@ def test_traps_and_what_offload_did_are_told():
     nested = rj.Workload(
         jax.checkpoint(inside.loss), inside.params, inside.batch, MlpLayer, name="nested", own_checkpoints="keep"
     )
-    found = overview(gather(nested, ["full"], "cpu"))
-    (trap,) = found.findings
+    found = gather(nested, ["full"], "cpu")
+    (trap,) = findings(found.comparison.policies)
     assert (trap.name, trap.under) == ("nested_checkpoint", "full") and "Remove the outer checkpoint" in trap.remedy
-    assert found.rows[0][-1] == 1 and "Known traps: 1, each with its remedy below." in found.short
-    found = overview(gather(inside, ["offload_inputs"], "cpu"))
+    assert cell(found, 0, "traps") == 1 and "Known traps: 1, each with its remedy below." in summary(found)
+    found = gather(inside, ["offload_inputs"], "cpu")
     offered = rj.residuals(inside, "offload_inputs").host_bytes
-    assert offered > 0 and found.offload[0][:3] == ["offload_inputs", offered, 0] and found.rows[0][6] is None
-    assert found.warnings[0].under == "offload_inputs" and "a CPU has one memory" in found.warnings[0].problem
-    assert any("No time is estimated for offload_inputs" in note for note in found.notes)
+    ((policy, *sizes, _),) = offload_rows(found.comparison.policies)
+    assert offered > 0 and (policy, *sizes[:2]) == ("offload_inputs", offered, 0) and cell(found, 0, "step") is None
+    warning, *_ = warnings(found.comparison.policies)
+    assert warning.under == "offload_inputs" and "a CPU has one memory" in warning.problem
+    assert any("No time is estimated for offload_inputs" in note for note in notes(found))
 
 
 def test_what_is_miscompiled_is_not_called_the_fastest():
     found = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
     off, full, planned = found.comparison.policies
-    assert "The fastest policy within the budget (1.0 TiB) is full:" in overview(found).short[1]
+    assert "The fastest policy within the budget (1.0 TiB) is full:" in summary(found)[1]
     wrong = Finding("miscompiled_offload", "off", "", "gradients are wrong", "unroll the layers")
     found.comparison.policies[1] = replace(full, diagnosis=replace(full.diagnosis, findings=(wrong,)))
-    assert "The fastest policy within the budget (1.0 TiB) is off:" in overview(found).short[1]
+    assert "The fastest policy within the budget (1.0 TiB) is off:" in summary(found)[1]
     found.comparison.policies[:] = [replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,))), planned]
-    assert overview(found).short[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
+    assert summary(found)[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
     # The plan's own host budget counts for the others.
     away = replace(full, memory=replace(full.memory, host_bytes=2))
     found.comparison.policies[1:] = [away, planned]
-    assert overview(replace(found, plan=plan_for(JOB, budget=2**40, host_budget=2))).rows[1][-2] == "yes"
-    assert overview(replace(found, plan=plan_for(JOB, budget=2**40, host_budget=1))).rows[1][-2] == "no"
+    for host_budget, fits in ((2, "yes"), (1, "no")):
+        assert cell(replace(found, plan=plan_for(JOB, budget=2**40, host_budget=host_budget)), 1, "fits") == fits
 
 
 def test_a_named_policy_that_beats_the_plan_is_named_where_the_times_can_be_compared():
@@ -222,10 +233,10 @@ def test_a_named_policy_that_beats_the_plan_is_named_where_the_times_can_be_comp
     base = described.base_seconds + keeping_seconds(described)
     slow = plan_for(JOB, budget=2**40, base_seconds=base, seconds=2 * full.seconds)
     sentence = "Compiled for this page, these policies fit and are estimated to be faster than the plan: full."
-    assert sentence in overview(replace(found, plan=slow)).short
-    assert sentence not in overview(replace(found, plan=replace(slow, seconds=full.seconds))).short
-    elsewhere = overview(replace(found, plan=replace(slow, base_seconds=2 * base)))
-    assert sentence not in elsewhere.short and any("or with different rates" in note for note in elsewhere.notes)
+    assert sentence in summary(replace(found, plan=slow))
+    assert sentence not in summary(replace(found, plan=replace(slow, seconds=full.seconds)))
+    elsewhere = replace(found, plan=replace(slow, base_seconds=2 * base))
+    assert sentence not in summary(elsewhere) and any("or with different rates" in note for note in notes(elsewhere))
 
 
 def test_one_usual_policy_that_the_compiler_refuses_does_not_end_the_report(monkeypatch):
@@ -304,13 +315,6 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_on_several_devices_the_page_says_whose_bytes_they_are():
-    found = gather(squares(), ["full"], "cpu")
-    several = overview(replace(found, target=replace(found.target, name="8xcpu", devices=8, memory_bytes=2**20)))
-    assert several.limit == ("the memory of one device of 8xcpu", 2**20)
-    assert any(note.startswith("Device and host memory is per device, of 8; residuals") for note in several.notes)
-
-
 def test_policies_of_all_kinds_are_taken_and_told_apart():
     dots, none = jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable
     wrapped = [lambda *args, **kwargs: dots(*args, **kwargs), lambda *args, **kwargs: none(*args, **kwargs)]
@@ -358,7 +362,7 @@ def test_the_command_writes_the_page_and_says_where(file, tmp_path):
     assert done.exit_code == 0, done.stderr
     assert "one training step compiled for cpu" in " ".join(done.stdout.split()) and "the plan" in done.stdout
     assert f"Report: {page}" in done.stdout.replace("\n", "") and "looking for traps under full" in done.stderr
-    assert data_of(page.read_text())["budget"] == PLAN.budget
+    assert "Fits: within the budget, 6.0 MiB" in page.read_text()
 
 
 def test_its_json_has_the_figures_and_a_failed_comparison_exits_1(file, tmp_path, monkeypatch):

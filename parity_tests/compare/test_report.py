@@ -17,8 +17,7 @@ from parity_tests.compare.cases import run
 from parity_tests.mutants.planting import FLIPPED, at, skipped
 from remat_jax.cli.app import app
 from remat_jax.parity import MemoryRow, ParityReport, assert_parity, plugin
-from remat_jax.parity.report import module_tree, page
-from remat_jax.report.page import TreeNode
+from remat_jax.parity.report import TreeNode, module_tree, page
 
 parity = plugin.parity
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,14 +65,22 @@ def test_a_page_has_every_tensor_and_loads_nothing(wrong: ParityReport) -> None:
 
 
 def test_bars_are_as_long_as_their_bytes(wrong: ParityReport) -> None:
-    found = re.findall(r'<span>(\w+), (\w+)</span><i class="(\w+)" style="width:([\d.]+)%', page(wrong))
-    parts = {"device": "device_bytes", "host": "host_bytes", "peak": "peak_bytes"}
-    sizes = {(row.framework, part): getattr(row, name) for row in wrong.memory for part, name in parts.items()}
-    assert len(sizes) == 6 and min(sizes["JAX", "device"], sizes["PyTorch", "peak"], sizes["JAX", "peak"]) > 0
-    assert {(framework, part) for framework, part, _, _ in found} == sizes.keys()
-    for framework, part, colour, width in found:
-        assert colour == part
-        assert float(width) == pytest.approx(60 * sizes[framework, part] / max(sizes.values()), abs=0.01)
+    tooltip = r"<title>off, (\w+): [A-Z] \w+, ([\w ]+) [\d.]+ \w+, [\d.]+ % \(([\d,]+) bytes\)</title>"
+    parts = {"on the device": "device_bytes", "on the host": "host_bytes", "of both passes": "peak_bytes"}
+    sizes = {(row.framework, kind): getattr(row, name) for row in wrong.memory for kind, name in parts.items()}
+    assert len(sizes) == 6
+    assert min(sizes["JAX", "on the device"], sizes["PyTorch", "of both passes"], sizes["JAX", "of both passes"]) > 0
+    drawn = set()
+    for picture in page(wrong).split('<div class="broad">')[1:]:
+        # The panel of bytes comes first; the panel of shares repeats its bars.
+        bytes_alone = picture.partition("</svg>")[0].partition(">Shares<")[0]
+        bars = re.findall(rf'width="([\d.]+)" height="[\d.]+" [^>]*>{tooltip}', bytes_alone)
+        found = {(framework, kind): (float(width), int(size.replace(",", ""))) for width, framework, kind, size in bars}
+        scale = max(width / size for width, size in found.values() if size)
+        assert [width for width, _ in found.values()] == pytest.approx([scale * size for _, size in found.values()], abs=0.02)
+        assert {key: size for key, (_, size) in found.items()} == {key: sizes[key] for key in found}
+        drawn |= found.keys()
+    assert drawn == sizes.keys()
 
 
 def test_text_of_the_users_is_no_markup() -> None:

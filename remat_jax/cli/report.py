@@ -14,8 +14,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
-from remat_jax.overview.compared import Compared
-from remat_jax.overview.data import Gathered
+from remat_jax.overview.compared import Compared, Gathered
 from remat_jax.overview.save import check_plan, checked_path, checked_policies, gather, write_page
 from remat_jax.parity.case import require_torch
 from remat_jax.planning.budget import budget_bytes

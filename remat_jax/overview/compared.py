@@ -1,10 +1,10 @@
-"""Compare policies of a workload: compiled memory, estimated time, and known traps."""
+"""Compare policies of a workload: compiled memory, estimated time, and known traps; with a plan and a parity report."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.measure import measure_many
 from remat_jax.memory.residuals import ResidualTable
+from remat_jax.parity.report import ParityReport
 from remat_jax.planning import Plan
 from remat_jax.planning.problem import Described, describe, extra_seconds, keeping_seconds, recompute_flops
 from remat_jax.policy import NAMED, as_block_policy, is_off
@@ -29,6 +30,7 @@ USUAL = ("off", "full", "dots", "dots_with_no_batch_dims", "offload_inputs", "of
 """The policies compared by default; a CPU has a single memory, so policies that offload are left out there."""
 
 THE_PLAN = "the plan"
+_BYTES = ("device_bytes", "temp_bytes", "host_bytes", "residual_device_bytes", "residual_host_bytes", "measured_peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,23 @@ class Compared:
     recompute_flops: int | None
     diagnosis: Diagnosis
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether the compiler translates the policy correctly."""
+        return all(finding.trap != "miscompiled_offload" for finding in self.diagnosis.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain data for JSON."""
+        return {
+            "policy": self.name,
+            **{name: getattr(self.memory, name) for name in _BYTES},
+            "receipt": asdict(self.memory.receipt) if self.memory.receipt else None,
+            "seconds": self.seconds,
+            "extra_seconds": self.extra_seconds,
+            "recompute_flops": self.recompute_flops,
+            "findings": [asdict(finding) for finding in self.diagnosis.findings],
+        }
+
 
 @dataclass
 class PolicyComparison:
@@ -63,27 +82,84 @@ class PolicyComparison:
     described: Described | None = None
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """What a report is made from: its arguments, and the compared policies. `plan` and `parity` are None if not given."""
+
+    workload: Workload
+    target: Target
+    comparison: PolicyComparison
+    plan: Plan | None = None
+    parity: ParityReport | None = None
+
+    @property
+    def limit(self) -> tuple[str, int] | None:
+        """The name and the bytes of the device memory that policies must fit; None if unknown."""
+        if self.plan is not None:
+            return "the budget", self.plan.budget
+        size, name = self.target.memory_bytes, self.target.name
+        whose = f"one device of {name}" if self.target.devices > 1 else name
+        return (f"the memory of {whose}", size) if size is not None else None
+
+    @property
+    def host_budget(self) -> int | None:
+        """The plan's budget of host memory."""
+        return self.plan.host_budget if self.plan is not None else None
+
+    def fits(self, policy: Compared) -> bool:
+        """Whether a policy is within the limit and the budget of host memory."""
+        within = self.limit is None or policy.memory.device_bytes <= self.limit[1]
+        return within and (self.host_budget is None or policy.memory.host_bytes <= self.host_budget)
+
+    @property
+    def has_comparable_times(self) -> bool:
+        """Whether the plan's times and the policies' times are of the same step with the same rates."""
+        plan, described = self.plan, self.comparison.described
+        if plan is None or described is None:
+            return True
+        planned = [policy for policy in self.comparison.policies if policy.name == THE_PLAN]
+        if plan.timed and planned:
+            now, then = planned[0].memory.seconds, plan.seconds
+        else:
+            now, then = described.base_seconds + keeping_seconds(described), plan.base_seconds
+        return now is not None and abs(now - then) <= 1e-6 * then
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain data for JSON."""
+        return {
+            "workload": self.workload.name,
+            "target": self.target.name,
+            "policies": [policy.to_dict() for policy in self.comparison.policies],
+            "left_out": dict(self.comparison.left_out),
+            "notes": list(self.comparison.notes),
+            "plan": self.plan.to_dict() if self.plan else None,
+            "parity": {"passed": self.parity.passed, "verdict": self.parity.verdict()} if self.parity else None,
+        }
+
+
 @silenced()  # the page shows the warnings
 def compare(
     workload: Workload, policies: Sequence[Any] | None, target: Target, plan: Plan | None, timeout: float, tell: Progress
 ) -> PolicyComparison:
     """Compare the policies and the plan; `policies=None` means the default policies that are possible here."""
     comparison, ends = PolicyComparison(), time.monotonic() + timeout
-    asked = _usual(workload, target, comparison, tell) if policies is None else list(policies)
-    if policies is not None and not any(one == "off" or is_off(one) for one in asked) and workload.replaced_checkpoints:
-        asked.append("off")
-    everything = [_Asked(policy, required=policies is not None) for policy in asked]
+    if policies is None:
+        asked = [_Asked(policy, required=False) for policy in _usual(workload, target, comparison, tell)]
+    else:
+        asked = [_Asked(policy) for policy in policies]
+        if not any(map(_is_off, policies)) and workload.replaced_checkpoints:
+            asked.append(_Asked("off"))
     if plan is not None:
-        everything.append(_Asked("off" if plan.is_off else dict(plan.policies), plan=plan))
+        asked.append(_Asked("off" if plan.is_off else dict(plan.policies), plan=plan))
     comparison.described = _described(workload, target, ends, comparison)
-    reports = _measured(workload, everything, target, ends, tell, comparison)
+    reports = _measured(workload, asked, target, ends, tell, comparison)
     compiled_for = target if target.kind == "gpu" else None
-    for number, (one, memory) in enumerate(reports):
-        name = THE_PLAN if one.plan else _new_name(memory.policy, comparison)
+    for number, (entry, memory) in enumerate(reports):
+        name = THE_PLAN if entry.plan else _new_name(memory.policy, comparison)
         tell(f"looking for traps under {name}", number, len(reports))
-        diagnosis = doctor(workload, one.policy, compiled_for, timeout)
-        kept = residuals(workload, _with_names(one.policy)) if workload.has_loss else None
-        figures = _of_plan(one.plan) if one.plan else _estimated(comparison.described, one.policy, memory)
+        diagnosis = doctor(workload, entry.policy, compiled_for, timeout)
+        kept = residuals(workload, _with_names(entry.policy)) if workload.has_loss else None
+        figures = _of_plan(entry.plan) if entry.plan else _estimated(comparison.described, entry.policy, memory)
         comparison.policies.append(Compared(name, memory, kept, *figures, diagnosis))
     comparison.policies[:] = _as_compiled(comparison.policies)
     return comparison
@@ -100,11 +176,11 @@ class _Asked:
 
 def _new_name(name: str, comparison: PolicyComparison) -> str:
     """`name`, numbered if another policy has the same name: two of JAX's policy objects may print alike."""
-    alike = sum(one.name == name or one.name.startswith(f"{name} (") for one in comparison.policies)
+    alike = sum(other.name == name or other.name.startswith(f"{name} (") for other in comparison.policies)
     return f"{name} ({alike + 1})" if alike else name
 
 
-def _usual(workload: Workload, target: Target, comparison: PolicyComparison, tell: Progress) -> list[Any]:
+def _usual(workload: Workload, target: Target, comparison: PolicyComparison, tell: Progress) -> list[str]:
     """The default policies that have an effect on this workload; the reasons against the others are recorded."""
     able = []
     for name in USUAL:
@@ -123,41 +199,41 @@ def _usual(workload: Workload, target: Target, comparison: PolicyComparison, tel
 
 
 def _measured(
-    workload: Workload, asked: Sequence[_Asked], target: Target, ends: float, tell: Progress, found: PolicyComparison
+    workload: Workload, asked: Sequence[_Asked], target: Target, ends: float, tell: Progress, comparison: PolicyComparison
 ) -> list[tuple[_Asked, MemoryReport]]:
     """Each policy with its memory; a policy that is not required is left out if it fails to compile."""
     done: list[str] = []
 
-    def compiled(name: str) -> None:
+    def on_done(name: str) -> None:
         done.append(name)
         # A plan's policy is too long for a line of progress.
         short = name if len(name) <= 60 else f"{name[:59]}…"
         tell(f"compiled {short} for {target.name}", min(len(done), len(asked)), len(asked))
 
-    def measured(some: Sequence[_Asked]) -> list[tuple[_Asked, MemoryReport]]:
-        reports = measure_many(workload, [one.policy for one in some], target, _left(ends), compiled)
-        return list(zip(some, reports, strict=True))
+    def measured(entries: Sequence[_Asked]) -> list[tuple[_Asked, MemoryReport]]:
+        reports = measure_many(workload, [entry.policy for entry in entries], target, _left(ends), on_done)
+        return list(zip(entries, reports, strict=True))
 
     tell(f"{workload.name}: tracing, then compiling for {target.name}", 0, len(asked))
     try:
         return measured(asked)
     except CompileError as error:
-        if all(one.required for one in asked):
+        if all(entry.required for entry in asked):
             raise
         refused = error
-    known = []
-    for one in asked:
+    reports = []
+    for entry in asked:
         try:
             if time.monotonic() >= ends:
                 raise refused
-            known += measured([one])
+            reports += measured([entry])
         except CompileError as error:
-            if one.required:
+            if entry.required:
                 raise
-            found.left_out[str(one.policy)] = str(error).splitlines()[0]
-    if not known:
+            comparison.left_out[str(entry.policy)] = str(error).splitlines()[0]
+    if not reports:
         raise refused
-    return known
+    return reports
 
 
 def _left(ends: float) -> float:
@@ -175,40 +251,41 @@ def _described(workload: Workload, target: Target, ends: float, comparison: Poli
 
 def _as_compiled(policies: list[Compared]) -> list[Compared]:
     """The same with the times of the compiled schedules, where every one of them is known; over `off`, if it is compared."""
-    if any(one.memory.seconds is None for one in policies):
+    times = [policy.memory.seconds for policy in policies]
+    if None in times:
         return policies
-    base = next((one.memory.seconds for one in policies if one.name == "off"), None)
-    found = []
-    for one in policies:
-        seconds = one.memory.seconds
-        extra = None if base is None or seconds is None else seconds - base
-        found.append(replace(one, seconds=seconds, extra_seconds=extra))
-    return found
+    base = next((policy.memory.seconds for policy in policies if policy.name == "off"), None)
+    return [
+        replace(policy, seconds=seconds, extra_seconds=None if base is None or seconds is None else seconds - base)
+        for policy, seconds in zip(policies, times, strict=True)
+    ]
 
 
 def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -> tuple[float | None, float | None, int | None]:
     """Seconds of a step, the excess over saving everything, and recomputed FLOPs; None if unknown."""
     if described is None or (memory.residual_host_bytes and described.stack.link is None):
         return None, None, None
-    by_block = isinstance(policy, Mapping)
-    wanted = {block: as_block_policy(one) for block, one in policy.items()} if by_block else as_block_policy(policy)
+    if isinstance(policy, Mapping):
+        checked: Any = {block: as_block_policy(of_block) for block, of_block in policy.items()}
+    else:
+        checked = as_block_policy(policy)
     try:
-        extra = extra_seconds(described, wanted)
-        return described.base_seconds + extra, extra - keeping_seconds(described), recompute_flops(described, wanted)
+        extra = extra_seconds(described, checked)
+        return described.base_seconds + extra, extra - keeping_seconds(described), recompute_flops(described, checked)
     except PlanningError:
         return None, None, None  # one of JAX's policy objects, unknown before tracing
+
+
+def _of_plan(plan: Plan) -> tuple[float, float, int]:
+    return plan.seconds, plan.seconds - plan.base_seconds, plan.recompute_flops
 
 
 def _with_names(policy: Any) -> Any:
     """The policy for reading residuals: `off` names no arrays, and `everything` saves the same arrays."""
     if isinstance(policy, Mapping):
-        return {block: _with_names(one) for block, one in policy.items()}
+        return {block: _with_names(of_block) for block, of_block in policy.items()}
     return "everything" if _is_off(policy) else policy
 
 
 def _is_off(policy: Any) -> bool:
     return not isinstance(policy, Mapping) and is_off(as_block_policy(policy))
-
-
-def _of_plan(plan: Plan) -> tuple[float, float, int]:
-    return plan.seconds, plan.seconds - plan.base_seconds, plan.recompute_flops

@@ -1,30 +1,38 @@
-"""The HTML page of a report: its content as plain data for `remat_jax.report`, which draws it."""
+"""The HTML page of a report: policies, memory by module, the plan, parity, and what the figures say."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from remat_jax.overview.compared import THE_PLAN, Compared
-from remat_jax.overview.data import Gathered
+from remat_jax.overview.compared import THE_PLAN, Compared, Gathered
 from remat_jax.overview.facts import facts
-from remat_jax.parity.report import evidence
+from remat_jax.parity.report import page_body as parity_body
 from remat_jax.planning import Plan
 from remat_jax.planning.explain import explanation
 from remat_jax.planning.explain import summary as plan_summary
-from remat_jax.planning.page import page_data
-from remat_jax.planning.problem import keeping_seconds
+from remat_jax.planning.page import body as plan_body
+from remat_jax.planning.point import Point
 from remat_jax.policy import Action
-from remat_jax.report.html_bars import StackedBar
-from remat_jax.report.html_tables import Cell, Column
-from remat_jax.report.overview_page import Modules, Overview, Trouble, overview_page
-from remat_jax.report.stacked import KEPT, MOST_MODULES, WORKING, Memory, grouped
+from remat_jax.report.document import document, escaped
+from remat_jax.report.html_parts import Cell, Column, html_table, stacked_bars
+from remat_jax.report.stacked import ARGUMENTS, KEPT, MOST_MODULES, WORKING, Memory, grouped
 from remat_jax.report.tables import format_bytes, format_estimate
 
-ON_HOST = "in host memory"
+_ON_HOST = "in host memory"
 _COLUMNS = (
     "Device (temp included) and host: memory of the compiled step. Kept: residuals, from the forward to the backward pass. "
     "Step: the estimated time; over keeping all: how much longer it is than a step that keeps all residuals."
+)
+_AT_THE_PEAK = (
+    "Device memory at the step's peak, by the module that made each array. Plain parts are arguments and the arrays that the "
+    "forward pass kept; hatched parts are the working set at that moment: recomputed and backward. Layers whose names differ "
+    "only in a number are shown as one."
+)
+_RESIDUALS = (
+    "Residuals, by the module that made them; hatched parts are in host memory. Memory at the peak is known only for GPU "
+    "targets."
 )
 _FOOTER = (
     "Device memory is the memory of one training step as the target's own compiler lays it out: arguments + outputs − "
@@ -32,250 +40,274 @@ _FOOTER = (
     "are estimates from counted operations and bytes at the target's rates, "
 )
 _RUN = "not measurements. Each step was run once, for its measured peak of memory."
+_OFFLOAD_COLUMNS = (
+    Column("policy", "name"),
+    Column("offered", "bytes"),
+    Column("in host memory", "bytes"),
+    Column("device memory freed", "bytes"),
+    Column("copies that compute hides"),
+)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A finding: its name, its policies, its place, the problem, and the remedy."""
+
+    name: str
+    under: str
+    where: str
+    problem: str
+    remedy: str = ""
 
 
 def page(gathered: Gathered) -> str:
-    """The page as HTML text."""
-    return overview_page(overview(gathered))
-
-
-def overview(gathered: Gathered) -> Overview:
-    """The page's content as plain data."""
-    policies, plan, parity = gathered.comparison.policies, _with_compiled(gathered), gathered.parity
-    limit = _limit(gathered)
-    columns, rows = _table(gathered, limit)
-    return Overview(
-        title=f"{gathered.workload.name} on {gathered.target.name}",
-        short=_short(gathered, plan, limit),
-        facts=facts(gathered.workload, gathered.target, gathered.comparison.described),
-        columns=columns,
-        rows=rows,
-        device=[_device(one) for one in policies],
-        host=[StackedBar(one.name, {(ON_HOST, "of one step"): n}) for one in policies if (n := one.memory.host_bytes)],
-        limit=limit,
-        notes=_notes(gathered, limit),
-        offload=[_offload(one) for one in policies if one.memory.receipt is not None],
-        warnings=_warnings(policies),
-        findings=_findings(policies),
-        modules=_modules(policies),
-        plan=page_data(plan) if plan is not None else None,
-        explanation=explanation(plan) if plan is not None else "",
-        parity=(parity.verdict(), parity.passed, evidence(parity)) if parity is not None else None,
-        footer=(_FOOTER + (_RUN if gathered.target.attached else "and nothing was run."),),
+    """The page as text."""
+    comparison, parity = gathered.comparison, gathered.parity
+    pairs = facts(gathered.workload, gathered.target, comparison.described)
+    sections = {
+        "policies": ("Policies compared", _policies(gathered)),
+        "modules": ("Memory by module", modules(comparison.policies)),
+        "plan": ("The plan", _plan(gathered)),
+        "parity": ("Parity with PyTorch", parity_body(parity, level=3) if parity is not None else ""),
+        "workload": ("What was measured", f'<dl class="facts">{"".join(_pair(*pair) for pair in pairs)}</dl>'),
+    }
+    present = {name: entry for name, entry in sections.items() if entry[1]}
+    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, (heading, _) in present.items())
+    body = "".join(
+        f'<section id="{name}" aria-labelledby="{name}-head"><h2 id="{name}-head">{heading}</h2>{text}</section>'
+        for name, (heading, text) in present.items()
+    )
+    sentences = "".join(f"<li>{escaped(sentence)}</li>" for sentence in summary(gathered))
+    return document(
+        f"{gathered.workload.name} on {gathered.target.name}",
+        f'<nav aria-label="sections"><ul>{links}</ul></nav><div class="short"><ul>{sentences}</ul></div>{body}'
+        f"<footer><p>{escaped(footer(gathered))}</p></footer>",
     )
 
 
-def _with_compiled(gathered: Gathered) -> Plan | None:
-    """The plan, with the bytes compiled for this page in place of its named policies' predicted bytes."""
-    plan = gathered.plan
-    if plan is None:
-        return None
-    known = {one.name: one.memory for one in gathered.comparison.policies}
-    named = [
-        replace(one, device_bytes=known[one.name].device_bytes, host_bytes=known[one.name].host_bytes, compiled=True)
-        if one.name in known and not one.compiled and not one.remark
-        else one
-        for one in plan.named
-    ]
-    return replace(plan, named=tuple(named))
+def _pair(name: str, text: str) -> str:
+    return f"<dt>{escaped(name)}</dt><dd>{escaped(text)}</dd>"
 
 
-def _limit(gathered: Gathered) -> tuple[str, int] | None:
-    if gathered.plan is not None:
-        return "the budget", gathered.plan.budget
-    size, devices = gathered.target.memory_bytes, gathered.target.devices
-    whose = f"one device of {gathered.target.name}" if devices > 1 else gathered.target.name
-    return (f"the memory of {whose}", size) if size is not None else None
+def footer(gathered: Gathered) -> str:
+    """How the figures were made."""
+    return _FOOTER + (_RUN if gathered.target.attached else "and nothing was run.")
 
 
-def _fits(one: Compared, gathered: Gathered) -> bool:
-    limit, plan = _limit(gathered), gathered.plan
-    host = plan.host_budget if plan is not None else None
-    within = limit is None or one.memory.device_bytes <= limit[1]
-    return within and (host is None or one.memory.host_bytes <= host)
-
-
-def _is_sound(one: Compared) -> bool:
-    return all(finding.trap != "miscompiled_offload" for finding in one.diagnosis.findings)
-
-
-def _same_rates(gathered: Gathered) -> bool:
-    """Whether the plan's times and the policies' times are comparable."""
-    plan, described = gathered.plan, gathered.comparison.described
-    if plan is None or described is None:
-        return True
-    mine = [one for one in gathered.comparison.policies if one.name == THE_PLAN]
-    kept = described.base_seconds + keeping_seconds(described)
-    now, then = (mine[0].memory.seconds, plan.seconds) if plan.timed and mine else (kept, plan.base_seconds)
-    return now is not None and abs(now - then) <= 1e-6 * then
-
-
-def _table(gathered: Gathered, limit: tuple[str, int] | None) -> tuple[list[Column], list[list[Cell]]]:
+def _policies(gathered: Gathered) -> str:
     policies = gathered.comparison.policies
-    columns = [Column("policy", "name"), *(Column(title, "bytes") for title in ("device", "temp", "host"))]
-    measured = any(one.memory.measured_peak_bytes is not None for one in policies)
-    columns += [Column("measured peak", "bytes")] * measured
-    columns += [Column("kept: device", "bytes"), Column("kept: host", "bytes")]
-    columns += [Column("step", "seconds"), Column("over keeping all", "seconds"), Column("recomputed", "flops")]
-    columns += [Column("fits")] if limit else []
-    columns.append(Column("traps", "count"))
-    rows = []
-    for one in policies:
-        memory = one.memory
-        row: list[Cell] = [one.name, memory.device_bytes, memory.temp_bytes, memory.host_bytes]
-        row += [memory.measured_peak_bytes] * measured
-        row += [memory.residual_device_bytes, memory.residual_host_bytes]
-        row += [one.seconds, one.extra_seconds, one.recompute_flops]
-        row += ["yes" if _fits(one, gathered) else "no"] if limit else []
-        row.append(len(one.diagnosis.findings))
-        rows.append(row)
-    return columns, rows
+    rows = [policy_cells(gathered, policy) for policy in policies]
+    device = {policy.name: _device(policy) for policy in policies}
+    host = {policy.name: {(_ON_HOST, "of one step"): size} for policy in policies if (size := policy.memory.host_bytes)}
+    cells = [list(row.values()) for row in rows]
+    parts = [
+        html_table(list(rows[0]), cells, label="policies compared", name="policies-table"),
+        *(f'<p class="hint">{escaped(note)}</p>' for note in notes(gathered)),
+        "<h3>Device memory</h3>",
+        stacked_bars(device, "device memory by policy", limit=gathered.limit),
+    ]
+    if host:
+        parts += ["<h3>Host memory</h3>", stacked_bars(host, "host memory by policy")]
+    if offloads := offload_rows(policies):
+        parts += ["<h3>Effect of offload</h3>", html_table(_OFFLOAD_COLUMNS, offloads, label="offload", sortable=False)]
+        parts.append(_list(warnings(policies)))
+    none = "<p>No known trap was found under any of these policies.</p>"
+    return "".join([*parts, "<h3>Traps</h3>", _list(findings(policies)) or none])
 
 
-def _device(one: Compared) -> StackedBar:
-    memory = one.memory
-    given = memory.device_bytes - memory.temp_bytes
-    return StackedBar(
-        one.name,
-        {("arguments and results", "there anyway"): given, ("temp", "residuals and working memory"): memory.temp_bytes},
-    )
+def _list(troubles: Sequence[Trouble]) -> str:
+    entries = []
+    for trouble in troubles:
+        where = f" ({escaped(trouble.where)})" if trouble.where else ""
+        remedy = f"<p>Remedy: {escaped(trouble.remedy)}</p>" if trouble.remedy else ""
+        entries.append(
+            f"<li><p><strong>{escaped(trouble.name)}</strong> under {escaped(trouble.under)}{where}</p>"
+            f"<p>{escaped(trouble.problem)}</p>{remedy}</li>"
+        )
+    return f'<ul class="findings">{"".join(entries)}</ul>' if entries else ""
 
 
-def _offload(one: Compared) -> list[Cell]:
-    receipt, overlap = one.memory.receipt, one.memory.overlap
-    assert receipt is not None
-    covered = f"{100 * overlap.covered:.1f} % of {100 * overlap.coverable:.1f} %" if overlap else None
-    return [one.name, receipt.offered_bytes, receipt.host_bytes, receipt.returned_bytes, covered]
+def policy_cells(gathered: Gathered, policy: Compared) -> dict[Column, Cell]:
+    """A policy's row of the table, by column."""
+    memory = policy.memory
+    has_peaks = any(other.memory.measured_peak_bytes is not None for other in gathered.comparison.policies)
+    return {
+        Column("policy", "name"): policy.name,
+        Column("device", "bytes"): memory.device_bytes,
+        Column("temp", "bytes"): memory.temp_bytes,
+        Column("host", "bytes"): memory.host_bytes,
+        **({Column("measured peak", "bytes"): memory.measured_peak_bytes} if has_peaks else {}),
+        Column("kept: device", "bytes"): memory.residual_device_bytes,
+        Column("kept: host", "bytes"): memory.residual_host_bytes,
+        Column("step", "seconds"): policy.seconds,
+        Column("over keeping all", "seconds"): policy.extra_seconds,
+        Column("recomputed", "flops"): policy.recompute_flops,
+        **({Column("fits"): "yes" if gathered.fits(policy) else "no"} if gathered.limit else {}),
+        Column("traps", "count"): len(policy.diagnosis.findings),
+    }
 
 
-def _warnings(policies: list[Compared]) -> list[Trouble]:
+def _device(policy: Compared) -> Memory:
+    temp = policy.memory.temp_bytes
+    given = policy.memory.device_bytes - temp
+    return {(ARGUMENTS, "there anyway"): given, ("temp", "residuals and working memory"): temp}
+
+
+def offload_rows(policies: Sequence[Compared]) -> list[list[Cell]]:
+    """What each policy's offload did, a cell for each of `_OFFLOAD_COLUMNS`."""
+    rows: list[list[Cell]] = []
+    for policy in policies:
+        receipt, overlap = policy.memory.receipt, policy.memory.overlap
+        if receipt is not None:
+            hidden = f"{100 * overlap.covered:.1f} % of {100 * overlap.coverable:.1f} %" if overlap else None
+            rows.append([policy.name, receipt.offered_bytes, receipt.host_bytes, receipt.returned_bytes, hidden])
+    return rows
+
+
+def warnings(policies: Sequence[Compared]) -> list[Trouble]:
     """The warnings; a warning under several policies is listed once."""
     under: dict[str, list[str]] = {}
-    for one in policies:
-        for warning in one.memory.warnings:
-            under.setdefault(warning, []).append(one.name)
+    for policy in policies:
+        for warning in policy.memory.warnings:
+            under.setdefault(warning, []).append(policy.name)
     return [Trouble("warning", ", ".join(names), "", text) for text, names in under.items()]
 
 
-def _findings(policies: list[Compared]) -> list[Trouble]:
+def findings(policies: Sequence[Compared]) -> list[Trouble]:
     """The traps; a trap under several policies is listed once."""
     under: dict[tuple[str, str, str], dict[str, list[str]]] = {}
-    for one in policies:
-        for finding in one.diagnosis.findings:
+    for policy in policies:
+        for finding in policy.diagnosis.findings:
             where = " at ".join(filter(None, (finding.block, finding.place)))
-            alike = under.setdefault((finding.trap, finding.problem, finding.remedy), {})
-            alike.setdefault(one.name, []).append(where)
+            places = under.setdefault((finding.trap, finding.problem, finding.remedy), {})
+            places.setdefault(policy.name, []).append(where)
     return [
-        Trouble(trap, ", ".join(wheres), "; ".join(dict.fromkeys(filter(None, chain(*wheres.values())))), problem, remedy)
-        for (trap, problem, remedy), wheres in under.items()
+        Trouble(trap, ", ".join(places), "; ".join(dict.fromkeys(filter(None, chain(*places.values())))), problem, remedy)
+        for (trap, problem, remedy), places in under.items()
     ]
 
 
-def _modules(policies: list[Compared]) -> Modules | None:
-    """The arrays alive at the peak by module; for a CPU, where these are unknown, the residuals by module."""
-    if any(one.memory.live for one in policies):
-        memory: dict[str, Memory] = {one.name: one.memory.live_bytes_by_module for one in policies if one.memory.live}
-        label, striped = "device memory at the peak, by module", WORKING
-        hint = (
-            "Device memory at the step's peak, by the module that made each array. Plain parts are arguments and the arrays "
-            "that the forward pass kept; striped parts are the working set at that moment: recomputed and backward. Layers "
-            "whose names differ only in a number are shown as one."
-        )
-    else:
-        kept = {one.name: _kept(one) for one in policies}
-        memory = {name: parts for name, parts in kept.items() if parts}
-        label, striped = "residuals, by module", ON_HOST
-        hint = (
-            "Residuals, by the module that made them; striped parts are in host memory. Memory at the peak is known only for "
-            "GPU targets."
-        )
+def modules(policies: Sequence[Compared]) -> str:
+    """The bars of memory by module; empty if it is unknown."""
+    memory = _by_module(policies)
     if not memory:
-        return None
-    # Everything that is not KEPT is striped, under the label of this chart.
-    bars = [
-        StackedBar(name, {(module, kind if kind == KEPT else striped): size for (module, kind), size in parts.items()})
+        return ""
+    label, hint, hatched = "residuals, by module", _RESIDUALS, _ON_HOST
+    if any(policy.memory.live for policy in policies):
+        label, hint, hatched = "device memory at the peak, by module", _AT_THE_PEAK, WORKING
+    # Everything that is not KEPT is hatched, under the label of this chart.
+    bars = {
+        name: {(module, kind if kind == KEPT else hatched): size for (module, kind), size in parts.items()}
         for name, parts in grouped(memory, MOST_MODULES).items()
-    ]
-    return Modules(bars, label, striped, hint)
+    }
+    return f'<p class="hint">{escaped(hint)}</p>{stacked_bars(bars, label, hatched={hatched: hatched})}'
 
 
-def _kept(one: Compared) -> Memory:
+def _by_module(policies: Sequence[Compared]) -> dict[str, Memory]:
+    """The arrays alive at the peak by module; for a CPU, where these are unknown, the residuals by module."""
+    alive: dict[str, Memory] = {policy.name: policy.memory.live_bytes_by_module for policy in policies if policy.memory.live}
+    return alive or {policy.name: kept for policy in policies if (kept := _kept(policy))}
+
+
+def _kept(policy: Compared) -> Memory:
     parts: dict[tuple[str, str], int] = {}
-    for row in one.kept or ():
+    for row in policy.kept or ():
         if row.action != Action.RECOMPUTE.value:
-            key = row.name.partition(":")[0], "forward" if row.action == Action.SAVE.value else ON_HOST
+            key = row.name.partition(":")[0], "forward" if row.action == Action.SAVE.value else _ON_HOST
             parts[key] = parts.get(key, 0) + row.bytes
     return parts
 
 
-def _notes(gathered: Gathered, limit: tuple[str, int] | None) -> list[str]:
-    comparison, plan = gathered.comparison, gathered.plan
-    host = plan.host_budget if plan is not None else None
+def _with_compiled(gathered: Gathered) -> Plan | None:
+    """The plan, with the bytes compiled for this page in place of its named policies' predicted bytes."""
+    compiled = {policy.name: policy.memory for policy in gathered.comparison.policies}
+
+    def as_compiled(point: Point) -> Point:
+        if point.name not in compiled or point.compiled or point.remark:
+            return point
+        memory = compiled[point.name]
+        return replace(point, device_bytes=memory.device_bytes, host_bytes=memory.host_bytes, compiled=True)
+
+    return gathered.plan and replace(gathered.plan, named=tuple(map(as_compiled, gathered.plan.named)))
+
+
+def _plan(gathered: Gathered) -> str:
+    plan = _with_compiled(gathered)
+    if plan is None:
+        return ""
+    reasons = f"<details><summary>Why each residual is where it is</summary><pre>{escaped(explanation(plan))}</pre></details>"
+    return plan_body(plan, level=3) + reasons
+
+
+def notes(gathered: Gathered) -> list[str]:
+    """Remarks on the table, and on what is missing from it."""
+    comparison, limit, host = gathered.comparison, gathered.limit, gathered.host_budget
     on_host = f", and {format_bytes(host)} of host memory" if host is not None else ""
-    notes = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")]
+    remarks = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")]
     if gathered.target.devices > 1:
-        notes.append(
+        remarks.append(
             f"Device and host memory is per device, of {gathered.target.devices}; residuals, bytes offered to the host, "
             "recomputed FLOPs, and the sizes of arguments below are totals of all devices."
         )
-    notes += [f"Left out: {name}: {why}" for name, why in comparison.left_out.items()] + comparison.notes
-    unknown = [one.name for one in comparison.policies if one.seconds is None]
-    if unknown and comparison.described is not None:
-        notes.append(
-            f"No time is estimated for {', '.join(unknown)}: the costs of the offloaded or kept arrays are unknown here"
+    remarks += [f"Left out: {name}: {why}" for name, why in comparison.left_out.items()] + comparison.notes
+    untimed = [policy.name for policy in comparison.policies if policy.seconds is None]
+    if untimed and comparison.described is not None:
+        remarks.append(
+            f"No time is estimated for {', '.join(untimed)}: the costs of the offloaded or kept arrays are unknown here"
         )
-    if _modules(comparison.policies) is None:
-        notes.append(
+    if not _by_module(comparison.policies):
+        remarks.append(
             "No memory by module: memory at the peak is known only for GPU targets, and residuals only if the workload has "
             "its loss"
         )
-    return notes + (_notes_of_plan(gathered, plan) if plan is not None else [])
+    return remarks + (_notes_of_plan(gathered, gathered.plan) if gathered.plan is not None else [])
 
 
 def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
-    """Notes on differences between the plan's step and the report's."""
-    comparison, notes = gathered.comparison, []
-    versions = {one.memory.jax_version for one in comparison.policies} - {plan.jax_version}
+    """Remarks on differences between the plan's step and the report's."""
+    comparison, remarks = gathered.comparison, []
+    versions = {policy.memory.jax_version for policy in comparison.policies} - {plan.jax_version}
     if versions:
-        notes.append(f"The plan was made with JAX {plan.jax_version}, but the report with JAX {', '.join(versions)}")
-    if not _same_rates(gathered):
-        notes.append(
+        remarks.append(f"The plan was made with JAX {plan.jax_version}, but the report with JAX {', '.join(versions)}")
+    if not gathered.has_comparable_times:
+        remarks.append(
             "The plan's times and the policies' times are not comparable: they were estimated for different steps or with "
             "different rates"
         )
-    for one in comparison.policies:
-        now, then = ((each.device_bytes, each.host_bytes) for each in (one.memory, plan))
-        if one.name == THE_PLAN and now != then:
-            notes.append(
+    for policy in comparison.policies:
+        now, then = ((step.device_bytes, step.host_bytes) for step in (policy.memory, plan))
+        if policy.name == THE_PLAN and now != then:
+            remarks.append(
                 f"Compiled for this page, the plan's step needs {format_bytes(now[0])} on the device and "
                 f"{format_bytes(now[1])} on the host; compiled with the plan, it needed {format_bytes(then[0])} and "
                 f"{format_bytes(then[1])}. The optimizer, JAX or XLA_FLAGS differ; plan again"
             )
-    return notes
+    return remarks
 
 
-def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None) -> list[str]:
-    """The summary, in sentences."""
-    named = [one for one in gathered.comparison.policies if one.name != THE_PLAN]
+def summary(gathered: Gathered) -> list[str]:
+    """What the figures say, in sentences."""
+    limit, plan = gathered.limit, _with_compiled(gathered)
+    named = [policy for policy in gathered.comparison.policies if policy.name != THE_PLAN]
     sentences = [_least_and_most(named)] if named else []
-    timed = [(one.seconds, one) for one in named if one.seconds is not None]
     # A miscompiled policy is never recommended, however fast.
-    fits = [entry for entry in timed if _fits(entry[1], gathered) and _is_sound(entry[1])]
-    if fits:
-        seconds, best = min(fits, key=lambda entry: (entry[0], entry[1].memory.device_bytes))
+    fits = [policy for policy in named if gathered.fits(policy) and policy.is_sound]
+    timed = [(policy.seconds, policy.memory.device_bytes, policy) for policy in fits if policy.seconds is not None]
+    if timed:
+        seconds, size, fastest = min(timed, key=lambda entry: entry[:2])
         within = f" within {limit[0]} ({format_bytes(limit[1])})" if limit else ""
-        size = format_bytes(best.memory.device_bytes)
-        sentences.append(f"The fastest policy{within} is {best.name}: {_said_time(best)} per step (estimated), in {size}.")
-    elif limit and named and not any(_fits(one, gathered) and _is_sound(one) for one in named):
+        time = format_estimate(seconds, bool(fastest.memory.assumed_rates))
+        sentences.append(f"The fastest policy{within} is {fastest.name}: {time} per step (estimated), in {format_bytes(size)}.")
+    elif limit and named and not fits:
         sentences.append(f"No policy that is safe to run is within {limit[0]} ({format_bytes(limit[1])}).")
     if plan is not None:
         sentences.append(f"The plan: {plan_summary(plan)}")
-        faster = [one.name for seconds, one in fits if seconds < plan.seconds]
-        if faster and _same_rates(gathered):
+        faster = [policy.name for seconds, _, policy in timed if seconds < plan.seconds]
+        if faster and gathered.has_comparable_times:
             sentences.append(
                 f"Compiled for this page, these policies fit and are estimated to be faster than the plan: {', '.join(faster)}."
             )
-    traps = len(_findings(gathered.comparison.policies))
+    traps = len(findings(gathered.comparison.policies))
     sentences.append(
         f"Known traps: {traps or 'none'}" + (", each with its remedy below." if traps else " found under any policy.")
     )
@@ -284,15 +316,11 @@ def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None)
     return sentences
 
 
-def _said_time(one: Compared) -> str:
-    return format_estimate(one.seconds, bool(one.memory.assumed_rates))
-
-
-def _least_and_most(policies: list[Compared]) -> str:
-    least, most = (choose(policies, key=lambda one: one.memory.device_bytes) for choose in (min, max))
+def _least_and_most(policies: Sequence[Compared]) -> str:
+    least, most = (choose(policies, key=lambda policy: policy.memory.device_bytes) for choose in (min, max))
     smallest, largest = least.memory.device_bytes, most.memory.device_bytes
     if smallest == largest:
-        return f"{' and '.join(one.name for one in policies)}: {format_bytes(smallest)} on the device."
+        return f"{' and '.join(policy.name for policy in policies)}: {format_bytes(smallest)} on the device."
     return (
         f"Of the policies compared, {least.name} needs the least device memory, {format_bytes(smallest)}: "
         f"{100 * smallest / largest:.0f} % of the {format_bytes(largest)} of {most.name}."

@@ -12,8 +12,8 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
-from remat_jax.overview.compared import Progress, compare
-from remat_jax.overview.data import Gathered
+from remat_jax.overview.compared import Gathered, Progress, compare
+from remat_jax.overview.page import page
 from remat_jax.parity.report import ParityReport
 from remat_jax.planning import Plan
 from remat_jax.planning.budget import budget_bytes
@@ -37,9 +37,8 @@ def save_report(
     """Write a self-contained HTML page about a workload, and return its path.
 
     The page compares policies (compiled memory, estimated time, the offload's actual effect, known traps) and shows memory by
-    module. If given, it also shows the plan, with a slider over the frontier of memory against time, and the parity report.
-    The page loads nothing, and is written completely or not at all. No GPU is needed; for the target `attached` each step
-    also runs on this machine's GPU.
+    module, the plan with a slider over the frontier of memory against time, and the parity report. It loads nothing, and is
+    written completely or not at all. No GPU is needed; for the target `attached` each step also runs on this machine's GPU.
 
     Args:
       path: the file; its folder must exist.
@@ -68,8 +67,8 @@ def save_report(
     >>> page.name, "Policies compared" in page.read_text()
     ('report.html', True)
     """
-    where = checked_path(path)
-    return write_page(where, gather(workload, policies, target, plan=plan, parity=parity, timeout=timeout, progress=progress))
+    checked = checked_path(path)
+    return write_page(checked, gather(workload, policies, target, plan=plan, parity=parity, timeout=timeout, progress=progress))
 
 
 def gather(
@@ -91,16 +90,15 @@ def gather(
     described = target if isinstance(target, Target) else target_named(target)
     asked = checked_policies(policies)
     check_devices(workload, described)
-    tell = progress or _silent
+    tell = progress or (lambda *_: None)
     # The plan comes first: a budget that nothing fits ends the report before minutes of compiling.
-    found = _plan(workload, plan, described, timeout, tell)
-    return Gathered(workload, described, compare(workload, asked, described, found, timeout, tell), found, parity)
+    checked_plan = _plan(workload, plan, described, timeout, tell)
+    comparison = compare(workload, asked, described, checked_plan, timeout, tell)
+    return Gathered(workload, described, comparison, checked_plan, parity)
 
 
 def write_page(path: Path, gathered: Gathered, argument: str = "path") -> Path:
     """Write the page of a report's content."""
-    from remat_jax.overview.page import page
-
     text = page(gathered)
     try:
         return write_whole(path, text)
@@ -116,18 +114,18 @@ def checked_path(path: Any, argument: str = "path") -> Path:
     """
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(f"{argument}={path!r}: expected the path of a file, such as 'report.html'")
-    where = Path(path)
+    file, shown = Path(path), f"{argument}={str(path)!r}"
     try:
-        folder = Path(os.path.realpath(where)).parent
+        folder = Path(os.path.realpath(file)).parent
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{argument}={str(path)!r} cannot be written ({error}); give another file") from None
-    if where.is_dir():
-        raise ArgumentError(f"{argument}={str(path)!r} is a folder: give a file, such as {str(where / 'report.html')!r}")
+        raise ArgumentError(f"{shown} cannot be written ({error}); give another file") from None
+    if file.is_dir():
+        raise ArgumentError(f"{shown} is a folder: give a file, such as {str(file / 'report.html')!r}")
     if not folder.is_dir():
-        raise ArgumentError(f"{argument}={str(path)!r}: there is no folder {folder}; create it, or give another file")
-    if (where.is_file() or not where.exists()) and not os.access(folder, os.W_OK):
-        raise ArgumentError(f"{argument}={str(path)!r}: the folder {folder} cannot be written to; give another file")
-    return where
+        raise ArgumentError(f"{shown}: there is no folder {folder}; create it, or give another file")
+    if (file.is_file() or not file.exists()) and not os.access(folder, os.W_OK):
+        raise ArgumentError(f"{shown}: the folder {folder} cannot be written to; give another file")
+    return file
 
 
 def checked_policies(policies: Any) -> list[Any] | None:
@@ -143,49 +141,39 @@ def checked_policies(policies: Any) -> list[Any] | None:
         raise ArgumentError(f"policies={policies!r}: expected a list of policies, such as ['off', 'full'], or None")
     if not policies:
         raise ArgumentError("policies is empty: name one or more, such as ['off', 'full'], or give None for the usual ones")
-    found: dict[Any, Any] = {}
-    for index, one in enumerate(policies):
+    distinct: dict[Any, Any] = {}
+    for index, policy in enumerate(policies):
         argument = f"policies[{index}]"
-        if isinstance(one, Mapping):
-            found.setdefault(tuple((block, as_block_policy(each, argument)) for block, each in one.items()), dict(one))
+        if isinstance(policy, Mapping):
+            by_block = tuple((block, as_block_policy(of_block, argument)) for block, of_block in policy.items())
+            distinct.setdefault(by_block, dict(policy))
         else:
-            found.setdefault(as_block_policy(one, argument), one)
-    return list(found.values())
+            distinct.setdefault(as_block_policy(policy, argument), policy)
+    return list(distinct.values())
 
 
 def _plan(workload: Workload, plan: Any, target: Target, timeout: float, tell: Progress) -> Plan | None:
     if plan is None:
         return None
-    if not isinstance(plan, Plan):
-        if isinstance(plan, bool) or not isinstance(plan, int | float | str):
-            raise ArgumentError(f"plan={plan!r}: expected a Plan, a budget such as '40GiB' or 0.8, or None")
-        return make_plan(workload, _budget(plan, target), target, timeout=timeout, progress=tell)
-    check_plan(plan, workload, target)
-    return plan
-
-
-def _budget(plan: int | float | str, target: Target) -> int:
+    if isinstance(plan, Plan):
+        check_plan(plan, workload, target)
+        return plan
+    if isinstance(plan, bool) or not isinstance(plan, int | float | str):
+        raise ArgumentError(f"plan={plan!r}: expected a Plan, a budget such as '40GiB' or 0.8, or None")
     try:
-        return budget_bytes(plan, target, "plan")
+        budget = budget_bytes(plan, target, "plan")
     except PlanningError as error:
         if not isinstance(plan, str):
             raise
         raise PlanningError(f"{error}. A saved plan is loaded by remat_jax.Plan.load(path, workload)") from None
+    return make_plan(workload, budget, target, timeout=timeout, progress=tell)
 
 
 def check_plan(plan: Plan, workload: Workload, target: Target) -> None:
-    """Check that a plan is for this target and model.
-
-    Raises:
-      PlanningError: naming the difference.
-    """
+    """Raise PlanningError, with the difference, unless a plan is for this target and model."""
     if plan.target != target.name:
         raise PlanningError(
             f"the plan is for target={plan.target!r}, but the report is for {target.name!r}: plan again, or give "
             f"target={plan.target!r}"
         )
     plan.model.check_workload(workload, f"the plan for {plan.workload!r}")
-
-
-def _silent(what: str, done: int, of: int) -> None:
-    """Report no progress."""

@@ -1,111 +1,165 @@
-"""Plain data for the HTML page of a plan and its picture."""
+"""The HTML page of a plan, with a slider along the frontier of memory against time, and the picture of that frontier."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from remat_jax.planning.explain import next_gib, ranked, said_time, signed, summary
 from remat_jax.planning.plan_data import PlanData
 from remat_jax.planning.point import Part, Point
-from remat_jax.report.frontier import frontier_figure
-from remat_jax.report.plan_page import plan_page
-from remat_jax.report.svg import Picture
+from remat_jax.report.document import document, escaped
+from remat_jax.report.frontier import FrontierPoint, frontier_figure
+from remat_jax.report.html_parts import Cell, Column, html_picture, html_table, stacked_bars
+from remat_jax.report.svg import WIDTH, Picture
 from remat_jax.report.tables import format_bytes
+
+_COLUMNS = (Column("device", "bytes"), Column("host", "bytes"), Column("step", "seconds"), Column("known"), Column("budget"))
+_RESIDUAL_COLUMNS = (Column("residual", "name"), Column("action"), Column("of one layer", "bytes"), Column("recomputing it"))
+_EXCESS = {"within": "", "over": "; over the budget", "over on the host": "; over the budget of host memory"}
+_OFFLOADED = "in host memory"
+_HINT = (
+    "Left is less memory, down is faster. Filled points were compiled, hollow ones are predicted; points with a name are named "
+    "policies. Move along the line with the slider or the arrow keys."
+)
 
 
 def page(plan: PlanData) -> str:
     """The page as text."""
-    return plan_page(page_data(plan))
+    return document(f"{plan.workload} on {plan.target}, within {format_bytes(plan.budget)}", body(plan))
 
 
-def page_data(plan: PlanData) -> dict[str, Any]:
-    """The page's content as plain data."""
+def body(plan: PlanData, level: int = 2) -> str:
+    """The page below its title; `level` is the level of the headings. The script shows one `data-point` at a time."""
     points = with_plan(plan)
-    named = [one for one in plan.named if _place(one) is not None and not one.remark]
-    return {
-        "title": f"{plan.workload} on {plan.target}, within {format_bytes(plan.budget)}",
-        "summary": [summary(plan), next_gib(plan), *plan.notes],
-        "budget": plan.budget,
-        "host_budget": plan.host_budget,
-        "base_seconds": plan.base_seconds,
-        "chosen": next(index for index, one in enumerate(points) if one is points[-1] or _is_plan(plan, one)),
-        "points": [_point(plan, one) | _figures(plan, one) | _parts(plan, one) for one in points],
-        "named": [_point(plan, one) | {"name": one.name} for one in named],
-    }
+    chosen = next(index for index, point in enumerate(points) if point is points[-1] or _is_plan(plan, point))
+    label = "device memory against the estimated time of a step; the same figures are in the tables below"
+    sentences = "".join(f"<p>{escaped(sentence)}</p>" for sentence in (summary(plan), next_gib(plan), *plan.notes))
+    figures, layers = "", ""
+    for index, point in enumerate(points):
+        text = ("The plan: " if index == chosen else "") + _described(plan, point) + _EXCESS[_budget(plan, point)]
+        shown = f'data-point="{index}"' + " hidden" * (index != chosen)
+        figures += f'<dl class="figures" {shown} data-says="{escaped(text)}">{_figures(plan, point)}</dl>'
+        layers += f"<div {shown}>{_layers(plan, point.parts)}</div>"
+    return f"""{sentences}
+<h{level}>Memory against time</h{level}>
+<p class="hint">{_HINT}</p>
+<div id="frontier">{html_picture(lambda width: picture(plan, title="", width=width), label)}</div>
+<div class="slide">
+<label for="at">Way to run the step</label>
+<input id="at" type="range" min="0" max="{len(points) - 1}" step="1" value="{chosen}">
+<button id="back" type="button">the plan</button>
+</div>
+<p class="now" role="status" aria-live="polite"><output id="says" for="at"></output></p>
+{figures}
+<noscript><p>The slider needs JavaScript.</p></noscript>
+<details><summary>The line as a table</summary>{_frontier_table(plan, points, chosen)}</details>
+<h{level}>What each layer does</h{level}>
+<div id="parts">{layers}</div>
+<h{level}>The named policies</h{level}>
+{_named_table(plan)}
+"""
 
 
-def picture(plan: PlanData) -> Picture:
+def picture(plan: PlanData, title: str | None = None, width: float = WIDTH) -> Picture:
     """Memory against time: the frontier, the named policies, the plan."""
-    named = [(one.name, place) for one in plan.named if not one.remark and (place := _place(one)) is not None]
-    line = [place for one in with_plan(plan) if (place := _place(one)) is not None]
-    title = f"{plan.workload} on {plan.target}: one training step"
-    return frontier_figure(line, named, (plan.device_bytes, plan.seconds, True), plan.budget, title)
-
-
-def _place(point: Point) -> tuple[int, float, bool] | None:
-    if point.device_bytes is None or point.seconds is None:
-        return None
-    return point.device_bytes, point.seconds, point.compiled
+    title = f"{plan.workload} on {plan.target}: one training step" if title is None else title
+    frontier, named = ([_place(plan, point) for point in points] for points in (with_plan(plan), _named(plan)))
+    chosen = FrontierPoint(plan.device_bytes, plan.seconds, True, "")
+    return frontier_figure(frontier, named, chosen, plan.budget, title, width)
 
 
 def with_plan(plan: PlanData) -> tuple[Point, ...]:
     """The frontier including the plan, the smallest first."""
-    line = tuple(one for one in plan.frontier if _place(one) is not None)
-    if any(_is_plan(plan, one) for one in line):
-        return line
+    frontier = tuple(filter(_has_place, plan.frontier))
+    if any(_is_plan(plan, point) for point in frontier):
+        return frontier
     own = Point("", plan.device_bytes, plan.host_bytes, plan.seconds, True, plan.parts, timed=plan.timed)
-    return tuple(sorted((*line, own), key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)))
+    return tuple(sorted((*frontier, own), key=lambda point: (point.device_bytes or 0, point.seconds or 0.0)))
+
+
+def _named(plan: PlanData) -> list[Point]:
+    return [point for point in plan.named if _has_place(point) and not point.remark]
+
+
+def _has_place(point: Point) -> bool:
+    return point.device_bytes is not None and point.seconds is not None
 
 
 def _is_plan(plan: PlanData, point: Point) -> bool:
     return point.compiled and (point.device_bytes, point.seconds) == (plan.device_bytes, plan.seconds)
 
 
-def _point(plan: PlanData, point: Point) -> dict[str, Any]:
-    return {
-        "device": point.device_bytes,
-        "host": point.host_bytes,
-        "seconds": point.seconds,
-        "compiled": point.compiled,
-        "says": f"{format_bytes(point.device_bytes)} ({'compiled' if point.compiled else 'predicted'}), "
-        f"{said_time(plan, point.seconds)} a step ({_known(point)})"
-        + (f", {format_bytes(point.host_bytes)} in host memory" if point.host_bytes else ""),
-    }
+def _place(plan: PlanData, point: Point) -> FrontierPoint:
+    tooltip = (f"{point.name}: " if point.name else "") + _described(plan, point)
+    return FrontierPoint(point.device_bytes or 0, point.seconds or 0.0, point.compiled, tooltip, point.name)
 
 
-def _known(point: Point) -> str:
-    """The origin of a point's time, as text."""
+def _described(plan: PlanData, point: Point) -> str:
+    on_host = f", {format_bytes(point.host_bytes)} in host memory" if point.host_bytes else ""
+    device = f"{format_bytes(point.device_bytes)} ({'compiled' if point.compiled else 'predicted'})"
+    return f"{device}, {said_time(plan, point.seconds)} a step ({_timing(point)}){on_host}"
+
+
+def _timing(point: Point) -> str:
+    """The origin of a point's time."""
     return "compiled schedule" if point.timed else "traced program"
 
 
-def _figures(plan: PlanData, point: Point) -> dict[str, Any]:
+def _budget(plan: PlanData, point: Point) -> str:
+    if (point.device_bytes or 0) > plan.budget:
+        return "over"
+    return "within" if plan.host_budget is None or point.host_bytes <= plan.host_budget else "over on the host"
+
+
+def _figures(plan: PlanData, point: Point) -> str:
     left = plan.budget - (point.device_bytes or 0)
     extra = (point.seconds or 0.0) - plan.base_seconds
     share = f" ({100 * extra / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
-    return {
-        "figures": [
-            ["device memory", format_bytes(point.device_bytes)],
-            ["host memory", format_bytes(point.host_bytes)],
-            ["estimated step", f"{said_time(plan, point.seconds)}, {_known(point)}"],
-            ["over keeping everything", signed(plan, extra) + share],
-            ["left of the budget" if left >= 0 else "over the budget", format_bytes(abs(left))],
-        ]
+    figures = {
+        "device memory": format_bytes(point.device_bytes),
+        "host memory": format_bytes(point.host_bytes),
+        "estimated step": f"{said_time(plan, point.seconds)}, {_timing(point)}",
+        "over keeping everything": signed(plan, extra) + share,
+        "left of the budget" if left >= 0 else "over the budget": format_bytes(abs(left)),
     }
+    return "".join(f"<div><dt>{name}</dt><dd>{escaped(text)}</dd></div>" for name, text in figures.items())
 
 
-def _parts(plan: PlanData, point: Point) -> dict[str, Any]:
-    return {"parts": [_part(plan, part) for part in point.parts]}
-
-
-def _part(plan: PlanData, part: Part) -> dict[str, Any]:
-    sizes = {"save": part.saved_bytes, "offload": part.offloaded_bytes, "recompute": part.recomputed_bytes}
-    return {
-        "where": part.where,
-        "policy": part.policy,
-        "costs": said_time(plan, part.layers * (part.recompute_seconds + part.copy_seconds)),
-        "bytes": sizes,
-        "texts": {action: format_bytes(size) for action, size in sizes.items()},
-        "rows": [
-            [row.residual, row.action, format_bytes(row.bytes), said_time(plan, row.seconds)] for row in ranked(part.rows)
-        ],
+def _layers(plan: PlanData, parts: Sequence[Part]) -> str:
+    bars = {
+        part.where: {
+            ("saved", "in device memory"): part.saved_bytes,
+            ("offloaded", _OFFLOADED): part.offloaded_bytes,
+            ("recomputed", "in the backward pass"): part.recomputed_bytes,
+        }
+        for part in parts
     }
+    tables = "".join(_residuals(plan, part) for part in parts)
+    return stacked_bars(bars, "residuals of the layers", hatched={_OFFLOADED: _OFFLOADED}) + tables
+
+
+def _residuals(plan: PlanData, part: Part) -> str:
+    saved, offloaded, recomputed = map(format_bytes, (part.saved_bytes, part.offloaded_bytes, part.recomputed_bytes))
+    sizes = f"{saved} saved, {offloaded} offloaded, {recomputed} recomputed"
+    costs = said_time(plan, part.layers * (part.recompute_seconds + part.copy_seconds))
+    rows: list[list[Cell]] = [[row.residual, row.action, row.bytes, said_time(plan, row.seconds)] for row in ranked(part.rows)]
+    return (
+        f"<details><summary><b>{escaped(part.where)}</b> <small>{sizes}; takes {costs} more</small></summary>"
+        f'<p class="hint">{escaped(part.policy)}</p>'
+        f"{html_table(_RESIDUAL_COLUMNS, rows, label=f'residuals of {part.where}', sortable=False)}</details>"
+    )
+
+
+def _frontier_table(plan: PlanData, points: Sequence[Point], chosen: int) -> str:
+    rows = [_row(plan, point, ", the plan" * (index == chosen)) for index, point in enumerate(points)]
+    return html_table(_COLUMNS, rows, label="the frontier")
+
+
+def _named_table(plan: PlanData) -> str:
+    rows = [[point.name, *_row(plan, point)] for point in _named(plan)]
+    return html_table([Column("policy", "name"), *_COLUMNS], rows, label="the named policies")
+
+
+def _row(plan: PlanData, point: Point, note: str = "") -> list[Cell]:
+    known = ("compiled" if point.compiled else "predicted") + note
+    return [point.device_bytes, point.host_bytes, point.seconds, known, _budget(plan, point)]

@@ -1,33 +1,43 @@
-"""Horizontal bars, stacked from parts: panels side by side that share the names of their rows."""
+"""Horizontal bars, stacked from parts: panels that share the names of their rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from remat_jax.report.document import escaped
 from remat_jax.report.svg import GREY, INK, WIDTH, AxisScale, Key, Picture, legend_height, text_width
 
-_ROW, _THICKNESS = 36.0, 26.0
+_ROW, _THICKNESS, _NAME = 36.0, 26.0, 16.0
 _TOP, _BELOW = 40.0, 56.0
+_LEAST_WIDTH = 600.0
+"""The least width of a picture with its panels side by side and the names at the left; else both are above the bars."""
 
 
 @dataclass(frozen=True)
 class BarSegment:
-    """A part of a bar: its length in the panel's unit, its colour, whether it is hatched, and its tooltip."""
+    """A part of a bar: its length in the panel's unit, its colour and tooltip, and perhaps stripes and a letter."""
 
     length: float
     colour: str
     hatched: bool = False
-    says: str = ""
+    tooltip: str = ""
+    letter: str = ""
 
 
 @dataclass(frozen=True)
 class PanelBar:
-    """A bar from its parts, and the text at its end; `missing` writes the text in grey italics."""
+    """A bar from its parts, and the text at its end; `missing` writes the text in grey italics.
+
+    `label` is for screen readers; by default it is the parts' tooltips.
+    """
 
     parts: Sequence[BarSegment]
     text: str = ""
     missing: bool = False
+    label: str = ""
 
     @property
     def length(self) -> float:
@@ -53,48 +63,60 @@ class BarPanel:
     mark: float | None = None
 
 
-def bars_picture(names: Sequence[str], panels: Sequence[BarPanel], keys: Sequence[Key] = (), title: str = "") -> Picture:
-    """The panels side by side, with the names of the rows at the left and the legend below.
+def bars_picture(
+    names: Sequence[str], panels: Sequence[BarPanel], keys: Sequence[Key] = (), title: str = "", width: float = WIDTH
+) -> Picture:
+    """The panels, with the names of their rows, and the legend below.
 
     A name whose row has no bar in any panel is a heading.
 
-    >>> picture = bars_picture(["off"], [BarPanel("Bytes", "MiB", [[PanelBar([BarSegment(3.0, INK, says="3 MiB")], "3.0")]])])
+    >>> bar = PanelBar([BarSegment(3.0, INK, tooltip="3 MiB")], "3.0")
+    >>> picture = bars_picture(["off"], [BarPanel("Bytes", "MiB", rows=[[bar]])])
     >>> [text in picture.svg() for text in (">off<", ">Bytes<", ">3.0<", "<title>3 MiB</title>")]
     [True, True, True, True]
     """
-    left = 24 + max(map(text_width, names))
+    is_narrow = width < _LEAST_WIDTH
+    columns, row_height, left = len(panels), _ROW, 24 + max(map(text_width, names))
+    if is_narrow:
+        columns, row_height, left = 1, _ROW + _NAME, 12.0
     top = _TOP + 28 * bool(title)
-    bottom = top + _ROW * len(names)
-    picture = Picture(bottom + _BELOW + legend_height(keys, WIDTH - 40))
-    if title:
-        picture.text((12, 24), title, size=14)
-    for row, name in enumerate(names):
-        is_heading = not any(panel.rows[row] for panel in panels)
-        look = 'font-weight="bold"' if is_heading else ""
-        picture.text((left - 10, top + _ROW * (row + 0.5) + 4.5), name, anchor="end", look=look)
-    width = (WIDTH - left - 24 * len(panels)) / len(panels)
+    panel_width = (width - left - 24 * columns) / columns
+    panel_height = _TOP + row_height * len(names) + _BELOW
+    bottom = top - _TOP + panel_height * math.ceil(len(panels) / columns)
+    picture = Picture(bottom + legend_height(keys, width - 40), width)
+    picture.text((12, 24), title, size=14)
     for at, panel in enumerate(panels):
-        start = left + (width + 24) * at
+        start = left + (panel_width + 24) * (at % columns)
         end = panel.end or 1.22 * max((bar.length for bars in panel.rows for bar in bars), default=0.0) or 1.0
-        scale = AxisScale(0, max(end, 1.1 * (panel.mark or 0)), start, start + width)
-        _panel(picture, panel, scale, top, bottom)
-    picture.legend(keys, 20, bottom + _BELOW - 6, WIDTH - 40)
+        scale = AxisScale(0, max(end, 1.1 * (panel.mark or 0)), start, start + panel_width)
+        panel_top = top + panel_height * (at // columns)
+        picture.text((start, panel_top - 12), panel.title, size=14, look='font-weight="bold"')
+        picture.x_axis(scale, panel_top, panel_top + row_height * len(names), panel.label)
+        for row, name in enumerate(names):
+            look = 'font-weight="bold"' * (not any(panel.rows[row] for panel in panels))
+            row_bottom = panel_top + row_height * (row + 1)
+            if is_narrow:
+                picture.text((start, row_bottom - _ROW), name, look=look)
+            elif not at:
+                picture.text((start - 10, row_bottom - _ROW / 2 + 4.5), name, anchor="end", look=look)
+            _draw_row(picture, panel.rows[row], scale, row_bottom - (_ROW + _THICKNESS) / 2)
+        if panel.mark is not None:
+            dashed = [(scale(panel.mark), panel_top), (scale(panel.mark), panel_top + row_height * len(names))]
+            picture.line(dashed, INK, 1.2, dashed=True)
+    picture.legend(keys, 20, bottom - 6, width - 40)
     return picture
 
 
-def _panel(picture: Picture, panel: BarPanel, scale: AxisScale, top: float, bottom: float) -> None:
-    picture.text((scale.start, top - 12), panel.title, size=14, look='font-weight="bold"')
-    picture.x_axis(scale, top, bottom, panel.label)
-    for row, bars in enumerate(panel.rows):
-        thickness = _THICKNESS / max(1, len(bars))
-        for at, bar in enumerate(bars):
-            y = top + _ROW * row + (_ROW - _THICKNESS) / 2 + thickness * at
-            length = 0.0
+def _draw_row(picture: Picture, bars: Sequence[PanelBar], scale: AxisScale, top: float) -> None:
+    thickness = _THICKNESS / max(1, len(bars))
+    for at, bar in enumerate(bars):
+        y, length = top + thickness * at, 0.0
+        label = bar.label or "; ".join(part.tooltip for part in bar.parts) or bar.text
+        with picture.group(f'role="img" aria-label="{escaped(label)}"'):
             for part in bar.parts:
                 x = scale(length)
                 length += part.length
-                picture.bar(x, y, scale(length) - x, thickness * 0.94, part.colour, hatched=part.hatched, says=part.says)
-            colour, look = (GREY, 'font-style="italic"') if bar.missing else (INK, "")
-            picture.text((scale(length) + 6, y + thickness / 2 + 4), bar.text, size=11, colour=colour, look=look)
-    if panel.mark is not None:
-        picture.line([(scale(panel.mark), top), (scale(panel.mark), bottom)], INK, 1.2, dashed=True)
+                look: dict[str, Any] = {"letter": part.letter, "hatched": part.hatched, "tooltip": part.tooltip}
+                picture.bar(x, y, scale(length) - x, thickness * 0.94, part.colour, **look)
+        colour, style = (GREY, 'font-style="italic"') if bar.missing else (INK, "")
+        picture.text((scale(length) + 6, y + thickness / 2 + 4), bar.text, size=11, colour=colour, look=style)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from remat_jax.report.document import escaped
 from remat_jax.report.labels import Box, boxes_along, place_labels
 from remat_jax.report.svg import GREY, VERMILLION, WIDTH, AxisScale, Key, Picture, Place, legend_height, text_width
 
@@ -23,6 +24,7 @@ class Series:
         points: points (x, y) to mark. May be empty.
         hollow: for each marked point, whether its mark is hollow; empty for none.
         names: for each marked point, the text beside it; empty for none.
+        tooltips: for each marked point; empty for its name and values.
         shape, size: of the marks.
         dashed, faint: the look of the line.
         rings: points to ring.
@@ -34,6 +36,7 @@ class Series:
     points: Sequence[Place] = ()
     hollow: Sequence[bool] = ()
     names: Sequence[str] = ()
+    tooltips: Sequence[str] = ()
     shape: str = "circle"
     size: float = 5.0
     dashed: bool = False
@@ -73,8 +76,8 @@ class Panel:
     keys: Sequence[Key] = ()
 
 
-def chart(panels: Sequence[Panel], height: float = 460.0, note: str = "") -> Picture:
-    """The panels side by side, each with its legend below, and a note at the foot.
+def chart(panels: Sequence[Panel], height: float = 460.0, note: str = "", width: float = WIDTH) -> Picture:
+    """The panels side by side, each with its legend below, and a note at the foot. Each series' marks are one group.
 
     Raises:
         ValueError: there is no panel, or a panel has no point to draw.
@@ -88,13 +91,14 @@ def chart(panels: Sequence[Panel], height: float = 460.0, note: str = "") -> Pic
     for position, panel in enumerate(panels):
         if not _places(panel):
             raise ValueError(f"panels[{position}] has no point to draw: give its series some")
-    width = WIDTH / len(panels)
+    panel_width = width / len(panels)
     legends = [[series.key for series in panel.series if series.label] + list(panel.keys) for panel in panels]
-    below = max(legend_height(keys, width - 90) for keys in legends)
-    picture = Picture(height + below + 24 * bool(note))
+    below = max(legend_height(keys, panel_width - 90) for keys in legends)
+    picture = Picture(height + below + 24 * bool(note), width)
     for at, (panel, keys) in enumerate(zip(panels, legends, strict=True)):
-        _draw(picture, panel, (width * at + 78, 40, width * (at + 1) - 16, height - 62))
-        picture.legend(keys, width * at + 78, height - 8, width - 90)
+        left = panel_width * at
+        _draw(picture, panel, (left + 78, 40, left + panel_width - 16, height - 62))
+        picture.legend(keys, left + 78, height - 8, panel_width - 90)
     if note:
         picture.text((12, height + below + 12), note, size=12, colour=GREY)
     return picture
@@ -126,13 +130,13 @@ def _draw(picture: Picture, panel: Panel, area: Box) -> None:
         if series.line:
             picture.line(at(series.line), series.colour, 1.8, dashed=series.dashed, opacity=0.35 if series.faint else 1.0)
     for series in panel.series:
-        for index, place in enumerate(at(series.points)):
-            says = f"{series.names[index]}: " if series.names else ""
-            says += f"{series.points[index][0]:.4g}, {series.points[index][1]:.4g}"
-            is_hollow = bool(series.hollow) and series.hollow[index]
-            picture.mark(series.shape, place, series.colour, series.size, hollow=is_hollow, says=says)
-        for place in at(series.rings):
-            picture.mark(series.shape, place, series.colour, 11, fill="none")
+        with picture.group(f'data-series="{escaped(series.label)}"'):
+            for index, place in enumerate(at(series.points)):
+                is_hollow = bool(series.hollow) and series.hollow[index]
+                tooltip = series.tooltips[index] if series.tooltips else _values(series, index)
+                picture.mark(series.shape, place, series.colour, series.size, hollow=is_hollow, tooltip=tooltip)
+            for place in at(series.rings):
+                picture.mark(series.shape, place, series.colour, 11, fill="none")
     taken = [box for series in panel.series for box in boxes_along(at(series.line))]
     taken += [(px - 5, py - 5, px + 5, py + 5) for series in panel.series for px, py in at(series.points) if not series.names]
     named = [
@@ -142,6 +146,11 @@ def _draw(picture: Picture, panel: Panel, area: Box) -> None:
         if name
     ]
     _name(picture, named, area, taken)
+
+
+def _values(series: Series, index: int) -> str:
+    name = f"{series.names[index]}: " if series.names else ""
+    return name + ", ".join(f"{value:.4g}" for value in series.points[index])
 
 
 def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, taken: Sequence[Box]) -> None:
@@ -161,5 +170,6 @@ def _spread(values: Sequence[float], binary: bool, share: float) -> tuple[float,
         low, high = _spread([math.log2(value) for value in values], False, share)
         return 2.0**low, 2.0**high
     low, high = min(values), max(values)
-    margin = share * (high - low or abs(high) or 1.0)
+    # Large values that differ in their last digit alone are drawn as equal ones.
+    margin = share * (high - low if high - low > 1e-9 * abs(high) else abs(high) or 1.0)
     return low - margin, high + margin

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import html
-import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from remat_jax.reading import visible
 
@@ -26,35 +24,23 @@ _THEME = (
 )
 
 
-def document(
-    title: str,
-    body: str,
-    *,
-    styles: Sequence[str] = (),
-    scripts: Sequence[str] = (),
-    data: Mapping[str, Any] | None = None,
-) -> str:
-    """A page as text. `styles` and `scripts` name further files of this package; the scripts read `data`.
+def document(title: str, body: str) -> str:
+    """A page as text, with the style and the script that every page has.
 
-    >>> text = document("a < b", "<p>c</p>", data={"d": "</script>"})
+    >>> text = document("a < b", "<p>c</p>")
     >>> "<title>a &lt; b</title>" in text, text.count("</script>"), "http" in text
-    (True, 2, False)
+    (True, 1, False)
     """
-    style = "".join(asset(name) for name in ("page.css", *styles))
-    # Each script in a function of its own, so that their names do not clash.
-    script = "".join(f"(() => {{\n{asset(name)}}})();\n" for name in ("theme.js", *scripts))
-    # Escape "<", which could end the script element.
-    json_text = "" if data is None else json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    data_element = f'<script type="application/json" id="data">{json_text}</script>' if json_text else ""
+    style, script = map(_asset, ("page.css", "page.js"))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escaped(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f"<body><main><header><h1>{escaped(title)}</h1>{_THEME}</header>{body}</main>{data_element}<script>{script}</script></body></html>\n"
+        f"<body><main><header><h1>{escaped(title)}</h1>{_THEME}</header>{body}</main>"
+        f"<script>(() => {{\n{script}}})();\n</script></body></html>\n"
     )
 
 
-def asset(name: str) -> str:
-    """The text of a file of this package."""
+def _asset(name: str) -> str:
     return resources.files("remat_jax.report").joinpath(name).read_text(encoding="utf-8")
 
 

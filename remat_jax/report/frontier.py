@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from remat_jax.report.chart import Panel, Series, chart
-from remat_jax.report.svg import BLUE, GREY, INK, VERMILLION, Key, Picture
-from remat_jax.report.tables import byte_unit, scaled_bytes
+from remat_jax.report.svg import BLUE, GREY, INK, VERMILLION, WIDTH, Key, Picture
+from remat_jax.report.tables import byte_unit, scaled_bytes, time_unit
 
-Place = tuple[int, float, bool]
-"""Device bytes, seconds, whether compiled."""
-
+FRONTIER, THE_PLAN = "frontier", "the plan"
+"""The series of the points that a page's slider moves along, and of the ring around one of them."""
 _FAR = 1.25
-_TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+
+
+class FrontierPoint(NamedTuple):
+    """The device memory and time of a step, whether it was compiled, its tooltip, and the name of a named policy."""
+
+    device_bytes: int
+    seconds: float
+    compiled: bool
+    tooltip: str
+    name: str = ""
 
 
 def frontier_figure(
-    frontier: Sequence[Place], named: Sequence[tuple[str, Place]], chosen: Place, budget: int, title: str
+    frontier: Sequence[FrontierPoint],
+    named: Sequence[FrontierPoint],
+    chosen: FrontierPoint,
+    budget: int,
+    title: str = "",
+    width: float = WIDTH,
 ) -> Picture:
     """Device memory against the estimated time of a step.
 
     Args:
       frontier: the points to join, the smallest first. Points that were not compiled are hollow.
-      named: names and places of other policies.
+      named: the named policies.
       chosen: the plan, ringed.
       budget: drawn as a dashed line; points to its right do not fit.
       title: the title above the picture.
@@ -30,36 +44,41 @@ def frontier_figure(
     Raises:
       ValueError: the frontier is empty.
 
-    >>> picture = frontier_figure([(2**30, 1.0, True)], [("full", (2**30, 1.2, True))], (2**30, 1.0, True), 2**31, "t")
-    >>> [text in picture.svg() for text in (">device memory, GiB<", ">budget<", ">full<")]
-    [True, True, True]
+    >>> chosen, full = FrontierPoint(2**30, 1.0, True, "1 GiB"), FrontierPoint(2**30, 1.2, True, "", "full")
+    >>> picture = frontier_figure([chosen], [full], chosen, budget=2**31)
+    >>> [text in picture.svg() for text in (">device memory, GiB<", ">budget<", ">full<", "<title>1 GiB</title>")]
+    [True, True, True, True]
     """
     if not frontier:
         raise ValueError("frontier is empty: expected at least one point")
-    places = [*frontier, chosen, *(place for _, place in named)]
-    unit = byte_unit(max(budget, *(size for size, _, _ in places)))
-    word, second = next((time_unit for time_unit in _TIMES if max(time for _, time, _ in places) >= time_unit[1]), _TIMES[-1])
-
+    points = [*frontier, chosen, *named]
+    unit = byte_unit(max(budget, *(point.device_bytes for point in points)))
+    word, second = time_unit(max(point.seconds for point in points))
     # A point that is far slower would squeeze the rest together: draw it at the upper edge, with its time.
-    slowest = _FAR * max(time for _, time, _ in (*frontier, chosen))
+    slowest = _FAR * max(point.seconds for point in (*frontier, chosen))
 
-    def at(place: Place) -> tuple[float, float]:
-        return scaled_bytes(place[0], unit), min(place[1], slowest) / second
+    def at(point: FrontierPoint) -> tuple[float, float]:
+        return scaled_bytes(point.device_bytes, unit), min(point.seconds, slowest) / second
 
-    line = [at(place) for place in frontier]
-    series = [
-        Series("frontier", BLUE, line, line, hollow=[not place[2] for place in frontier]),
-        Series(
-            "a named policy",
-            INK,
-            points=[at(place) for _, place in named],
-            hollow=[not place[2] for _, place in named],
-            names=[name if place[1] <= slowest else f"{name} ↑ {place[1] / second:.3g} {word}" for name, place in named],
-        ),
-        Series("the plan", VERMILLION, rings=[at(chosen)]),
+    def label(point: FrontierPoint) -> str:
+        return point.name if point.seconds <= slowest else f"{point.name} ↑ {point.seconds / second:.3g} {word}"
+
+    def series(name: str, colour: str, points: Sequence[FrontierPoint], **look: Any) -> Series:
+        return Series(
+            name,
+            colour,
+            points=[at(point) for point in points],
+            hollow=[not point.compiled for point in points],
+            tooltips=[point.tooltip for point in points],
+            **look,
+        )
+
+    drawn = [
+        series(FRONTIER, BLUE, frontier, line=[at(point) for point in frontier]),
+        series("a named policy", INK, named, names=[label(point) for point in named]),
+        Series(THE_PLAN, VERMILLION, rings=[at(chosen)]),
     ]
-    hollow = Key("hollow: predicted, not compiled", GREY, "circle", hollow=True)
+    hollow = Key("hollow: predicted, not compiled", GREY, shape="circle", hollow=True)
     limit = ("budget", scaled_bytes(budget, unit))
-    return chart(
-        [Panel(title, f"device memory, {unit}", f"estimated step, {word}", series, limit=limit, keys=[hollow])], height=540
-    )
+    panel = Panel(title, f"device memory, {unit}", f"estimated step, {word}", drawn, limit=limit, keys=[hollow])
+    return chart([panel], height=540, width=width)

@@ -11,7 +11,7 @@ Box = tuple[float, float, float, float]
 
 _DISTANCES = (9, 12, 16, 22, 30, 40, 52, 66, 82, 100, 122, 148, 178)
 _DIRECTIONS = 24
-_CLEARANCE = 2.0
+_CLEARANCE, _RADIUS, _STEP = 2.0, 6.0, 6.0
 
 
 def place_labels(
@@ -19,41 +19,39 @@ def place_labels(
     sizes: Sequence[tuple[float, float]],
     area: Box,
     *,
-    radius: float = 6.0,
     taken: Sequence[Box] = (),
 ) -> list[Box]:
     """A box for every point's label, near its point, inside `area`, clear of the other labels, all points and `taken`.
 
-    `points` are positions, `sizes` widths and heights, in the unit of `area` and the points' `radius`. Boxes are tried in rings
-    around each point, the most crowded points first. Without a free place the label gets the box with the least overlap.
+    `points` are positions, `sizes` widths and heights, in pixels. Boxes are tried in rings around each point, the most crowded
+    points first. Without a free place the label gets the box with the least overlap.
 
     >>> place_labels([(50, 50)], [(20, 10)], (0, 0, 100, 100))
     [(59.0, 45.0, 79.0, 55.0)]
     """
-    obstacles = [(x - radius, y - radius, x + radius, y + radius) for x, y in points] + list(taken)
+    obstacles = [(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for x, y in points] + list(taken)
     placed: dict[int, Box] = {}
     for index in _crowded_first(points):
-        best, least = None, math.inf
+        best, least = (0.0, 0.0, 0.0, 0.0), math.inf
         for box in _candidates(points[index], sizes[index]):
             overlap = sum(_shared(box, other) for other in [*obstacles, *placed.values()]) + _outside(box, area)
             if overlap < least:
                 best, least = box, overlap
             if overlap == 0:
                 break
-        assert best is not None, "there are always candidates"
         placed[index] = best
     return [placed[index] for index in range(len(points))]
 
 
-def boxes_along(path: Sequence[Sequence[float]], step: float = 6.0) -> list[Box]:
-    """Small boxes along the line through `path`, at most `step` apart, as obstacles for labels.
+def boxes_along(path: Sequence[Sequence[float]]) -> list[Box]:
+    """Small boxes along the line through `path`, close to each other, as obstacles for labels.
 
     >>> boxes_along([(0, 0), (8, 0)])
     [(-1.0, -1.0, 1.0, 1.0), (3.0, -1.0, 5.0, 1.0), (7.0, -1.0, 9.0, 1.0)]
     """
     boxes: list[Box] = []
     for (x0, y0), (x1, y1) in itertools.pairwise(path):
-        parts = max(1, math.ceil(math.dist((x0, y0), (x1, y1)) / step))
+        parts = max(1, math.ceil(math.dist((x0, y0), (x1, y1)) / _STEP))
         for part in range(parts + 1):
             x, y = x0 + (x1 - x0) * part / parts, y0 + (y1 - y0) * part / parts
             boxes.append((x - 1, y - 1, x + 1, y + 1))

@@ -1,22 +1,25 @@
-"""Stacked bars: memory by module, one bar for each policy."""
+"""Stacked bars: memory by module, or other parts of it, one bar for each policy."""
 
 from __future__ import annotations
 
+import itertools
 import re
+import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from remat_jax.report.bars import BarPanel, BarSegment, PanelBar, bars_picture
-from remat_jax.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Key, Picture
+from remat_jax.report.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, WIDTH, Key, Picture
 from remat_jax.report.tables import byte_unit, format_bytes, scaled_bytes
 
 Memory = Mapping[tuple[str, str], int]
-"""(module path, phase) → bytes."""
+"""(module path, phase) → bytes, or (part, kind) → bytes."""
 
 _COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, "#F0E442")
 _ARGUMENTS = {"parameters": "#4d4d4d", "frozen parameters": "#6e6e6e", "optimizer state": "#909090", "batch": "#b5b5b5"}
-_OTHER, _NOWHERE = "other modules", "of no module"
-_LIGHT = {_OTHER: "#d0d0d0", _NOWHERE: "#e8e8e8"}
+_OTHER, _NOWHERE, ARGUMENTS = "other modules", "of no module", "arguments and results"
+_GREYS = {**_ARGUMENTS, ARGUMENTS: _ARGUMENTS["optimizer state"], _OTHER: "#d0d0d0", _NOWHERE: "#e8e8e8"}
 KEPT, WORKING = "kept", "working set"
 _PHASES = {"argument": KEPT, "forward": KEPT}
 _LONGEST_NAME = 34
@@ -25,10 +28,10 @@ MOST_MODULES = len(_COLOURS)
 
 
 def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int = MOST_MODULES) -> Picture:
-    """Device memory at the peak under each policy, by module.
+    """Device memory at the peak under each policy, by module, as `stacked_figure`.
 
-    The left panel has bytes, the right panel the shares of each bar, which make small bars readable. Plain parts are arguments
-    and saved arrays of the forward pass. Hatched parts are the working set: recomputed arrays and those of the backward pass.
+    Plain parts are arguments and saved arrays of the forward pass. Hatched parts are the working set: recomputed arrays and
+    those of the backward pass.
 
     Args:
       memory: policy → (module path, phase) → bytes, as in `MemoryReport.live_bytes_by_module`. Layers whose paths differ only
@@ -40,7 +43,7 @@ def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int 
       ValueError: there is no policy, a policy has no bytes, or `modules` is out of range.
 
     >>> picture = module_memory_figure({"off": {("ffn/up", "forward"): 2048, ("parameters", "argument"): 512}}, "a model")
-    >>> "<title>off: up, kept 2.0 KiB</title>" in picture.svg()
+    >>> "<title>off: A up, kept 2.0 KiB, 80.0 % (2,048 bytes)</title>" in picture.svg()
     True
     """
     if not 1 <= modules <= len(_COLOURS):
@@ -50,28 +53,63 @@ def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int 
         raise ValueError(
             f"memory: {f'no array is alive under {empty[0]!r}' if empty else 'no policy'}; measure for a GPU target"
         )
-    bars = grouped(memory, modules)
-    colours = _colours(bars)
-    unit = byte_unit(max(sum(bar.values()) for bar in bars.values()))
+    hatched = {WORKING: "recomputed or backward"}
+    return stacked_figure(grouped(memory, modules), "on the device at the peak", hatched=hatched, title=title)
 
-    def drawn(policy: str, length: Callable[[int, int], float], *, total: bool) -> PanelBar:
-        whole = sum(bars[policy].values())
-        parts = [
-            BarSegment(length(n, whole), colours[module], phase == WORKING, f"{policy}: {module}, {phase} {format_bytes(n)}")
-            for (module, phase), n in bars[policy].items()
-        ]
-        return PanelBar(parts, format_bytes(whole, unit) if total else "")
 
-    sizes = [[drawn(policy, lambda n, _: scaled_bytes(n, unit), total=True)] for policy in bars]
-    shares = [[drawn(policy, lambda n, whole: 100 * n / whole, total=False)] for policy in bars]
-    keys = [Key(_short(module), colour) for module, colour in colours.items()]
-    if any(phase == WORKING for bar in bars.values() for _, phase in bar):
-        keys.append(Key("hatched: recomputed or backward", "#777777", hatched=True))
-    panels = [
-        BarPanel("Bytes", f"on the device at the peak, {unit}", sizes),
-        BarPanel("Shares", "of each bar, %", shares, end=100.0),
-    ]
-    return bars_picture([_short(name) for name in bars], panels, keys, title)
+def stacked_figure(
+    bars: Mapping[str, Memory],
+    label: str,
+    *,
+    hatched: Mapping[str, str] = MappingProxyType({}),
+    limit: tuple[str, int] | None = None,
+    title: str = "",
+    width: float = WIDTH,
+) -> Picture:
+    """Bars of bytes by part and kind, each part with a colour and a letter.
+
+    The first panel has bytes, the second the shares of each bar, which make small bars readable. There is no second panel if
+    each bar has one part.
+
+    Args:
+      bars: name → (part, kind) → bytes.
+      label: the name of the bytes, at their axis.
+      hatched: the kinds that are drawn with stripes, and their names in the legend.
+      limit: a name and bytes, drawn as a dashed line unless it is far beyond the bars.
+    """
+    letters, spare = part_letters(bars), itertools.cycle(_COLOURS)
+    colours = {part: _GREYS.get(part) or next(spare) for part in letters}
+    totals = {name: sum(parts.values()) for name, parts in bars.items()}
+    largest = max(totals.values())
+    unit = byte_unit(largest)
+
+    def drawn(name: str, scale: float, text: str = "") -> list[PanelBar]:
+        segments, described = [], []
+        for (part, kind), size in bars[name].items():
+            described.append(f"{letters[part]} {part}, {kind} {format_bytes(size)}")
+            tooltip = f"{name}: {described[-1]}, {100 * size / (totals[name] or 1):.1f} % ({size:,} bytes)"
+            segments.append(BarSegment(size * scale, colours[part], kind in hatched, tooltip, letters[part]))
+        return [PanelBar(segments, text, label=f"{name}: {format_bytes(totals[name])}: {'; '.join(described)}")]
+
+    keys = [Key(_short(part), colour, letter=letters[part]) for part, colour in colours.items()]
+    kinds = {kind for parts in bars.values() for _, kind in parts}
+    keys += [Key(f"hatched: {text}", "#777777", hatched=True) for kind, text in hatched.items() if kind in kinds]
+    mark = None
+    if limit and limit[1] <= 1.5 * largest:
+        mark = scaled_bytes(limit[1], unit)
+        keys.append(Key(f"dashed line: {limit[0]}, {format_bytes(limit[1])}", INK, line=True, dashed=True))
+    sizes = [drawn(name, scaled_bytes(1, unit), format_bytes(total, unit)) for name, total in totals.items()]
+    panels = [BarPanel("Bytes", f"{label}, {unit}", sizes, mark=mark)]
+    if any(len(parts) > 1 for parts in bars.values()):
+        shares = [drawn(name, 100 / (total or 1)) for name, total in totals.items()]
+        panels.append(BarPanel("Shares", "of each bar, %", shares, end=100.0))
+    return bars_picture([_short(name) for name in bars], panels, keys, title, width)
+
+
+def part_letters(bars: Mapping[str, Memory]) -> dict[str, str]:
+    """A letter for each part of the bars, in order of appearance."""
+    parts = dict.fromkeys(part for bar in bars.values() for part, _ in bar)
+    return dict(zip(parts, itertools.cycle(string.ascii_uppercase), strict=False))
 
 
 def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[str, str], int]]:
@@ -83,27 +121,26 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
     """
     paths = dict.fromkeys(path for bar in memory.values() for path, phase in bar if _argument(path, phase) is None)
     names = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
-    bars: dict[str, dict[tuple[str, str], int]] = {}
+    bars: dict[str, Counter[tuple[str, str]]] = {}
     largest_share: dict[str, float] = {}
     for policy, bar in memory.items():
-        parts: dict[tuple[str, str], int] = {}
-        for (path, phase), n in bar.items():
-            part = _argument(path, phase) or names[path] or _NOWHERE, _PHASES.get(phase, WORKING)
-            parts[part] = parts.get(part, 0) + n
-        bars[policy] = parts
-        for module in {module for module, _ in parts}:
-            share = sum(n for part, n in parts.items() if part[0] == module) / (sum(parts.values()) or 1)
-            largest_share[module] = max(largest_share.get(module, 0.0), share)
+        parts, modules_of_bar = bars.setdefault(policy, Counter()), Counter[str]()
+        for (path, phase), size in bar.items():
+            module = _argument(path, phase) or names[path] or _NOWHERE
+            parts[module, _PHASES.get(phase, WORKING)] += size
+            modules_of_bar[module] += size
+        for module, size in modules_of_bar.items():
+            largest_share[module] = max(largest_share.get(module, 0.0), size / (parts.total() or 1))
     ranked = sorted(largest_share, key=lambda name: (-largest_share[name], name))
     coloured = [name for name in ranked if name not in (*_ARGUMENTS, _NOWHERE)]
     order = [*coloured[:modules], _OTHER, _NOWHERE, *_ARGUMENTS]
-    for policy, bar in bars.items():
-        merged: dict[tuple[str, str], int] = {}
-        for (module, phase), n in bar.items():
-            part = module if module in order else _OTHER, phase
-            merged[part] = merged.get(part, 0) + n
-        bars[policy] = dict(sorted(merged.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1])))
-    return bars
+    merged: dict[str, dict[tuple[str, str], int]] = {}
+    for policy, parts in bars.items():
+        sizes = Counter[tuple[str, str]]()
+        for (module, kind), size in parts.items():
+            sizes[module if module in order else _OTHER, kind] += size
+        merged[policy] = dict(sorted(sizes.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1])))
+    return merged
 
 
 def merged_layers(paths: Iterable[str]) -> list[str]:
@@ -121,17 +158,10 @@ def merged_layers(paths: Iterable[str]) -> list[str]:
             numbers.setdefault((*parts[:place], stem, rest), set()).add(number)
     merged = []
     for parts in split:
-        layer = next(
-            (
-                numbered
-                for numbered in _numbered(parts)
-                if len(numbers[(*parts[: numbered[0]], numbered[1][0], numbered[1][2])]) > 1
-            ),
-            None,
-        )
-        if layer is not None:
-            place, (stem, _, rest) = layer
-            parts = [*parts[:place], f"{stem}*{rest}", *parts[place + 1 :]]
+        for place, (stem, _, rest) in _numbered(parts):
+            if len(numbers[(*parts[:place], stem, rest)]) > 1:
+                parts[place] = f"{stem}*{rest}"
+                break
         merged.append("/".join(parts))
     return merged
 
@@ -163,15 +193,6 @@ def _argument(path: str, phase: str) -> str | None:
     if name in _ARGUMENTS:
         return name
     return "batch" if phase == "argument" else None
-
-
-def _colours(bars: Mapping[str, Mapping[tuple[str, str], int]]) -> dict[str, str]:
-    """Each module's colour, in the order of the bars' parts."""
-    present = {module for bar in bars.values() for module, _ in bar}
-    fixed = {**_LIGHT, **_ARGUMENTS}
-    modules = dict.fromkeys(module for bar in bars.values() for module, _ in bar if module not in fixed)
-    colours = dict(zip(modules, _COLOURS, strict=False))
-    return colours | {name: colour for name, colour in fixed.items() if name in present}
 
 
 def _short(name: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from remat_jax.report.document import escaped, write_whole
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 INK, GREY, EDGE, GRID, WHITE = "#222222", "#757575", "#bbbbbb", "#e6e6e6", "#ffffff"
 
-WIDTH = 1000.0
-"""The width of a picture in pixels."""
+WIDTH, NARROW = 1000.0, 350.0
+"""The width of a picture in pixels, and that of a picture for a small screen."""
 FORMATS = (".svg",)
 SHAPES = ("circle", "square", "diamond", "triangle")
 
@@ -23,10 +24,9 @@ _OUTLINES = {
     "diamond": ((0, -1.25), (1.25, 0), (0, 1.25), (-1.25, 0)),
     "triangle": ((0, -1.2), (1.1, 0.8), (-1.1, 0.8)),
 }
-_HATCH = (
-    '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    f'<line y2="7" stroke="{WHITE}" stroke-width="3.5"/></pattern></defs>'
-)
+_STRIPE, _STRIPES_APART = 2.5, 9.0
+_LETTERED = 15.0
+"""The least width of a bar with a letter inside."""
 _ROW = 22.0
 
 Place = tuple[float, float]
@@ -66,7 +66,7 @@ class AxisScale:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend: a bar (`shape` empty), a mark, a line, or a mark on a line."""
+    """An entry of a legend: a bar with a letter (`shape` empty), a mark, a line, or a mark on a line."""
 
     label: str
     colour: str
@@ -75,28 +75,40 @@ class Key:
     hatched: bool = False
     line: bool = False
     dashed: bool = False
+    letter: str = ""
 
 
 class Picture:
-    """A picture of WIDTH pixels; `parts` are its elements in the order of drawing.
+    """A picture; `parts` are its elements in the order of drawing. Sizes are in pixels.
 
     >>> picture = Picture(40)
-    >>> picture.bar(0, 0, 10, 20, BLUE, says="10 MiB")
+    >>> picture.bar(0, 0, 10, 20, BLUE, tooltip="10 MiB")
     >>> "<title>10 MiB</title>" in picture.svg()
     True
     """
 
-    def __init__(self, height: float) -> None:
-        self.height = height
+    def __init__(self, height: float, width: float = WIDTH) -> None:
+        self.height, self.width = height, width
         self.parts: list[str] = []
 
     def svg(self) -> str:
         """The file's text; equal pictures have equal texts."""
+        return self.html().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+
+    def html(self) -> str:
+        """The element of a page, which needs no namespace and so contains no address."""
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {self.height:g}" width="{WIDTH:g}" '
-            f'height="{self.height:g}" font-family="DejaVu Sans, Verdana, sans-serif" font-size="13">{_HATCH}\n'
+            f'<svg viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" height="{self.height:g}" '
+            f'font-family="DejaVu Sans, Verdana, sans-serif" font-size="13">\n'
             f'<rect width="100%" height="100%" fill="{WHITE}"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
         )
+
+    @contextlib.contextmanager
+    def group(self, attributes: str) -> Iterator[None]:
+        """Make one group of what is drawn in this context, with `attributes` in SVG's syntax."""
+        self.parts.append(f"<g {attributes}>")
+        yield
+        self.parts.append("</g>")
 
     def line(
         self, places: Iterable[Place], colour: str, width: float = 1.0, *, dashed: bool = False, opacity: float = 1.0
@@ -107,26 +119,51 @@ class Picture:
         self.parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"{look}/>')
 
     def bar(
-        self, x: float, y: float, width: float, height: float, colour: str, *, hatched: bool = False, says: str = ""
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        colour: str,
+        *,
+        letter: str = "",
+        hatched: bool = False,
+        tooltip: str = "",
     ) -> None:
-        """A filled rectangle; `says` is its tooltip."""
-        for fill in (colour, "url(#hatch)") if hatched else (colour,):
-            self.parts.append(
-                f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}" '
-                f'stroke="{WHITE}" stroke-width=".5">{_tooltip(says)}</rect>'
-            )
+        """A filled rectangle, with a letter in its middle if it is wide enough."""
+        self._rectangle(x, y, width, height, f'fill="{colour}" stroke="{WHITE}" stroke-width=".5"', _title(tooltip))
+        # The tooltip is the bar's, not that of its stripes and its letter.
+        through = 'pointer-events="none"'
+        if hatched:
+            stripes = f'stroke="{WHITE}" stroke-width="{_STRIPE:g}" {through}'
+            self.parts.append(f'<path class="hatch" d="{_stripes(x, y, width, height)}" {stripes}/>')
+        if letter and width >= _LETTERED:
+            middle, centre = x + width / 2, y + height / 2
+            self._rectangle(middle - 6, centre - 6, 12, 12, f'rx="3" fill="{WHITE}" {through}')
+            self.text((middle, centre + 3.6), letter, size=10, anchor="middle", look=f'font-weight="bold" {through}')
+
+    def _rectangle(self, x: float, y: float, width: float, height: float, look: str, inside: str = "") -> None:
+        self.parts.append(f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" {look}>{inside}</rect>')
 
     def mark(
-        self, shape: str, place: Place, colour: str, size: float = 5.0, *, hollow: bool = False, says: str = "", fill: str = ""
+        self,
+        shape: str,
+        place: Place,
+        colour: str,
+        size: float = 5.0,
+        *,
+        hollow: bool = False,
+        fill: str = "",
+        tooltip: str = "",
     ) -> None:
         """A mark of `SHAPES` at `place`; a hollow mark is white inside unless `fill` says otherwise."""
         x, y = place
         look = f'fill="{fill or (WHITE if hollow else colour)}" stroke="{colour}" stroke-width="1.8"'
         if shape == "circle":
-            self.parts.append(f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{size:g}" {look}>{_tooltip(says)}</circle>')
+            self.parts.append(f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{size:g}" {look}>{_title(tooltip)}</circle>')
             return
         corners = " ".join(f"{x + size * across:.2f},{y + size * down:.2f}" for across, down in _OUTLINES[shape])
-        self.parts.append(f'<polygon points="{corners}" {look}>{_tooltip(says)}</polygon>')
+        self.parts.append(f'<polygon points="{corners}" {look}>{_title(tooltip)}</polygon>')
 
     def text(
         self, place: Place, text: str, *, size: float = 13, colour: str = INK, anchor: str = "start", look: str = ""
@@ -164,7 +201,7 @@ class Picture:
             if key.shape:
                 self.mark(key.shape, (x + 13, y), key.colour, hollow=key.hollow)
             if not key.line and not key.shape:
-                self.bar(x, y - 6, 26, 12, key.colour, hatched=key.hatched)
+                self.bar(x, y - 6, 26, 12, key.colour, letter=key.letter, hatched=key.hatched)
             self.text((x + 34, y + 4), key.label, size=12)
 
     def save(self, path: str | Path) -> str:
@@ -212,5 +249,17 @@ def _flow(keys: Sequence[Key], width: float) -> list[Place]:
     return places
 
 
-def _tooltip(says: str) -> str:
-    return f"<title>{escaped(says)}</title>" if says else ""
+def _stripes(x: float, y: float, width: float, height: float) -> str:
+    """The path of diagonal stripes inside a rectangle. A pattern would not be drawn where its first use is hidden."""
+    inset = _STRIPE / 2
+    x, y, width, height = x + inset, y + inset, max(0.0, width - _STRIPE), max(0.0, height - _STRIPE)
+    path = ""
+    for stripe in range(1, math.ceil((width + height) / _STRIPES_APART)):
+        along = stripe * _STRIPES_APART
+        path += f"M{x + max(0.0, along - height):.1f} {y + min(along, height):.1f}"
+        path += f"L{x + min(along, width):.1f} {y + max(0.0, along - width):.1f}"
+    return path
+
+
+def _title(tooltip: str) -> str:
+    return f"<title>{escaped(tooltip)}</title>" if tooltip else ""

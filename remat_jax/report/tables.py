@@ -18,6 +18,7 @@ from remat_jax.reading import visible
 
 MISSING = "n/a"
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 # A number and its unit: "12", "-3.5 MiB", "1.34×", "1.2e-16"; but not a name such as "8xh100".
 _NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|inf|nan)([×%]| ?[A-Za-z/]+)?")
@@ -33,9 +34,8 @@ def table(
 ) -> Table:
     """A Rich table with right-aligned columns of numbers and left-aligned columns of text.
 
-    `rows` has one sequence per row with one value per column. `formats` maps a column to the function that formats its
-    values (`format_bytes`, `format_ratio`, `format_error`); a value of `None` is written `n/a` in every column. Text
-    is literal: square brackets, as in `blocks[0]`, are not Rich's markup.
+    `formats` maps a column to the function that formats its values; `None` is written `n/a` in every column. Text is literal:
+    square brackets, as in `blocks[0]`, are not Rich's markup.
 
     Raises `ValueError` if a row's length differs from that of `columns`, and for a format of an unknown column.
 
@@ -52,22 +52,21 @@ def table(
             raise ValueError(
                 f"rows[{position}] has {len(row)} values, expected {len(columns)}, one for each of {list(columns)}"
             )
-    written = [[_written(value, formats.get(name)) for name, value in zip(columns, row, strict=True)] for row in rows]
     result = Table(title=Text(title) if title else None, caption=Text(caption) if caption else None)
+    written = [[_written(value, formats.get(name, str)) for name, value in zip(columns, row, strict=True)] for row in rows]
     for position, name in enumerate(columns):
         numeric = _is_numeric([row[position] for row in written])
         # A wrapped number can be misread, so only text wraps.
         result.add_column(Text(name), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for cells in written:
-        result.add_row(*(Text(cell) for cell in cells))
+        result.add_row(*map(Text, cells))
     return result
 
 
 def format_bytes(n: SupportsIndex | None, unit: str | None = None) -> str:
-    """A number of bytes with one decimal in binary units: 1 KiB = 1024 B, 1 MiB = 1024 KiB, and so on.
+    """A number of bytes with one decimal in `unit`, by default the smallest binary unit that keeps it below 1024.
 
-    `n` is an integer, negative for a difference, or `None`, written `n/a`. The default unit is the smallest one that keeps
-    the number below 1024; a common `unit` makes the numbers of a column comparable.
+    `n` may be negative, as a difference, or `None`, written `n/a`.
 
     Raises `TypeError` for a number that is not an integer and `ValueError` for an unknown unit.
 
@@ -82,10 +81,8 @@ def format_bytes(n: SupportsIndex | None, unit: str | None = None) -> str:
         count = operator.index(n)
     except TypeError:
         raise TypeError(f"n={n!r} is not a number of bytes: expected an integer or None") from None
-    unit = byte_unit(count) if unit is None else unit
-    if unit == "B":
-        return f"{count} B"
-    return f"{scaled_bytes(count, unit):.1f} {unit}"
+    unit = unit or byte_unit(count)
+    return f"{count} B" if unit == "B" else f"{scaled_bytes(count, unit):.1f} {unit}"
 
 
 def byte_unit(n: int) -> str:
@@ -94,11 +91,8 @@ def byte_unit(n: int) -> str:
     >>> byte_unit(1023), byte_unit(1024), byte_unit(1024**2 - 1)
     ('B', 'KiB', 'MiB')
     """
-    for unit in BYTE_UNITS[:-1]:
-        # Without rounding first, 1024**2 - 1 bytes would be written "1024.0 KiB".
-        if round(abs(scaled_bytes(n, unit)), 1) < 1024:
-            return unit
-    return BYTE_UNITS[-1]
+    # Without rounding first, 1024**2 - 1 bytes would be written "1024.0 KiB".
+    return next((unit for unit in BYTE_UNITS if round(abs(scaled_bytes(n, unit)), 1) < 1024), BYTE_UNITS[-1])
 
 
 def scaled_bytes(n: int, unit: str) -> float:
@@ -111,9 +105,7 @@ def scaled_bytes(n: int, unit: str) -> float:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """A ratio to about three significant digits, with a multiplication sign.
-
-    `None` (a missing measurement) is written `n/a`, NaN (a failed one) `nan`.
+    """A ratio to about three significant digits, with a multiplication sign; `None` is written `n/a`, NaN `nan`.
 
     >>> [format_ratio(r) for r in (1.0, 1.337, 12.34, 123.4, 0.00213, None)]
     ['1.00×', '1.34×', '12.3×', '123×', '0.0021×', 'n/a']
@@ -130,9 +122,7 @@ def format_ratio(ratio: float | None) -> str:
 
 
 def format_error(error: float | None) -> str:
-    """An error, a nonnegative norm, to two significant digits.
-
-    Exactly zero is written `0`, so that bit equality shows; `None` is written `n/a`, NaN `nan`.
+    """An error to two significant digits; exactly zero is written `0`, `None` `n/a`, NaN `nan`.
 
     Raises `ValueError` for a negative error.
 
@@ -156,10 +146,13 @@ def format_seconds(seconds: float | None) -> str:
     """
     if seconds is None:
         return MISSING
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
-        if abs(seconds) >= size:
-            return f"{float(f'{seconds / size:.2g}'):.4g} {unit}"
-    return "0 s"
+    unit, size = time_unit(seconds)
+    return f"{float(f'{seconds / size:.2g}'):.4g} {unit}" if abs(seconds) >= size else "0 s"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The largest unit that is not longer than a time, and its seconds."""
+    return next((unit for unit in TIME_UNITS if abs(seconds) >= unit[1]), TIME_UNITS[-1])
 
 
 ASSUMED_RANGE = (0.85, 1.35)
@@ -194,14 +187,11 @@ def format_flops(n: int, *, sign: bool = False) -> str:
         if abs(scaled) < 1000:
             break
         scaled, unit = scaled / 1000, larger
-    text = f"{scaled:+.3g}" if sign else f"{scaled:.3g}"
-    return f"{text} {unit}FLOP"
+    return f"{scaled:{'+' if sign else ''}.3g} {unit}FLOP"
 
 
-def _written(value: object, write: Callable[[Any], str] | None) -> str:
-    if value is None:
-        return MISSING
-    return str(value) if write is None else write(value)
+def _written(value: object, write: Callable[[Any], str]) -> str:
+    return MISSING if value is None else write(value)
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:

@@ -1,3 +1,7 @@
+const applyTheme = () => { document.documentElement.dataset.theme = document.querySelector("[name=theme]:checked").value; };
+document.querySelectorAll("[name=theme]").forEach(choice => choice.addEventListener("change", applyTheme));
+applyTheme();
+
 function sort(table, heads, column, descending) {
   const body = table.tBodies[0], rows = [...body.rows];
   const value = row => row.cells[column].dataset.value;
@@ -26,4 +30,28 @@ if (filter) {
   };
   filter.addEventListener("input", choose);
   failed.addEventListener("change", choose);
+}
+
+// The slider of a plan's page: the figures, the layers and the ring in the picture are those of one point of the frontier.
+const slider = document.querySelector("#at");
+if (slider) {
+  const points = document.querySelectorAll("[data-point]");
+  const pictures = [...document.querySelectorAll("#frontier svg")].map(svg => ({
+    marks: [...svg.querySelectorAll("[data-series='frontier'] circle")],
+    ring: svg.querySelector("[data-series='the plan'] circle"),
+  }));
+  const go = index => {
+    slider.value = index;
+    points.forEach(point => { point.hidden = point.dataset.point !== slider.value; });
+    const { says } = document.querySelector(`[data-point="${slider.value}"][data-says]`).dataset;
+    slider.setAttribute("aria-valuetext", says);
+    document.querySelector("#says").textContent = says;
+    for (const { marks, ring } of pictures) {
+      for (const place of ["cx", "cy"]) ring.setAttribute(place, marks[slider.value].getAttribute(place));
+    }
+  };
+  slider.addEventListener("input", () => go(slider.value));
+  document.querySelector("#back").addEventListener("click", () => go(slider.defaultValue));
+  pictures.forEach(({ marks }) => marks.forEach((mark, index) => mark.addEventListener("click", () => go(index))));
+  go(slider.defaultValue);
 }
