@@ -194,7 +194,7 @@ def _residual_policy(case: Case, seed: int) -> str | None:
 
 
 def _keeps(block: PlannedBlock, selector: str) -> bool:
-    kept = replace(block, policy=rj.Policy((PolicyRule(Action.SAVE, (selector,)),))).kept
+    kept = replace(block, policy=rj.Policy((PolicyRule(Action.SAVE, (selector,)),))).kept()
     chosen = [one for one in block.candidates if matches(selector, one)]
     return kept is None or any(one.is_input or one.name in kept for one in chosen)
 
