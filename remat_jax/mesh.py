@@ -32,7 +32,10 @@ def as_mesh(mesh: Any) -> AbstractMesh:
     if isinstance(mesh, str):
         mesh = _written(mesh)
     if isinstance(mesh, Mapping):
-        sized = [isinstance(name, str) and type(size) is int and size > 0 for name, size in mesh.items()]
+        sized = [
+            isinstance(name, str) and isinstance(size, int) and not isinstance(size, bool) and size > 0
+            for name, size in mesh.items()
+        ]
         if not sized or not all(sized):
             raise ArgumentError(f"mesh={mesh!r}: expected sizes by axis name, such as {{'data': 8, 'fsdp': 8}}")
         # The default axis type depends on JAX's version.

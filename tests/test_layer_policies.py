@@ -192,7 +192,7 @@ def test_what_are_no_policies_is_refused() -> None:
         rj.LayerPolicies((8, "full"))  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="a run of True layers"):
         rj.LayerPolicies(((True, FULL),))
-    with pytest.raises(PolicyError, match="reads like the start of a run"):
+    with pytest.raises(PolicyError, match="which starts a run"):
         rj.LayerPolicies(((1, rj.Policy.parse("save: a|2 x b")),))
     with pytest.raises(PolicyError, match="policy=None"):
         rj.LayerPolicies.of([None])  # type: ignore[list-item]

@@ -63,7 +63,7 @@ def _by_layer(
     NNX objects among the arguments are split into arrays, and the function's writes to them are written back.
     """
 
-    def marked(_: None, *args: Any, **kwargs: Any) -> Any:
+    def marked(_: None, /, *args: Any, **kwargs: Any) -> Any:
         return with_blocks(policies, fn, args, kwargs)
 
     name = "a function under policies by layer"

@@ -1,4 +1,4 @@
-"""Running one block under a policy. Every way of applying a policy calls the heart (`core.block`) from here."""
+"""Running one block under a policy. Every way of applying a policy reaches `core.block` through this module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - a model's own checkpoints give way
+from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - replaces the model's own checkpoints
 from remat_jax.apply.audit import Audit
 from remat_jax.core import PlannedBlock, StackRow, plan_block
 from remat_jax.core.marks import Mark, Marked, bind_mark
@@ -19,7 +19,7 @@ from remat_jax.core.walk import of_arrays
 from remat_jax.policy import JaxPolicy, Policy, is_off
 
 BlockPolicy = Policy | JaxPolicy | Marked
-"""The policy of a block. Under a `Marked` the block becomes a mark that waits for its policy."""
+"""The policy of a block. Under a `Marked`, one equation takes the block's place; `apply.per_layer` replaces it later."""
 
 
 def run_block(
@@ -41,7 +41,8 @@ def run_block(
     Args:
       path: the block's module path, with which the names of its residuals begin.
       audit: records what the policy's selectors matched.
-      has_parameters: False while a model is initialised: without parameters the backward pass reads fewer residuals.
+      has_parameters: False while a model is initialised. The audit then does not judge selectors, because without parameters
+        the backward pass reads fewer residuals.
     """
     if is_off(policy):
         return function(parameters, *args, **kwargs)
@@ -68,7 +69,7 @@ def run_jaxpr(
     """The closed `jaxpr` on `values` as one checkpointed block. `inputs` says which values `@inputs` selects.
 
     Args:
-      looped: whether the block is in a loop that each pass has for itself; None to ask JAX.
+      looped: whether forward and backward pass run in separate loops around the block; None to ask JAX.
     """
     if is_off(policy):
         return list(compat.jaxpr_function(jaxpr)(*values))
@@ -82,7 +83,8 @@ def run_jaxpr(
 def traced(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
-    """`function(*args, **kwargs)` as a closed jaxpr, the arrays in its arguments, and the call's outputs from the jaxpr's.
+    """`function(*args, **kwargs)` as a closed jaxpr, the arrays in its arguments, and a function from the jaxpr's outputs to
+    the call's.
 
     Everything else in the arguments (Python scalars, strings, None, functions) reaches the function unchanged, and outputs that
     are no arrays are returned unchanged.
@@ -114,15 +116,15 @@ def bind_block(
 ) -> list[Any]:
     """Evaluate a planned block on `values`: under `jax.checkpoint`, and tied if it offloads outside every loop.
 
-    `prevent_cse` is needed where XLA could merge the recomputation with the forward pass. It cannot do so if the two passes are
-    in different loops. Both are in one body if the gradient is taken inside the loop, as over micro-batches, or if the loop
-    runs once and XLA removes it. Inside any loop a tied block does not compile for a GPU (INTERNAL: shape mismatch after layout
+    `prevent_cse` is needed where XLA could merge the recomputation with the forward pass. XLA cannot merge passes in different
+    loops. They are in one loop body if the gradient is taken inside the loop, as over micro-batches, or if the loop runs once
+    and XLA removes it. Inside any loop a tied block does not compile for a GPU (INTERNAL: shape mismatch after layout
     assignment).
 
     Args:
       looped: whether the block is in a loop; None to ask JAX.
       apart: whether each pass has its own loop around the block; None to ask JAX, which does not notice that a loop runs once.
-      rows: the values that are rows of a scanned stack, all with the same row index: index among `values` → row.
+      rows: index of a value → the row of a scanned stack that the value is; all rows have the same row index.
     """
     apart = compat.in_loop(around_gradient=False) if apart is None else apart
     looped = compat.in_loop() if looped is None else looped

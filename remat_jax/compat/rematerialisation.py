@@ -27,7 +27,7 @@ def checkpoint_parts(eqn: Any) -> tuple[Any, dict[str, Any]]:
     """The body of a checkpoint region as a closed jaxpr, and its other parameters."""
     params = eqn.params
     if hidden_body(eqn) is not None:
-        # The new rematerialisation has no such parameter, but the name stack of its recomputation says so.
+        # A `jax_remat3` region has no parameter `differentiated`; the name stack of its recomputation shows it.
         differentiated = "rematted_computation" in str(eqn.source_info.name_stack)
         params = {**params["_prim"].params, "differentiated": differentiated}
     return closed(params["jaxpr"]), {key: value for key, value in params.items() if key != "jaxpr"}
@@ -43,7 +43,7 @@ def given_name(eqn: Any) -> str | None:
 
 
 def names_in(policy: Any) -> frozenset[str]:
-    """The names that one of JAX's policies of names was made with: what it holds in sets, lists and tuples of texts.
+    """The names in a JAX policy of names: the texts in the sets, lists and tuples that it holds.
 
     >>> sorted(names_in(jax.checkpoint_policies.save_only_these_names("scores", "hidden")))
     ['hidden', 'scores']
@@ -63,7 +63,7 @@ def names_in(policy: Any) -> frozenset[str]:
 
 
 def kept_names_in(policy: Any) -> frozenset[str]:
-    """The names that a JAX policy keeps if it keeps nothing else; empty for every other policy.
+    """The names that a JAX policy keeps, if it keeps only named arrays; else empty.
 
     >>> names = jax.checkpoint_policies
     >>> kept_names_in(names.save_only_these_names("hidden")), kept_names_in(names.save_any_names_but_these("hidden"))
@@ -86,7 +86,7 @@ def kind(eqn: Any) -> str:
 
 
 def hidden_body(eqn: Any) -> Any | None:
-    """The jaxpr of a `jax_remat3` region, else None. It is no parameter of the equation; `bind` takes a new body as `_prim`."""
+    """The jaxpr of a `jax_remat3` region, else None. The body is inside `_prim`; to change it, bind a new `_prim`."""
     return eqn.params["_prim"].params["jaxpr"] if _hi_primitive(eqn) == "RematTraced" else None
 
 
@@ -107,7 +107,7 @@ def classic_rematerialisation() -> contextlib.AbstractContextManager[None]:
 
 
 def named(value: Any, name: str) -> Any:
-    """`value` under the established `name`."""
+    """`value`, named by `checkpoint_name` of the established rematerialisation."""
     with classic_rematerialisation():
         return _ad_checkpoint.checkpoint_name(value, name)
 
@@ -163,8 +163,9 @@ def binding_ours() -> contextlib.AbstractContextManager[None]:
 def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
     """From now on, evaluate a checkpoint region as its plain body, a closed jaxpr, if `gives_way(body)`.
 
-    JAX binds every region (`jax.checkpoint`, `nn.remat` under a scan, `nnx.remat`) here, after it traced the region's function,
-    and has no hook. Regions that are differentiated already are not affected, nor are the regions of `remat_jax`.
+    JAX calls `bind` for every region (`jax.checkpoint`, `nn.remat` under a scan, `nnx.remat`) after tracing it. JAX has no
+    hook, so this function replaces `bind`. Regions that are differentiated already are not affected, nor are those of
+    `remat_jax`.
     """
     bind = _ad_checkpoint.remat_p.bind
 

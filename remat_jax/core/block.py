@@ -1,4 +1,4 @@
-"""A block under its policy. Every checkpoint of this package is made here.
+"""A block under its policy. Every checkpoint of this package is requested here and bound in `compat.rematerialisation`.
 
 For a block f with inputs x:
 
@@ -47,8 +47,8 @@ class PlannedBlock:
     """A block f, the names of its residuals, and its policy.
 
     Attributes:
-      jaxpr: f as a closed jaxpr, without our names.
-      names: f with every array named, and its linearisations.
+      jaxpr: f as traced.
+      names: f with a name on every array, and its named linearisations.
       policy: a policy (not `off`), or a policy object of JAX's own.
     """
 
@@ -89,7 +89,7 @@ class PlannedBlock:
     def moves_bytes(self) -> bool:
         """Whether the forward pass moves a residual to the host when the block is differentiated along every input.
 
-        The backward pass may not read an array that the policy offloads: the output of a dot whose tanh is saved.
+        An offloaded array that the backward pass never reads does not move, such as the output of a dot whose tanh is saved.
         """
         try:
             jaxpr = self._forward(range(len(self.jaxpr.in_avals)))
@@ -99,7 +99,7 @@ class PlannedBlock:
         return any(not hasattr(atom, "val") and is_on_host(atom) for atom in residuals)
 
     def kept(self, inputs: Sequence[int] | None = None) -> frozenset[str] | None:
-        """The names of the residuals that pass from forward to backward, if the block is differentiated along `inputs`, or all.
+        """The names of the residuals kept between the passes, if the block is differentiated along `inputs` (None: along all).
 
         None where they cannot be known: for a policy object of JAX's, and for a block without a reverse mode.
         """
@@ -130,11 +130,13 @@ class PlannedBlock:
     ) -> Function:
         """The block under its policy, as a function of the jaxpr's inputs: a `custom_jvp` whose rule is the checkpoint.
 
+        Under a policy object of JAX's own it is a plain `jax.checkpoint`.
+
         Args:
           rows: the inputs that are rows of stacks. The function takes the stacks and one index after its other arguments, and
             reads each row from its stack in both passes (`core.stack_rows`).
-          once: whether differentiating its gradient in reverse mode is an error (`core.once`).
-          staying: gives, when the block is differentiated, the inputs that stay on the device whatever the policy says.
+          once: if true, a reverse-mode derivative of the block's gradient raises an error (`core.once`).
+          staying: called when the block is differentiated; gives the inputs that stay on the device whatever the policy says.
         """
         if not isinstance(self.policy, Policy):
             assert not rows, "JAX's own policies could keep what is read"
@@ -194,7 +196,10 @@ _differentiated: ContextVar[Differentiated | None] = ContextVar("differentiated"
 
 @contextlib.contextmanager
 def noting_differentiated() -> Iterator[Differentiated]:
-    """Collects the blocks differentiated inside this context, each with its live inputs. JAX's cached traces are not seen."""
+    """Collects the blocks differentiated inside this context, each with its live inputs.
+
+    Blocks inside traces that JAX has cached are not collected.
+    """
     blocks: Differentiated = []
     with compat.setting(_differentiated, blocks):
         yield blocks
@@ -232,7 +237,7 @@ def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]
         if action is Action.OFFLOAD and shape != () and 0 not in shape:
             offloaded.add(name)
         elif action is not Action.RECOMPUTE and not candidate.is_input:
-            # JAX keeps a checkpoint's inputs in any case. A scalar is not worth a copy to the host.
+            # JAX keeps a checkpoint's inputs in any case. A scalar or empty array that a policy offloads is saved.
             saved.add(name)
     return frozenset(saved), frozenset(offloaded)
 
@@ -282,8 +287,8 @@ def _linearisation(
 ) -> tuple[Any, Linearise]:
     """A cache key for a linearisation of a block, and the function that traces it.
 
-    The linearisation maps `(*primals, *directions)` to the outputs, followed by the tangents of the smooth outputs. If the
-    block's `names` are given, an array has the same name along some inputs as along all inputs.
+    The linearisation maps `(*primals, *directions)` to the outputs, followed by the tangents of the smooth outputs. With the
+    block's `names`, an array has the name that it has in the linearisation along all inputs.
     """
     types = [compat.type_of(value) for value in (*primals, *directions)]
     key = tuple(live), tuple((aval, aval.weak_type) for aval in types), compat.block_settings()
@@ -324,7 +329,7 @@ def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names:
 
 
 def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int]) -> Any:
-    """The linear function of `function` at `primals`, along the inputs at `places`, to its smooth outputs."""
+    """The linear map from tangents of the inputs at `places` to tangents of `function`'s smooth outputs, at `primals`."""
 
     def of_places(*changed: Any) -> list[Any]:
         return [out for out in of_some(function, primals, places)(*changed) if is_smooth(out)]

@@ -17,13 +17,13 @@ from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
 
 MATMUL_SHARE, MEMORY_SHARE, LINK_SHARE, HIDDEN_SHARE = 0.8, 0.9, 0.8, 0.9
-"""The assumed shares of nominal rates that programs reach, and of compute that copies can overlap, without a measurement.
+"""Assumed without a measurement: the shares of nominal rates that programs reach, and of compute that copies overlap.
 
 Large products, PCIe copies and collectives commonly reach four fifths of a data sheet's figure, streaming reads nine tenths.
 """
 LAUNCH_SECONDS, COPY_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 5e-6, 4e-6, 10e-6
 """The assumed latencies of a kernel launch, a copy to or from the host, and messages within and between hosts."""
-# The dtype whose units a dtype without its own figure can run on; followed repeatedly.
+# For a dtype without a rate, the dtype on whose units it can run; followed until a dtype has a rate.
 _FALLBACK = {
     **dict.fromkeys(("tensorfloat32", "complex64", "float64", "int32", "uint32", "int64", "uint64"), "float32"),
     **dict.fromkeys(("int16", "uint16", "bool"), "float32"),
@@ -142,7 +142,7 @@ class Rates:
             raise TargetError(f"Rates: hidden_share={self.hidden_share!r}; expected a share from 0 to 1.")
         for name in ("launch_seconds", "copy_seconds"):
             if not is_figure(getattr(self, name)) or not 0 <= getattr(self, name) < 1:
-                raise TargetError(f"Rates: {name}={getattr(self, name)!r}; expected seconds, 0 or some millionths.")
+                raise TargetError(f"Rates: {name}={getattr(self, name)!r}; expected seconds, at least 0 and less than 1.")
         curves = {dtype: dict(sorted(curve.items())) for dtype, curve in self.products.items()}
         for name, values in (("flops", self.flops), ("products", curves), ("source", self.source)):
             object.__setattr__(self, name, MappingProxyType(dict(values)))
@@ -180,7 +180,7 @@ class Rates:
         tried = [dtype]
         while tried[-1] not in self.flops:
             following = "bfloat16" if tried[-1].startswith("float8") else _FALLBACK.get(tried[-1], "")
-            # Two narrow types fall back on each other; float32 is the last resort.
+            # bfloat16 and float16 fall back on each other, then on float32.
             untried = [each for each in (following, "float32") if each not in tried]
             if not following or not untried:
                 raise TargetError(
@@ -191,7 +191,7 @@ class Rates:
         return tried[-1]
 
     def seconds(self, flops: Mapping[str, float], size: float) -> float:
-        """The time of operations by dtype and of `size` bytes of memory traffic beside them: the longer of the two."""
+        """The longer of two times: of the operations, by dtype, and of `size` bytes of memory traffic."""
         compute = sum(count / self.flops_per_s(dtype) for dtype, count in flops.items() if count)
         return max(compute, size / self.hbm_bytes_per_s)
 
@@ -234,7 +234,7 @@ def _between(curve: Mapping[int, float], size: float) -> float:
 
 
 def _figures(target: Target) -> dict[str, Any]:
-    """The arguments of `Rates` for a target with figures."""
+    """The arguments of `Rates` for a target, except a CPU without measurements."""
     source: dict[str, str] = {}
 
     def reached(name: str, otherwise: float | None, origin: str = "") -> float | None:

@@ -240,7 +240,8 @@ def undonated_arguments(workload: Workload) -> tuple[int, ...]:
     if workload.has_loss:
         # A step with an optimizer returns its first two arguments, updated. Without one the result is a gradient, which has
         # the parameters' shapes but does not replace them.
-        return () if workload.optimizer is None or step.donate_argnums else (0, 1)
+        updated = () if workload.optimizer is None or step.donate_argnums else (0, 1)
+        return tuple(place for place in updated if jax.tree.leaves(step.arguments[place]))
     results = jax.eval_shape(step.function, *step.arguments)
     returned = {_signature(result) for result in (results if isinstance(results, tuple | list) else (results,))}
     return tuple(

@@ -49,7 +49,7 @@ class Divergences:
         alone: every module that is wrong by itself, if `single_step` was set.
         matched: PyTorch path → Flax path of the compared modules.
         unmatched_torch, unmatched_flax: paths of the modules without a counterpart.
-        stale: Flax modules whose recomputation gave a different output from equal inputs; innermost first.
+        stale: Flax modules that a checkpoint recomputed from equal inputs to another output; innermost first.
         hidden: Flax modules that ran where capture is impossible.
 
     >>> found = Divergences(None, None, (), {"": ""}, (), ())
@@ -89,8 +89,9 @@ def first_divergences(
 ) -> Divergences:
     """Run both models forward and backward in float64; name the first module that differs in each pass.
 
-    The innermost module whose inputs agree and whose outputs differ is named: an attention with correct projections and wrong
-    products is named itself. The backward pass names only a module that the forward pass does not explain. With
+    The innermost module whose inputs agree and whose outputs differ is named: if its projections agree and
+    its score product differs, an attention is named, not a projection. For the backward pass a module is named only if its
+    forward pass agrees. With
     `single_step`, every Flax module gets the inputs and cotangents of its original, so no error propagates, and `alone` lists
     all modules that are wrong by themselves.
 
@@ -102,9 +103,9 @@ def first_divergences(
         loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first; by default the
             sum of all outputs, weighted by fixed random numbers.
         mapping: PyTorch module path → Flax module path, as a dict or the path of a JSON file, for modules that names, order and
-            sizes do not match; None means that a module has no counterpart.
-        rules: the weight map (`remat_jax.porting`), by which gradients are compared even where the modules are divided
-            differently, such as projections that are a single tensor in PyTorch. Without `rules` names decide.
+            sizes do not match; a value None says that a module has no counterpart.
+        rules: the weight map (`remat_jax.porting`), which also compares gradients of one PyTorch tensor that is several
+            Flax projections. Without it gradients are compared by names.
         torch_call, flax_call, transform: `call` of `capture_torch`, and `call` and `transform` of `capture_flax`.
 
     Raises:
@@ -221,7 +222,7 @@ def _unmatched(trace: Trace, matched: Iterable[str]) -> tuple[str, ...]:
 def _each_alone(
     step: TracedPass, owners: Owners, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[TensorPair]
 ) -> tuple[Divergence, ...]:
-    """Every module that is wrong by itself, in the order of execution; listed once, for its forward pass before backward.
+    """Every module that is wrong by itself, in the order of execution; once, for its forward pass if that is wrong.
 
     Each module gets its original's inputs and cotangents, so that no error propagates.
     """

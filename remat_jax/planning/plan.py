@@ -33,7 +33,7 @@ class Plan(PlanData):
       policies: block → a policy, or a policy for each of its layers; `off` if the step fits without any checkpoint.
       device_bytes, host_bytes: the memory of one training step as compiled.
       predicted_bytes: the device bytes predicted before compilation.
-      recompute_flops: the recomputed FLOPs of a step, counted in its jaxpr, for all devices of a mesh together.
+      recompute_flops: the recomputed FLOPs of the blocks (of the jaxpr, if layers are in groups), for all devices of a mesh.
       seconds: the estimated time of a step; `base_seconds` is the time of a step that keeps everything.
       timed: whether `seconds` come from the compiled schedule, as on a GPU target; else they are the traced estimate.
       assumed_rates: the rates behind the times that were not measured on such a device, by their names in `Rates`.

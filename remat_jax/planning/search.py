@@ -1,7 +1,8 @@
 """The search: solve, compile, refit, until a plan fits and no better plan is left, within a limit of compilations.
 
 The search sees only the choices of a candidate's blocks and its estimated seconds; `run` takes the function that compiles. The
-first two compilations are the fastest named policy that is predicted to fit, and a plan. After that the answer only improves.
+first compilation is `off` if it may fit, with a plan beside it unless `off` fits by a tenth. Else the first two are the fastest
+named policy that is predicted to fit, and a plan. After that the answer only improves.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MOST_RUNS = 3
 PREDICTION_SLACK = 1.1
 """The largest prediction, relative to the budget, at which a step is still compiled."""
 _MUCH_LEFT = 0.01
-"""The share of the budget from which unused memory counts as much."""
+"""Much memory is left if more than this share of the budget is unused."""
 _FAR_OFF = 0.02
 """The prediction error, as a share of the budget, above which a second, safer plan is compiled beside each plan."""
 _AFTER_FAILURE = 0.05
@@ -48,7 +49,7 @@ class Search:
       fit: the compiled steps; empty at first.
       proposals: makes the candidates.
       most_compiled: the most compilations, without `MORE_COMPILED`, `UNMOVED_COMPILED`, and named policies that may be faster.
-      scanned: whether different policies in a kind cut a scan, whose memory cost cannot be predicted.
+      scanned: whether layers are in a scan, which different policies cut. The memory cost of a cut is not predicted.
     """
 
     def __init__(self, fit: Fit, proposals: Proposals, *, most_compiled: int = MOST_COMPILED, scanned: bool = False) -> None:
@@ -96,7 +97,7 @@ class Search:
         return min(count + 1, self._most + MORE_COMPILED) if self._is_open(best) else self._most
 
     def _is_open(self, best: Tried) -> bool:
-        """Whether it is not yet shown that no further residual fits, or that the offload is necessary.
+        """Whether it is still to be shown that the best step needs its offload, or that no further residual fits.
 
         For a step without choices, the question is open if much memory is left.
         """
@@ -141,7 +142,7 @@ class Search:
         fits = [one for one in named if self.fit.expected(one, stack) <= self.fit.budget]
         found = (named if best is not None else fits or named)[:1]
         count = len(self.fit.tried)
-        # Compilations beyond this limit are reserved for one residual more, if the best step has choices.
+        # If the best step has choices, compilations beyond this limit are reserved for one residual more (`_one_more`).
         kept = best is not None and best.candidate.done is not None
         much = best is not None and self._much_is_left(best) and self._most <= count < self._most + MORE_COMPILED - 1
         return found + (self._own(stack, best) if not kept or count < self._most or much else [])
@@ -155,7 +156,7 @@ class Search:
         return [*found, *self.proposals.unknown(best)] if not found or len(self.fit.tried) < self._most - 1 else found
 
     def _first(self, stack: Stack) -> list[StepCandidate]:
-        """`off` if it may fit; else a plan, and the fastest named policy that is predicted to fit, or the leanest."""
+        """`off` if it may fit, with a plan unless it surely fits; else a plan and the fastest named policy predicted to fit."""
         off = self._named("off")
         needs = predicted(stack, off[0].loads) if off else math.inf
         if needs <= PREDICTION_SLACK**2 * self.fit.budget:
@@ -166,7 +167,7 @@ class Search:
         return [*named, *self._own(stack, None)] or [self.proposals.least(stack)]
 
     def _with_leanest(self, stack: Stack, found: list[StepCandidate]) -> list[StepCandidate]:
-        """While nothing fits, add the leanest candidate: last, or first if no further compilation is allowed."""
+        """Add the leanest candidates while nothing fits: after `found`, or first if at most two compilations are left."""
         asked = (self.proposals.least(stack), *self._named("full"), self.proposals.least(self.fit.guess))
         lean = [one for one in asked if self.fit.known(one) is None]
         return [*lean, *found] if len(self.fit.tried) >= self._most - SIDE_BY_SIDE else [*found, *lean]
@@ -208,12 +209,12 @@ class Search:
 
     @property
     def _share(self) -> float:
-        """The share of the remaining room to use: halved each time a step needed more memory than predicted."""
+        """The share of the remaining room to use: halved for each step after the first that exceeded its prediction."""
         over = sum(one.compiled.device_bytes > max(self.fit.budget, 1.02 * one.predicted_bytes) for one in self.fit.tried)
         return 0.5 ** max(0, over - 1)
 
     def _within(self, share: float) -> float:
-        """The memory at `share` of the way from the step that fits to the budget."""
+        """The memory at `share` of the way from the best step (the smallest, if none fits) to the budget."""
         low = min(
             self.fit.best.compiled.device_bytes if self.fit.best else self.fit.smallest.compiled.device_bytes, self.fit.budget
         )
@@ -244,12 +245,12 @@ class Search:
         return None
 
     def _one_more(self, best: Tried) -> list[StepCandidate]:
-        """The best with every further residual saved that is predicted to fit, or with only one, from `least_more`."""
+        """The best step with every residual saved that is predicted to fit, or with only one, from `least_more`."""
         if best.candidate.done is None:
             return []
         last = len(self.fit.tried) >= (self._most + MORE_COMPILED if self._much_is_left(best) else self._most) - 1
-        # Near a compiled step with the same runs, predictions are almost exact. If that step needed less than predicted, its
-        # variant may need less by as much again: allow for this until it fails once.
+        # Near a compiled step with the same runs, the prediction error hardly changes. If the best step, compiled last, needed
+        # less than predicted, allow its variant the difference.
         dares = self._much_is_left(best) and best is self.fit.tried[-1]
         spared = max(0, best.predicted_bytes - best.compiled.device_bytes) if dares else 0
         for room in () if last else dict.fromkeys((self.fit.budget + spared, self.fit.budget, self._within(self._share))):

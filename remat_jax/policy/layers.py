@@ -36,8 +36,8 @@ class LayerPolicies:
     counted in the order of their calls. A scan over layers is cut into one scan for each run of equal policies, with the same
     parameters and the same results. There must be as many layers as calls.
 
-    As text, bars separate the runs, `N × policy`, the first layers first; `x` serves for `×`. Two bars cut a scan between
-    layers under one policy: XLA does not treat a scan of a single layer as a loop, which changes its memory
+    A text lists the runs, `N × policy` or `N x policy`, separated by bars, the first layers first. Two bars cut a scan between
+    layers under one policy. A cut can change memory, because XLA does not treat a scan of a single layer as a loop
     (`docs/notes/cutting_a_scan.md`).
 
     `N × policy in groups of k` sets one checkpoint around each k consecutive layers. The checkpoint keeps only the group's
@@ -146,7 +146,7 @@ class LayerPolicies:
         return "".join(parts)
 
     def _written(self) -> list[tuple[range, Policy, int | None]]:
-        """`ranges` with the sizes of their groups; the shorter last group of a run joins the range of the groups before it."""
+        """`ranges`, each with its group size; a run's shorter last group is written with the groups before it."""
         written: list[tuple[range, Policy, int | None]] = []
         for layers, policy in self.ranges:
             group = self.group_of(layers.start)
@@ -302,8 +302,8 @@ def _checked_run(run: Any) -> tuple[int, Policy]:
     checked = Policy.parse(policy) if not isinstance(policy, Policy) else policy
     if _BAR.search(str(checked)):
         raise PolicyError(
-            f"LayerPolicies: the policy {str(checked)!r} has a selector that reads like the start of a run; write '?' for its "
-            "bar."
+            f"LayerPolicies: the policy {str(checked)!r} has a selector that contains '| N ×', which starts a "
+            "run; write '?' in place of its bar."
         )
     if is_in_groups(str(checked)):
         raise PolicyError(

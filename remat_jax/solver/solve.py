@@ -30,7 +30,7 @@ MOST_POLICIES = 3
 """The most different policies among blocks of one kind. Scanned layers become one scan for each."""
 
 _MIXED, _BESIDE = 12, 40
-"""The numbers of policies mixed in all orders, and of neighbours of a plan's policies tried with two of its policies."""
+"""The most policies mixed in every order, and the most neighbours of a plan's policies, each tried with two of these."""
 
 _PAIRS = 20_000
 """The most mixes of two policies of one kind for the first plan: pairs × counts."""
@@ -51,7 +51,7 @@ class Solver:
     Args:
         stack: the blocks.
         most_policies: the most different policies of blocks of one kind, 1 to 3.
-        known: a solver whose policies to begin with; its stack has the same residuals with different bytes.
+        known: another solver for the same residuals with other bytes; its policies are the first candidates.
 
     Raises:
         PlanningError: ``most_policies`` is not 1, 2 or 3.
@@ -69,7 +69,9 @@ class Solver:
         self._hull: Hull = Hull(stack, None if known is None else known._hull)
 
     def add(self, policies: Sequence[BlockPolicy]) -> None:
-        """Add the policies of a plan, one for each single block in forward order: later plans are no slower than it."""
+        """Add the policies of a plan, one for each single block in forward order. A later plan is no
+        slower than this plan, wherever this plan fits.
+        """
         codes = [np.array([_CODES[choice] for choice in policy.choices], np.int8) for policy in policies]
         place = 0
         for run, block in enumerate(self._hull.runs):
@@ -90,7 +92,7 @@ class Solver:
         return stack_plan(self.stack, mixing.policies(), bound=max(0.0, relaxed.bound))
 
     def bound(self, budget: float = math.inf, host_budget: float = math.inf) -> float:
-        """Seconds beyond saving everything that no plan within both budgets is below; `plan` has it as ``lower_bound``.
+        """A lower bound on the seconds, beyond saving everything, of any plan within both budgets (``lower_bound`` of `plan`).
 
         Raises:
             PlanningError: a budget is not a positive number of bytes.
@@ -146,7 +148,7 @@ class _Kind:
         return list(dict.fromkeys([*map(int, order[:count]), *map(int, ends[: count // 3])]))
 
     def distance(self, codes: Array) -> Array:
-        """How much more policies cost than the cheapest one so far, at the prices of these layers where this is least."""
+        """For each policy, its cost above the cheapest policy so far, at the layer prices where this difference is least."""
         costs = [(self.table.cost(codes, price), self.table.cost(self.codes, price).min()) for price in self._prices]
         return np.min([cost - least for cost, least in costs], axis=0)
 
@@ -156,7 +158,7 @@ class _Kind:
 
     @property
     def totals(self) -> tuple[float, float, float]:
-        """Bytes saved, the peak above the bytes saved before these layers, and bytes on the host."""
+        """The bytes these layers save, their peak above the bytes saved before them, and their bytes on the host."""
         saved = most = host = 0.0
         for policy, count in self.runs:
             measures = self.measures[policy]
@@ -170,7 +172,7 @@ class _Kind:
         return self._take(best_mix(self.measures, self.ends, self.block.repeats, room, orders(chosen, self._different)))
 
     def mix_beside(self, room: Room) -> bool:
-        """The same with each neighbour of the current policies mixed with two of these."""
+        """Take the best mix of one neighbour and two current policies; whether it is faster."""
         used = list(dict.fromkeys(policy for policy, _ in self.runs))
         neighbours = np.unique(np.concatenate([self.table.neighbours(self.codes[policy]) for policy in used]), axis=0)
         neighbours = neighbours[np.argsort(self.distance(neighbours), kind="stable")[:_BESIDE]]

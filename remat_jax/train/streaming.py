@@ -1,4 +1,4 @@
-"""A function of pytrees as a flat jaxpr, evaluated with arrays in host memory and few of them on the device at a time."""
+"""Evaluates a traced function of pytrees whose arrays are in host memory, with few of them on the device at a time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Stream:
 
     An equation runs when the next output of `order` needs it, not in the jaxpr's order: `tree.map` interleaves the equations of
     all leaves, so all leaves would be on the device before the first one leaves it. Under `jit` an `optimization_barrier` makes
-    each fetch wait for the outputs finished before it; without it XLA would start all fetches at once.
+    each fetch wait for the outputs finished before it. Without the barrier XLA would start all fetches at once.
 
     Args:
       from_host: for each input, whether to fetch it to the device.
@@ -92,7 +92,7 @@ class Stream:
         to_host: Sequence[bool],
         order: Iterable[int],
     ) -> None:
-        # A call that returns several arrays would compute several leaves in one equation.
+        # Inline calls with several arrays as results: such an equation would compute several leaves at once.
         jaxpr = inlined(jaxpr, lambda eqn: eqn.primitive.name in _CALLS and sum(var.aval.ndim > 0 for var in eqn.outvars) > 1)
         inner = jaxpr.jaxpr
         self.to_host, self.order = to_host, order
@@ -107,7 +107,7 @@ class Stream:
             var: inner.invars[other] for var, other in zip(inner.invars, not_before, strict=True) if other is not None
         }
         self.traced = any(map(compat.is_traced, (*args, *jaxpr.consts)))
-        # Op by op, an array is freed when its last reference goes.
+        # Outside `jit` an array is freed with its last reference; `readers` counts the uses left.
         atoms = itertools.chain(inner.outvars, *(eqn.invars for eqn in inner.eqns))
         self.readers = Counter(atom for atom in atoms if not _is_literal(atom))
         self.leaving: dict[Any, list[int]] = {}
@@ -190,7 +190,7 @@ class Stream:
 
 
 def _together(*values: Any) -> tuple[Any, ...]:
-    """`values` behind a barrier: XLA uses none before all are computed. On a CPU, which has one memory, `values` as they are.
+    """`values` behind a barrier: XLA uses none before all are computed. On a CPU: `values` unchanged.
 
     On a CPU a barrier would only split the plain optimizer's fusions, and change the last bits.
     """

@@ -34,14 +34,15 @@ CHILD = Path(__file__).with_name("child.py")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The compiler's answer, in bytes; `host_*` is in host memory. What the target `cpu` does not have is empty or None.
+    """The sizes of one compiled program, in bytes; `host_*` count host memory. Figures unknown for `cpu` are empty or None.
 
     Attributes:
       live: the buffers on the device at the peak.
       timeline: the buffers on the device over the schedule.
       time: the modelled time of the compiled schedule; None if the compiled text or a rate is unknown.
       no_time: why the time is unknown, in words; empty if it is known.
-      miscompiled: whether a loop copies a wrong slot of a host buffer; None if the compiled text does not show it.
+      miscompiled: whether a loop copies a wrong slot of a host buffer; None if the step copies to
+        the host but its compiled text cannot be read.
       collectives: the data exchanged between the devices of a mesh; None for one device, and if the compiled text is unknown.
       untiled: whether a matrix product fits no Triton tile, so that all products were compiled without Triton.
       limit_options: the memory limit of the compilation, as options for `jax.jit`; empty for XLA's own limit.
@@ -97,22 +98,22 @@ def compile_programs(
     kernels: Kernels | None = None,
     children: Children | None = None,
 ) -> dict[str, Sizes]:
-    """The compiler's sizes of each program on `target`, by key, from the cache or from one process per core.
+    """The compiler's sizes of each program on `target`, by key, from the cache or from a few processes at a time.
 
     Args:
       timeout: seconds for all programs together.
       memory_limit: a device memory limit for XLA in bytes (`options.py`).
       on_done: called with each key when its program is compiled.
-      kernels: the kernels of earlier calls for the same target with the same options; None if there are none.
-      children: the processes of a larger call, which ends them. If one of several programs fails, all processes of that call
-        are ended; the failure of a single program ends no other process.
+      kernels: the compiled kernels of earlier calls for the same target with the same options; None for a new set.
+      children: the processes of the larger call that this call belongs to; that call ends them. If one of several programs
+        fails, all processes end; the failure of a single program ends no other process.
     """
     if target.kind == "gpu":
         if target.compiler_description is None:
             raise TargetError(
                 f"target={target.name!r} has no compiler description, so XLA cannot compile for it: add a table "
-                f"[{target.name}.compiler] to its file, and a line with its source under [{target.name}.source], in the form "
-                "of the package's own targets.toml"
+                f"[{target.name}.compiler] to its file, and its source under [{target.name}.source]; targets.toml of remat_jax "
+                "shows the form"
             )
         compat.require_gpu_compiler()
     tell = on_done or (lambda key: None)
@@ -236,7 +237,7 @@ def _answers(
 
 
 def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
-    """The compiler's answer. What its text does not show, or the target has no rate for, is unknown; the sizes are valid."""
+    """The compiler's answer. Sizes always hold; time and buffers are unknown where XLA's text or a rate is missing."""
     dump = folder / "dump"
     module = played = _module(_last(dump, "gpu_after_optimizations.txt"))
     miscompiled: bool | None = False

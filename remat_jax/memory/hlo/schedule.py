@@ -201,7 +201,7 @@ class _Player:
         return self._sending[computation.name]
 
     def _total(self, computation: Computation) -> float:
-        """The compute seconds of instruction round."""
+        """The compute seconds of one round."""
         if computation.name not in self._totals:
             total = 0.0
             for instruction in computation:
