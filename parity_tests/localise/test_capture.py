@@ -42,6 +42,7 @@ def test_torch_calls_are_there_once_with_what_they_got_of_the_loss(way: str) -> 
     model.scale.grad = torch.tensor(7.0, dtype=torch.float64)
     trace = capture_torch(model, (X,), lambda output: output.sum())
     assert [call.name for call in trace.calls] == ["inner", "inner#1", ""]
+    assert "inner#1" in trace and "inner#2" not in trace and trace["inner"].input_names == ("input",)
     first, second = trace["inner"], trace["inner#1"]
     inner = np.tanh(2 * X)
     assert np.allclose(first.outputs[0], inner, rtol=1e-14) and np.allclose(second.outputs[0], np.tanh(inner), rtol=1e-14)

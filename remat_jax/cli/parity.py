@@ -38,7 +38,8 @@ def parity(
         answer.show(report)
         if html is not None:
             with writing("html", html):
-                answer.show(f"Page: {report.to_html(html)}")
+                page = report.to_html(html)
+            answer.show(f"Page: {page}")
         answer.data({**report.to_dict(), **({"page": str(html)} if html else {})})
     if not report.passed:
         raise typer.Exit(FAILED)

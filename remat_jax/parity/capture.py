@@ -81,6 +81,16 @@ class ModuleCall:
         return self.arrays("output")
 
     @property
+    def input_names(self) -> tuple[str, ...]:
+        """The parameter that each input belongs to; "" without a name."""
+        return self.names_of("input")
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The key of the result that each output belongs to; "" without a name."""
+        return self.names_of("output")
+
+    @property
     def input_cotangents(self) -> tuple[np.ndarray | None, ...]:
         """The cotangents of the inputs."""
         return self.cotangents_of("input")
@@ -144,6 +154,10 @@ class Trace:
             if call.name == name:
                 return call
         raise KeyError(f"{name!r} is not a call of this trace: {', '.join(repr(call.name) for call in self.calls)}")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a call of that name."""
+        return any(call.name == name for call in self.calls)
 
     def ancestors(self, call: ModuleCall) -> Iterator[ModuleCall]:
         """The calls that enclose a call, the innermost first."""

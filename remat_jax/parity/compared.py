@@ -84,7 +84,7 @@ def modules(trace: Trace) -> list[MatchedModule]:
     """The modules of a trace, each once, by first call."""
     callers = {trace.calls[call.parent].name for call in trace.calls if call.parent is not None}
     first = sorted((call for call in trace.calls if not call.number), key=lambda call: call.started)
-    sizes = [call.values["output", 0].size if ("output", 0) in call.values else None for call in first]
+    sizes = [call.outputs[0].size if call.outputs else None for call in first]
     return [
         MatchedModule(call.path, call.kind, size, call.name not in callers, bool(call.gradients))
         for call, size in zip(first, sizes, strict=True)

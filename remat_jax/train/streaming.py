@@ -206,7 +206,7 @@ def _is_literal(atom: Any) -> bool:
 
 
 def inlined(jaxpr: Any, selects: Callable[[Any], bool]) -> Any:
-    """The closed `jaxpr` with the bodies of the calls that `selects` chooses in place of the calls, at any depth."""
+    """The closed `jaxpr` with the bodies of the calls that `selects` chooses in place of the calls, also in these bodies."""
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if not selects(eqn):
