@@ -35,7 +35,7 @@ class Setting:
     num_layers: int = 8
     length: int = 64
     batch: int = 16
-    steps: int = 12
+    steps: int = 10
     rounds: int = 5
     learning_rate: float = 1e-4
     seed: int = 1

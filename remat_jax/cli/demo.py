@@ -24,7 +24,7 @@ def demo(
         "build/demo"
     ),
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps. Default: 12, 20 with --full, or 6 with --quick.")
+        int | None, typer.Option(min=1, help="Training steps. Default: 10, 20 with --full, or 6 with --quick.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small model and few steps.")] = False,
     full: Annotated[
