@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.core import plan_block
+from remat_jax.core import block_under_policy
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import NoEffectError, UnsupportedError
 from remat_jax.policy import Policy
@@ -26,7 +26,7 @@ W, X = np.random.default_rng(0).normal(size=(4, 4)) / 2, np.random.default_rng(1
 
 def names(fn: Callable[..., Any], *args: Any, path: str = "b", linearised: bool = False) -> list[str]:
     """The names in the block `fn`; with `linearised`, those that its derivative rules add."""
-    block = plan_block(jax.make_jaxpr(fn)(*args), Policy.parse("full"), path, [True] * len(args))
+    block = block_under_policy(jax.make_jaxpr(fn)(*args), Policy.parse("full"), path, [True] * len(args))
     found = list(block.named.candidates)
     return [name for name in block.linearised.candidates if name not in found] if linearised else found
 
@@ -245,7 +245,7 @@ def test_the_values_are_those_of_the_unnamed_block_to_the_bit() -> None:
         return jax.nn.softmax(jnp.where(x > 0, x, jnp.exp(x)) @ w), x.astype(jnp.bfloat16), x > 0
 
     jaxpr = jax.make_jaxpr(block)(W, X)
-    named = plan_block(jaxpr, Policy.parse("dots"), "b", [False, True]).named
+    named = block_under_policy(jaxpr, Policy.parse("dots"), "b", [False, True]).named
     with jax.disable_jit():
         assert_bit_equal(compat.jaxpr_function(named.jaxpr)(W, X), compat.jaxpr_function(jaxpr)(W, X))
     assert named.jaxpr.in_avals == jaxpr.in_avals and named.jaxpr.out_avals == jaxpr.out_avals

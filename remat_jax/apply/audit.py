@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from remat_jax import compat
-from remat_jax.core import PlannedBlock
+from remat_jax.core import BlockUnderPolicy
 from remat_jax.core.walk import given_names
 from remat_jax.errors import NoEffectError, nearest
 from remat_jax.policy import (
@@ -35,7 +35,9 @@ class _Selection:
     has_effect: bool
 
 
-def _selections(path: str, block: PlannedBlock, along: Sequence[int] | None = None, *, whole: bool = True) -> list[_Selection]:
+def _selections(
+    path: str, block: BlockUnderPolicy, along: Sequence[int] | None = None, *, whole: bool = True
+) -> list[_Selection]:
     """The selections in a block that is differentiated along some inputs, or along all; all have an effect if not `whole`."""
     assert isinstance(block.policy, Policy)
     selections = []
@@ -47,7 +49,7 @@ def _selections(path: str, block: PlannedBlock, along: Sequence[int] | None = No
     return selections
 
 
-def _has_effect(selector: str, block: PlannedBlock, chosen: Sequence[Candidate], along: Sequence[int] | None) -> bool:
+def _has_effect(selector: str, block: BlockUnderPolicy, chosen: Sequence[Candidate], along: Sequence[int] | None) -> bool:
     """Whether the backward pass reads one of the arrays that a selector has chosen, by whichever rule it is kept."""
     assert isinstance(block.policy, Policy)
     # An input that stays is kept anyway.
@@ -91,7 +93,7 @@ class Audit:
     def saw(
         self,
         path: str,
-        block: PlannedBlock,
+        block: BlockUnderPolicy,
         *,
         whole: bool = True,
         layers: range | None = None,
@@ -144,7 +146,7 @@ class Audit:
                 _check_names(policy, blocks)
 
 
-def _given(block: PlannedBlock, kept: frozenset[str]) -> frozenset[str]:
+def _given(block: BlockUnderPolicy, kept: frozenset[str]) -> frozenset[str]:
     """The names that the model gives in a block; those in derivative rules only where a name of `kept` is still missing."""
     given = frozenset(given_names(block.jaxpr) if kept else ())
     if kept - given:
@@ -228,7 +230,7 @@ def _check_effect(selections: Sequence[_Selection], subject: str) -> None:
         )
 
 
-def check_differentiated(blocks: Iterable[tuple[PlannedBlock, Sequence[int]]], policies: Iterable[Policy]) -> None:
+def check_differentiated(blocks: Iterable[tuple[BlockUnderPolicy, Sequence[int]]], policies: Iterable[Policy]) -> None:
     """Raise unless each selector of automatic names keeps something for the gradients that are really taken.
 
     Args:

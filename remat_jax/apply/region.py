@@ -11,7 +11,7 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - replaces the model's own checkpoints
 from remat_jax.apply.audit import Audit
-from remat_jax.core import PlannedBlock, StackRow, plan_block
+from remat_jax.core import BlockUnderPolicy, StackRow, block_under_policy
 from remat_jax.core.marks import Mark, Marked, bind_mark
 from remat_jax.core.shared import Offer, readings, staying
 from remat_jax.core.tied_chain import run_tied, unlinked
@@ -75,7 +75,7 @@ def run_jaxpr(
         return list(compat.jaxpr_function(jaxpr)(*values))
     if isinstance(policy, Marked):
         return bind_mark(Mark(jaxpr, policy, path, tuple(inputs), has_parameters), values)
-    block = plan_block(jaxpr, policy, path, inputs)
+    block = block_under_policy(jaxpr, policy, path, inputs)
     audit.saw(path, block, whole=has_parameters)
     return bind_block(block, values, looped=looped, apart=looped)
 
@@ -107,14 +107,14 @@ def traced(
 
 
 def bind_block(
-    block: PlannedBlock,
+    block: BlockUnderPolicy,
     values: Sequence[Any],
     *,
     looped: bool | None = None,
     apart: bool | None = None,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """Evaluate a planned block on `values`: under `jax.checkpoint`, and tied if it offloads outside every loop.
+    """Evaluate a block on `values`: under `jax.checkpoint`, and tied if it offloads outside every loop.
 
     `prevent_cse` is needed where XLA could merge the recomputation with the forward pass. XLA cannot merge passes in different
     loops. They are in one loop body if the gradient is taken inside the loop, as over micro-batches, or if the loop runs once

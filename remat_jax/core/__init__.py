@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remat_jax.core.block import PlannedBlock as PlannedBlock
+from remat_jax.core.block import BlockUnderPolicy as BlockUnderPolicy
+from remat_jax.core.block import block_under_policy as block_under_policy
 from remat_jax.core.block import is_smooth as is_smooth
 from remat_jax.core.block import noting_differentiated as noting_differentiated
-from remat_jax.core.block import plan_block as plan_block
 from remat_jax.core.stack_rows import StackRow as StackRow

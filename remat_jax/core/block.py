@@ -43,7 +43,7 @@ Function = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
-class PlannedBlock:
+class BlockUnderPolicy:
     """A block f, the names of its residuals, and its policy.
 
     Attributes:
@@ -190,7 +190,7 @@ class PlannedBlock:
         return linearised, _NamesPolicy(saved, offloaded) if saved or offloaded else None
 
 
-Differentiated = list[tuple[PlannedBlock, list[int]]]
+Differentiated = list[tuple[BlockUnderPolicy, list[int]]]
 _differentiated: ContextVar[Differentiated | None] = ContextVar("differentiated", default=None)
 
 
@@ -205,7 +205,7 @@ def noting_differentiated() -> Iterator[Differentiated]:
         yield blocks
 
 
-def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> PlannedBlock:
+def block_under_policy(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> BlockUnderPolicy:
     """Name the residuals of the block `jaxpr`, and set its policy.
 
     Args:
@@ -225,7 +225,7 @@ def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequen
     # Dead code gets no names: no checkpoint could keep its arrays.
     jaxpr = compat.dce(established(jaxpr))
     with compat.classic_rematerialisation():
-        return PlannedBlock(jaxpr, name_block(jaxpr, path, inputs), policy)
+        return BlockUnderPolicy(jaxpr, name_block(jaxpr, path, inputs), policy)
 
 
 def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]]:

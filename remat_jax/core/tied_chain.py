@@ -29,7 +29,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching
 
 from remat_jax import compat
-from remat_jax.core.block import PlannedBlock, is_smooth, linear_part
+from remat_jax.core.block import BlockUnderPolicy, is_smooth, linear_part
 from remat_jax.core.shared import Offer, residuals_of
 from remat_jax.core.ties import Links, bind_linear, can_be_handed, ghost, host_zeros, in_order, tied
 from remat_jax.core.walk import bodies, equations, of_some, retrace
@@ -72,7 +72,7 @@ def unlinked() -> contextlib.AbstractContextManager[None]:
     return compat.setting(_unlinked, True)
 
 
-def run_tied(run: Block, block: PlannedBlock, values: Sequence[Any], offers: Sequence[Offer]) -> list[Any]:
+def run_tied(run: Block, block: BlockUnderPolicy, values: Sequence[Any], offers: Sequence[Offer]) -> list[Any]:
     """`run(*values)`, which runs `block`, tied to the schedule, and linked to the block that just computed one of `values`.
 
     A block that does not offload is tied too if the block before it offloads: the previous block's arrays are fetched during
@@ -127,7 +127,7 @@ class _Handed:
 
 
 def _handed(
-    run: Block, block: PlannedBlock, values: Sequence[Any], live: tuple[int, ...], offers: Sequence[Offer]
+    run: Block, block: BlockUnderPolicy, values: Sequence[Any], live: tuple[int, ...], offers: Sequence[Offer]
 ) -> list[_Handed]:
     """The arrays that `block` leaves on the host and can hand on when it is differentiated along the `live` inputs.
 
@@ -148,7 +148,7 @@ def _handed(
 
 
 def _left_on_host(
-    run: Block, block: PlannedBlock, same: Sequence[int], live: tuple[int, ...], offers: Sequence[Offer]
+    run: Block, block: BlockUnderPolicy, same: Sequence[int], live: tuple[int, ...], offers: Sequence[Offer]
 ) -> list[_Handed]:
     smooth = [index for index in live if is_smooth(block.jaxpr.in_avals[index])]
     places: list[int | None] = []
@@ -180,7 +180,7 @@ def _linkable(value: Any) -> bool:
     return compat.varying_axes(value) == compat.varying_axes(jnp.float32(0))
 
 
-def _shares(block: PlannedBlock, values: Sequence[Any]) -> bool:
+def _shares(block: BlockUnderPolicy, values: Sequence[Any]) -> bool:
     """Whether a `custom_vjp` may return one unbatched result for a whole batch: JAX 0.10 cannot differentiate its trace."""
     batched = any(type(value).__name__ == "BatchTracer" for value in values)
     return batched and any(eqn.primitive.name.startswith("custom_vjp") for eqn in equations(block.jaxpr))

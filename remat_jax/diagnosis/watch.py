@@ -14,7 +14,7 @@ from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.effect import run_under
 from remat_jax.apply.scope import BlockPolicies
-from remat_jax.core import PlannedBlock, is_smooth, plan_block
+from remat_jax.core import BlockUnderPolicy, block_under_policy, is_smooth
 from remat_jax.core.flow import CALLS, flagged, has, inner_flags
 from remat_jax.core.marks import Block
 from remat_jax.core.origins import is_on_host, origin
@@ -67,7 +67,7 @@ class Region:
     paths: tuple[str, ...]
     place: str
     policy: Policy | JaxPolicy | None
-    block: PlannedBlock
+    block: BlockUnderPolicy
     parameters: tuple[bool, ...]
     looped: bool
     ours: bool
@@ -136,7 +136,7 @@ def _traced(run: Callable[..., Any], jaxpr: Any, last: Callable[[Any, list[Any]]
         return None
 
 
-def _kept(block: PlannedBlock) -> tuple[Kept, ...]:
+def _kept(block: BlockUnderPolicy) -> tuple[Kept, ...]:
     jaxpr = _traced(block.checkpointed(prevent_cse=False), block.jaxpr, lambda pullback, _: pullback)
     if jaxpr is None:
         return ()
@@ -159,7 +159,7 @@ def _flops(run: Callable[..., Any], jaxpr: Any) -> int:
 
 def bytes_in_use(body: Any) -> int:
     """The bytes of all arrays that the closed jaxpr `body` makes and its backward pass reads."""
-    return sum(kept.nbytes for kept in _kept(plan_block(body, EVERYTHING, "", [False] * len(body.in_avals))))
+    return sum(kept.nbytes for kept in _kept(block_under_policy(body, EVERYTHING, "", [False] * len(body.in_avals))))
 
 
 def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
@@ -280,7 +280,7 @@ class _Collector(Audit):
     def saw(
         self,
         path: str,
-        block: PlannedBlock,
+        block: BlockUnderPolicy,
         *,
         whole: bool = True,
         layers: range | None = None,
@@ -295,7 +295,7 @@ class _Collector(Audit):
             self.regions.append(Region((path or "the block",), _place_of(block), block.policy, block, parameters, loop, True))
 
 
-def _place_of(block: PlannedBlock) -> str:
+def _place_of(block: BlockUnderPolicy) -> str:
     """The first line of the user's source."""
     return next((line for eqn in block.jaxpr.jaxpr.eqns if (line := compat.source_line(eqn))), "")
 
@@ -307,7 +307,7 @@ def _users_own(jaxpr: Any) -> Iterator[Region]:
             continue
         body, params = compat.checkpoint_parts(eqn)
         policy = params.get("policy")
-        block = plan_block(body, FULL if policy is None else policy, path, [not flag for flag in given])
+        block = block_under_policy(body, FULL if policy is None else policy, path, [not flag for flag in given])
         yield Region((path,), _place_of(block), policy, block, tuple(given), looped, False)
 
 

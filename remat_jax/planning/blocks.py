@@ -14,7 +14,7 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.effect import with_blocks
-from remat_jax.core import PlannedBlock, is_smooth, plan_block
+from remat_jax.core import BlockUnderPolicy, block_under_policy, is_smooth
 from remat_jax.core.flow import flagged, has, inner_flags
 from remat_jax.core.marks import Batch, Block, Mark, mark_of, vmapped
 from remat_jax.core.walk import bodies, equations
@@ -48,7 +48,7 @@ class Call:
 
     key: Block
     path: str
-    block: PlannedBlock
+    block: BlockUnderPolicy
     live: tuple[bool, ...]
     free: tuple[bool, ...]
     same: tuple[bool, ...]
@@ -225,7 +225,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
 
 def _calls(found: Sequence[_Found]) -> list[Call]:
     """The calls, each with its block's program."""
-    blocks: dict[int, PlannedBlock] = {}
+    blocks: dict[int, BlockUnderPolicy] = {}
     readers = _readers(found)
     result = []
     for one in found:
@@ -239,7 +239,7 @@ def _calls(found: Sequence[_Found]) -> list[Call]:
                 for around in one.place.within:
                     stack.enter_context(compat.inner_context(around))
                 stack.enter_context(compat.axes_of_vmaps(mark.batches))
-                blocks[id(mark)] = plan_block(mark.jaxpr, _EVERYTHING, mark.path, mark.inputs)
+                blocks[id(mark)] = block_under_policy(mark.jaxpr, _EVERYTHING, mark.path, mark.inputs)
         block = blocks[id(mark)]
         smooth = tuple(live and is_smooth(aval) for live, aval in zip(one.live, block.jaxpr.in_avals, strict=True))
         free = tuple(source.free for source in one.sources)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.core import PlannedBlock, is_smooth
+from remat_jax.core import BlockUnderPolicy, is_smooth
 from remat_jax.core.block import decide
 from remat_jax.core.products import eqn_flops
 from remat_jax.core.walk import of_some
@@ -325,7 +325,7 @@ def _cost(call: Call) -> Cost:
     return jaxpr_cost(jax.make_jaxpr(call.batched(compat.jaxpr_function(call.block.jaxpr)))(*call.in_avals))
 
 
-def _passes(block: PlannedBlock, call: Call) -> tuple[Any, Any]:
+def _passes(block: BlockUnderPolicy, call: Call) -> tuple[Any, Any]:
     """Two closed jaxprs: from the block's inputs to the residuals, and from residuals and cotangents to the gradients."""
     run, places = call.batched(block.checkpointed(prevent_cse=False)), [nth for nth, flag in enumerate(call.live) if flag]
     outputs = jax.eval_shape(run, *call.in_avals)

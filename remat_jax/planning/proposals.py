@@ -11,8 +11,7 @@ from remat_jax.planning.choices import Cuts, block_policies, borders, one_residu
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import predicted, singles
 from remat_jax.planning.problem import KEEP_ALL
-from remat_jax.solver import Choice, Prices, Stack, cheapest_policy
-from remat_jax.solver import Solver as StackSolver
+from remat_jax.solver import Choice, Prices, Solver, Stack, cheapest_policy
 from remat_jax.solver.solve import MOST_POLICIES
 
 WORTH_COMPILING = 3e-3
@@ -37,7 +36,7 @@ class Proposals:
         self._recut = recut if most_runs != 1 else None
         self._most_runs = min(most_runs or MOST_POLICIES, MOST_POLICIES)
         self.worth = WORTH_COMPILING * fit.guess.base_seconds
-        self._solvers: dict[tuple[Stack, int], StackSolver] = {}
+        self._solvers: dict[tuple[Stack, int], Solver] = {}
 
     def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> StepCandidate | None:
         """The solver's fastest plan within `budget`, with at most `most_runs` runs; None if nothing fits.
@@ -63,11 +62,11 @@ class Proposals:
             return least if predicted(stack, least.loads) <= budget and least.host_bytes <= host_budget else None
         return self.own(together(stack, plan))
 
-    def _solver(self, stack: Stack, most_runs: int) -> StackSolver:
+    def _solver(self, stack: Stack, most_runs: int) -> Solver:
         """A solver for each fitted stack; a new solver starts from the previous solver's policies."""
         if (stack, most_runs) not in self._solvers:
             known = next(reversed(self._solvers.values()), None)
-            solver = self._solvers[stack, most_runs] = StackSolver(stack, most_runs, known)
+            solver = self._solvers[stack, most_runs] = Solver(stack, most_runs, known)
             for one in self.named:
                 if one.like is not None and known is None:
                     solver.add(block_policies(stack, one.like))

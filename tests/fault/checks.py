@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.core import PlannedBlock, plan_block
+from remat_jax.core import BlockUnderPolicy, block_under_policy
 from remat_jax.errors import NoEffectError
 from remat_jax.parity.rule import float64_errors, global_norm
 from remat_jax.parity.tolerances import TOLERANCES, epsilon
@@ -180,7 +180,11 @@ def _residual_policy(case: Case, seed: int) -> str | None:
     leaves, treedef = jax.tree.flatten((weights, x, ids, keys[0]))
     jaxpr = jax.make_jaxpr(lambda *flat: jax.tree.leaves(block(*jax.tree.unflatten(treedef, flat))))(*leaves)
     is_input = [False, False, True, True, True]
-    planned = plan_block(jaxpr.replace(jaxpr=jaxpr.jaxpr), rj.Policy.parse("full"), "", is_input) if not jaxpr.consts else None
+    planned = (
+        block_under_policy(jaxpr.replace(jaxpr=jaxpr.jaxpr), rj.Policy.parse("full"), "", is_input)
+        if not jaxpr.consts
+        else None
+    )
     if planned is None:
         return "recompute: @inputs; offload: *"
     names = sorted({"*" + one.name[one.name.rfind(":") :] if ":" in one.name else one.name for one in planned.candidates})
@@ -193,7 +197,7 @@ def _residual_policy(case: Case, seed: int) -> str | None:
     return "; ".join(rules) if rules else None
 
 
-def _keeps(block: PlannedBlock, selector: str) -> bool:
+def _keeps(block: BlockUnderPolicy, selector: str) -> bool:
     kept = replace(block, policy=rj.Policy((PolicyRule(Action.SAVE, (selector,)),))).kept()
     chosen = [one for one in block.candidates if matches(selector, one)]
     return kept is None or any(one.is_input or one.name in kept for one in chosen)

@@ -17,7 +17,7 @@ from remat_jax import compat
 from remat_jax.apply.audit import layers_text
 from remat_jax.apply.per_layer.positions import Positions
 from remat_jax.apply.region import bind_block
-from remat_jax.core import StackRow, plan_block
+from remat_jax.core import StackRow, block_under_policy
 from remat_jax.core.marks import Block, mark_of, name_of
 from remat_jax.core.tied_chain import unlinked
 from remat_jax.core.walk import variables
@@ -96,7 +96,7 @@ def run_group(
     """`function(*values)`, the layers of a group, under a checkpoint that keeps the inputs; for the rest see `bind_block`."""
     with unlinked():
         jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(function)(*values))
-    block = plan_block(jaxpr, FULL, "", [False] * len(jaxpr.in_avals))
+    block = block_under_policy(jaxpr, FULL, "", [False] * len(jaxpr.in_avals))
     moved = {len(consts) + nth: row for nth, row in (rows or {}).items()}
     return bind_block(block, [*consts, *values], looped=looped, apart=apart, rows=moved)
 

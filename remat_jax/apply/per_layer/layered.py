@@ -17,7 +17,7 @@ from remat_jax.apply.per_layer.groups import FULL, EquationGroup, Groups, in_par
 from remat_jax.apply.per_layer.positions import Positions, checked_counts, count, count_in, marks
 from remat_jax.apply.per_layer.runs import Cut, Segment, Spans, is_opened
 from remat_jax.apply.region import bind_block
-from remat_jax.core import StackRow, plan_block
+from remat_jax.core import StackRow, block_under_policy
 from remat_jax.core.marks import Block, Mark, bind_mark, mark_of, vmapped
 from remat_jax.core.shared import note_loop_inputs
 from remat_jax.core.tied_chain import unlinked
@@ -165,10 +165,10 @@ class _Resolver:
             return compat.jaxpr_function(body)(*values)
         assert not isinstance(policy, LayerPolicies)
         if not is_off(policy):
-            block = plan_block(body, policy, mark.path, mark.inputs)
+            block = block_under_policy(body, policy, mark.path, mark.inputs)
             self.audit.saw(mark.path, block, whole=mark.made, layers=run, looped=around.looped)
         if alone:
-            block = plan_block(body, FULL, mark.path, mark.inputs)
+            block = block_under_policy(body, FULL, mark.path, mark.inputs)
         with compat.layers_scope(span):
             return bind_block(block, values, looped=around.looped or None, apart=around.apart, rows=rows)
 
