@@ -18,7 +18,17 @@ from remat_jax import compat
 from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.advice import DONATION, DTYPE, HEAD, MICRO, SCORES, STATE, Advice, micro_batches_divide
+from remat_jax.memory.advice import (
+    DONATION,
+    DTYPE,
+    HEAD,
+    MICRO,
+    SCORES,
+    STATE,
+    Advice,
+    micro_batches_divide,
+    undonated_arguments,
+)
 from remat_jax.memory.softmax_products import softmax_products
 
 pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
@@ -150,6 +160,27 @@ def test_parameters_in_bfloat16() -> None:
 def test_donation() -> None:
     shape = {"vocabulary": 8192, "rows": 1, "length": 16}
     assert_mended(job(**shape, donate=False), job(**shape), DONATION, 0.1, policy="off")
+
+
+def test_what_is_not_donated_is_known_without_a_trace() -> None:
+    traces = []
+
+    def loss(params: Any, x: Any) -> Any:
+        traces.append(x)
+        return jnp.sum(params["w"] * x)
+
+    def undonated(**options: Any) -> tuple[int, ...]:
+        shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+        work = rj.Workload(loss, {"w": shape}, (shape,), Block, **options)
+        traces.clear()
+        return undonated_arguments(work)
+
+    assert undonated(optimizer=optax.adam(0.1), donate=False) == (0, 1)
+    assert undonated(optimizer=optax.sgd(0.1), donate=False) == (0,), "its state has no arrays"
+    assert undonated(optimizer=optax.adam(0.1)) == () == undonated(donate=False), (
+        "without an optimizer the result is a gradient"
+    )
+    assert not traces
 
 
 def test_donation_of_a_finished_step() -> None:

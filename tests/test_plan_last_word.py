@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import remat_jax as rj
+from remat_jax import compat
 from remat_jax.planning import as_written
 from remat_jax.planning.candidate import Compiled, StepCandidate, Tried
 from remat_jax.planning.fit import Fit
@@ -13,6 +15,7 @@ from remat_jax.planning.fitting import Load
 from remat_jax.planning.last_word import TELLS, Times, last_word
 from remat_jax.planning.point import Point, next_bytes
 from tests.plan_by_hand import plan
+from tests.plan_models import MlpLayer, job
 from tests.test_plan_search import STACK
 
 
@@ -87,3 +90,18 @@ def test_a_model_as_written_lies_between_keeping_everything_and_full(monkeypatch
         SimpleNamespace(blocks=("Layer",)), times, StepCandidate("full", (), 3.0), lambda *_: [Compiled(7, 0)], None
     )
     assert (point.seconds, point.device_bytes, point.timed) == (2.0 * (10.0 + 0.5 * 1.0 + 0.5 * 3.0), 7, False)
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_full_is_compiled_too_where_the_traced_estimate_is_near() -> None:
+    """In a scan, keeping may cost more than the traced estimate says: `full` is the fastest of three compiled steps here."""
+    made = rj.plan(job(scanned=True), "16 MiB", "h200")
+    assert {name for name, _ in made.tried} == {"off", "a plan", "full"}
+    assert made.timed and dict(made.policies) == {MlpLayer: rj.Policy.parse("recompute: *")}
+    assert made.seconds == rj.measure(job(scanned=True), "full", "h200").seconds
+
+
+def test_recomputed_flops_are_those_of_two_traced_steps() -> None:
+    work = job(scanned=True)
+    made = rj.plan(work, "9 MiB", "cpu")
+    assert made.recompute_flops == as_written.counted_flops(work, dict(made.policies)) > 0
