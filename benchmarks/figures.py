@@ -1,10 +1,11 @@
-"""`make figures`: writes the figures of the pages by the commands that print them.
+"""`make figures`: writes the tables of figures into the pages, each by the command that prints it.
 
-    python -m benchmarks.figures                   every block of figures in the documentation, which takes hours
-    python -m benchmarks.figures convolutions      the blocks whose command has this in it
-    python -m benchmarks.figures --check           names the blocks that are stale, and runs nothing
+    python -m benchmarks.figures                   every table of the documentation, which takes hours
+    python -m benchmarks.figures convolutions      the tables whose command contains this word
+    python -m benchmarks.figures --check           lists the tables with their state; runs nothing
 
-A block stands between two comments, and its text is what its command prints on standard output:
+A table stands between two comments, and its text is what its command prints on standard output. Output that is not a
+Markdown table is fenced. A command may begin with environment variables, `NAME=value python …`.
 
     <!-- figures: python -m benchmarks.convolutions @ 0f3c81d2a6b4 -->
 
@@ -12,9 +13,15 @@ A block stands between two comments, and its text is what its command prints on 
 
     <!-- end of figures -->
 
-Behind the @ is the digest of the command's own sources when the block was written: its module, and what that imports of
-benchmarks, examples and tests, without comments and docstrings. A block is stale if these have changed since. `older` stands
-for a block that was stale when it got its marks. The digest leaves out `remat_jax` itself; a test runs light commands again.
+Behind the @ is one of three states:
+
+- A digest of the command's sources when the table was written: its module and everything that the module imports of
+  benchmarks, examples and tests, without comments and docstrings. The table is stale if these sources have changed. The digest
+  does not cover `remat_jax`; a test reruns light commands instead.
+- `older`: the table is stale and must be written again.
+- `recorded DATE COMMIT`: the command printed these figures on this date, with the sources of this commit. Such a table is never
+  rewritten or stale: its command takes long, needs an idle machine, or ran with several versions of JAX. To write it again,
+  replace the state by `older`.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import os
 import re
 import shlex
 import subprocess
@@ -33,31 +41,53 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDER = "older"
+RECORDED = "recorded"
 _OURS = ("benchmarks", "examples", "parity_tests", "tests")
-_BLOCK = re.compile(r"<!-- figures: (?P<command>.*?) @ (?P<digest>\w+) -->\n(?P<text>.*?)<!-- end of figures -->\n", re.DOTALL)
+_STATE = rf"\w+|{RECORDED} \d{{4}}-\d\d-\d\d [0-9a-f]{{7,}}"
+_BLOCK = re.compile(
+    rf"<!-- figures: (?P<command>[^\n]*?) @ (?P<state>{_STATE}) -->\n(?P<text>.*?)<!-- end of figures -->\n", re.DOTALL
+)
+_VARIABLE = re.compile(r"[A-Z_]+=")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A block of figures: its page, the command that prints it, the digest that it was written with, and its text."""
+    """A table of figures in a page: the command that prints it, its state, and its text.
+
+    Attributes:
+      state: a digest of the command's sources, `older`, or `recorded DATE COMMIT`.
+    """
 
     page: Path
     command: str
-    digest: str
+    state: str
     text: str
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether the figures are a record of one run, which is not repeated."""
+        return self.state.startswith(RECORDED)
+
+    @property
     def is_stale(self) -> bool:
-        """Whether the command's sources have changed since the block was written."""
-        return self.digest != digest_of(self.command)
+        """Whether the command's sources have changed since the table was written."""
+        return not self.is_recorded and self.state != digest_of(self.command)
 
     def run(self) -> str:
-        """What the command prints now."""
+        """Run the command and return its standard output.
+
+        Raises:
+            RuntimeError: the command failed or printed nothing.
+        """
         words = shlex.split(self.command)
-        done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        if not done.stdout or done.returncode > 1:  # 1: a claim about the figures does not hold
-            raise RuntimeError(f"{self.command!r} ended with {done.returncode} and printed {len(done.stdout)} letters")
-        return done.stdout
+        variables = dict(word.split("=", 1) for word in words if _VARIABLE.match(word))
+        arguments = words[len(variables) + 1 :]
+        process = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, env=os.environ | variables, stdout=subprocess.PIPE, text=True
+        )
+        if not process.stdout or process.returncode > 1:  # 1: a claim about the figures does not hold
+            raise RuntimeError(f"{self.command!r} ended with {process.returncode} and printed {len(process.stdout)} characters")
+        return process.stdout
 
 
 def pages() -> list[Path]:
@@ -66,19 +96,19 @@ def pages() -> list[Path]:
 
 
 def blocks() -> list[Figures]:
-    """All blocks of figures, page by page."""
+    """All tables of figures, page by page."""
     return [
-        Figures(page, match["command"], match["digest"], match["text"].strip())
+        Figures(page, match["command"], match["state"], match["text"].strip())
         for page in pages()
         for match in _BLOCK.finditer(page.read_text(encoding="utf-8"))
     ]
 
 
 def write(page: Path, command: str, text: str) -> None:
-    """Replace the block of `command` in `page` by `text`, with the digest of today's sources.
+    """Replace the table of `command` in `page` by `text`, with the digest of today's sources.
 
     Raises:
-        LookupError: the page has no block of this command, or several.
+        LookupError: the page has no table of this command, or several.
     """
     old = page.read_text(encoding="utf-8")
     places = [match for match in _BLOCK.finditer(old) if match["command"] == command]
@@ -89,8 +119,11 @@ def write(page: Path, command: str, text: str) -> None:
 
 
 def block(command: str, text: str) -> str:
-    """A block with today's digest."""
-    return f"<!-- figures: {command} @ {digest_of(command)} -->\n\n{text.strip()}\n\n<!-- end of figures -->\n"
+    """The marked text with the digest of today's sources; output that is not a Markdown table is fenced."""
+    text = text.strip()
+    if not text.startswith("| "):
+        text = "```text\n" + "\n".join(line.rstrip() for line in text.splitlines()) + "\n```"
+    return f"<!-- figures: {command} @ {digest_of(command)} -->\n\n{text}\n\n<!-- end of figures -->\n"
 
 
 def markdown(columns: list[str], rows: list[tuple[Any, ...]]) -> str:
@@ -127,10 +160,10 @@ def _code(source: str) -> str:
 
 
 def _start(command: str) -> Path:
-    """The file that a command begins with: a module, a script, or the workload that `remat-jax` is given.
+    """The first file that a command names: a module, a script, or the workload that `remat-jax` is given.
 
     Raises:
-        LookupError: the command names none.
+        LookupError: the command names no file of ours.
     """
     for word in shlex.split(command):
         path = ROOT / word.partition(":")[0] if ".py" in word else _file(word)
@@ -149,13 +182,13 @@ def _file(module: str) -> Path | None:
 
 def _sources(start: Path) -> set[Path]:
     """The file and all files of ours that it imports, directly or not."""
-    found, waiting = set[Path](), [start]
+    sources, waiting = set[Path](), [start]
     while waiting:
         path = waiting.pop()
-        if path not in found and path != Path(__file__):  # what only writes tables changes no figure
-            found.add(path)
+        if path not in sources and path != Path(__file__):  # this module changes no figure
+            sources.add(path)
             waiting += [file for name in _imported(path) if (file := _file(name)) is not None]
-    return found
+    return sources
 
 
 def _imported(path: Path) -> Iterator[str]:
@@ -174,24 +207,24 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Write the blocks whose command is asked for; with `--check`, 1 if one is stale."""
+    """Write the tables whose command contains `part`, except recorded ones; with `--check`, 1 if a table is stale."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", default="", help="of the command")
-    parser.add_argument("--check", action="store_true", help="only name the stale blocks")
+    parser.add_argument("--check", action="store_true", help="only list the tables with their state")
     options = parser.parse_args()
-    chosen = [one for one in blocks() if options.part in one.command]
+    chosen = [table for table in blocks() if options.part in table.command]
     if not chosen:
-        parser.error(f"part={options.part!r}: no command has this in it; they are {sorted({one.command for one in blocks()})}")
-    stale = 0
-    for one in chosen:
-        name = f"{one.page.relative_to(ROOT)}: {one.command}"
+        commands = sorted({table.command for table in blocks()})
+        parser.error(f"part={options.part!r}: no command contains this; the commands are {commands}")
+    for table in chosen:
+        name = f"{table.page.relative_to(ROOT)}: {table.command}"
         if options.check:
-            stale += one.is_stale
-            print(f"{'stale  ' if one.is_stale else 'current'} {name}")
-        else:
+            state = table.state if table.is_recorded else "stale" if table.is_stale else "current"
+            print(f"{state:27} {name}")
+        elif not table.is_recorded:
             print(name, flush=True)
-            write(one.page, one.command, one.run())
-    return int(stale > 0)
+            write(table.page, table.command, table.run())
+    return int(options.check and any(table.is_stale for table in chosen))
 
 
 if __name__ == "__main__":

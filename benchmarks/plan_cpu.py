@@ -1,12 +1,13 @@
 """`python -m benchmarks.plan_cpu`: plans against the best named policy that fits, in real time, on this machine's processor.
 
-The demo model under scan, the processor calibrated first. Steps run in turns; the plan's own step is run a second time in
-each round, and what that differs from the first is the noise of the machine. Let nothing else run meanwhile.
+The processor is calibrated first; the model is the demo's, under scan. Steps alternate. The plan's own step runs twice in each
+round, and the difference is the noise of the machine. Let nothing else run meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -31,7 +32,7 @@ NAMED = ("off", "full", "dots", "dots_with_no_batch_dims", "everything")
 """On a processor nothing can be offloaded."""
 SHARES = (0.15, 0.4, 0.65, 0.9)
 SLOWER = 1.02
-"""How much slower than a named policy a plan may be; more is a failure where the noise is less than that."""
+"""How much slower than a named policy a plan may be. More is a failure if the noise is less."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,7 +44,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=9, help="steps of each policy, at least 7 for figures to be kept")
     parser.add_argument("--calibrate", type=float, default=20.0, help="seconds for measuring the processor's rates")
-    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of what lies between full and off")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=SHARES, help="budgets, as shares of the way from full to off"
+    )
+    parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing: print the rows of this file")
     options = parser.parse_args(arguments)
     if min(options.layers, options.width // 8, options.batch, options.length, options.rounds) < 1:
         parser.error("--layers, --batch, --length and --rounds must be 1 or more, --width 8 or more")
@@ -53,7 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def job(options: argparse.Namespace) -> rj.Workload:
-    """The byte-level decoder, scanned, with its parameters and a batch; a step is the gradient."""
+    """The byte-level decoder, scanned, with its parameters and a batch; a step computes the gradient."""
     model = linen.ByteDecoder(
         d_model=options.width, nhead=8, num_layers=options.layers, max_len=options.length, scan=True, param_dtype=jnp.float32
     )
@@ -61,8 +65,8 @@ def job(options: argparse.Namespace) -> rj.Workload:
     params = model.init(jax.random.key(1), tokens)["params"]
 
     def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        found: jax.Array = model.apply({"params": params}, tokens, targets, method="loss")
-        return found
+        value: jax.Array = model.apply({"params": params}, tokens, targets, method="loss")
+        return value
 
     return rj.Workload(loss, params, (tokens, tokens), linen.DecoderLayer, name="demo decoder, scanned")
 
@@ -73,12 +77,12 @@ def calibrated(seconds: float) -> Target:
 
 
 def runner(work: rj.Workload, policy: Any) -> Callable[[], float]:
-    """The step under `policy`, compiled as plans are: a function that runs it on random numbers and gives its seconds."""
+    """The compiled step under `policy`: a function that runs it on random numbers and returns its seconds."""
     return compiled_runner(work, policy)[1]
 
 
 def compiled_runner(work: rj.Workload, policy: Any) -> tuple[str, Callable[[], float]]:
-    """The text of the compiled step, too."""
+    """The text of the compiled step, and the function of `runner`."""
     step = work.step(policy)
     keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(step.arguments))))
 
@@ -100,32 +104,32 @@ def compiled_runner(work: rj.Workload, policy: Any) -> tuple[str, Callable[[], f
 
 
 def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The seconds of each, one after the other in every round, in the other direction every second time."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    """The seconds of each run in every round; every second round goes in reverse order."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         for name in list(runs)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(runs[name]())
-    return found
+            seconds[name].append(runs[name]())
+    return seconds
 
 
-def ratio(mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
     """The median of the ratios of the rounds, and their quartiles.
 
     >>> ratio([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0, 1.0])
     (3.0, 2.0, 4.0)
     """
-    found = sorted(one / other for one, other in zip(mine, theirs, strict=True))
-    low, middle, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
+    ratios = sorted(one / other for one, other in zip(numerators, denominators, strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return middle, low, high
 
 
 def row(work: rj.Workload, target: Target, budget: int, sizes: Mapping[str, int], rounds: int) -> dict[str, Any]:
-    """One plan and all named policies that fit, run in turns; `slower` is what the plan must not be."""
+    """One plan and all named policies that fit, alternating; `slower` says whether the plan is slower than it may be."""
     plan = rj.plan(work, budget, target, timeout=600)
     fits = [name for name, size in sizes.items() if size <= budget]
     policy = "off" if plan.is_off else dict(plan.policies)
-    mine = runner(work, policy)
-    runs = {"plan": mine, **{name: runner(work, name) for name in fits}, "plan again": mine}
+    planned = runner(work, policy)
+    runs = {"plan": planned, **{name: runner(work, name) for name in fits}, "plan again": planned}
     seconds = in_turns(runs, rounds)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     best = min(fits, key=lambda name: medians[name])
@@ -138,11 +142,11 @@ def row(work: rj.Workload, target: Target, budget: int, sizes: Mapping[str, int]
         "best_named": best,
         "seconds": medians,
         "estimated": plan.seconds,
-        "estimated_named": next(one.seconds for one in plan.named if one.name == best),
+        "estimated_named": next(point.seconds for point in plan.named if point.name == best),
         "ratio": middle,
         "ratio_quartiles": [low, high],
         "noise_quartiles": list(noise[1:]),
-        # The whole of the inner half must be above what is allowed: one busy round is no slower plan.
+        # The whole inner half must exceed the limit: one busy round does not make a plan slower.
         "slower": low > max(SLOWER, noise[2]),
         "rounds": seconds,
     }
@@ -152,25 +156,28 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows in plain text."""
     lines = [
         (
-            format_bytes(one["budget"]),
-            f"{1e3 * one['seconds']['plan']:.1f}",
-            one["best_named"],
-            f"{1e3 * one['seconds'][one['best_named']]:.1f}",
-            f"{one['ratio']:.3f}",
-            "{:.3f}–{:.3f}".format(*one["ratio_quartiles"]),
-            "{:.3f}–{:.3f}".format(*one["noise_quartiles"]),
-            f"{one['estimated'] / one['estimated_named']:.3f}",
-            "SLOWER" if one["slower"] else "yes",
+            format_bytes(row["budget"]),
+            f"{1e3 * row['seconds']['plan']:.1f}",
+            row["best_named"],
+            f"{1e3 * row['seconds'][row['best_named']]:.1f}",
+            f"{row['ratio']:.3f}",
+            "{:.3f}–{:.3f}".format(*row["ratio_quartiles"]),
+            "{:.3f}–{:.3f}".format(*row["noise_quartiles"]),
+            f"{row['estimated'] / row['estimated_named']:.3f}",
+            "SLOWER" if row["slower"] else "yes",
         )
-        for one in rows
+        for row in rows
     ]
     columns = ("budget", "plan ms", "best named", "its ms", "ratio", "inner half", "noise", "estimated", "holds")
     return text_table(columns, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Calibrate, plan, run, print the table; 1 where a plan is slower than a named policy that fits."""
+    """Calibrate, plan, run, print the table; 1 if a plan is slower than a named policy that fits."""
     options = parse(arguments)
+    if options.show:
+        record = json.loads(options.show.read_text(encoding="utf-8"))
+        return show(record["rows"], record["provenance"]["versions"]["jax"])
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
     target, work = calibrated(options.calibrate), job(options)
@@ -183,9 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = vars(options) | {"output": options.output.name}
         figures = {"measured": dict(target.measured), "sizes": sizes, "rows": rows}
         write_json(options.output / "plan_cpu.json", {"provenance": provenance(), "options": settings, **figures})
-    print(f"Plans run on this processor, medians of {options.rounds} rounds, JAX {jax.__version__}:")
+    return show(rows, jax.__version__)
+
+
+def show(rows: Sequence[Mapping[str, Any]], version: str) -> int:
+    """Print the table; 1 if a plan is slower than a named policy that fits."""
+    print(f"Plans run on this processor, medians of {len(rows[0]['rounds']['plan'])} rounds, JAX {version}:")
     print(table(rows))
-    return 1 if any(one["slower"] for one in rows) else 0
+    return int(any(row["slower"] for row in rows))
 
 
 if __name__ == "__main__":

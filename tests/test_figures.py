@@ -1,13 +1,16 @@
-"""Figures of the pages: written by the commands that are named beside them, and not stale."""
+"""Tables of figures in the pages: each is written or recorded by the command beside it, and not stale."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 
 from benchmarks import figures
 
 LIGHT = ["python -m benchmarks.targets"]
-# Not run again since their blocks got their marks. A command that was run leaves this list, and none is added.
+# Stale tables. A command that was run leaves this list, and none is added.
 OLDER = {
     "python -m benchmarks.chunked_head --batch 8 32",
     "python -m benchmarks.convolutions",
@@ -15,23 +18,65 @@ OLDER = {
 }
 
 
+# Pages whose command writes their tables in its own way.
+WRITTEN_WHOLE = {
+    "docs/notes/fuzz.md",
+    "docs/notes/gallery.md",
+    "docs/notes/pairs.md",
+    "docs/notes/upstream.md",
+    "examples/others/README.md",
+}
+TABLE = re.compile(r"(?:^\|.*\n){3,}", re.MULTILINE)
+FIGURE = re.compile(r"[-−+×~*]*\d")
+
+
+def tables_of_figures(text: str) -> list[str]:
+    """The first line of each Markdown table in which more than a third of the cells begin with a digit."""
+    tables = []
+    for table in TABLE.findall(text):
+        head, _, *rows = table.splitlines()
+        cells = [cell.strip() for row in rows for cell in row.strip("|").split(" | ")]
+        if 3 * sum(FIGURE.match(cell) is not None for cell in cells) > len(cells):
+            tables.append(head)
+    return tables
+
+
 def test_no_block_is_stale() -> None:
-    stale = {one.command for one in figures.blocks() if one.is_stale}
+    stale = {table.command for table in figures.blocks() if table.is_stale}
     assert stale - OLDER == set(), "run make figures ARGS=…"
     assert OLDER - stale == set(), "was run: take it off the list"
 
 
 @pytest.mark.parametrize("command", LIGHT)
 def test_light_commands_print_what_the_page_has(command: str) -> None:
-    (one,) = (one for one in figures.blocks() if one.command == command)
-    assert one.run().strip() == one.text and one.text.count("|") > 50
+    (table,) = (table for table in figures.blocks() if table.command == command)
+    assert table.run().strip() == table.text and table.text.count("|") > 50
 
 
 def test_every_mark_is_a_block() -> None:
-    """A mark that is misspelt, or has no end, would be no block and so never stale."""
+    """A misspelt mark, or one without an end, would be no block and so never stale."""
     marks = sum(page.read_text(encoding="utf-8").count("<!-- figures:") for page in figures.pages())
     assert marks == len(figures.blocks()) >= 8
-    assert all(one.text.startswith("| ") for one in figures.blocks())
+    assert all(table.text.startswith(("| ", "```text\n")) for table in figures.blocks())
+
+
+def test_recorded_tables_name_a_command_of_this_repository() -> None:
+    recorded = [table for table in figures.blocks() if table.is_recorded]
+    assert len(recorded) > 20 and not any(table.is_stale for table in recorded)
+    assert all(figures.digest_of(table.command) for table in recorded)
+
+
+@pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.relative_to(figures.ROOT).as_posix())
+def test_every_table_of_figures_has_a_mark(page: Path) -> None:
+    if page.relative_to(figures.ROOT).as_posix() in WRITTEN_WHOLE:
+        return
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert tables_of_figures(re.sub(r"<!-- figures: .*?<!-- end of figures -->", "", text, flags=re.DOTALL)) == []
+
+
+def test_tables_of_figures_are_told_from_tables_of_words() -> None:
+    words = "| a | b |\n| --- | --- |\n| what | 3 things |\n| and | what |\n"
+    assert tables_of_figures(words) == [] and tables_of_figures(words.replace("what", "7")) == ["| a | b |"]
 
 
 def test_a_digest_is_of_code_and_not_of_its_words(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +106,21 @@ def test_writing_replaces_one_block_and_nothing_else(tmp_path) -> None:
         figures.write(page, "python -m benchmarks.segments", "| new |")
 
 
+def test_output_that_is_no_table_is_fenced_and_variables_are_set(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "speed.py").write_text("import os\n\nprint(os.environ['A_B'], 'km/h  ')\n")
+    command, page = "A_B='7 8' python benchmarks/speed.py", tmp_path / "page.md"
+    page.write_text(f"<!-- figures: {command} @ recorded 2026-11-24 0f3c81d -->\n\n| old |\n\n<!-- end of figures -->\n")
+    monkeypatch.setattr(figures, "pages", lambda: [page])
+    (table,) = figures.blocks()
+    assert table.is_recorded and not table.is_stale
+    figures.write(page, command, table.run())
+    (table,) = figures.blocks()
+    assert table.text == "```text\n7 8 km/h\n```" and not table.is_recorded and not table.is_stale
+
+
 def test_a_command_that_fails_writes_nothing(tmp_path) -> None:
-    one = figures.Figures(tmp_path / "page.md", "python -m benchmarks.segments neither", "older", "| old |")
+    table = figures.Figures(tmp_path / "page.md", "python -m benchmarks.segments neither", "older", "| old |")
     with pytest.raises(RuntimeError, match="ended with 2"):
-        one.run()
+        table.run()
