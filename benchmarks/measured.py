@@ -17,7 +17,7 @@ from remat_jax.memory import MemoryReport
 from remat_jax.memory.measure import measure_many
 from remat_jax.report import format_bytes
 
-COLUMNS = ["policy", "device", "of it arguments", "of it temp", "host", "kept: device", "kept: host", "offload gave back"]
+COLUMNS = ["policy", "device", "arguments", "temp", "host", "kept: device", "kept: host", "offload freed"]
 
 
 def row(report: MemoryReport) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.memory_limit`: what a step needs and takes when XLA is given less memory than the device has.
+"""`python -m benchmarks.memory_limit mlp`: what a step needs, and how long it takes, if XLA may use less memory.
 
-Compiles each workload for a target without a limit, then with shares of what it needed, and prints device memory and the
-modelled time. `--json` prints the same as data.
+Compiles a workload for a target without a limit, then with limits that are shares of what it needed, and prints device memory
+and the modelled time: the tables of docs/notes/memory_limit.md. `--json` prints the same as data.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import optax
 
 import remat_jax as rj
+from benchmarks.figures import markdown
 from benchmarks.plan.workloads import decoder_scanned, decoder_unrolled
 from remat_jax import compat
-from remat_jax.report import format_bytes, table
-from remat_jax.report.tables import render
+from remat_jax.report import format_bytes
 
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.2)
-"""Of what a step needs without a limit."""
+"""The limits, as shares of what a step needs without a limit."""
 
 TIMEOUT = 1800.0
 ROWS, WIDTH, HIDDEN, LAYERS = 16384, 1024, 4096, 12
@@ -68,51 +68,51 @@ WORKLOADS: dict[str, tuple[Callable[[], rj.Workload], tuple[str, ...]]] = {
 
 
 def rows(name: str, target: str) -> list[dict[str, Any]]:
-    """Each policy of a workload, without a limit and with each share of what it needed."""
+    """Each policy of a workload, without a limit and with each limit."""
     make, policies = WORKLOADS[name]
-    job, found = make(), []
+    job, measured = make(), []
     for policy in policies:
         free = rj.measure(job, policy, target, TIMEOUT)
         for share in (None, *SHARES):
             limit = None if share is None else int(share * free.device_bytes)
-            one = rj.measure(job, policy, target, TIMEOUT, memory_limit=limit)
+            report = rj.measure(job, policy, target, TIMEOUT, memory_limit=limit)
             print(f"{job.name}, {policy}, limit {format_bytes(limit)}", file=sys.stderr)
-            found.append(
+            measured.append(
                 {"workload": job.name, "policy": policy, "target": target, "memory_limit": limit}
-                | {"compiler_options": one.compiler_options, "device_bytes": one.device_bytes, "temp_bytes": one.temp_bytes}
-                | {"host_bytes": one.host_bytes, "step_seconds": one.seconds, "jax_version": one.jax_version}
+                | {"compiler_options": report.compiler_options, "device_bytes": report.device_bytes}
+                | {"temp_bytes": report.temp_bytes, "host_bytes": report.host_bytes}
+                | {"step_seconds": report.seconds, "jax_version": report.jax_version}
             )
-    return found
+    return measured
 
 
-def shown(found: list[dict[str, Any]]) -> Any:
-    """The rows as a table."""
-    columns = ("workload", "policy", "limit", "factor", "device", "host", "modelled step")
-    cells = [
-        (
-            one["workload"],
-            one["policy"],
-            format_bytes(one["memory_limit"]) if one["memory_limit"] is not None else "XLA's own",
-            "".join(map(str, one["compiler_options"].values())),
-            format_bytes(one["device_bytes"]),
-            format_bytes(one["host_bytes"]),
-            f"{1e3 * one['step_seconds']:.1f} ms",
-        )
-        for one in found
-    ]
-    return table(f"Memory limits on {found[0]['target']} (JAX {found[0]['jax_version']})", columns, cells)
+def table(measured: list[dict[str, Any]]) -> str:
+    """The rows as the note has them."""
+    columns = ["policy", "limit", "factor", "device", "modelled step"]
+    return markdown(columns, [_cells(row) for row in measured])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    host = f", {row['host_bytes'] / 1e9:.1f} on the host" if row["host_bytes"] else ""
+    return (
+        f"`{row['policy']}`",
+        "XLA's own" if row["memory_limit"] is None else f"{row['memory_limit'] / 1e9:.2f} GB",
+        "".join(map(str, row["compiler_options"].values())),
+        f"{row['device_bytes'] / 1e9:.2f} GB{host}",
+        f"{1e3 * row['step_seconds']:.1f} ms",
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; the exit status is 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_limit", description=__doc__.split(":")[0])
-    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help=f"{', '.join(WORKLOADS)}; all unless given")
+    parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--target", default="h200")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     compat.keep_to_cpu_without_gpu()
-    found = [one for name in options.workloads or WORKLOADS for one in rows(name, options.target)]
-    print(json.dumps(found, indent=1) if options.json else render(shown(found)))
+    measured = rows(options.workload, options.target)
+    print(json.dumps(measured, indent=1) if options.json else table(measured))
     return 0
 
 

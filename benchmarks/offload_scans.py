@@ -1,7 +1,7 @@
-"""`python -m benchmarks.offload_scans`: what the device gives back where a model of several scans offloads its blocks' inputs.
+"""`python -m benchmarks.offload_scans`: how much device memory an offload of inputs frees in a model of several scans.
 
-Compiles each workload under `full` and under `offload_inputs`, and prints device and host memory, the share of the host's bytes
-that the device gives back, and the modelled time. `--json` prints the same as data.
+Compiles each workload under `full` and under `offload_inputs`, and prints device and host memory, the freed share of the bytes
+on the host, and the modelled time: the table of docs/notes/offload_in_scans.md. `--json` prints the same as data.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import optax
 
 import remat_jax as rj
+from benchmarks.figures import markdown
 from examples import pi0_true
 from remat_jax import compat
-from remat_jax.report import format_bytes, table
-from remat_jax.report.tables import render
+from remat_jax.report import format_bytes
 
 TIMEOUT = 1800.0
 POLICIES = ("full", "offload_inputs")
@@ -69,50 +69,48 @@ WORKLOADS: dict[str, Callable[[str], rj.MemoryReport]] = {
 
 def rows(name: str) -> list[dict[str, Any]]:
     """A workload under each policy."""
-    found = []
+    measured: list[dict[str, Any]] = []
     for policy in POLICIES:
-        one = WORKLOADS[name](policy)
-        print(f"{one.workload}, {policy}: {format_bytes(one.device_bytes)}", file=sys.stderr)
-        full = found[0]["device_bytes"] if found else None
-        found.append(
-            {"workload": one.workload, "policy": policy, "target": one.target, "device_bytes": one.device_bytes}
-            | {"host_bytes": one.host_bytes, "returned": (full - one.device_bytes) / one.host_bytes if full else None}
-            | {"back_bytes": one.overlap.back.bytes if one.overlap else 0}
-            | {"compute_seconds": one.overlap.compute_seconds if one.overlap else one.seconds}
-            | {"step_seconds": one.seconds, "jax_version": one.jax_version}
+        report = WORKLOADS[name](policy)
+        print(f"{report.workload}, {policy}: {format_bytes(report.device_bytes)}", file=sys.stderr)
+        full = measured[0]["device_bytes"] if measured else None
+        measured.append(
+            {"workload": report.workload, "policy": policy, "target": report.target, "device_bytes": report.device_bytes}
+            | {"host_bytes": report.host_bytes, "returned": (full - report.device_bytes) / report.host_bytes if full else None}
+            | {"back_bytes": report.overlap.back.bytes if report.overlap else 0}
+            | {"step_seconds": report.seconds, "jax_version": report.jax_version}
         )
-    return found
+    return measured
 
 
-def shown(found: list[dict[str, Any]]) -> Any:
-    """The rows as a table."""
-    columns = ("workload", "policy", "device", "host", "freed", "copied back", "compute", "modelled step")
+def table(measured: list[dict[str, Any]]) -> str:
+    """The rows as the note has them."""
+    columns = ["workload", "policy", "device MB", "host MB", "freed", "copied back MB", "step ms"]
     cells = [
         (
-            one["workload"],
-            one["policy"],
-            format_bytes(one["device_bytes"]),
-            format_bytes(one["host_bytes"]),
-            "" if one["returned"] is None else f"{one['returned']:.3f}",
-            format_bytes(one["back_bytes"]),
-            f"{1e3 * one['compute_seconds']:.1f} ms",
-            f"{1e3 * one['step_seconds']:.1f} ms",
+            row["workload"],
+            f"`{row['policy']}`",
+            f"{row['device_bytes'] / 1e6:.1f}",
+            f"{row['host_bytes'] / 1e6:.1f}" if row["host_bytes"] else "0",
+            "" if row["returned"] is None else f"{row['returned']:.3f}",
+            f"{row['back_bytes'] / 1e6:.1f}" if row["back_bytes"] else "",
+            f"{1e3 * row['step_seconds']:.1f}",
         )
-        for one in found
+        for row in measured
     ]
-    return table(f"Offload in several scans on {found[0]['target']} (JAX {found[0]['jax_version']})", columns, cells)
+    return markdown(columns, cells)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; the exit status is 1 where a workload gives back less than 0.9 of what is on the host."""
+    """Print the table; the exit status is 1 if a workload frees less than 0.9 of the bytes on the host."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.offload_scans", description=__doc__.split(":")[0])
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help=f"{', '.join(WORKLOADS)}; all unless given")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     compat.keep_to_cpu_without_gpu()
-    found = [one for name in options.workloads or WORKLOADS for one in rows(name)]
-    print(json.dumps(found, indent=1) if options.json else render(shown(found)))
-    return int(any(one["returned"] is not None and one["returned"] < 0.9 for one in found))
+    measured = [row for name in options.workloads or WORKLOADS for row in rows(name)]
+    print(json.dumps(measured, indent=1) if options.json else table(measured))
+    return int(any(row["returned"] is not None and row["returned"] < 0.9 for row in measured))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks.plan_seconds                      at 65, 70, 75, 80, 85 and 90 % of its memory
     python -m benchmarks.plan_seconds 85% --layers 64      how it grows with the stack
 
-No budget uses what another one compiled. `first fit` is when a step that fits was known.
+No budget uses what another budget compiled. `first fit` is the time after which the first fitting step was known.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from rich.console import Console
-from rich.table import Table
 
 import remat_jax as rj
+from benchmarks.figures import markdown
 from examples.models import llama
 from examples.models.functions import cross_entropy
 from remat_jax.memory.compile.process import end_idle
@@ -54,7 +53,7 @@ def compiler_seconds() -> float:
 
 
 def row(budget: str, layers: int) -> tuple[str, ...]:
-    """What planning at one budget took, and what came out."""
+    """How long planning at one budget took, and the plan."""
     begin, processor, first = time.perf_counter(), time.process_time(), [0.0]
     compilers = compiler_seconds()
 
@@ -83,14 +82,14 @@ def main() -> None:
     parser.add_argument("budgets", nargs="*", default=SHARES)
     parser.add_argument("--layers", type=int, default=32)
     options = parser.parse_args()
-    columns = ("budget", "wall", "first fit", "own processor", "compilers", "compiled", "step", "device", "best named policy")
-    table = Table(*columns)
+    columns = ["budget", "wall", "first fit", "own processor", "compilers", "compiled", "step", "device", "best named policy"]
+    rows = []
     for budget in options.budgets:
         # A process of its own: a budget uses nothing that another budget compiled.
         with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             os.environ["XDG_CACHE_HOME"] = folder
-            table.add_row(*process.submit(row, budget, options.layers).result())
-    Console(width=150).print(table)
+            rows.append(process.submit(row, budget, options.layers).result())
+    print(markdown(columns, rows))
 
 
 if __name__ == "__main__":

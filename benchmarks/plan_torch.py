@@ -1,8 +1,8 @@
 """`python -m benchmarks.plan_torch`: plans against PyTorch's `activation_memory_budget`, at the bytes that PyTorch saves.
 
 PyTorch's automatic checkpointing solves a knapsack over the whole graph, embedding and head included. So the whole loss is one
-block here too, and the planner is asked for the plan with the fewest FLOPs computed again that keeps no more. The same with the
-layers as blocks stands beside it: then a layer's input and what is kept outside of the layers are always kept.
+block here too, and the planner looks for the plan that keeps no more and recomputes the fewest FLOPs. The columns "by layer"
+have the layers as blocks: then the layers' inputs, and all arrays kept outside the layers, are always kept.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from remat_jax.report.tables import format_bytes
 
 BUDGETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 IN_FLOPS = Rates({"tensorfloat32": 1e9, "float32": 1e15}, 1e30)
-"""Only matrix products take time, a nanosecond for each operation; the rest next to nothing, as for PyTorch's own solver."""
+"""Only matrix products take time, a nanosecond per operation; everything else takes almost none, as in PyTorch's solver."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a decoder and its batch, in float32."""
+    """The sizes of a decoder and its batch, in float32."""
 
     layers: int
     d_model: int
@@ -51,7 +51,7 @@ class Sizes:
 _DEMO = Setting()
 SETTINGS = {
     "demo": Sizes(_DEMO.num_layers, _DEMO.d_model, _DEMO.nhead, _DEMO.length, _DEMO.batch),
-    # Attention's weights are the most of what is kept.
+    # Most kept bytes are attention weights.
     "long": Sizes(3, 128, 4, 512, 2),
 }
 
@@ -71,25 +71,25 @@ class Training(nn.Module):
 
 
 def workload(sizes: Sizes, blocks: type) -> rj.Workload:
-    """The decoder's loss; `blocks` is `Training`, all of it, or its layers."""
+    """The decoder's loss; `blocks` is `Training`, the whole loss, or the class of its layers."""
     model, tokens = Training(sizes), jax.ShapeDtypeStruct((sizes.batch, sizes.length), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens)["params"]
     return rj.Workload(lambda params, *batch: model.apply({"params": params}, *batch), params, (tokens, tokens), blocks)
 
 
 class Plans:
-    """The plans of one workload with the fewest FLOPs computed again.
+    """The plans of one workload with the fewest recomputed FLOPs.
 
-    What a plan keeps and computes again is not taken from the model that it was solved in: the bytes are those of JAX's own
-    linearisation (`rj.residuals`), the FLOPs those of the traced step.
+    Kept bytes and recomputed FLOPs do not come from the planner's model: the bytes are those of JAX's own linearisation
+    (`rj.residuals`), the FLOPs those of the traced step.
     """
 
     def __init__(self, sizes: Sizes, blocks: type) -> None:
         self.job = workload(sizes, blocks)
         self.described = describe(self.job, "cpu", rates=IN_FLOPS, working=0.0)
         outside = rj.residuals(self.job, "full").device_bytes - modelled_bytes(self.described, "full")[0]
-        # All that counts here is what is kept between the passes: not what comes and goes while a block runs again.
-        still = [dataclasses.replace(one, recomputed_share=0.0) for one in self.described.stack.blocks]
+        # Only arrays kept between the passes count here, not arrays that live while a block is recomputed.
+        still = [dataclasses.replace(block, recomputed_share=0.0) for block in self.described.stack.blocks]
         self.stack = dataclasses.replace(
             self.described.stack, blocks=tuple(still), fixed_bytes=float(max(0, outside)), link=None
         )
@@ -97,7 +97,7 @@ class Plans:
         self._seen: dict[Any, tuple[int, int]] = {}
 
     def within(self, saved_bytes: int) -> tuple[int, int] | None:
-        """Bytes kept and FLOPs computed again of the best plan that keeps no more; None where there is no such plan."""
+        """Kept bytes and recomputed FLOPs of the best plan that keeps no more than `saved_bytes`; None if there is none."""
         try:
             # A budget is positive; no residual is as small as a byte.
             plan = solver.solve(self.stack, max(1.0, float(saved_bytes)))
@@ -109,11 +109,11 @@ class Plans:
         return self._seen[policy]
 
     def _policy(self, plan: solver.StackPlan) -> Any:
-        chosen = iter([one.policy for one in plan.ranges for _ in range(one.count)])
-        found = []
+        chosen = iter([run.policy for run in plan.ranges for _ in range(run.count)])
+        policies = []
         for kind, block in zip(self.described.kinds, self.described.stack.blocks, strict=True):
-            found += [policy_of(kind, dataclasses.replace(next(chosen), block=block)) for _ in kind.layers]
-        return found[0] if len(found) == 1 else rj.LayerPolicies.of(found)
+            policies += [policy_of(kind, dataclasses.replace(next(chosen), block=block)) for _ in kind.layers]
+        return policies[0] if len(policies) == 1 else rj.LayerPolicies.of(policies)
 
     def _flops(self, policy: Any) -> int:
         step = self.job.step(policy)
@@ -121,46 +121,46 @@ class Plans:
 
 
 def of_torch(sizes: Sizes, budgets: Sequence[float]) -> list[dict[str, Any]]:
-    """PyTorch's rows, made in a process of its own.
+    """PyTorch's rows, computed in a separate process.
 
     Raises:
-        RuntimeError: it failed; the message is what it said last.
+        RuntimeError: the process failed; the message ends with its standard error.
     """
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.torch_budgets", json.dumps(dataclasses.asdict(sizes))]
-    done = subprocess.run([*command, *map(str, budgets)], capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        raise RuntimeError(f"benchmarks.torch_budgets failed:\n{done.stderr[-2000:]}")
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run([*command, *map(str, budgets)], capture_output=True, text=True, cwd=ROOT)
+    if process.returncode:
+        raise RuntimeError(f"benchmarks.torch_budgets failed:\n{process.stderr[-2000:]}")
+    rows: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])
+    return rows
 
 
 def rows(name: str, sizes: Sizes, budgets: Sequence[float]) -> list[dict[str, Any]]:
-    """One row for each budget, of both frameworks."""
-    theirs = of_torch(sizes, budgets)
-    print(f"{name}: PyTorch is cut", file=sys.stderr, flush=True)
+    """One row for each budget, with both frameworks."""
+    torch_rows = of_torch(sizes, budgets)
+    print(f"{name}: PyTorch's graphs are partitioned", file=sys.stderr, flush=True)
     whole, layers = Plans(sizes, Training), Plans(sizes, linen.DecoderLayer)
-    found = []
-    for one in theirs:
-        row = {"setting": name, **one, "step_flops_jax": whole.step_flops}
+    both = []
+    for torch_row in torch_rows:
+        row = {"setting": name, **torch_row, "step_flops_jax": whole.step_flops}
         for form, plans in (("whole", whole), ("layers", layers)):
-            kept = plans.within(one["saved_bytes"])
+            kept = plans.within(torch_row["saved_bytes"])
             row |= {form: None if kept is None else {"kept_bytes": kept[0], "again_flops": kept[1]}}
-        found.append(row)
-        print(f"{name}: budget {one['budget']}", file=sys.stderr, flush=True)
-    return found
+        both.append(row)
+        print(f"{name}: budget {torch_row['budget']}", file=sys.stderr, flush=True)
+    return both
 
 
 def holds(row: dict[str, Any]) -> bool:
-    """Whether the plan of the whole loss keeps no more than PyTorch and computes no more again, in steps of equal FLOPs."""
+    """Whether the plan of the whole loss keeps no more and recomputes no more than PyTorch, in steps of equal FLOPs."""
     ours = row["whole"]
     equal = row["step_flops"] == row["step_flops_jax"]
     return equal and ours is not None and ours["kept_bytes"] <= row["saved_bytes"] and ours["again_flops"] <= row["again_flops"]
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows in plain text; FLOPs are shares of the step's."""
     lines = []
-    for row in found:
+    for row in rows:
         cells = [f"{row['setting']} {row['budget']:g}", format_bytes(row["saved_bytes"]), _share(row, row)]
         for form in ("whole", "layers"):
             ours = row[form]
@@ -185,19 +185,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Cut, plan, print the table; 1 where a plan of the whole loss keeps more or computes more again."""
+    """Partition, plan, print the table; 1 if a plan of the whole loss keeps or recomputes more than PyTorch."""
     options = parse(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     compat.keep_to_cpu_without_gpu()
-    found: list[dict[str, Any]] = []
+    compared: list[dict[str, Any]] = []
     for name in options.only or SETTINGS:
-        found += rows(name, SETTINGS[name], options.budgets)
-        write_json(options.output / "plan_torch.json", {"provenance": provenance(), "rows": found})
-    print("FLOPs computed again, of the step's, at no more bytes than PyTorch saves for its budget:")
-    print(table(found))
-    lost = [row for row in found if not holds(row)]
+        compared += rows(name, SETTINGS[name], options.budgets)
+        write_json(options.output / "plan_torch.json", {"provenance": provenance(), "rows": compared})
+    print("Recomputed FLOPs, as shares of the step's, at no more bytes than PyTorch saves for its budget:")
+    print(table(compared))
+    lost = [row for row in compared if not holds(row)]
     print(
-        f"{len(lost)} of {len(found)} rows are lost." if lost else "At every budget no more is computed again than by PyTorch."
+        f"{len(lost)} of {len(compared)} rows are lost."
+        if lost
+        else "At every budget the plan recomputes no more than PyTorch."
     )
     return 1 if lost else 0
 

@@ -1,4 +1,4 @@
-"""What an attention mask that all layers read costs under an offload of inputs, compiled for a described GPU.
+"""What an attention mask that all layers read costs if inputs are offloaded, compiled for a described GPU.
 
 python -m benchmarks.shared_inputs [--layers N] [--target NAME] [--scan]
 """

@@ -100,7 +100,7 @@ def policies(case: Case) -> dict[str, Any]:
 def rivals(case: Case, described: Described, target: str) -> list[Rival]:
     """Every policy compiled and priced, equal ones once; what offloads inside a scan that is miscompiled only with a remark."""
     known: dict[Any, list[str]] = {}
-    for name, policy in policies(replace(case, roles=_roles_that_keep(case))).items():
+    for name, policy in policies(replace(case, roles=roles_that_keep(case))).items():
         known.setdefault(tuple(policy.items()) if isinstance(policy, Mapping) else policy, []).append(name)
     asked = [(tuple(names), dict(key) if isinstance(key, tuple) else key) for key, names in known.items()]
     remarks = [_remark(case, described, policy) for _, policy in asked]
@@ -117,7 +117,7 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
     return found
 
 
-def _roles_that_keep(case: Case) -> dict[Any, Roles]:
+def roles_that_keep(case: Case) -> dict[Any, Roles]:
     """The roles of tensors that a backward pass reads; a selector of another tensor, such as a last product, is an error."""
     return {
         block: {name: glob for name, glob in roles.items() if _keeps(case, block, glob)} for block, roles in case.roles.items()

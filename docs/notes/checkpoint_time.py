@@ -1,9 +1,8 @@
 """What checkpointing costs in time, on this project's PyTorch models: `python docs/notes/checkpoint_time.py`.
 
-"15 to 30 % slower" is what is commonly said. A step without checkpointing executes the forward products once and two for
-each in backward; a recomputation adds the forward ones: 4/3 of the floating-point operations, whatever the model. The
-time adds the element-wise operators, which are recomputed too, and what keeping less saves. Plain and checkpointed steps
-take turns; the ratio is that of neighbours.
+Tutorials say "15 to 30 % slower". A plain step executes the forward products once, and twice as many in its backward pass. The
+recomputation repeats the forward products: 4/3 of the floating-point operations, for any model. It also repeats the
+elementwise operators, and keeping less saves some time. Plain and checkpointed steps alternate; each ratio is of neighbours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Groups of layers against `full`, compiled for a described GPU: device memory, what is kept, and the operations of a step.
+"""Groups of layers against `full`, compiled for a described GPU: device memory, kept bytes, and the operations of a step.
 
-python docs/notes/groups_of_layers.py [--target h200] [--unrolled]
+python docs/notes/groups_of_layers.py scanned|inside|unrolled [--target h200]
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from examples.models.linen import ByteDecoder, DecoderLayer
 from remat_jax.cost.count import flops
 
 WIDTH, LENGTH = 1280, 2048
-SCANNED = 32, 64, ("full", "offload_inputs", *(f"32 × full in groups of {size}" for size in (2, 4, 6, 8, 16, 32)))
-UNROLLED = 8, 64, ("full", *(f"8 × full in groups of {size}" for size in (2, 3, 4)))
-INSIDE = 32, 16, ("full", "32 × full in groups of 2", "32 × dots in groups of 2", "32 × off in groups of 2")
+# Layers, batch and policies of each table.
+TABLES = {
+    "scanned": (32, 64, ("full", "offload_inputs", *(f"32 × full in groups of {size}" for size in (2, 4, 6, 8, 16, 32)))),
+    "inside": (32, 16, ("full", "32 × full in groups of 2", "32 × dots in groups of 2", "32 × off in groups of 2")),
+    "unrolled": (8, 64, ("full", *(f"8 × full in groups of {size}" for size in (2, 3, 4)))),
+}
 
 
 def job(layers: int, batch: int, *, scan: bool) -> rj.Workload:
@@ -36,26 +39,24 @@ def rows(target: str, layers: int, batch: int, policies: tuple[str, ...], *, sca
     """The rows of a table, one for each policy: GiB, and operations relative to the first policy."""
     workload, first = job(layers, batch, scan=scan), 0
     for policy in policies:
-        found = rj.measure(workload, policy, target)
+        report = rj.measure(workload, policy, target)
         loss, params, rest = workload.split_loss(policy)
         operations = flops(jax.grad(loss), params, rest, *workload.batch)
         first = first or operations
-        sizes = found.device_bytes, found.temp_bytes, found.residual_device_bytes or 0, found.host_bytes
+        sizes = report.device_bytes, report.temp_bytes, report.residual_device_bytes or 0, report.host_bytes
         yield " | ".join([policy, *(f"{size / 2**30:.2f}" for size in sizes), f"{operations / first:.3f}"])
 
 
 def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser()
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=TABLES, help="unrolled layers take minutes to compile")
     parser.add_argument("--target", default="h200")
-    parser.add_argument("--unrolled", action="store_true", help="of 8 unrolled layers; these take minutes to compile")
     options = parser.parse_args()
-    for layers, batch, policies in (UNROLLED,) if options.unrolled else (SCANNED, INSIDE):
-        scan = not options.unrolled
-        print(f"\n{layers} layers{', scanned' * scan}, {batch} × {LENGTH} bytes, {options.target}, JAX {jax.__version__}\n")
-        print("| policy | device GiB | temp | kept | host | operations |\n| --- | ---: | ---: | ---: | ---: | ---: |")
-        for row in rows(options.target, layers, batch, policies, scan=scan):
-            print("|", row, "|", flush=True)
+    layers, batch, policies = TABLES[options.table]
+    print("| policy | device GiB | temp | kept | host | operations |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    for row in rows(options.target, layers, batch, policies, scan=options.table != "unrolled"):
+        print("|", row, "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What an optimizer's state in host memory frees on an H200, compiled without one; and what gradient accumulation needs there.
+"""Device memory that an optimizer's state in host memory frees, and what gradient accumulation needs, compiled for an H200.
 
-Run: `python docs/notes/optimizer_offload.py`. Bytes are of one training step with donated parameters and state, policy `full`.
+Run: `python docs/notes/optimizer_offload.py state|norm|accumulation`. Sizes are in MB, of one training step with donated
+parameters and state, under the policy `full`. No GPU is needed.
 """
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import flax.linen as nn
@@ -48,7 +50,7 @@ class Model(nn.Module):
 
 
 def all_at_once(tx: Any) -> Any:
-    """State on the host, brought back leaf by leaf as the program says, which XLA does not heed."""
+    """State on the host, fetched by plain `device_put`s, whose order XLA ignores."""
 
     def there(tree: Any, space: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.device_put(leaf, space) if leaf.ndim else leaf, tree)
@@ -68,21 +70,21 @@ def workload(tx: Any, scan: bool, rows: int) -> rj.Workload:
 
 
 def compiled(jobs: dict[str, rj.Workload], policy: str) -> dict[str, Sizes]:
-    """The sizes of each on an H200."""
+    """The compiled sizes of each job on an H200."""
     h200 = target("h200")
     return compile_programs([export_step(key, job.step(policy), h200) for key, job in jobs.items()], h200, timeout=300)
 
 
 def offload(name: str, tx: Any, scan: bool, rows: int) -> None:
-    """A row of the first table."""
+    """A row of the table of freed bytes."""
     streamed = rj.offload_optimizer(tx)
     forms = {"plain": tx, "at once": all_at_once(tx), "apply": streamed}
     forms["update"] = optax.GradientTransformation(streamed.init, streamed.update)
-    found = compiled({key: workload(form, scan, rows) for key, form in forms.items()}, "full")
-    freed = [(found["plain"].device - found[key].device) / 1e6 for key in ("at once", "update", "apply")]
-    moved = found["apply"].host / 1e6
-    cells = [name, "scan" if scan else "unrolled", rows, f"{found['plain'].device / 1e6:.1f}", f"{moved:.1f}"]
-    print("|", " | ".join(map(str, [*cells, *(f"{one:.1f}" for one in freed)])), "|")
+    sizes = compiled({key: workload(form, scan, rows) for key, form in forms.items()}, "full")
+    freed = [(sizes["plain"].device - sizes[key].device) / 1e6 for key in ("at once", "update", "apply")]
+    moved = sizes["apply"].host / 1e6
+    cells = [name, "scan" if scan else "unrolled", rows, f"{sizes['plain'].device / 1e6:.1f}", f"{moved:.1f}"]
+    print("|", " | ".join(map(str, [*cells, *(f"{size:.1f}" for size in freed)])), "|")
 
 
 def tied(policy: str) -> None:
@@ -94,7 +96,7 @@ def tied(policy: str) -> None:
 
 
 def accumulation(scan: bool, policy: str, rows: int = 32768, n: int = 8) -> None:
-    """A row of the second table."""
+    """A row of the table of accumulated gradients."""
     model = Model(scan)
 
     def loss(params: Any, x: Any) -> Any:
@@ -107,24 +109,37 @@ def accumulation(scan: bool, policy: str, rows: int = 32768, n: int = 8) -> None
     params = jax.eval_shape(model.init, jax.random.key(0), micro)
     functions = {"whole": (whole, batch), "micro": (whole, micro), "accumulated": (rj.accumulate_gradients(loss, n), batch)}
     jobs = {key: rj.Workload.from_step(fn, params, x, blocks=Block) for key, (fn, x) in functions.items()}
-    found = {key: size.temp / 1e6 for key, size in compiled(jobs, policy).items()}
+    temp = {key: size.temp / 1e6 for key, size in compiled(jobs, policy).items()}
     tree = sum(4 * leaf.size for leaf in jax.tree.leaves(params)) / 1e6
-    cells = ["scan" if scan else "unrolled", policy, *(f"{found[key]:.1f}" for key in functions)]
-    print("|", " | ".join([*cells, f"{found['accumulated'] - found['micro'] - tree:+.1f}"]), "|")
+    cells = ["scan" if scan else "unrolled", policy, *(f"{temp[key]:.1f}" for key in functions)]
+    print("|", " | ".join([*cells, f"{temp['accumulated'] - temp['micro'] - tree:+.1f}"]), "|")
 
 
-print(f"JAX {jax.__version__}, MB\n")
-print("| optimizer | layers | rows | plain | moved | freed: at once | freed: update | freed: apply |")
-for scan in (False, True):
-    for rows in (256, 2048, 8192):
-        offload("adam", optax.adam(1e-3), scan, rows)
-    offload("momentum", optax.sgd(1e-3, momentum=0.9), scan, 256)
-    offload("clip, adam", optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), scan, 256)
-    offload("clip, adam", optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), scan, 8192)
-print("\n| policy | JAX | plain | offloaded state | freed |")
-for policy in ("full", "offload_inputs"):
-    tied(policy)
-print("\n| layers | policy | temp: whole batch | one micro-batch | 8 accumulated | over one + a tree of gradients |")
-for scan in (True, False):
-    for policy in ("off", "full"):
-        accumulation(scan, policy)
+def main(table: str) -> None:
+    """Print one table."""
+    if table == "state":
+        clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+        print("| optimizer | layers | rows | plain | moved | freed: at once | freed: update | freed: apply |")
+        print("|" + " --- |" * 8)
+        for scan in (False, True):
+            for rows in (256, 2048, 8192):
+                offload("adam", optax.adam(1e-3), scan, rows)
+            offload("momentum", optax.sgd(1e-3, momentum=0.9), scan, 256)
+            offload("clip, adam", clipped, scan, 256)
+            offload("clip, adam", clipped, scan, 8192)
+    elif table == "norm":
+        print("| policy | JAX | plain | offloaded state | freed |\n|" + " --- |" * 5)
+        for policy in ("full", "offload_inputs"):
+            tied(policy)
+    else:
+        print("| layers | policy | temp: whole batch | one micro-batch | 8 accumulated | over one + a tree of gradients |")
+        print("|" + " --- |" * 6)
+        for scan in (True, False):
+            for policy in ("off", "full"):
+                accumulation(scan, policy)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("state", "norm", "accumulation"))
+    main(parser.parse_args().table)

@@ -1,8 +1,8 @@
-"""The models of `examples/others`, small, beside themselves: `python -m parity_tests.gallery NAME[=FOLDER[:FOLDER]] …`.
+"""Checks the models of `examples/others` under policies, small: `python -m parity_tests.gallery NAME[=FOLDER[:FOLDER]] …`.
 
-FOLDER is where the library's imports are found, as in PYTHONPATH: each file of `examples/others` says which. Each model is
-checked in a process of its own. The rows of docs/notes/gallery.md are written for the models that are named, and others stay.
-It fails where a gradient, a count or a residual table is wrong.
+FOLDER holds the library's modules, as in PYTHONPATH; each file of `examples/others` names it. Each model is checked in its own
+process. The command writes the named models' rows of docs/notes/gallery.md and keeps the other rows. It fails if a gradient, a
+count or a residual table is wrong.
 
     python -m parity_tests.gallery equinox
     python -m parity_tests.gallery equinox maxtext=maxtext/src openpi=openpi/src easylm=EasyLM

@@ -1,7 +1,7 @@
 """Compare every pair, plant faults, write docs/notes/pairs.md: `make test-pairs`, `python -m parity_tests.pairs [NAME …]`.
 
-With names it compares these alone, and writes no note. It fails where a right pair does not pass, a wrong one does, a fault is
-not found, or fewer than 95 % of the faults are named.
+With names it compares only these pairs, and writes no note. It fails if a right pair does not pass, a wrong pair passes, a
+fault is not found, or fewer than 95 % of the faults are named.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PACKAGES = ("transformers", "torch", "jax", "flax")
 
 TEXT = """# Pairs of models that nobody here wrote
 
-Does a comparison pass what is right, and find and name what is wrong, in code that it has not seen? The Flax classes of
-`transformers` beside its PyTorch classes, tiny, with random weights, on a CPU. Written by
+Does a comparison pass right ports, and find and name the faults of wrong ones, in code that it has not seen? It compares the
+Flax classes of `transformers` with its PyTorch classes: tiny models with random weights, on a CPU. Written by
 
     make test-pairs
 
 with {versions}. Every pair is compared in three modes, in float64 and float32, with
-memory. The weight map is proposed, but for Mistral: models that differ in more than their weights agree by none.
+memory. `propose` finds the weight map, except for Mistral: no map makes models equal that differ in more than their weights.
 
 {counts}
 
@@ -36,14 +36,14 @@ memory. The weight map is proposed, but for Mistral: models that differ in more 
 | --- | --- | --- | --- | --- |
 {pairs}
 
-A proposed map has placeholders for numbers, such as a layer's, and for words that both names have:
-`encoder.layer.{{i}}.attention.self.{{name}}.weight` is that of query, key and value.
+A proposed map has placeholders for numbers, such as a layer's, and for words that both names contain:
+`encoder.layer.{{i}}.attention.self.{{name}}.weight` stands for query, key and value.
 
 Mistral's fault is in `transformers`: Flax's sliding window is one token longer than PyTorch's.
 
 ## Planted faults
 
-Each is planted in the Flax side and sought in float64, by the map that was proposed for the right pair.
+Each fault is planted in the Flax model. The comparison runs in float64, with the map that was proposed for the right pair.
 
 | pair | fault | where it is | found | what is said | seconds |
 | --- | --- | --- | --- | --- | --- |
@@ -77,7 +77,7 @@ def note(results: list[Result]) -> str:
 
 
 def main(names: list[str]) -> int:
-    """Examine pairs, each in a process of its own, and say what became of them."""
+    """Compare pairs, each in its own process, and print the results."""
     if not models.has_flax_classes():
         sys.exit("transformers has no Flax classes here: run make test-pairs, which installs 4.56.2 beside the project")
     if unknown := [name for name in names if name not in models.PAIRS]:

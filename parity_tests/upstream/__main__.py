@@ -1,6 +1,6 @@
-"""The ports beside the code they come from: `python -m parity_tests.upstream --diffsynth CHECKOUT --openpi CHECKOUT`.
+"""Compares the ports with their originals: `python -m parity_tests.upstream --diffsynth CHECKOUT --openpi CHECKOUT`.
 
-With both checkouts it writes docs/notes/upstream.md. It fails where an error is above its limit.
+With both checkouts it writes docs/notes/upstream.md. It fails if an error exceeds its limit.
 
     pip install einops                                                       # DiffSynth-Studio
     pip install augmax beartype==0.19.0 chex einops jaxtyping==0.2.36 ml_collections numpydantic    # OpenPI
@@ -23,41 +23,39 @@ NOTE = Path(__file__).parents[2] / "docs" / "notes" / "upstream.md"
 PACKAGES = ("torch", "transformers", "jax", "flax")
 TEXT = """# The ports beside the code that they come from
 
-Do the ports compute what DiffSynth-Studio and OpenPI compute, from weights under these projects' own names? Their modules are
-imported from a checkout, small and with every parameter perturbed, and run under their own switch; the port gets their weights
-by the rules of `examples/models/rules`. Written by
+Do the ports compute what DiffSynth-Studio and OpenPI compute, from weights under these projects' own names? The projects'
+modules are imported from a checkout, at a small size and with every parameter perturbed, and run under their own switch. The
+port gets their weights by the rules of `examples/models/rules`. Written by
 
     python -m parity_tests.upstream --diffsynth CHECKOUT --openpi CHECKOUT
 
 with {versions}, on a CPU. DiffSynth-Studio: {diffsynth}. OpenPI: {openpi}.
 
-Errors are relative to the original: of the output, of the gradient as a whole, and of the tensor of the gradient that is
-furthest off (relative to its own norm, or to a thousandth of the whole where it is smaller, because some gradients are 0). The
-first two pass up to the limit; in float64 all three do. In float32 both sides are held against a run in float64 as well, of the
-original, or of the port where the original has none: how far each is from it (output, gradient), and the largest ratio of any
-tensor by the [parity rule](../parity.md), which allows 4.
+Errors are relative to the original: the error of the output, of the whole gradient, and of the gradient's worst tensor
+(relative to its own norm, or to a thousandth of the whole norm if that is larger, because some gradients are 0). The first two
+must be within the limit, in float64 all three. In float32 both sides are also compared with a run in float64, of the original
+or, if it has none, of the port. The table gives each side's error (output, gradient) and the largest ratio of any tensor by
+the [parity rule](../parity.md), which allows 4.
 
 {rows}
 
-- DiffSynth-Studio runs through `model_fn_qwen_image` and `model_fn_wan_video` with its own pair of flags. `WanModel.forward`
-  itself cannot run at this commit: it takes two results of `patchify`, which gives one. `QwenImageDiT` has the published widths
-  in its constructor, so that a small one is put together of its modules.
-- Qwen-Image is compared at times {early} and {late} of 1000. PyTorch rounds some of its 128 frequencies otherwise, by the last
-  bit, and a late time multiplies that. {late_text} Wan is compared at 900: DiffSynth-Studio computes its
-  features in float64, and the port as exactly.
-- OpenPI's JAX model has checkpoints of its own around every layer; the switch is `rj.enable_gradient_checkpointing` on it,
-  which puts the policy in their place. It has no float64. {rounding}
-- OpenPI's PyTorch model has a switch for checkpointing and none for offload: there only the port offloads. {pytorch}
+- DiffSynth-Studio runs through `model_fn_qwen_image` and `model_fn_wan_video` with its own two flags. `WanModel.forward` itself
+  cannot run at this commit: it expects two results from `patchify`, which returns one. `QwenImageDiT` hard-codes the published
+  widths, so the test assembles a small model from its modules.
+- Qwen-Image is compared at times {early} and {late} of 1000. PyTorch rounds the last bit of some of its 128 frequencies
+  differently, and a late time multiplies that. {late_text} Wan is compared at 900: DiffSynth-Studio computes its time features
+  in float64, and the port is as exact.
+- OpenPI's JAX model has its own checkpoints around every layer. Its switch here is `rj.enable_gradient_checkpointing`, which
+  replaces them by the policy. It has no float64. {rounding}
+- OpenPI's PyTorch model has a switch for checkpointing but none for offload; there only the port offloads. {pytorch}
 """
-LATE = "At {at:g} the outputs are {0.output:.1e} apart, and the original's {0.original.output:.1e} from its own in float64."
+LATE = "At {at:g} the outputs differ by {0.output:.1e}, the original and its float64 run by {0.original.output:.1e}."
 ROUNDING = (
-    "In float32 its gradient is up to {original:.1e} off that of the port in float64, and the port's up to {port:.1e}: hence"
-    " the limit of {limit:.0e}. It draws early times, because it rounds the features of late ones."
+    "In float32 its gradient differs from the port's float64 gradient by up to {original:.1e}, and the port's float32 gradient"
+    " by up to {port:.1e}: hence the limit of {limit:.0e}. Its times are early, because it rounds the features of late times."
 )
-REPLACED = "It ran with `transformers` 4.53.2 and the files that OpenPI puts in the place of its own."
-NOT_REPLACED = (
-    "It did not run: `transformers` 4.53.2 with the files that OpenPI puts in the place of its own was not installed."
-)
+REPLACED = "It ran with `transformers` 4.53.2 and OpenPI's replacement files."
+NOT_REPLACED = "It did not run: `transformers` 4.53.2 with OpenPI's replacement files was not installed."
 
 
 def table(rows: list[Row]) -> str:

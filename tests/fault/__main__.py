@@ -1,4 +1,4 @@
-"""`python -m tests.fault`: as many random programs, texts and files as are asked for; what is wrong, and how much was right."""
+"""`python -m tests.fault`: checks random programs, texts, files and selectors, and prints what is wrong."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ ATTACKS = {
     "signals": ("tests/fault/test_interrupts.py",),
     "threads": ("tests/fault/test_threads.py",),
 }
-"""What slipped through once, and the tests that hold it."""
+"""Former faults, and the tests that would find them again."""
 
 SLICE = 25
-"""Programs drawn with one seed; one that is wrong ends its slice only."""
+"""Programs drawn with one seed; a wrong program ends only its slice."""
 
 
 def main() -> int:
-    """Check, and tell; 1 where anything was wrong, or fewer than a third of the programs could be compared."""
+    """Check and print; 1 if anything was wrong, or if fewer than a third of the programs could be compared."""
     parser = argparse.ArgumentParser(prog="python -m tests.fault", description=__doc__)
     parser.add_argument("--programs", type=int, default=0, help="random programs under random policies")
     parser.add_argument("--texts", type=int, default=0, help="malformed texts: policies, budgets, targets, meshes")
@@ -51,13 +51,13 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=1, help="over how many devices sharding constraints divide")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no slice of programs after this time")
-    parser.add_argument("--note", type=Path, help="write what the programs came to as a note")
-    parser.add_argument("--shrink", action="store_true", help="look for the smallest program that is wrong; takes long")
+    parser.add_argument("--note", type=Path, help="write the results of the programs as a note")
+    parser.add_argument("--shrink", action="store_true", help="look for the smallest wrong program; takes long")
     asked = parser.parse_args()
     if asked.devices > 1:
         jax.config.update("jax_num_cpu_devices", asked.devices)
         ops.DEVICES = asked.devices
-    # LLVM's passes take longer than running what they make.
+    # LLVM's passes take longer than running the code they optimise.
     jax.config.update("jax_disable_most_optimizations", True)
     wrong = check_texts(asked.texts, asked.seed, say)
     with tempfile.TemporaryDirectory() as folder:
@@ -69,12 +69,12 @@ def main() -> int:
 
 
 def say(line: str) -> None:
-    """Tell at once: a run takes long."""
+    """Print at once: a run takes long."""
     print(line, flush=True)
 
 
 def check_programs(asked: argparse.Namespace) -> int:
-    """How many slices had a program that was wrong, and one more where most programs were refused instead of compared."""
+    """The number of slices with a wrong program, plus one if most programs were refused instead of compared."""
     tally, wrong, start, drawn = Tally.empty(), 0, time.monotonic(), 0
     for number, size in enumerate(_slices(asked.programs)):
         if time.monotonic() - start > asked.seconds:
@@ -97,14 +97,14 @@ def check_programs(asked: argparse.Namespace) -> int:
 
 
 def note(asked: argparse.Namespace, tally: Tally, drawn: int, wrong: int, seconds: float) -> str:
-    """What a run of programs came to, as a page."""
+    """The results of a run of programs, as a page."""
     kinds = "\n".join(f"| {name} | {count} |" for name, count in sorted(tally.kinds.items()))
     refused = "\n".join(f"| {name} | {count} |" for name, count in tally.refused.most_common())
     return f"""# Random programs under random policies
 
 Written by `python -m tests.fault --programs {asked.programs} --seed {asked.seed} --seconds {asked.seconds:g} --note …`,
 with JAX {jax.__version__}. Each program is a stack of layers of random operations under random policies. Its value and
-gradients are held against those of the plain program, in float64.
+gradients are compared with those of the plain program, in float64.
 
 | programs | |
 | --- | --- |
@@ -114,15 +114,15 @@ gradients are held against those of the plain program, in float64.
 | of these equal bit for bit | {tally.bit_equal} |
 | slices of {SLICE} that a wrong one ended | {wrong} |
 
-Refused, and not compared: by JAX for reasons of its own (`docs/limits.md`), or because a random policy has no effect on a
+Some programs are refused and not compared: JAX does not support them (`docs/limits.md`), or a random policy has no effect on a
 random program.
 
 | why | programs |
 | --- | --- |
 {refused}
 
-What was compared, by the way in which the policy was put on it, the loop around the layers, what was done with the loss, and
-how it ran:
+The compared programs, by the way the policy was applied, the loop around the layers, the transformation of the loss, and the
+way the program ran:
 
 | kind | programs |
 | --- | --- |
@@ -151,7 +151,7 @@ def _slice(size: int, seed: int, shrink: bool, tally: Tally) -> None:
     def every(case: Case) -> None:
         try:
             check(case, tally)
-        except Exception:  # which program it was, and then it ends the run as it would
+        except Exception:  # print the program before the error ends the run
             say(f"{case}")
             raise
 

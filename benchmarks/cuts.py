@@ -1,0 +1,93 @@
+"""`python -m benchmarks.cuts mlp` (or `last`, `gpt2`): what a cut of a scan costs; the tables of docs/notes/cutting_a_scan.md.
+
+Six scanned layers, compiled for an H200: device memory in MiB under one policy, with the scan cut into runs of so many layers.
+`last` has more layers of the MLP under `everything`, in one scan and each in a scan of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import remat_jax as rj
+from benchmarks.figures import markdown
+from benchmarks.plan.rivals import policies, roles_that_keep
+from benchmarks.plan.workloads import Case, decoder_scanned, deep_mlp
+from remat_jax import compat
+
+LAYERS = 6
+CUTS = ((6,), (5, 1), (4, 1, 1))
+PRODUCTS = "MaxText minimal_with_context"
+
+
+def text_of(runs: Sequence[tuple[int, str]]) -> str:
+    """The text of policies by layer with a cut between all runs.
+
+    >>> text_of([(4, "full"), (1, "dots"), (1, "dots")])
+    '4 × full || 1 × dots || 1 × dots'
+    """
+    return " || ".join(f"{count} × {policy}" for count, policy in runs)
+
+
+def mebibytes(case: Case, runs: Sequence[tuple[int, str]]) -> str:
+    """Device memory of the compiled step."""
+    policy = rj.LayerPolicies.parse(text_of(runs))
+    return f"{rj.measure(case.workload, policy, 'h200').device_bytes / 2**20:,.1f}"
+
+
+def mlp() -> str:
+    """Three policies of the deep MLP under every cut."""
+    case, names = deep_mlp(LAYERS), ("full", "dots", "everything")
+    cuts = (*CUTS, (1,) * LAYERS)
+    rows = [(_shown(cut), *(mebibytes(case, [(count, name) for count in cut]) for name in names)) for cut in cuts]
+    return markdown(["cut", *(f"`{name}`" for name in names)], rows)
+
+
+def last() -> str:
+    """The last layers of the deep MLP under `everything`, in one scan and one by one."""
+    case, rows = deep_mlp(LAYERS), []
+    for first, count in (("full", 1), ("full", 2), ("full", 3), ("dots", 2)):
+        before = (LAYERS - count, first)
+        one_scan = mebibytes(case, [before, (count, "everything")]) if count > 1 else ""
+        rows.append((f"{before[0]} × `{first}`", count, one_scan, mebibytes(case, [before, *[(1, "everything")] * count])))
+    return markdown(["first layers", "last under `everything`", "in one scan", "one by one"], rows)
+
+
+def gpt2() -> str:
+    """Policies of GPT-2 under every cut; P saves the products."""
+    case = decoder_scanned(LAYERS)
+    products = policies(Case(case.workload, case.layers, roles_that_keep(case)))[PRODUCTS]
+    columns = {"`full`": ("full",) * 2, "P": (products,) * 2, "`everything`": ("everything",) * 2}
+    columns["4 × P, 2 × `everything`"] = (products, "everything")
+    rows = []
+    for cut in CUTS:
+        pairs = [(first, second) for first, second in columns.values()]
+        cells = [mebibytes(case, runs) if (runs := _runs(cut, *pair)) else "" for pair in pairs]
+        rows.append((_shown(cut), *cells))
+    return markdown(["cut", *columns], rows)
+
+
+def _runs(cut: Sequence[int], first: str, last: str) -> list[tuple[int, str]]:
+    """The last two layers under `last`; nothing where a run would have both policies."""
+    if first == last:
+        return [(count, first) for count in cut]
+    if len(cut) == 1:
+        return [(LAYERS - 2, first), (2, last)]
+    return [(cut[0], first), *((1, last) for _ in cut[1:])] if cut[0] == LAYERS - 2 else []
+
+
+def _shown(cut: Sequence[int]) -> str:
+    return " + ".join(map(str, cut))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tables = {"mlp": mlp, "last": last, "gpt2": gpt2}
+    parser.add_argument("table", choices=tables)
+    options = parser.parse_args()
+    compat.keep_to_cpu_without_gpu()
+    print(tables[options.table]())
+
+
+if __name__ == "__main__":
+    main()
