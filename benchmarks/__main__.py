@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: what the wrapper costs against Flax's and JAX's own, and plans against PyTorch's, on a processor."""
+"""`python -m benchmarks`: compares the wrapper with Flax's and JAX's own, and plans with PyTorch's, on a processor."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from remat_jax.report import format_bytes
 
 
 def decoder(batch: int, length: int, chunks: int) -> rj.Workload:
-    """One training step whose head and loss run in so many chunks of the sequence; one chunk is the head as it is."""
+    """One training step whose head and loss run in `chunks` chunks of the sequence; with one chunk the head is unchanged."""
     config = llama.LlamaConfig.llama3_8b()
     model = llama.Llama(config, scan=True, param_dtype=jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
@@ -46,7 +46,7 @@ def decoder(batch: int, length: int, chunks: int) -> rj.Workload:
 
 
 def column(batch: int, length: int, chunks: list[int], policy: str, target: str) -> Iterator[tuple[str, str]]:
-    """Device memory and the modelled step for each number of chunks; the first is the step that advice is given on."""
+    """Device memory and the modelled step for each number of chunks; the advice is about the first."""
     for number in chunks:
         work = decoder(batch, length, number)
         report = rj.measure(work, policy, target)

@@ -1,4 +1,4 @@
-"""What policies make of a ResNet-50, compiled for a described GPU: the table of docs/choosing.md.
+"""A ResNet-50 under several policies, compiled for a described GPU: the table of docs/choosing.md.
 
 python -m benchmarks.convolutions [--images N] [--size PIXELS] [--target NAME]
 
@@ -31,7 +31,7 @@ _norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=jnp.bfl
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions with their normalisations, beside the input or a projection of it."""
+    """Three convolutions with their normalisations, added to the input or to a projection of it."""
 
     channels: int
     stride: int
@@ -64,13 +64,13 @@ class ResNet(nn.Module):
 
 
 def job(images: int, size: int) -> rj.Workload:
-    """One training step on so many images of size × size pixels."""
+    """One training step on `images` images of size × size pixels."""
     model = ResNet()
     batch = jax.ShapeDtypeStruct((images, size, size, 3), jnp.bfloat16), jax.ShapeDtypeStruct((images,), jnp.int32)
     variables = jax.eval_shape(model.init, jax.random.key(0), batch[0])
 
     def loss(params: Any, images: Any, labels: Any) -> Any:
-        # The running averages are not part of the loss; with batch statistics they are written, not read.
+        # The running averages are not part of the loss: with batch statistics they are only written.
         states = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables["batch_stats"])
         logits, _ = model.apply({"params": params, "batch_stats": states}, images, mutable=["batch_stats"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -79,7 +79,7 @@ def job(images: int, size: int) -> rj.Workload:
 
 
 def rows(workload: rj.Workload, target: str) -> Iterator[tuple[str, ...]]:
-    """The rows of the table, one for each policy."""
+    """The rows of the table, one per policy."""
     for policy in POLICIES:
         report = rj.measure(workload, policy, target)
         on_host = format_bytes(report.host_bytes) if report.host_bytes else ""

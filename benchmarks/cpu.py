@@ -1,4 +1,4 @@
-"""What the wrapper costs against peers, measured in one run: tracing, FLOPs, compiled memory, step time."""
+"""Costs of the wrapper relative to handwritten code, measured in one run: tracing, FLOPs, compiled memory, step time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 
 TRACES, STEPS = 3, 9
-# What a wrapper may cost against its peer in compiled temporary memory. The contract is the same bytes for a GPU and 2 % on
-# the CPU, where the order of the passes moves some buffers.
+# The most compiled temporary memory relative to the peer. The contract is the same bytes for a GPU, and 2 % more on the CPU,
+# where the order of the passes moves some buffers.
 LIMITS = {"h200": 1.0, "cpu": 1.02}
 
 
 @dataclasses.dataclass
 class Measured:
-    """The figures of one contender; None is what was not measured."""
+    """The figures of one contender; None is not measured."""
 
     setting: str
     contender: str
@@ -45,7 +45,7 @@ FIGURES = ("trace_seconds", "matmul_flops", "cpu_temp_bytes", "h200_temp_bytes",
 
 
 def measure(setting: Setting, group: Sequence[Contender], say: Callable[[str], None]) -> list[Measured]:
-    """Every figure of the contenders of one setting, in turns where time is measured."""
+    """All figures of the contenders of one setting; timed runs alternate."""
     found = [Measured(str(setting), one.name, one.is_ours) for one in group]
     say(f"{setting}: tracing")
     for row, one, seconds in zip(found, group, _trace_seconds(group), strict=True):
@@ -74,10 +74,10 @@ def _input() -> jax.ShapeDtypeStruct:
 
 
 def _trace_seconds(group: Sequence[Contender]) -> list[float]:
-    """The shortest of several first tracings of each: what disturbs a timing only ever adds to it."""
+    """The shortest of several first traces of each contender: disturbances only add time."""
 
     def once(one: Contender) -> float:
-        jax.clear_caches()  # a step is traced once; traced again, a wrapper around one function is answered from a cache
+        jax.clear_caches()  # a second trace of a wrapper around one function would come from a cache
         started = time.perf_counter()
         jax.make_jaxpr(jax.value_and_grad(one.loss))(one.params, _input())
         return time.perf_counter() - started
@@ -86,7 +86,7 @@ def _trace_seconds(group: Sequence[Contender]) -> list[float]:
 
 
 def _temp_bytes(group: Sequence[Contender], name: str) -> list[int]:
-    """Temporary device memory of a donated training step, all contenders compiled in one process."""
+    """Temporary device memory of a donated training step; all contenders are compiled in one process."""
     described, programs = target(name), []
     for one in group:
         job = rj.Workload(one.loss, one.params, (_input(),), blocks="*", optimizer=optax.adam(1e-3))
@@ -96,7 +96,7 @@ def _temp_bytes(group: Sequence[Contender], name: str) -> list[int]:
 
 
 def _step_seconds(group: Sequence[Contender]) -> list[float]:
-    """The median time of a gradient on this CPU, the contenders in turns so that a slow spell hits all of them."""
+    """The median time of a gradient on this CPU; the contenders alternate, so that a slow spell hits all of them."""
     x = jax.random.normal(jax.random.key(0), INPUT)
     runs: list[Any] = []
     for one in group:
@@ -118,7 +118,7 @@ def _step_seconds(group: Sequence[Contender]) -> list[float]:
 
 
 def ratios(row: Measured, peer: Measured) -> dict[str, float | None]:
-    """Each figure over that of the peer.
+    """Each figure divided by that of the peer.
 
     >>> a, b = Measured("s", "rj.remat", True, matmul_flops=6), Measured("s", "nn.remat", False, matmul_flops=6)
     >>> ratios(a, b)["matmul_flops"]
@@ -129,7 +129,7 @@ def ratios(row: Measured, peer: Measured) -> dict[str, float | None]:
 
 
 def problems(row: Measured, peer: Measured) -> list[str]:
-    """Where ours costs what it must not: other FLOPs than the peer's, or more compiled memory. Time is not judged."""
+    """Where our wrapper costs too much: other FLOPs than the peer's, or more compiled memory. Time is not judged."""
     if not row.is_ours:
         return []
     ratio, found = ratios(row, peer), []
@@ -143,7 +143,7 @@ def problems(row: Measured, peer: Measured) -> list[str]:
 
 
 def table(groups: Sequence[Sequence[Measured]]) -> str:
-    """The ratios in plain text; the first of each group is the peer, with its own figures in their units."""
+    """The ratios in plain text; the first row of each group is the peer, with its figures in their units."""
     columns = ("setting and contender", "trace", "matmul FLOPs", "temp on CPU", "temp on H200", "step")
     rows = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.eager_layers`: what a policy for each layer costs in calls without `jit`.
+"""`python -m benchmarks.eager_layers`: the cost of a policy for each layer in calls without `jit`.
 
 Eight small layers under `4 × full | 4 × dots`, scanned and unrolled: the processor time of a gradient's first call and of later
 calls, and what a later call adds to the memory of the process. Each way runs in its own process: eager calls with the cache of
@@ -41,7 +41,7 @@ def unrolled(ws: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def cells(way: str, form: str) -> list[str]:
-    """First call, later calls in the median, and memory that a later call adds."""
+    """The first call, the median of later calls, and the memory that a later call adds."""
     if way == "without":
         kept_programs.evaluate = layered.evaluate
     key, x = jax.random.key(0), jnp.ones((16, 64))
@@ -60,7 +60,7 @@ def cells(way: str, form: str) -> list[str]:
 
 
 def main() -> None:
-    """Print the table; with a way and a form, its cells."""
+    """Print the table, or the cells of one variant if a variant and a form are given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("one", nargs="*", help="a way and a form, of which only the cells are printed")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.measured FILE:FUNCTION`: the memory of a workload under several policies, as a table of a page.
+"""`python -m benchmarks.measured FILE:FUNCTION`: the memory of a workload under several policies, as the table of a page.
 
     python -m benchmarks.measured examples/byte_decoder.py:job --target h200 --policy off full
     TRAIN_ANYWHERE="--layers 16" python -m benchmarks.measured examples/train_anywhere.py:job --target 8xh100 --policy full

@@ -1,4 +1,4 @@
-"""One stack of decoder layers, checkpointed in every way that there is: by hand with Flax's and JAX's own, and with ours."""
+"""One stack of decoder layers, checkpointed in every way: by hand with Flax's and JAX's own functions, and with ours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICIES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What contenders are compared in: Flax's interface, how the layers are written, the policy."""
+    """One comparison: Flax's interface, the form of the layers, the policy."""
 
     interface: str
     form: str
@@ -42,7 +42,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One way of writing it: `loss(params, x)` and the abstract parameters."""
+    """One implementation: `loss(params, x)` and the abstract parameters."""
 
     setting: Setting
     name: str
@@ -69,12 +69,12 @@ SETTINGS = (
 
 
 def contenders(setting: Setting) -> Iterator[Contender]:
-    """Those of one setting; the first is written by hand with Flax's own wrapper, and the others are held against it."""
+    """The contenders of one setting; the first, written by hand with Flax's own wrapper, is the peer of the others."""
     yield from (_linen if setting.interface == "linen" else _nnx)(setting)
 
 
 class Stack(nn.Module):
-    """Layers of a class that may already be checkpointed, called positionally: `nn.remat` loses keyword arguments."""
+    """Layers of a class that may already be checkpointed, called positionally, because `nn.remat` drops keyword arguments."""
 
     layer: Any
     scan: bool
@@ -102,7 +102,7 @@ def _linen(setting: Setting) -> Iterator[Contender]:
         stack = Stack(layer, setting.scan)
         return lambda params, x: jnp.mean(stack.apply({"params": params}, x) ** 2)
 
-    # Inside a scan nothing can be merged with its recomputation, so an author leaves the barriers against that out.
+    # Inside a scan nothing can be merged with its recomputation, so authors leave out the barriers.
     remat = nn.remat(layer, policy=hand_written, prevent_cse=not setting.scan)
     yield Contender(setting, "nn.remat", of(remat), params)
     yield Contender(setting, "jax.checkpoint", _functional(setting, hand_written), params)
@@ -132,7 +132,7 @@ def _functional(setting: Setting, policy: Any) -> Callable[..., Any]:
 def _nnx(setting: Setting) -> Iterator[Contender]:
     layer = nnx_models.DecoderLayer
 
-    # `nnx.remat` of the method itself fails: it cannot resolve the keyword-only argument.
+    # `nnx.remat` of the method itself fails, because it cannot resolve the keyword-only argument.
     @nnx.remat(policy=POLICIES[setting.policy], prevent_cse=not setting.scan)
     def forward(self: Any, x: jax.Array) -> jax.Array:
         return layer.__call__(self, x)

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.predict_memory`: how well saved bytes predict compiled memory, for random policies, scanned stacks."""
+"""`python -m benchmarks.predict_memory`: how well saved bytes predict the compiled memory of random policies on scanned
+stacks.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ class Stack(nn.Module):
 
 
 def decoder(attention: str, layers: int) -> rj.Workload:
-    """A language model whose blocks have `attention`, Adam included; nothing is allocated."""
+    """A language model whose blocks have `attention`, with Adam; nothing is allocated."""
     sizes = DECODER
     block = functools.partial(DecoderBlock, sizes["width"], sizes["heads"], attention)
     model = Stack(block, layers, sizes["width"], sizes["vocab"])
@@ -102,7 +104,7 @@ def decoder(attention: str, layers: int) -> rj.Workload:
 
 
 def deep_mlp(layers: int) -> rj.Workload:
-    """A deep perceptron, Adam included."""
+    """A deep perceptron with Adam."""
     width = DECODER["width"]
     model, x = Stack(functools.partial(MlpBlock, width), layers, width), jax.ShapeDtypeStruct((MLP_ROWS, width), DTYPE)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -132,7 +134,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def compare(workload: rj.Workload, short: rj.Workload, target: str, policies: int, calibration: int) -> list[dict[str, Any]]:
-    """One row for each of `policies` random policies: compiled temp bytes, and what each way predicts without compiling it.
+    """One row per random policy: its compiled temp bytes, and the predictions of each method.
 
     Args:
         short: the same workload with two layers, which one of the ways compiles.
@@ -143,14 +145,14 @@ def compare(workload: rj.Workload, short: rj.Workload, target: str, policies: in
     full_temp = predictor.predict_from(full).temp_bytes
     sizes = compile_policies(workload, drawn, target_named(target), timeout=3600)
     of_two = compile_policies(short, [*drawn, "full"], target_named(target), timeout=3600)
-    # What more layers cost beside the residuals of `full`: gradients, stacked.
+    # What more layers cost besides the residuals of `full`: stacked gradients.
     growth = full_temp - of_two["full"].temp - full.device_bytes + rj.residuals(short, "full").device_bytes
     rows = []
     for policy in drawn:
         table = rj.residuals(workload, policy)
         found = predictor.predict_from(table)
         if found.compiled:
-            continue  # the calibration has the same program; it would flatter
+            continue  # the same program is in the calibration and would flatter the prediction
         report = sizes[policy]
         largest = [one for one in report.live if one.phase != "argument"][:6]
         rows.append(
@@ -187,7 +189,7 @@ def summary(rows: Sequence[dict[str, Any]], way: str) -> dict[str, float]:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """The results in plain text: model, way, policies, and the errors in percent of the temp bytes."""
+    """The results in plain text: model, method, policies, and the errors in per cent of the temp bytes."""
     lines = []
     for name, rows in results.items():
         for way in WAYS:
@@ -198,7 +200,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, predict, print the table; 0 whatever the errors are, which tests and the note hold to account."""
+    """Compile, predict, print the table; always 0: tests and the note judge the errors."""
     options = parse(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     compat.keep_to_cpu_without_gpu()

@@ -1,4 +1,4 @@
-"""What a result is kept with: where, when and with which versions it was measured."""
+"""The provenance of a result: where, when and with which versions it was measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = ("XLA_FLAGS", "JAX_PLATFORMS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC
 
 
 def provenance(commit: str | None = None) -> dict[str, Any]:
-    """Everything about this run that a figure depends on; `commit` where the sources have no git history beside them."""
+    """Everything about this run that a figure depends on; give `commit` if the sources have no git history."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command(sys.orig_argv),
@@ -37,7 +37,7 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """The command line without what is of this machine alone: where Python is, and the folder for the result.
+    """The command line without this machine's paths: of absolute paths the last part.
 
     >>> command([os.path.abspath("python3"), "-m", "benchmarks.plan", "--output", os.path.abspath("mlp"), "--resume"])
     ['python3', '-m', 'benchmarks.plan', '--output', 'mlp', '--resume']
@@ -46,7 +46,7 @@ def command(words: Sequence[str]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """The installed versions; a package that is not installed is left out."""
+    """The installed versions; packages that are not installed are left out."""
     found = {}
     for package in PACKAGES:
         try:
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of the sources, marked `+` if a tracked file has changed since; None without git or a commit."""
+    """The commit of the sources, with `+` if a tracked file has changed since; None without git or a commit."""
     commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{commit}{'+' if changed else ''}" if commit else None
@@ -72,9 +72,9 @@ def _output(*command: str) -> str:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write `data` so that whoever reads or kills at any moment finds the old file or the new one, never half of one."""
+    """Write `data` atomically: a reader finds the old file or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own: two runs may write the same file.
+    # A unique name: two runs may write the same file.
     new = path.with_name(f".{uuid.uuid4().hex}.new")
     try:
         new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -84,7 +84,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def text_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table in plain text, the first column to the left and the others to the right.
+    """A table in plain text, the first column left-aligned, the others right-aligned.
 
     >>> print(text_table(("mode", "GB"), [("off", "72.9"), ("offload", "9.1")]))
     mode       GB

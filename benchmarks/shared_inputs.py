@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any, mask: Any) -> Any:
-        """The layer's output; all layers are given the same mask."""
+        """The layer's output; all layers get the same mask."""
         h = nn.LayerNorm(dtype=jnp.bfloat16)(x)
         x = x + nn.MultiHeadDotProductAttention(HEADS, dtype=jnp.bfloat16, use_bias=False)(h, mask=mask)
         h = nn.relu(nn.Dense(4 * WIDTH, dtype=jnp.bfloat16)(nn.LayerNorm(dtype=jnp.bfloat16)(x)))
@@ -71,7 +71,7 @@ def job(layers: int, *, scan: bool) -> rj.Workload:
 
 
 def rows(workload: rj.Workload, target: str) -> Iterator[str]:
-    """The rows of the table, one for each policy: GB of 1e9 bytes, and ms of the modelled step."""
+    """The rows of the table, one per policy: GB (10⁹ bytes), and ms of the modelled step."""
     for report in (rj.measure(workload, policy, target) for policy in POLICIES):
         figures = [report.device_bytes / 1e9, report.host_bytes / 1e9]
         offered = report.receipt.offered_bytes if report.receipt is not None else 0

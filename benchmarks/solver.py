@@ -1,8 +1,8 @@
-"""The solver on 32 layers of an 8B Llama, as traced from a third-party model: time, and how far from its bound.
+"""The solver on 32 layers of an 8B Llama, traced from a third-party model: its time, and its distance from the bound.
 
     python -m benchmarks.solver
 
-Prints twenty budgets, and what the exact programme says where it was asked (`known` in the file: minutes each).
+Prints twenty budgets, and the exact programme's answers where they are known (`known` in the file; each took minutes).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.steps_cpu`: twelve steps in real time on this processor, beside the model of time calibrated for it.
+"""`python -m benchmarks.steps_cpu`: twelve steps in real time on this processor, compared with the time model calibrated for
+it.
 
-A decoder scanned and unrolled, a deep MLP and a convolutional net, each without a checkpoint, recomputed as a whole, and with
-its products kept. Steps of a model run in turns. The exit status is 1 where the rank correlation of estimated and measured
-seconds is below 0.9, or the ratio to no checkpoint is off by more than 10 % in the median. Let nothing else run meanwhile.
+A decoder scanned and unrolled, a deep MLP and a convolutional net, each without a checkpoint, fully recomputed, and with its
+products kept. Steps of a model alternate. The exit status is 1 if the rank correlation of estimated and measured seconds is
+below 0.9, or the ratio to no checkpoint is off by more than 10 % in the median. Let nothing else run meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Convolutions(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A stack of them, unrolled."""
+    """A stack of these blocks, unrolled."""
 
     layers: int
 
@@ -56,7 +57,7 @@ class ConvNet(nn.Module):
 
 
 def conv_net(layers: int, width: int, batch: int, side: int) -> rj.Workload:
-    """A step of the gradient of a convolutional net on square images."""
+    """A gradient step of a convolutional net on square images."""
     model, x = ConvNet(layers), jax.ShapeDtypeStruct((batch, side, side, width), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     return rj.Workload(lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, (x,), Convolutions, name="conv net")
@@ -73,7 +74,9 @@ def models(small: bool) -> dict[str, rj.Workload]:
 
 
 def rows_of(model: str, work: rj.Workload, target: Target, rounds: int) -> list[dict[str, Any]]:
-    """The three steps of one model: estimated by the traced and, where its text can be read, the compiled step; and timed."""
+    """The three steps of one model: measured, and estimated from the traced step and, if its text can be read, the compiled
+    step.
+    """
     described = describe(work, target)
     policies = {"off": "off", "full": "full", "kept": KEPT.get(model, "dots_with_no_batch_dims")}
     made = {name: compiled_runner(work, policy) for name, policy in policies.items()}
@@ -98,7 +101,7 @@ def _compiled_seconds(text: str, target: Target) -> float | None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows in milliseconds, and as ratios to the model without a checkpoint."""
+    """The rows in milliseconds, and as ratios to the step without a checkpoint."""
     plain = {row["model"]: row for row in rows if row["policy"] == "off"}
     lines = []
     for row in rows:
@@ -113,7 +116,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Calibrate, run, print the table; 1 where the estimate of the traced step, by which plans are chosen, does not hold."""
+    """Calibrate, run, print the table; 1 if the traced estimate, by which plans are searched, fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steps_cpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for steps_cpu.json")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each policy")

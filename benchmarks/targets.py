@@ -8,7 +8,7 @@ from remat_jax.report import format_bytes
 
 
 def row(one: Target) -> tuple[str, ...]:
-    """The cells of one GPU; all named GPUs have these rates."""
+    """The table row of one GPU; all named GPUs have these rates."""
     rates = (one.hbm_bytes_per_s or 0) / 1e9, (one.host_link_bytes_per_s or 0) / 1e9
     flops = f"{one.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s"
     return f"`{one.name}`", format_bytes(one.memory_bytes), *(f"{rate:,.0f} GB/s" for rate in rates), flops, one.description

@@ -1,4 +1,4 @@
-"""What PyTorch's `activation_memory_budget` keeps and computes again: the graphs that AOTAutograd cuts, on fake tensors.
+"""What PyTorch keeps and recomputes under an `activation_memory_budget`: AOTAutograd's partitioned graphs, on fake tensors.
 
     python -m benchmarks.torch_budgets '{"layers": 8, "d_model": 128, "heads": 4, "length": 64, "batch": 16}' 0 0.5 1
 
@@ -44,14 +44,14 @@ class Training(torch.nn.Module):
 
 
 def at_budgets(sizes: Mapping[str, int], budgets: Sequence[float]) -> list[dict[str, Any]]:
-    """For each budget the bytes saved for backward, the FLOPs of products computed again, and those of the plain step."""
+    """For each budget the bytes saved for backward, the recomputed FLOPs of products, and those of the plain step."""
     found: list[dict[str, Any]] = []
 
     def cut(joint: Any, arguments: Any, **options: Any) -> Any:
         plain, graphs = matmul_flops(joint), None
         for budget in budgets:
             with config.patch(activation_memory_budget=budget, **KNAPSACK):
-                # The partitioner writes on the graph that it cuts.
+                # The partitioner changes the graph that it partitions.
                 given = copy.deepcopy(joint)
                 graphs = min_cut_rematerialization_partition(given, arguments, compiler="inductor", **options)
             again = sum(map(matmul_flops, graphs)) - plain
@@ -93,9 +93,10 @@ def matmul_flops(module: Any) -> int:
 
 
 def saved_bytes(forward: Any, outputs: int) -> int:
-    """What the forward graph hands to the backward graph behind its `outputs` results, without parameters and inputs.
+    """The bytes that the forward graph hands to the backward graph behind its `outputs` results, without parameters and inputs.
 
-    Several views of one array count once. A view of a part counts as that part, in PyTorch's favour: it holds all of it.
+    Several views of one array count once. A view of a part counts as that part, in PyTorch's favour: the view keeps the whole
+    array alive.
     """
     nodes = list(forward.graph.nodes)
     given = {_storage(node.meta["val"]) for node in nodes if node.op == "placeholder"}

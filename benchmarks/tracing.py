@@ -1,4 +1,4 @@
-"""What our own Python costs: tracing under a policy, measuring, planning, in processor seconds of this process.
+"""The cost of our own Python: tracing under a policy, measuring, planning, in processor seconds of this process.
 
     python -m benchmarks.tracing                             all that is below
     python -m benchmarks.tracing --layers 12 --scanned 2 4   shorter stacks
@@ -75,7 +75,7 @@ def processor(run: Callable[[], Any]) -> float:
 
 
 def tracing(layers: int, policy: str) -> tuple[float, float]:
-    """Seconds to trace and lower a step under a policy of ours, and with `nn.remat` by hand."""
+    """Seconds to trace and lower a step under our policy, and with handwritten `nn.remat`."""
     plain, by_hand = Stack(layers), Stack(layers, nn.remat(Block, policy=POLICIES[policy]))
     params = jax.eval_shape(plain.init, jax.random.key(0), BATCH)
 
@@ -100,7 +100,7 @@ def unrolled(layers: int) -> rj.Workload:
 
 
 def measuring(layers: int) -> tuple[float, float]:
-    """Seconds of this process, and of XLA's, to measure a step under `full`."""
+    """Seconds of this process, and of XLA, to measure a step under `full`."""
     job = unrolled(layers)
     before = compiler_seconds()
     own = processor(lambda: rj.measure(job, "full", "h200"))
@@ -108,7 +108,9 @@ def measuring(layers: int) -> tuple[float, float]:
 
 
 def planning(job: rj.Workload) -> tuple[float, float, float, float, int]:
-    """Seconds to measure under `full`, and to plan for 1.2 × that, of the clock and of this process; and the steps compiled."""
+    """Seconds of the clock and of this process to measure under `full` and to plan for 1.2 × that memory; and the compiled
+    steps.
+    """
     reports, plans = [], []
     with without_answers():
         measured = clocked(lambda: reports.append(rj.measure(job, "full", "h200")))
@@ -120,7 +122,7 @@ def planning(job: rj.Workload) -> tuple[float, float, float, float, int]:
 
 @contextlib.contextmanager
 def without_answers() -> Iterator[None]:
-    """A cache folder of its own, and compile processes that are started anew."""
+    """An empty cache folder, and new compile processes."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         end_idle()
@@ -135,7 +137,7 @@ def clocked(run: Callable[[], Any]) -> tuple[float, float]:
 
 
 def print_plans(console: Console, layers: int, scanned: tuple[int, int]) -> None:
-    """Plans of scanned stacks, and of an unrolled one beside one `measure` of it."""
+    """Plans of scanned stacks, and a plan of an unrolled stack compared with one `measure` of it."""
     table = Table("plan of", "our Python", "compiled", "for each step", title="scanned layers, an 8B decoder's")
     totals = []
     for count in scanned:
@@ -162,7 +164,7 @@ def main() -> None:
     console = Console()
     if options.only in (None, "tracing"):
         table = Table("policy", "ours", "nn.remat by hand", "ratio", title=f"trace and lower {options.layers} unrolled layers")
-        tracing(2, "full")  # the first trace of a process loads modules
+        tracing(2, "full")  # the first trace of a process imports modules
         for policy in POLICIES:
             ours, hand = tracing(options.layers, policy)
             table.add_row(policy, f"{ours:.2f} s", f"{hand:.2f} s", f"{ours / hand:.2f}")

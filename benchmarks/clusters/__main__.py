@@ -1,9 +1,9 @@
-"""`python -m benchmarks.clusters`: decoders over hosts of eight GPUs, compiled for them without one.
+"""`python -m benchmarks.clusters`: decoders on hosts of eight GPUs, compiled without a GPU.
 
-Llama 3 8B and 70B, Llama 3.1 405B and Qwen 3 235B A22B: the memory of a device and of a host under each policy and under the
-plan for 90 % of a device, and what the devices send each other. The exit status is 1 where a plan does not fit, where a named
-policy that does is faster, or where recomputing gathers weights again. Without `--all` it is 8B on one host. With `--layer`
-only the time of a layer of experts is printed, and the exit status is 1 where it grows with the hosts.
+Llama 3 8B and 70B, Llama 3.1 405B and Qwen 3 235B A22B: the memory of a device and a host under each policy and under the plan
+for 90 % of a device, and what the devices send each other. The exit status is 1 if a plan does not fit, if a named policy that
+fits is faster, or if recomputing gathers weights again. Without `--all` it measures 8B on one host. With `--layer` it prints
+only the time of a layer of experts, and the exit status is 1 if this time grows with the number of hosts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Record:
-    """What was measured, written down after every row."""
+    """The measured rows, written to a file after every row."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path, self.data = path, {"provenance": provenance(), "rows": []}
@@ -61,18 +61,18 @@ class Record:
                 self.data["rows"] = old["rows"]
 
     def has(self, case: str, target: str, policy: str, budget: int) -> bool:
-        """Whether the row is there."""
+        """Whether this row was measured."""
         wanted = (case, target, policy, budget)
         return any((one["case"], one["target"], one["policy"], one["budget"]) == wanted for one in self.data["rows"])
 
     def add(self, found: dict[str, Any]) -> None:
-        """Keep one more row."""
+        """Add a row."""
         self.data["rows"].append(found)
         write_json(self.path, self.data)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table and what does not hold; 1 where something does not."""
+    """Measure, print the table and the failed claims; 1 if a claim fails."""
     options = parse(arguments)
     compat.keep_to_cpu_without_gpu()
     if options.show:
@@ -98,9 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def say(rows: Sequence[dict[str, Any]]) -> int:
-    """Print the rows in one table, and what does not hold."""
-    print("One training step, gigabytes (10⁹): what one device needs; of it, what collectives give or take at the peak;")
-    print("what a host needs; what one device sends or gets, arrays and gigabytes by kind:")
+    """Print the rows in one table, and the failed claims."""
+    print("One training step, gigabytes (10⁹): memory of one device, the part of it that collectives read or write at the peak,")
+    print("memory of a host, and what one device sends or receives, as arrays and gigabytes by kind:")
     print(table.table(rows))
     for line in [*table.gathered_again(rows), *table.estimates(rows)]:
         print(line)

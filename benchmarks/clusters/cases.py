@@ -1,4 +1,4 @@
-"""The models, at sizes that were published, divided over hosts of eight GPUs each; shapes only, nothing is allocated."""
+"""The models at their published sizes, partitioned over hosts of eight GPUs each; shapes only, nothing is allocated."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GPUS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A decoder: `make(hosts)` gives the workload, one sequence for each GPU, `hosts` is how many it is asked about."""
+    """A decoder: `make(hosts)` returns the workload with one sequence per GPU; `hosts` lists the measured numbers of hosts."""
 
     make: Callable[[int], rj.Workload]
     hosts: tuple[int, ...]
 
 
 def dense(config: LlamaConfig, name: str) -> Callable[[int], rj.Workload]:
-    """Parameters, state and batch divided over all GPUs (FSDP)."""
+    """Parameters, state and batch partitioned over all GPUs (FSDP)."""
     return lambda hosts: decoder_job(
         config,
         {"data": hosts, "fsdp": GPUS},
@@ -54,5 +54,5 @@ def with_state_on_hosts(work: rj.Workload) -> rj.Workload:
 
 
 def on_gpus(name: str, hosts: int) -> str:
-    """The target of so many hosts: `on_gpus("h200", 8)` is `8x8xh200`."""
+    """The target with this number of hosts: `on_gpus("h200", 8)` is `8x8xh200`."""
     return f"{GPUS}x{name}" if hosts == 1 else f"{hosts}x{GPUS}x{name}"

@@ -1,4 +1,4 @@
-"""One layer of experts on ever more hosts, each GPU with one sequence: its estimated time must not grow."""
+"""One layer of experts on more and more hosts, each GPU with one sequence: its estimated time must not grow."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Times = Mapping[int, tuple[float, float]]
 
 
 def layer_seconds(hosts: int, gpu: str, config: MoeConfig, length: int = moe_235b.LENGTH) -> tuple[float, float]:
-    """The forward and the backward pass of one layer on a device, as the planner estimates them."""
+    """The planner's estimates of the forward and the backward pass of one layer on a device."""
     work = moe_235b.job_on(hosts, replace(config, num_layers=LAYERS), length)
     (block,) = describe(work, on_gpus(gpu, hosts), timeout=3600).stack.blocks
     return block.forward_seconds, block.backward_seconds
 
 
 def table(times: Times) -> str:
-    """Milliseconds by the number of hosts."""
+    """A table of milliseconds by the number of hosts."""
     rows = [(f"{hosts}", *(f"{1e3 * seconds:.2f}" for seconds in (*one, sum(one)))) for hosts, one in sorted(times.items())]
     return text_table(("hosts", "forward ms", "backward ms", "layer ms"), rows)
 
 
 def apart(times: Times) -> float:
-    """By which share the slowest layer takes longer than the fastest.
+    """How much longer the slowest layer takes than the fastest, as a share.
 
     >>> round(apart({2: (1.0, 2.0), 64: (1.0, 2.3)}), 3)
     0.1
@@ -44,7 +44,7 @@ def apart(times: Times) -> float:
 
 
 def say(times: Times) -> int:
-    """Print the table and whether it holds; 1 where it does not."""
+    """Print the table and whether the claim holds; 1 if it fails."""
     print("One layer of Qwen 3 235B A22B, one sequence on each GPU, as estimated for plans:")
     print(table(times))
     holds = apart(times) <= APART

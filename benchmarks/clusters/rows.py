@@ -1,4 +1,4 @@
-"""One row: a policy or the plan of one model on so many hosts, compiled for them, as plain data."""
+"""One row as plain data: a policy or the plan of one model, compiled for a number of hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Row = dict[str, Any]
 
 
 def row(case: str, hosts: int, policy: str, gpu: str, budget: int) -> Row:
-    """What `policy` needs: a policy, `plan`, or `full` with the optimizer's state on the hosts; or why there is no figure."""
+    """What `policy` needs, or why this is unknown; `policy` is a policy, `plan`, or `full` with the optimizer's state on the
+    hosts.
+    """
     begin, work = time.perf_counter(), CASES[case].make(hosts)
     target = on_gpus(gpu, hosts)
     with compiling("") as flags:
@@ -56,7 +58,7 @@ def _of_report(found: MemoryReport) -> Row:
 
 
 def _of_plan(found: Plan, work: rj.Workload, target: str) -> Row:
-    """The plan's own step measured again, for what its devices send each other; its compilation is kept."""
+    """The plan's step, measured again to learn what its devices send each other; the compilation comes from the cache."""
     return _of_report(rj.measure(work, dict(found.policies), target, timeout=TIMEOUT)) | {
         "policies": found.texts,
         "layers": [{"where": part.where, "policy": part.policy} for part in found.parts],

@@ -1,4 +1,4 @@
-"""The rows as a table, and what must hold of them."""
+"""The rows as a table, and the claims about them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _SHOWN = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What one device needs, and of it what collectives give or take; what a host needs; what a device sends or gets."""
+    """What one device needs and the part that collectives read or write; what a host needs; what a device sends or receives."""
     return text_table(COLUMNS, [_cells(one) for one in rows])
 
 
 def ordered(rows: Sequence[Row], cases: Sequence[str], policies: Sequence[str]) -> list[Row]:
-    """By case, number of hosts and policy; of what was measured again, the last."""
+    """The rows by case, number of hosts and policy; of repeated measurements the last."""
     last = {(one["case"], one["target"], one["policy"], one["budget"]): one for one in rows}
 
     def rank(one: Row) -> tuple[int, int, int]:
@@ -74,7 +74,7 @@ def fits(row: Row) -> bool:
 
 
 def gathered_again(rows: Sequence[Row]) -> list[str]:
-    """What `full` makes the devices send more than without any checkpoint, and that it is said what it is."""
+    """What the devices send more under `full` than without any checkpoint."""
     found = []
     for one in rows:
         plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == one["workload"]), None)
@@ -89,7 +89,7 @@ def gathered_again(rows: Sequence[Row]) -> list[str]:
 
 
 def estimates(rows: Sequence[Row]) -> list[str]:
-    """What a step takes under the plan, under named policies that fit, and if it kept everything, by the planner's estimate."""
+    """The planner's estimated seconds under the plan, under named policies that fit, and if everything were kept."""
     found = []
     for one in rows:
         if one["policy"] == PLAN and "estimated_seconds" in one:
@@ -100,14 +100,14 @@ def estimates(rows: Sequence[Row]) -> list[str]:
 
 
 def _fitting(plan: Row, rows: Sequence[Row]) -> list[Row]:
-    """The named policies that fit, the fastest first: as compiled for a row, or for the plan, or as the planner predicts."""
+    """The named policies that fit, fastest first, by the bytes of a compiled row, else of the plan's search."""
     seen = {one["policy"]: one["device_bytes"] for one in rows if one["workload"] == plan["workload"] and "device_bytes" in one}
     able = [one for one in plan["named"] if seen.get(one["name"], one["device_bytes"]) <= plan["budget"]]
     return sorted(able, key=lambda one: one["seconds"])
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """What does not hold: what is claimed of plans, and that recomputing gathers no more bytes than `off` does, and 1 %."""
+    """The failed claims: those about plans, and that recomputing gathers at most 1 % more bytes than `off`."""
     found = []
     for one in rows:
         name = f"{one['workload']}, {one['policy']}"
@@ -126,7 +126,9 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 
 def _of_plan(plan: Row, rows: Sequence[Row]) -> list[str]:
-    """It fits, hosts have memory enough, no named policy that was compiled and fits is faster, `full` sends as much."""
+    """Claims about a plan: it fits, the hosts have enough memory, no compiled named policy that fits is faster, and its
+    devices send no more than under `full`.
+    """
     found = [] if fits(plan) else [f"the plan needs {format_bytes(plan['device_bytes'])}"]
     for one in _fitting(plan, rows):
         if one["compiled"] and one["seconds"] < plan["estimated_seconds"] * (1 - 1e-9):

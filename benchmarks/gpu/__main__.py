@@ -1,8 +1,9 @@
 """`python -m benchmarks.gpu --output DIR`: twelve steps on this machine's GPU, estimated and measured, within nine minutes.
 
-The device is calibrated first. Then steps run: two models, the decoder unrolled and scanned, under policies with and without
-offload and under plans; and PyTorch's decoder, plain, with its checkpoint and with pinned offload. Time and the peak of the
-allocator stand beside what was estimated. `DIR/gpu.json` is written anew after every row: what was reached in time is kept.
+The device is calibrated first. Then the steps run: two models, the decoder unrolled and scanned, under policies with and
+without offload and under plans; and PyTorch's decoder, plain, with its checkpoint, and with pinned offload. The table compares
+time and the allocator's peak with the estimates. `DIR/gpu.json` is rewritten after every row, so an interrupted run keeps its
+rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ RESERVE_SECONDS = 8.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for gpu.json")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the one deadline; what does not fit is left out")
@@ -70,11 +71,11 @@ class Run:
 
     @property
     def remaining(self) -> float:
-        """Seconds that are left."""
+        """The remaining seconds."""
         return self.ends - RESERVE_SECONDS - time.monotonic()
 
     def go(self) -> None:
-        """Calibrate, start predicting, run PyTorch meanwhile, then every step as soon as it is predicted."""
+        """Calibrate, start the predictor, run PyTorch meanwhile, then each step as soon as it is predicted."""
         self.calibrate()
         predictor = self.start_predictor()
         try:
@@ -100,7 +101,7 @@ class Run:
         self.calibration = (self.folder / CALIBRATED).read_text(encoding="utf-8")
 
     def start_predictor(self) -> subprocess.Popen[bytes]:
-        """Start the process that says what the steps will take, at low priority beside the device."""
+        """Start the process that predicts the steps, at low priority beside the device."""
         request = {
             "steps": self.steps,
             "shapes": {model: dataclasses.asdict(shape) for model, shape in self.shapes.items()},
@@ -110,7 +111,7 @@ class Run:
         return subprocess.Popen(["nice", *command], cwd=ROOT, env=child.environment(ON_CPU), start_new_session=True)
 
     def nominal(self) -> str:
-        """The target by its own rates: what the driver calls the GPU, and an H200 where it is silent."""
+        """The target with nominal rates: the GPU that the driver names, or an H200 if it names none."""
         from remat_jax.hardware import target
 
         if self.options.dry_run:
@@ -119,7 +120,7 @@ class Run:
         return "h200" if name is None else target(name).name
 
     def run_peers(self) -> None:
-        """PyTorch's decoder, of the unrolled one's shape, in its modes."""
+        """Run PyTorch's decoder, with the shape of the unrolled one, in its modes."""
         if not self.peers:
             return
         shape = self.shapes["unrolled"]
@@ -132,7 +133,7 @@ class Run:
             self.measure({"model": "torch", "policy": mode}, "benchmarks.gpu.torch_run", job, ON_CPU)
 
     def run_steps(self, predictor: subprocess.Popen[bytes]) -> None:
-        """Every step once its line is there; where the predictor ended without, only plans are left out."""
+        """Run each step once it is predicted. If the predictor ended early, only plans are left out."""
         from benchmarks.gpu.steps import StepJob
 
         waiting = list(self.steps)
@@ -165,7 +166,7 @@ class Run:
         return 2 if self.options.dry_run else int(self.options.steps)
 
     def measure(self, line: dict[str, Any], module: str, job: Any, environment: dict[str, str]) -> None:
-        """Run one row in a process of its own, and keep what came out beside what was said before."""
+        """Run one row in its own process, and store its figures beside the predicted ones."""
         if self.remaining <= 0:
             self.keep(line | {"error": "not reached in time"})
             return
@@ -180,7 +181,7 @@ class Run:
         self.save()
 
     def save(self) -> dict[str, Any]:
-        """Write everything known so far."""
+        """Write all rows so far."""
         result = {
             "provenance": self.provenance,
             "jax_environment": self.on_device,
@@ -194,12 +195,12 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 when every row ran and no plan lost or needed more than its budget, 1 otherwise, 2 for bad usage."""
+    """Run the benchmark; 0 if every row ran and no plan lost or exceeded its budget, 1 otherwise, 2 for bad usage."""
     options = parse(arguments)
     if not options.dry_run and not gpus():
         print("nvidia-smi finds no NVIDIA GPU here: run with --dry-run to try everything on the CPU", file=sys.stderr)
         return 2
-    os.environ.update(ON_CPU)  # this process only looks on
+    os.environ.update(ON_CPU)  # this process only supervises
     with tempfile.TemporaryDirectory(prefix="remat_jax_gpu_") as folder:
         run = Run(options, Path(folder))
         run.go()

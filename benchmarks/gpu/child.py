@@ -1,4 +1,4 @@
-"""Processes that measure one row each: started, timed out, and read; none of them can end the run."""
+"""Processes that measure one row each: start, time limit and result; a failing process cannot end the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.record import ROOT
 
 
 class Told(Protocol):
-    """What a child is told on its command line."""
+    """A job that a child reads from its command line."""
 
     def to_json(self) -> str: ...
 
@@ -30,7 +30,7 @@ def environment(extra: dict[str, str]) -> dict[str, str]:
 
 
 def run_child(module: str, job: Told, seconds: float, env: dict[str, str]) -> dict[str, Any]:
-    """What `python -m module JOB` prints as its last line, or `{"error": …}`: it never raises for what the child does."""
+    """The JSON object that `python -m module JOB` prints last, or `{"error": …}`; never raises for what the child does."""
     command = [sys.executable, "-m", module, job.to_json()]
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         child = subprocess.Popen(
@@ -42,14 +42,14 @@ def run_child(module: str, job: Told, seconds: float, env: dict[str, str]) -> di
             except subprocess.TimeoutExpired:
                 return {"error": f"not done after {seconds:.0f} s, stopped"}
             finally:
-                if child.poll() is None:  # late, or this process was interrupted: a session of its own would live on
+                if child.poll() is None:  # late, or this process was interrupted: the child's own session would outlive it
                     stop(child)
         said.seek(0)
         return read_answer(output, child.returncode, said.read())
 
 
 def read_answer(output: str, status: int, said: str) -> dict[str, Any]:
-    """The JSON object on the last line of `output`; otherwise an error that says how the process ended.
+    """The JSON object on the last line of `output`, or an error that says how the process ended.
 
     >>> read_answer("", -9, "")["error"]
     'ended with signal SIGKILL (out of host memory, or killed from outside); it said last: nothing'
@@ -67,7 +67,7 @@ def read_answer(output: str, status: int, said: str) -> dict[str, Any]:
 
 
 def stop(child: subprocess.Popen[Any], patience: float = 10.0) -> None:
-    """End a child and what it started: first by an interrupt, on which Python cleans up, then by force."""
+    """End a child and its processes: first by an interrupt, on which Python cleans up, then by force."""
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)
@@ -80,16 +80,16 @@ def stop(child: subprocess.Popen[Any], patience: float = 10.0) -> None:
 
 
 def answer_with(run: Callable[[Any], dict[str, Any]], read: Callable[[str], Any] = Job.from_json) -> None:
-    """The body of a child: run the job on the command line and print one line of JSON, an exception included."""
+    """The body of a child: run the job of the command line and print one line of JSON, also for an exception."""
     try:
         answer = run(read(sys.argv[1]))
     except Exception as error:
-        # Out of memory, a compiler that refuses: each is a result.
+        # Out of memory and a refusing compiler are results.
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {error}"[:1500]}
     print(json.dumps(answer), flush=True)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that another process is appending to; a line that is not whole yet is left out."""
+    """The JSON objects of a file that another process appends to; an incomplete last line is left out."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]

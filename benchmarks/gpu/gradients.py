@@ -1,4 +1,4 @@
-"""Do the gradients of one row agree with those of another? Compared on the host, tensor by tensor and layer by layer."""
+"""Compares the gradients of two rows on the host, tensor by tensor and layer by layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from remat_jax.parity import TOLERANCES
 
 
 def compare_and_keep(job: Job, gradients: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Keep and compare a row's gradients as its job says; the fields of the row about them.
+    """Save and compare a row's gradients as its job demands, and return the row's fields about them.
 
-    They agree if all of the difference is a rounding's part of the norm of all gradients: in bfloat16 two orders of summation
-    differ by some 1e-2, a gradient of another layer, as the miscompiled scanned offload of JAX 0.10.2 and 0.11.0 gives on GPUs
-    (openxla/xla#46231), by about 1. A single tensor, and bfloat16 in another framework, may be farther off and be right.
+    Gradients agree if the norm of all differences is within rounding of the norm of all gradients. In bfloat16 two orders of
+    summation differ by about 1e-2. A gradient of another layer, as from the miscompiled scanned offload of JAX 0.10.2 and
+    0.11.0 on GPUs (openxla/xla#46231), differs by about 1. A single tensor, or bfloat16 in another framework, may differ more
+    and still be right.
     """
     fields: dict[str, Any] = {}
     if job.reference and (path := Path(job.folder, job.reference)).exists():
@@ -30,10 +31,11 @@ def compare_and_keep(job: Job, gradients: dict[str, np.ndarray]) -> dict[str, An
 
 
 def compare(reference: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> tuple[float, str, float]:
-    """The largest ‖found − reference‖ / max(‖reference‖, floor · g) over the tensors, which it is, and ‖all differences‖ / g.
+    """The largest ‖found − reference‖ / max(‖reference‖, floor · g) of any tensor, that tensor's name, and ‖all differences‖ /
+    g.
 
-    g is the norm of the whole reference; the floor is that of the float64 parity check. A tensor that is missing,
-    misshapen or not finite has the error infinity.
+    g is the norm of the whole reference; the floor is that of the float64 parity check. A tensor that is missing, misshapen or
+    not finite has an infinite error.
 
     >>> compare({"w": np.array([3.0, 4.0])}, {"w": np.array([3.0, 4.5])})
     (0.1, 'w', 0.1)
@@ -58,5 +60,5 @@ def compare(reference: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> t
 
 
 def _computable(array: np.ndarray) -> np.ndarray:
-    # Not float64 for narrow dtypes: at a billion parameters that would take longer than the steps that are measured.
+    # Not float64 for narrow dtypes: at a billion parameters it would take longer than the measured steps.
     return array.ravel() if array.dtype == np.float64 else array.ravel().astype(np.float32)

@@ -25,7 +25,7 @@ from remat_jax.core import tied_chain as overlap
 
 
 def workload(job: Job) -> rj.Workload:
-    """The training step of the decoder, on abstract values."""
+    """The training step of the decoder, on shapes."""
     size = job.size
     model = linen.ByteDecoder(
         d_model=size.d_model,
@@ -51,7 +51,7 @@ def optimizer_of(job: Job) -> Any:
 
 
 def step_of(job: Job) -> Any:
-    """The training step under the job's policy; in micro-batches, if it says so."""
+    """The training step under the job's policy, in micro-batches if the job says so."""
     whole = workload(job)
     plain = whole.step(job.policy)
     if job.variant == "unlinked":
@@ -73,7 +73,7 @@ def step_of(job: Job) -> Any:
 
 
 def unlinked(function: Any) -> Any:
-    """`function` with each block tied to its own place."""
+    """`function` with each block tied to its own place and not linked."""
 
     def alone(*args: Any) -> Any:
         with overlap.unlinked():
@@ -83,7 +83,7 @@ def unlinked(function: Any) -> Any:
 
 
 def link_rates() -> list[float]:
-    """Bytes per second of a copy of 1 GiB from the device to pinned host memory, and of one back: the best of three."""
+    """Bytes per second of a copy of 1 GiB to pinned host memory, and of a copy back: the best of three."""
     device = jax.local_devices()[0]
     array = jax.block_until_ready(jnp.zeros(2**28, jnp.float32))
     rates = []
@@ -106,11 +106,11 @@ def precision(dtype: str) -> Any:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Compile, train and measure one mode; the fields of its row."""
+    """Compile, train and measure one mode; returns the fields of its row."""
     with precision(job.size.dtype):
         step = step_of(job)
         started = time.perf_counter()
-        # Compiled before anything is on the device: what autotuning allocates then stays below the step's own peak.
+        # Compile before anything is on the device: autotuning's memory then stays below the step's own peak.
         arguments = jax.tree.map(placed, step.arguments)
         compiled = jax.jit(step.function, donate_argnums=step.donate_argnums).lower(*arguments).compile()
         fields = {"compile_seconds": time.perf_counter() - started} | compiled_bytes(compiled)
@@ -121,7 +121,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def placed(leaf: Any) -> Any:
-    """The description of an argument that lives in host memory, with this machine's host memory in it."""
+    """An argument in the host memory of a described device, placed in this machine's host memory."""
     if getattr(leaf, "memory_space", None) != jax.memory.Space.Host:
         return leaf
     host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
@@ -129,7 +129,7 @@ def placed(leaf: Any) -> Any:
 
 
 def compiled_bytes(compiled: Any) -> dict[str, int]:
-    """What the executable that runs will need, as its compiler says; host memory apart."""
+    """The compiler's figures of the executable that runs; host memory separately."""
     sizes = compiled.memory_analysis()
 
     def one(name: str) -> int:
@@ -142,7 +142,7 @@ def compiled_bytes(compiled: Any) -> dict[str, int]:
 
 
 def train(job: Job, compiled: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The figures of the training steps, and the gradients of the first one in the unrolled decoder's names."""
+    """The figures of the training steps, and the gradients of the first step under the unrolled decoder's names."""
     params = jax.tree.map(jnp.asarray, initial_params(job))
     state = optimizer_of(job).init(params)
     batches = [tuple(map(jnp.asarray, batch)) for batch in job.batches()]
@@ -170,7 +170,7 @@ def train(job: Job, compiled: Any) -> tuple[dict[str, Any], dict[str, np.ndarray
 
 
 def initial_params(job: Job) -> Any:
-    """The shared weights as this form's tree of parameters."""
+    """The shared weights as the parameter tree of this form."""
     flat = load_arrays(Path(job.folder, "weights.npz"), job.size.dtype)
     tree = unflatten_dict(flat, sep="/")
     return weights.stack_layers(tree) if job.form == "scan" else tree

@@ -1,4 +1,4 @@
-"""What one process of the benchmark is asked to do, and the weights and text that all of them share."""
+"""The job of one process of the benchmark, and the weights and text that all processes share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 
 from examples import text
 
-# 1 − B1 is a power of two: Adam's first moment after one step is then the gradient itself, not a rounding of it, so that
-# the step that is timed and measured also gives the gradient that is compared.
+# 1 − B1 is a power of two: Adam's first moment after one step is then the gradient itself, without rounding. So the timed step
+# also gives the gradient to compare.
 ADAM = {"learning_rate": 3e-4, "b1": 0.875, "b2": 0.9375, "eps": 1e-8}
 MICRO_BATCHES = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The decoder and its batch. The defaults fill half of an H200 without checkpointing; `dtype` is that of everything."""
+    """The decoder and its batch, all in `dtype`. The defaults fill half of an H200 without checkpoints."""
 
     layers: int = 16
     d_model: int = 2048
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def variant(self) -> str:
-        """What else is done: `host_optimizer`, `accumulate`, `unlinked`, or nothing."""
+        """The variant: `host_optimizer`, `accumulate`, `unlinked`, or empty."""
         return self.mode.partition("+")[2]
 
     def to_json(self) -> str:
@@ -86,7 +86,7 @@ class Job:
         return cls(**fields | {"size": Size(**fields["size"])})
 
     def batches(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Real text, (tokens, targets) for each step, warm-up included: the same in every row."""
+        """Real text as (tokens, targets) for each step, warm-up included: the same in every row."""
         return text.batches(seed=0, batch=self.size.batch, length=self.size.length, steps=self.warm_up + self.steps)
 
 
@@ -107,7 +107,7 @@ def parameter_shapes(size: Size, vocab: int = 256) -> dict[str, tuple[int, ...]]
 
 
 def make_weights(size: Size, seed: int = 0) -> dict[str, np.ndarray]:
-    """Initial weights, the same on every machine: kernels and embeddings normal, norms 1, biases 0."""
+    """Initial weights, the same on every machine: normal kernels and embeddings, norms 1, biases 0."""
     random = np.random.default_rng(seed)
     arrays = {}
     for name, shape in parameter_shapes(size).items():
@@ -122,20 +122,20 @@ def make_weights(size: Size, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write name → array, uncompressed; under its final name only once it is whole."""
+    """Write named arrays, uncompressed; the file gets its name only when it is complete."""
     new = path.with_suffix(".new.npz")
     np.savez(new, **arrays)  # type: ignore[arg-type]
     new.replace(path)
 
 
 def load_arrays(path: Path, dtype: str) -> dict[str, np.ndarray]:
-    """Read what `save_arrays` wrote. NumPy's files forget bfloat16: `dtype` says what the bytes are."""
+    """Read the file of `save_arrays`. NumPy's files forget bfloat16, so `dtype` names the arrays' dtype."""
     with np.load(path) as stored:
         return {name: stored[name].view(numpy_dtype(dtype)) for name in stored.files}
 
 
 def numpy_dtype(dtype: str) -> Any:
-    """The NumPy dtype of a name, bfloat16 among them."""
+    """The NumPy dtype of a name, also of bfloat16."""
     if dtype == "bfloat16":
         import ml_dtypes  # comes with JAX
 

@@ -1,4 +1,4 @@
-"""How near the model is to what a GPU did: rank correlation, ratios, memory; and the rows as a table."""
+"""How near the estimates are to what a GPU took: rank correlation, ratios, memory; and the rows as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOWER = 1.02
 
 
 def judged(rows: Sequence[Row]) -> dict[str, Any]:
-    """Of the rows that ran: how well time and memory were said beforehand, and whether a plan lost.
+    """Compare the estimates of all rows that ran with their measurements, and list plans that lost.
 
     `rank_correlation` is Spearman's, of estimated and measured seconds; `ratio_error` the median by which the estimated ratio
     to the same model without a checkpoint is off; `seconds_error` and `memory_error` medians of |estimated / measured − 1|.
@@ -66,7 +66,7 @@ def _ratio_error(ran: Sequence[Row], key: str) -> float | None:
 
 
 def _slower(ran: Sequence[Row]) -> list[str]:
-    """The plans that a named policy within the same budget beats, as measured."""
+    """The plans that are slower, as measured, than a named policy within the same budget."""
     lost = []
     for plan in (row for row in ran if "budget" in row):
         able = [row for row in ran if row["model"] == plan["model"] and row is not plan]
@@ -81,7 +81,7 @@ COLUMNS = ("model, policy", "budget GB", "compiled GB", "peak GB", "nominal ms",
 
 
 def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The rows in text, in units of 10⁹ bytes and of milliseconds; empty where there is no figure."""
+    """The rows as text, in 10⁹ bytes and milliseconds; empty if there is no figure."""
     plain = {row["model"]: row["step_seconds"] for row in rows if row["policy"] == "off" and "step_seconds" in row}
     lines = []
     for row in rows:

@@ -1,6 +1,6 @@
 """`python -m benchmarks.gpu.modes --output DIR`: every mode and policy on this machine's GPU, with the gradients compared.
 
-The result, `DIR/modes.json`, is written anew after every row, so that a run that is killed keeps what it had.
+The result, `DIR/modes.json`, is rewritten after every row, so a killed run keeps its rows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from benchmarks.gpu.rows import ORDER, Case, Row, relate, table
 from benchmarks.record import ROOT, gpus, provenance, write_json
 
 MODULES = {"jax": "benchmarks.gpu.jax_run", "torch": "benchmarks.gpu.torch_run"}
-# `peak_bytes_in_use` counts what is in use, with or without preallocation; without it a second process can look at the
-# GPU, and the limit, by default three quarters of the memory, is raised so that `off` has room. Scanned offload is right on
-# GPUs from JAX 0.11.1 on, and wrong in 0.10.2 and 0.11.0 (openxla/xla#46231): the column of gradient errors tells.
+# `peak_bytes_in_use` counts used memory, with or without preallocation. Without preallocation a second process can use the
+# GPU. The limit, three quarters of the memory by default, is raised so that `off` has room. Scanned offload is right on GPUs
+# from JAX 0.11.1 on, and wrong in 0.10.2 and 0.11.0 (openxla/xla#46231): the column of gradient errors shows it.
 JAX_ON_GPU = {
     "JAX_PLATFORMS": "cuda",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -37,7 +37,7 @@ RESERVE_SECONDS = 8.0  # for the last row's file and table
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; the size's own options override those of the full or the small size."""
+    """Parse the command line; size options override the full or the small size."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.modes", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for modes.json")
     parser.add_argument("--seconds", type=float, default=540.0, help="budget of time; rows that do not fit are skipped")
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(text: str) -> tuple[Case, ...]:
-    """The cases of a comma-separated list, in the order in which they are run."""
+    """The cases of a comma-separated list, in the order of the run."""
     try:
         wanted = {Case.parse(each) for each in text.split(",")}
     except ValueError as error:
@@ -83,11 +83,11 @@ class Run:
 
     @property
     def remaining(self) -> float:
-        """Seconds that are left."""
+        """The remaining seconds."""
         return self.ends - RESERVE_SECONDS - time.monotonic()
 
     def job(self, case: Case) -> Job:
-        """The job of one row, compared with its reference if that has been run."""
+        """The job of one row; compared with its reference if that has run."""
         there = case.reference is not None and (self.folder / gradients_file(case.reference)).exists()
         return Job(
             self.options.size,
@@ -102,9 +102,9 @@ class Run:
         )
 
     def environment(self, framework: str) -> dict[str, str]:
-        """What a child gets beside this process's environment."""
+        """The environment variables that a child gets besides this process's."""
         if framework == "torch" or self.device == "cpu":
-            return ON_CPU  # the PyTorch child imports JAX for the weight map alone
+            return ON_CPU  # the PyTorch child imports JAX only for the weight map
         # Autotuning results are shared between the rows: less time, and the same kernels in every mode.
         return {**JAX_ON_GPU, "JAX_COMPILATION_CACHE_DIR": str(self.folder / "xla")}
 
@@ -123,7 +123,7 @@ class Run:
         )
 
     def measure(self, row: Row) -> None:
-        """Run one row, or leave it skipped where no time is left."""
+        """Run one row, or skip it if no time is left."""
         if self.remaining <= 0:
             return
         started, job = time.monotonic(), self.job(row.case)
@@ -134,7 +134,7 @@ class Run:
         row.wall_seconds = time.monotonic() - started
 
     def save(self) -> dict[str, Any]:
-        """Write everything known so far."""
+        """Write all rows so far."""
         predicted = {f"jax/{answer.pop('case')}": answer for answer in child.read_lines(self.predictions)}
         for row in self.rows:
             row.foretell(predicted.get(str(row.case), {}))
@@ -150,7 +150,7 @@ class Run:
         return result
 
     def go(self) -> None:
-        """Run every row, then wait for the predictions as long as there is time."""
+        """Run every row, then wait for the predictions while there is time."""
         try:
             self.start_predictor()
             save_arrays(self.folder / "weights.npz", make_weights(self.options.size))
@@ -168,12 +168,12 @@ class Run:
 
 
 def gradients_file(case: Case) -> str:
-    """Where the gradients of a reference case are."""
+    """The file with the gradients of a reference case."""
     return f"gradients-{str(case).replace('/', '-')}.npz"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 when every row that was run holds, 1 otherwise, 2 for bad usage."""
+    """Run the benchmark; 0 if every row that ran holds, 1 otherwise, 2 for bad usage."""
     options = parse(arguments)
     if not options.dry_run and not gpus():
         print("nvidia-smi finds no NVIDIA GPU here: run with --dry-run to try everything on the CPU", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""What `rj.measure` says beforehand: `python -m benchmarks.gpu.predict JOB FILE CASE…`, beside the run and without its GPU.
+"""The predictions of `rj.measure`: `python -m benchmarks.gpu.predict JOB FILE CASE…`, beside the run and without its GPU.
 
-Each case is `form/mode`; each answer is a line of JSON appended to FILE as soon as it is there.
+Each case is `form/mode`; each answer is appended to FILE as a line of JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from remat_jax.hardware import target
 
 
 def target_of(job: Job) -> str:
-    """The target to predict for: that of the first GPU here, as the driver calls it; an H200 where the driver is silent."""
+    """The target to predict for: the first GPU that the driver names, or an H200 if it names none."""
     if job.device == "cpu":
         return "cpu"
     name = next((gpu["name"] for gpu in gpus()), None)
@@ -59,7 +59,7 @@ def main() -> None:
         try:
             answer = predict(dataclasses.replace(template, form=form, mode=mode))
         except Exception as error:
-            # One case that does not compile does not keep the others from being predicted.
+            # A case that does not compile must not stop the other predictions.
             answer = {"predicted_error": f"{type(error).__name__}: {error}"[:1500]}
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"case": case, **answer}) + "\n")

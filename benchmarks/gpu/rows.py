@@ -1,4 +1,4 @@
-"""The rows of the result: which there are, in what order, what each holds, and the table of them."""
+"""The rows of the result: cases, their order, their fields, and their table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.record import text_table
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a row is about: framework, form of the layers, mode or policy."""
+    """The subject of a row: framework, form of the layers, mode or policy."""
 
     framework: str
     form: str
@@ -34,12 +34,12 @@ class Case:
 
     @property
     def is_reference(self) -> bool:
-        """Whether the gradients of other cases are compared with those of this one."""
+        """Whether other cases' gradients are compared with this case's."""
         return self in (JAX_REFERENCE, TORCH_REFERENCE)
 
     @property
     def reference(self) -> Case | None:
-        """The case whose gradients this one's are compared with: its framework's plain one; of PyTorch's, JAX's.
+        """The case that this case's gradients are compared with: the framework's plain case, and for that of PyTorch JAX's.
 
         >>> str(Case.parse("jax/scan/offload").reference)
         'jax/unrolled/off'
@@ -52,7 +52,7 @@ class Case:
 JAX_REFERENCE = Case("jax", "unrolled", "off")
 TORCH_REFERENCE = Case("torch", "eager", "off")
 
-# The most telling first, for when time runs out; each framework's reference before the rest of it.
+# The most important cases come first, in case time runs out; each framework's reference before its other cases.
 ORDER: tuple[Case, ...] = tuple(
     Case(*text.split("/"))
     for text in (
@@ -133,7 +133,7 @@ class Row:
         return Case(self.framework, self.form, self.mode)
 
     def take(self, answer: dict[str, Any], tokens: int) -> None:
-        """Enter what a child answered."""
+        """Store the answer of a child."""
         self._enter(answer)
         self.status = "failed" if self.error else "done"
         if self.seconds:
@@ -141,7 +141,7 @@ class Row:
             self.tokens_per_second = tokens / self.step_seconds
 
     def foretell(self, answer: dict[str, Any]) -> None:
-        """Enter what was predicted."""
+        """Store the prediction."""
         self._enter({key: value for key, value in answer.items() if key.startswith("predicted_")})
 
     def _enter(self, answer: dict[str, Any]) -> None:
@@ -153,12 +153,12 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Nothing failed, and the gradients agree as far as they were compared; a skipped row holds."""
+        """Whether nothing failed and all compared gradients agree; a skipped row holds."""
         return self.status != "failed" and self.gradients_agree is not False and self.predicted_error is None
 
 
 def relate(rows: list[Row]) -> None:
-    """Fill in each row's time relative to `off` of the same framework and form."""
+    """Set each row's time relative to `off` of the same framework and form."""
     plain = {(row.framework, row.form): row.step_seconds for row in rows if row.mode == "off"}
     for row in rows:
         base = plain.get((row.framework, row.form))
@@ -166,7 +166,7 @@ def relate(rows: list[Row]) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in plain text; what went wrong stands below."""
+    """The rows in plain text, with the failures below."""
     columns = ("case", "predicted GB", "compiled GB", "measured GB", "host GB", "step ms", "× off", "tokens/s")
     columns += ("last loss", "worst gradient", "all gradients")
     lines = [

@@ -1,7 +1,7 @@
-"""The steps estimated: `python -m benchmarks.gpu.step_predict REQUEST FILE`, beside the run and without its GPU.
+"""Estimates of the steps: `python -m benchmarks.gpu.step_predict REQUEST FILE`, beside the run and without its GPU.
 
-Each step is a line of JSON appended to FILE as soon as it is known: its policies, its memory, and its estimated seconds by the
-nominal rates of the target and by the calibrated ones. A plan is made here; its line has the compiler's options that it needs.
+Each step is appended to FILE as a line of JSON: its policies, its memory, and its estimated seconds at the target's nominal
+and calibrated rates. Plans are made here; a plan's line has the compiler options that it needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Line = dict[str, Any]
 def predict(
     steps: Sequence[tuple[str, str]], shapes: dict[str, Shape], targets: dict[str, str], tell: Callable[[Line], None]
 ) -> None:
-    """Tell of every step, plans last.
+    """Report every step, plans last.
 
     Args:
       targets: by what rates the seconds are told; what a plan is made for is `calibrated`.
@@ -65,7 +65,9 @@ def _told(whole: rj.Workload, policy: Any, targets: dict[str, str], limit: int |
 
 
 def _seconds(report: MemoryReport, whole: rj.Workload, policy: Any, target: str) -> float:
-    """Of the compiled step; of the traced one where the target is a processor, whose compiled step is not modelled."""
+    """The seconds of the compiled step, or of the traced step if the target is a processor, whose compiled steps are not
+    modelled.
+    """
     if report.seconds is not None:
         return report.seconds
     described = describe(whole, target)
@@ -73,7 +75,7 @@ def _seconds(report: MemoryReport, whole: rj.Workload, policy: Any, target: str)
 
 
 def main() -> None:
-    """Tell of what the request asks for."""
+    """Report the steps of the request."""
     request, path = json.loads(sys.argv[1]), Path(sys.argv[2])
 
     def tell(line: Line) -> None:

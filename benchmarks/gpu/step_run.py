@@ -15,9 +15,9 @@ from benchmarks.gpu.steps import StepJob
 
 
 def run(job: StepJob) -> dict[str, Any]:
-    """Compile, run and measure; time and memory do not depend on what the numbers are, as long as they are finite."""
+    """Compile, run and measure. Time and memory do not depend on the numbers as long as they are finite."""
     step = job.step()
-    # Compiled before anything is on the device: what autotuning allocates then stays below the step's own peak.
+    # Compile before anything is on the device: autotuning's memory then stays below the step's own peak.
     jitted = jax.jit(step.function, donate_argnums=step.donate_argnums, compiler_options=job.compiler_options)
     compiled = jitted.lower(*step.arguments).compile()
     trained, state, frozen, *batch = filled(step.arguments)
@@ -38,8 +38,9 @@ def run(job: StepJob) -> dict[str, Any]:
 
 
 def filled(arguments: Any) -> Any:
-    """Arrays of the arguments' types, made where they are used: small normal numbers for what has two axes or more, bytes for
-    integers, ones for other parameters; an optimizer's state is zero."""
+    """Arrays of the arguments' types, made on their device: small normal numbers for two axes or more, bytes for integers,
+    ones for other parameters, zeros for an optimizer's state.
+    """
     trained, state, *others = arguments
     made = jax.tree.map(_random, (trained, *others))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)

@@ -1,4 +1,4 @@
-"""The steps that are measured: models, policies and their order, and what one process of the measurement is told."""
+"""The measured steps: models, policies, their order, and the job of one measuring process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.models import linen
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model's size: layers, width, and the rows that it is given, for a decoder as batch × length."""
+    """A model's size: layers, width, and rows; for a decoder the rows are batch × length."""
 
     layers: int
     width: int
@@ -32,7 +32,8 @@ PLAN = "plan"
 SHARE = 0.5
 """The budget of a plan, of what lies between `full` and `off`."""
 
-# The most telling first, for when time runs out; a plan is last of its model, because the planner works meanwhile.
+# The most important steps come first, in case time runs out. A plan is the last step of its model, because the planner works
+# meanwhile.
 ORDER = (
     ("unrolled", "off"),
     ("unrolled", "full"),
@@ -63,7 +64,7 @@ class Perceptron(nn.Module):
 
 
 class Perceptrons(nn.Module):
-    """A stack of them, unrolled."""
+    """A stack of these blocks, unrolled."""
 
     layers: int
 
@@ -112,7 +113,7 @@ class StepJob:
 
 
 def workload(model: str, shape: Shape, dtype: Any = jnp.bfloat16) -> rj.Workload:
-    """One of the models, Adam included; nothing is allocated."""
+    """One of the models with Adam; nothing is allocated."""
     return _mlp(shape, dtype) if model == "mlp" else _decoder(shape, dtype, scan=model == "scanned")
 
 

@@ -21,7 +21,7 @@ from examples.models import weights
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train and measure one mode; the fields of its row. Offload is `torch_ref`'s, pinned and asynchronous on CUDA."""
+    """Train and measure one mode; returns the fields of its row. Offload is `torch_ref`'s, pinned and asynchronous on CUDA."""
     model = load_model(job)
     betas = (ADAM["b1"], ADAM["b2"])
     options = {"lr": ADAM["learning_rate"], "betas": betas, "eps": ADAM["eps"]}
@@ -36,7 +36,7 @@ def run(job: Job) -> dict[str, Any]:
 
     def summed(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         logits = model(tokens, **flags)
-        wide = logits if job.size.dtype == "float64" else logits.float()  # as the Flax twin's loss has it
+        wide = logits if job.size.dtype == "float64" else logits.float()  # as in the Flax model's loss
         return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
     parts = MICRO_BATCHES if job.variant == "accumulate" else 1
@@ -71,7 +71,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load_model(job: Job) -> pytorch.ByteDecoder:
-    """The decoder with the shared weights, never initialised by PyTorch."""
+    """The decoder with the shared weights; PyTorch never initialises it."""
     size = job.size
     with torch.device("meta"):
         model = pytorch.ByteDecoder(d_model=size.d_model, nhead=size.heads, num_layers=size.layers, max_len=size.length)
@@ -83,7 +83,7 @@ def load_model(job: Job) -> pytorch.ByteDecoder:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor of a NumPy array, bfloat16 too, which PyTorch does not know how to read."""
+    """A tensor of a NumPy array, also of bfloat16, which PyTorch cannot read."""
     if array.dtype.name != "bfloat16":
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

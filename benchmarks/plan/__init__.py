@@ -1,2 +1,3 @@
-"""Plans against what people use: every named policy, and MaxText's. `workloads` are the models, `rivals` the policies,
-`rows` measures, `claims` judges, and `python -m benchmarks.plan` does it all."""
+"""Compares plans with the policies that people use: every named policy, and MaxText's. `workloads` has the models, `rivals`
+the policies, `rows` measures, `claims` judges; run `python -m benchmarks.plan`.
+"""

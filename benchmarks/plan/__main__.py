@@ -1,8 +1,8 @@
 """`python -m benchmarks.plan`: do plans keep their promise, and are they better than the policies that people use?
 
-For each workload and budget: the plan is within the budget as compiled, no residual more that makes the step faster could be
-saved as well, and no named policy and none of MaxText's that fits is faster by the time of its compiled schedule, as far as
-this can be told. The exit status is 1 where any of these does not hold.
+For each workload and budget it checks three claims. The plan is within the budget, as compiled. No further residual that makes
+the step faster could be saved as well. No named policy and none of MaxText's that fits is faster by its compiled schedule, as
+far as the estimate can tell. The exit status is 1 if a claim fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Record:
-    """What was measured, written down after every row."""
+    """The measured rows, written to a file after every row."""
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class Record:
             return kept["commit"], kept["versions"], kept["environment"], data["target"], data["layers"]
 
         commit = self.data["provenance"]["commit"]
-        # Of a tree with changes nobody knows what they were.
+        # The changes of a modified tree are unknown.
         if commit and not commit.endswith("+") and made_with(old) == made_with(self.data):
             self.data |= {"workloads": old["workloads"], "rows": old["rows"]}
 
@@ -78,22 +78,22 @@ class Record:
         return rows
 
     def has(self, workload: str, budget: int) -> bool:
-        """Whether the row is there."""
+        """Whether this row was measured."""
         return any(one["workload"] == workload and one["budget"] == budget for one in self.rows)
 
     def add(self, found: dict[str, Any]) -> None:
-        """Keep one more row."""
+        """Add a row."""
         self.rows.append(found)
         self.write()
 
     def write(self) -> None:
-        """To the file, with what does not hold so far."""
+        """Write the file, with the claims that fail so far."""
         self.data["failures"] = claims.failures(self.rows)
         write_json(self.path, self.data)
 
 
 def run(name: str, options: argparse.Namespace, record: Record) -> None:
-    """All rows of one workload."""
+    """Measure all rows of one workload."""
     case = CASES[name](options.layers)
     begin, workload = time.perf_counter(), case.workload.name
     described = describe(case.workload, options.target)
@@ -112,7 +112,7 @@ def run(name: str, options: argparse.Namespace, record: Record) -> None:
 
 
 def known_rivals(record: Record, workload: str) -> list[Rival]:
-    """Those that were measured before."""
+    """The policies that were measured before."""
     kept = record.data["workloads"].get(workload, {"rivals": []})["rivals"]
     return [Rival(**one | {"names": tuple(one["names"])}) for one in kept]
 
@@ -122,7 +122,7 @@ def tell(text: str, begin: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table and what does not hold; 1 where a claim fails."""
+    """Measure, print the table and the failed claims; 1 if a claim fails."""
     options = parse(arguments)
     compat.keep_to_cpu_without_gpu()
     if options.show:
@@ -134,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def say(records: Sequence[dict[str, Any]]) -> int:
-    """Print the rows of all records in one table, and what does not hold."""
-    # Of a budget that two records have, the later row counts.
+    """Print the rows of all records in one table, and the failed claims."""
+    # If two records have the same budget, the later row counts.
     rows = [*{(one["workload"], one["budget"]): one for data in records for one in data["rows"]}.values()]
     made = {f"{data['target']}, {data['layers']} layers, JAX {data['provenance']['versions']['jax']}" for data in records}
     print(f"Plans for {' and '.join(sorted(made))}; times are of the compiled schedules:")

@@ -1,4 +1,4 @@
-"""What the benchmark claims of plans, judged row by row and over all rows, and its table."""
+"""The claims about plans, judged row by row and over all rows, and the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def broken(row: Row) -> list[str]:
-    """Which claims one row breaks, with its figures."""
+    """The claims that one row breaks, with its figures."""
     if "infeasible" in row:
         return [f"nothing was found to fit; the least is said to be {format_bytes(row['infeasible'])}"]
     found, more = [], row["further"]
@@ -37,7 +37,7 @@ def broken(row: Row) -> list[str]:
 
 
 def slower_as_compiled(row: Row, other: float | None) -> bool:
-    """Whether the plan is as fast as another step by the compiled schedules, which are the last word, as far as they tell.
+    """Whether the plan is as fast as another step by their compiled schedules, as far as the estimate can tell.
 
     >>> slower_as_compiled({"seconds": 1.0}, 0.97), slower_as_compiled({"seconds": 1.0}, 0.9), slower_as_compiled({}, 0.9)
     (True, False, False)
@@ -47,9 +47,9 @@ def slower_as_compiled(row: Row, other: float | None) -> bool:
 
 
 def ratio_of(row: Row) -> float | None:
-    """The plan's time over that of the best other policy; None where no other fits.
+    """The plan's time over that of the best other policy; None if no other policy fits.
 
-    The times are of the compiled schedules; by the traced estimate where a schedule has no time, as on a CPU.
+    The times are those of the compiled schedules, or of the traced estimate if a schedule has no time, as on a CPU.
 
     >>> ratio_of({"seconds": 1.0, "best_seconds": 4.0}), ratio_of({"seconds": 1.0, "best_seconds": None})
     (0.25, None)
@@ -66,13 +66,13 @@ def ratio_of(row: Row) -> float | None:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """Every claim that does not hold."""
+    """All failed claims."""
     found = [f"{row['workload']} in {format_bytes(row['budget'])}: {one}" for row in rows for one in broken(row)]
     return found or ([] if rows else ["nothing was measured"])
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One sentence on all rows."""
+    """A summary of all rows in one sentence."""
     plans = [row for row in rows if "infeasible" not in row]
     ratios = [ratio for row in plans if (ratio := ratio_of(row)) is not None]
     text = f"{len(rows)} budgets, {len(plans)} plans"
@@ -86,7 +86,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows in plain text: memory in MiB, times of compiled schedules; "more" is the memory with one residual more."""
+    """The rows in plain text: memory in MiB, times of compiled schedules; "more" is the memory with one more saved residual."""
     columns = (
         "workload",
         "budget",

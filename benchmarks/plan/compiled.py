@@ -1,4 +1,4 @@
-"""The traced estimate, by which plans are chosen, against the time of what was compiled."""
+"""Compares the traced estimate, by which the search chooses, with the time of the compiled step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ SAME = 0.01
 
 
 def rank_correlations(rows: Sequence[Row], rivals: Rivals) -> dict[str, float]:
-    """Spearman's, by workload, of the traced and the compiled seconds of all plans and policies, where three have both."""
+    """Spearman's rank correlation, by workload, of the traced and compiled seconds of all plans and policies, if three have
+    both.
+    """
     from scipy.stats import spearmanr
 
     found = {}
@@ -31,7 +33,9 @@ def rank_correlations(rows: Sequence[Row], rivals: Rivals) -> dict[str, float]:
 
 
 def changed(rows: Sequence[Row], rivals: Rivals) -> tuple[list[str], int]:
-    """The budgets at which another plan or policy that fits is faster as compiled, and at how many that is known."""
+    """The budgets at which another plan or policy that fits is faster as compiled, and the number of budgets where this is
+    known.
+    """
     found, known = [], 0
     for row in rows:
         if row.get("seconds") is None:

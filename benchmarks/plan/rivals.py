@@ -1,4 +1,4 @@
-"""What a plan is held against: every named policy, and MaxText's remat policies by the tensors that they name."""
+"""The policies that plans are compared with: every named policy, and MaxText's remat policies by the tensors that they name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ that a model does not have is passed by, as `jax.checkpoint_policies` passes it 
 
 @dataclass(frozen=True)
 class Rival:
-    """A policy and what it takes; without a remark both figures are there.
+    """A policy and its figures; without a remark all figures are known.
 
     Attributes:
       names: it may have several: MaxText's differ in tensors that not every model has.
@@ -67,28 +67,28 @@ class Rival:
         return self.names[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; policies by block as text by the block's name."""
+        """Plain data; policies by block become texts by the block's name."""
         policy = self.policy
         if isinstance(policy, Mapping):
-            # As they were read back they are names already.
+            # Read back from a file, the blocks are names already.
             policy = {getattr(block, "__name__", block): text for block, text in policy.items()}
         return vars(self) | {"policy": policy}
 
 
 def in_words_of(roles: Roles, named: Mapping[str, tuple[str, ...]]) -> str:
-    """The text of a policy that keeps the tensors named, as far as the model has them.
+    """The text of a policy that keeps the named tensors, as far as the model has them.
 
     >>> in_words_of({"out_proj": "*out:add#0"}, {"offload": ("decoder_layer_input", "out_proj", "qkv_proj")})
     'offload: *:input#0, *out:add#0'
     """
-    # Not `@inputs`: a mask or a table that all layers share is no layer's input there.
+    # Not `@inputs`: a mask or table that all layers share is no layer's input in MaxText.
     known = {INPUT: "*:input#0", **roles}
     rules = {action: [known[name] for name in names if name in known] for action, names in named.items()}
     return "; ".join(f"{action}: {', '.join(found)}" for action, found in rules.items() if found) or "full"
 
 
 def policies(case: Case) -> dict[str, Any]:
-    """All of them by name; for several kinds of blocks MaxText's name the tensors of each."""
+    """All policies by name; for several kinds of blocks MaxText's policies name the tensors of each."""
     found: dict[str, Any] = dict.fromkeys(NAMED)
     found = {name: name for name in found}
     for name, named in MAXTEXT.items():
@@ -98,14 +98,16 @@ def policies(case: Case) -> dict[str, Any]:
 
 
 def rivals(case: Case, described: Described, target: str) -> list[Rival]:
-    """Every policy compiled and priced, equal ones once; what offloads inside a scan that is miscompiled only with a remark."""
+    """Every policy, compiled and priced, equal policies once. A policy that offloads inside a miscompiled scan gets only a
+    remark.
+    """
     known: dict[Any, list[str]] = {}
     for name, policy in policies(replace(case, roles=roles_that_keep(case))).items():
         known.setdefault(tuple(policy.items()) if isinstance(policy, Mapping) else policy, []).append(name)
     asked = [(tuple(names), dict(key) if isinstance(key, tuple) else key) for key, names in known.items()]
     remarks = [_remark(case, described, policy) for _, policy in asked]
     able = [policy for (_, policy), remark in zip(asked, remarks, strict=True) if not remark]
-    # Together, because they are compiled side by side.
+    # Together, because they compile side by side.
     reports = iter(measure_many(case.workload, able, target, timeout=3600))
     found = []
     for (names, policy), remark in zip(asked, remarks, strict=True):
@@ -118,7 +120,7 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
 
 
 def roles_that_keep(case: Case) -> dict[Any, Roles]:
-    """The roles of tensors that a backward pass reads; a selector of another tensor, such as a last product, is an error."""
+    """The roles of tensors that a backward pass reads. A selector of another tensor, such as a last product, is an error."""
     return {
         block: {name: glob for name, glob in roles.items() if _keeps(case, block, glob)} for block, roles in case.roles.items()
     }
@@ -133,7 +135,7 @@ def _keeps(case: Case, block: Any, glob: str) -> bool:
 
 
 def _remark(case: Case, described: Described, policy: Any) -> str:
-    """Why a policy cannot be run here; empty where it can."""
+    """Why a policy cannot run here; empty if it can."""
     if _offloads(policy) and any(kind.scanned for kind in described.kinds) and compat.miscompiles_scanned_offload():
         return f"JAX {jax.__version__} miscompiles offload inside scan"
     try:
@@ -149,6 +151,6 @@ def _offloads(policy: Any) -> bool:
 
 
 def best_within(found: list[Rival], budget: int) -> Rival | None:
-    """The fastest that fits, by its compiled time if that is known; of equal ones that with less memory."""
+    """The fastest policy that fits, by its compiled time if known; of equal policies the one with less memory."""
     fits = [one for one in found if not one.remark and one.device_bytes is not None and one.device_bytes <= budget]
     return min(fits, key=lambda one: (one.seconds is None, one.seconds or one.extra_seconds, one.device_bytes), default=None)

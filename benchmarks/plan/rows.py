@@ -1,4 +1,4 @@
-"""One row of the benchmark: a plan for a budget, what one residual more would need, and the best other policy."""
+"""One row of the benchmark: a plan for a budget, the memory with one more saved residual, and the best other policy."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Further:
 
 
 def budgets(case: Case, target: str, shares: Sequence[float]) -> list[int]:
-    """So much of the way from the leanest step that the planner reaches to the one without any checkpoint."""
+    """Budgets at shares of the way from the planner's leanest step to the step without any checkpoint."""
     full = rj.measure(case.workload, "full", target, timeout=TIMEOUT).device_bytes
-    # With a budget that `full` misses by a byte, the planner's own leanest is compiled too.
+    # With a budget that `full` misses by a byte, the planner's own leanest step is compiled too.
     least, _ = leanest(case.workload, full - 1, target_named(target), None, timeout=TIMEOUT)
     most = rj.measure(case.workload, "off", target, timeout=TIMEOUT).device_bytes
     assert least is not None, "more than what the step is given"
@@ -50,7 +50,7 @@ def budgets(case: Case, target: str, shares: Sequence[float]) -> list[int]:
 
 
 def row(case: Case, described: Described, budget: int, target: str, others: list[Rival]) -> dict[str, Any]:
-    """A plan for a budget beside the best of the others, as plain data."""
+    """A plan for a budget and the best other policy, as plain data."""
     begin = time.perf_counter()
     best = best_within(others, budget)
     told: dict[str, Any] = {
@@ -85,7 +85,7 @@ def row(case: Case, described: Described, budget: int, target: str, others: list
 
 
 def one_more(case: Case, described: Described, found: Plan, target: str) -> dict[str, Any] | None:
-    """What the plan needs with the smallest residual saved that it still computes again; None where there is none."""
+    """The plan's memory with the smallest recomputed residual saved as well; None if there is none."""
     options = further(described, found)
     if not options:
         return None
@@ -97,7 +97,7 @@ def one_more(case: Case, described: Described, found: Plan, target: str) -> dict
 
 
 def further(described: Described, found: Plan) -> list[Further]:
-    """Every way to save one residual more in one run of equal layers that is worth its compilation by the estimate."""
+    """Every way to save one more residual in one run of equal layers that is worth a compilation by the estimate."""
     if found.is_off:
         return []
     worth = WORTH_COMPILING * described.base_seconds
@@ -123,7 +123,7 @@ def further(described: Described, found: Plan) -> list[Further]:
 def saving(described: Described, kind: Kind, found: Plan, layers: range, members: Sequence[str]) -> LayerPolicies:
     """The plan's policies for the blocks of a kind, with some arrays saved in some layers, each by its own name.
 
-    Its runs stay as they are: a scan of one of them is not made one with the next, even where the two now do the same.
+    The runs stay: a scan is not joined with the next, even if the two now have the same policy.
     """
     count = sum(len(other.layers) for other in described.kinds if other.block == kind.block)
     policies = [policy_at(found.policies[kind.block], layer) for layer in range(count)]
@@ -138,7 +138,7 @@ def saving(described: Described, kind: Kind, found: Plan, layers: range, members
 
 
 def policy_at(policy: Any, layer: int) -> Policy:
-    """The policy of one layer; a text is parsed."""
+    """The policy of one layer, parsed if it is a text."""
     if isinstance(policy, LayerPolicies):
         return policy[layer]
     return policy if isinstance(policy, Policy) else Policy.parse(policy)

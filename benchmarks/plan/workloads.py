@@ -1,4 +1,4 @@
-"""The models that plans are made for, with the proportions of published ones, and where their tensors have MaxText's names."""
+"""The models that plans are made for, with the proportions of published models, and MaxText's names for their tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def decoder_unrolled(layers: int) -> Case:
     """Llama 3.2 with 1B parameters, its layers unrolled: 4 texts of 1024 tokens. Attention is XLA's."""
     config = dataclasses.replace(LlamaConfig.llama3_2_1b(), num_layers=layers)
     job = language_model(Llama(config, param_dtype=DTYPE), LlamaBlock, 4, 1024, "decoder, unrolled")
-    # Queries and keys are named where they are rotated.
+    # Queries and keys are named after their rotation.
     roles = {
         "query_proj": "*self_attn:concatenate#0",
         "key_proj": "*self_attn:concatenate#1",
@@ -86,7 +86,7 @@ def language_model(model: nn.Module, block: type, batch: int, length: int, name:
 def decoder_pallas(layers: int) -> Case:
     """A decoder of width 1024 with JAX's Pallas kernel for attention, its layers scanned: 4 texts of 1024 tokens."""
     job = predict_memory.decoder("pallas", layers)
-    # The kernel's backward pass reads its output and the logarithms of its sums; MaxText names both with one name.
+    # The kernel's backward pass reads its output and the logarithms of its sums; MaxText gives both the same name.
     roles = {
         "query_proj": "layers:reshape#0",
         "key_proj": "layers:reshape#1",
@@ -145,7 +145,7 @@ def deep_mlp(layers: int) -> Case:
 
 
 class TextTower(nn.Module):
-    """Tokens (B, T) → a state of the whole text (B, E), that of the first token: BERT's layers without its heads."""
+    """Tokens (B, T) → the first token's state (B, E), which stands for the whole text: BERT's layers without its heads."""
 
     config: BertConfig
 
@@ -159,7 +159,7 @@ class TextTower(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Images and texts (B, …) → their directions in one space of 512 dimensions, twice (B, 512), as in CLIP."""
+    """Images and texts (B, …) → their directions (B, 512) in a common space, as in CLIP."""
 
     layers: int
 

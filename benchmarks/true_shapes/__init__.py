@@ -1,2 +1,3 @@
 """Published models at their true sizes: what a training step needs under each policy, and whether the plan for a card fits.
-`cases` are the models, `rows` measures, `claims` judges, and `python -m benchmarks.true_shapes` does it all."""
+`cases` has the models, `rows` measures, `claims` judges; run `python -m benchmarks.true_shapes`.
+"""

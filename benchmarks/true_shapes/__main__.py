@@ -25,7 +25,7 @@ from remat_jax.errors import PlanningError, PolicyError, TargetError
 from remat_jax.policy import as_block_policy
 from remat_jax.report.tables import format_bytes
 
-# Machines with eight of either card have 2 TB of host memory.
+# Machines with eight cards of either kind have 2 TB of host memory.
 TARGETS = ("h100=80GB+256GB", "h200=141GB+256GB")
 POLICIES = ("full", "offload_inputs", PLAN, "dots_with_no_batch_dims", "off")
 SHORT, SHORT_TARGETS, SHORT_POLICIES = ("pi0",), TARGETS[:1], POLICIES[:3]
@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Record:
-    """What was measured, written down after every row."""
+    """The measured rows, written to a file after every row."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
@@ -65,11 +65,11 @@ class Record:
                 self.data["rows"] = old["rows"]
 
     def has(self, workload: str, policy: str, card: Card) -> bool:
-        """Whether the row is there."""
+        """Whether this row was measured."""
         return any(_key(one) == (workload, *card, policy) for one in self.data["rows"])
 
     def add(self, found: Row) -> None:
-        """Keep one more row, and what does not hold so far."""
+        """Add a row, and update the failed claims."""
         self.data["rows"].append(found)
         self.data["failures"] = claims.failures(self.data["rows"])
         write_json(self.path, self.data)
@@ -84,7 +84,7 @@ def _places(key: tuple[Any, ...], orders: Sequence[list[Any]]) -> list[int]:
 
 
 def run(name: str, card: Card, options: argparse.Namespace, record: Record) -> None:
-    """All rows of one workload for one target."""
+    """Measure all rows of one workload for one target."""
     case = CASES[name]
     work = case.make()
     for policy in options.policies:
@@ -98,7 +98,7 @@ def run(name: str, card: Card, options: argparse.Namespace, record: Record) -> N
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table and what does not hold; 1 where a claim fails."""
+    """Measure, print the table and the failed claims; 1 if a claim fails."""
     options = parse(arguments)
     compat.keep_to_cpu_without_gpu()
     if options.show:
@@ -111,10 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def say(records: Sequence[dict[str, Any]]) -> int:
-    """Print the rows of all records in one table, and what does not hold."""
-    # Of a row that two records have, the later one counts.
+    """Print the rows of all records in one table, and the failed claims."""
+    # If two records have the same row, the later one counts.
     by_key = {_key(one): one for data in records for one in data["rows"]}
-    # By workload, card and policy, each in the order in which it came.
+    # By workload, card and policy, each in the order of its first appearance.
     orders = [list(dict.fromkeys(places)) for places in zip(*((key[0], key[1:4], key[4]) for key in by_key), strict=True)]
     rows = [by_key[key] for key in sorted(by_key, key=lambda key: _places(key, orders))]
     versions = sorted({data["provenance"]["versions"]["jax"] for data in records})

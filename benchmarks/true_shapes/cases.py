@@ -1,4 +1,4 @@
-"""The models, at the sizes that were published, as they are trained on one card; shapes only, nothing is allocated."""
+"""The models at their published sizes, as they are trained on one card; shapes only, nothing is allocated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES = {
 
 @contextmanager
 def compiling(flags: str) -> Iterator[str]:
-    """While it holds, compilers get these flags too, and what makes offload inside a scan sound; gives all flags."""
+    """A context in which compilers get these flags, and the flag that makes scanned offload right; yields all flags."""
     before = os.environ.get("XLA_FLAGS")
     wanted = [before or "", flags, SOUND if compat.miscompiles_scanned_offload() else ""]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, wanted))

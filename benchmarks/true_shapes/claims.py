@@ -1,4 +1,4 @@
-"""What the benchmark claims, judged row by row beside the other rows of the same workload, target and budget, and its table."""
+"""The claims of the benchmark, judged row by row among rows of the same workload, target and budget, and the table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _EQUAL = 1e-6
 
 
 def broken(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Which claims a row breaks, with its figures; `rows` are all of the record.
+    """The claims that a row breaks, with its figures; `rows` are all rows of the record.
 
-    A plan, saved, loaded and measured by itself, needs what it said and fits both budgets, and no policy that fits is faster by
-    the estimate. Where the planner finds nothing, no policy fits.
-    What offloads has something in host memory, and `offload_inputs` needs no more of the device than `full`.
+    A plan that was saved, loaded and measured needs the memory that it reported and fits both budgets, and no policy that fits
+    is faster by the estimate. If the planner finds no plan, no policy fits. A policy that offloads has bytes in host memory,
+    and `offload_inputs` needs no more of the device than `full`.
     """
     beside = {one["policy"]: one for one in rows if _place(one) == _place(row)}
     if row["policy"] == PLAN:
@@ -67,7 +67,7 @@ def fits(row: Row) -> bool:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """Every claim that does not hold."""
+    """All failed claims."""
     return [f"{one['workload']} on {one['target']}, {one['policy']}: {text}" for one in rows for text in broken(one, rows)]
 
 
@@ -98,7 +98,7 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _seconds(row: Row, rows: Sequence[Row]) -> float | None:
-    """The estimate of a plan, or of a named policy as the plan for the same budget has it."""
+    """The estimate of a plan, or of a named policy as the plan for the same budget estimates it."""
     if row["policy"] == PLAN:
         return row.get("estimated_seconds")
     same = [one for one in rows if _place(one) == _place(row) and one["policy"] == PLAN]
@@ -107,7 +107,7 @@ def _seconds(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def verdict(rows: Sequence[Row]) -> tuple[str, int]:
-    """What holds and what does not, in words, and the exit status: 1 where a claim fails or none was asked."""
+    """The claims that hold or fail, in words, and the exit status: 1 if a claim fails or no plan was asked for."""
     found = failures(rows)
     if found:
         return "\n".join(["Does not hold:", *found]), 1

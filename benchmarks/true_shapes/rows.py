@@ -1,4 +1,4 @@
-"""One row: a policy or the plan of one workload, compiled for one target, as plain data."""
+"""One row as plain data: a policy or the plan of one workload, compiled for one target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 class Card(NamedTuple):
-    """A target, and how much of its memory and of its host's a step may have; None for no limit."""
+    """A target, with budgets for its memory and its host's; None is no limit."""
 
     target: str
     budget: int
@@ -40,7 +40,7 @@ class Card(NamedTuple):
 
 
 def row(work: rj.Workload, policy: str, card: Card) -> Row:
-    """What `policy` needs, a policy or `plan`; where it does not compile, or nothing fits, the row says why."""
+    """What `policy` needs (a policy or `plan`), or why it does not compile or nothing fits."""
     begin = time.perf_counter()
     told: Row = {"workload": work.name, **card._asdict(), "policy": policy}
     try:
@@ -65,7 +65,7 @@ def _of_policy(work: rj.Workload, policy: Any, target: str) -> Row:
 
 
 def _of_plan(work: rj.Workload, card: Card) -> Row:
-    """The plan by its own account, and its step measured by itself: what is saved, loaded and applied."""
+    """The plan's own figures, and those of its step as saved, loaded and applied."""
     found = rj.plan(work, card.budget, card.target, card.host_budget, timeout=TIMEOUT)
     with tempfile.TemporaryDirectory() as folder:
         found.save(Path(folder) / "plan.json")
