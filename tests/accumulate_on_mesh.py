@@ -1,4 +1,4 @@
-"""What a step over micro-batches needs on eight devices; run as a script, its figures as JSON."""
+"""The cost of a step over micro-batches on eight devices; run as a script, it prints JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step_of(n: int) -> Any:
 
 
 def needs(mesh: Any, n: int) -> dict[str, Any]:
-    """The temp bytes and operations of one device (those of the loop's body count once), and how often devices talk."""
+    """One device's temp bytes and operations (the loop body counts once), and the number of collectives."""
     weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P()))
     x = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     compiled = jax.jit(step_of(n)).lower([weight] * LAYERS, x).compile()
@@ -49,7 +49,7 @@ def needs(mesh: Any, n: int) -> dict[str, Any]:
 
 
 def error(mesh: Any, n: int) -> float:
-    """How far a gradient on the mesh is from that of one device."""
+    """How far a gradient on the mesh differs from that of one device."""
     random = np.random.default_rng(0)
     weights = [random.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 16 for _ in range(LAYERS)]
     x = random.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)

@@ -29,9 +29,10 @@ OPTIONS = (
     "--remote-debugging-pipe",
 )
 PATIENCE = 60
-"""Seconds without any answer after which the browser is given up."""
+"""The browser counts as dead after this many seconds without an answer."""
 
-# The browser reads commands from descriptor 3 and answers on 4. Copied up first, so that neither overwrites the other.
+# The browser reads commands from descriptor 3 and answers on 4. Both are copied to higher numbers first, so that neither
+# overwrites the other.
 _LAUNCH = """
 import fcntl, os, sys
 read, write = (fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3])
@@ -41,11 +42,11 @@ os.execvp(sys.argv[3], sys.argv[3:])
 
 
 class BrowserError(AssertionError):
-    """The browser is not there, has gone, or answered with an error; or the page threw one."""
+    """The browser is missing, has ended or answered with an error, or the page threw an error."""
 
 
 class Browser:
-    """A browser process with a profile of its own, that ends with the `with` block."""
+    """A browser process with its own profile, which ends with the `with` block."""
 
     def __enter__(self) -> Browser:
         program = next(filter(None, map(shutil.which, NAMES)), None)
@@ -90,7 +91,7 @@ class Browser:
         return tab
 
     def send(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol, and its result."""
+        """Send a command of the protocol and return its result."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": parameters} | ({"sessionId": session} if session else {})
         os.write(self._commands, json.dumps(message).encode() + b"\0")
@@ -102,7 +103,7 @@ class Browser:
                 return answer["result"]
 
     def _take(self) -> dict[str, Any]:
-        """The next message; an event is remembered."""
+        """The next message; events are stored."""
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._answers], [], [], PATIENCE)
             found = os.read(self._answers, 1 << 16) if ready else b""
@@ -124,42 +125,42 @@ class Tab:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What the browser has told of this page."""
+        """The browser's events about this page."""
         return [event for event in self._browser.events if event.get("sessionId") == self._session]
 
     @property
     def requests(self) -> list[str]:
-        """The addresses of everything that the page has asked for, itself first."""
+        """The addresses of all requests of the page, its own first."""
         asked = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [one["request"]["url"] for one in asked]
 
     @property
     def errors(self) -> list[str]:
-        """The errors that the page's scripts have thrown."""
+        """The errors that the page's scripts threw."""
         thrown = [event["params"] for event in self.events if event["method"] == "Runtime.exceptionThrown"]
         return [one["exceptionDetails"].get("exception", {}).get("description", "") for one in thrown]
 
     @property
     def console(self) -> list[str]:
-        """The errors and warnings in the page's console, the browser's own and those of scripts."""
+        """The errors and warnings in the page's console, from the browser and from scripts."""
         said = [event["params"] for event in self.events if event["method"] == "Runtime.consoleAPICalled"]
         told = [event["params"]["entry"] for event in self.events if event["method"] == "Log.entryAdded"]
         found = [str(one["args"]) for one in said if one["type"] in ("error", "warning", "assert")]
         return found + [one["text"] for one in told if one["level"] in ("error", "warning")]
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol to this page."""
+        """Send a command of the protocol to this page."""
         return self._browser.send(method, self._session, **parameters)
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives, as plain data."""
+        """The value of a JavaScript expression, as plain data."""
         found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise BrowserError(f"{expression}: {found['result'].get('description')}")
         return found["result"].get("value")
 
     def click(self, selector: str, nth: int = 0) -> None:
-        """Press and release the mouse in the middle of an element, scrolled into view: what lies above it gets the click."""
+        """Press and release the mouse in the middle of an element, scrolled into view; an element above it gets the click."""
         x, y = self.value(
             f"(() => {{ const one = document.querySelectorAll({json.dumps(selector)})[{nth}];"
             " one.scrollIntoView({block: 'center', inline: 'center'}); const box = one.getBoundingClientRect();"
@@ -176,7 +177,7 @@ class Tab:
             self.send("Input.dispatchKeyEvent", type="keyUp", key=letter)
 
     def press(self, key: str, code: int) -> None:
-        """Press a key that writes nothing, by its name and its code, such as `Tab` and 9."""
+        """Press a key without a character, by its name and its code, such as `Tab` and 9."""
         for kind in ("rawKeyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 

@@ -1,4 +1,4 @@
-"""The fenced blocks of the documentation's pages: found, and run in order in one namespace."""
+"""Finds the fenced blocks of the documentation's pages, and runs them in order in one namespace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 class Fenced(NamedTuple):
-    """A block: its language, empty for none, its text, and the line of the page on which the text begins."""
+    """A block: its language (may be empty), its text, and the page's line where the text begins."""
 
     language: str
     text: str
@@ -29,17 +29,17 @@ def fenced(text: str) -> list[Fenced]:
 
 
 def run(text: str, name: str, namespace: dict[str, Any]) -> int:
-    """Run the Python blocks of a page; how many there were.
+    """Run the Python blocks of a page and return their number.
 
-    A block with `>>>` is a doctest, and what it prints must be what the page says. Any other block must run. The namespace goes
-    from block to block. One that begins with `# train.py` is written to that file too, for what imports it.
+    A block with `>>>` is a doctest: it must print what the page shows. Any other block must run. The namespace passes from
+    block to block. A block that begins with `# train.py` is also written to that file, so that others can import it.
 
     Raises:
         AssertionError: what a block printed is not what the page says; the report has both.
     """
     blocks = [block for block in fenced(text) if block.language == "python"]
     for block in blocks:
-        # Line numbers in errors are those of the page; annotations are what the page makes them.
+        # Line numbers in errors are those of the page. Annotations are those that the page defines.
         if file := _FILE.match(block.text):
             Path(file[1]).write_text(block.text)
         if ">>> " in block.text:
@@ -59,20 +59,20 @@ def _run_doctest(block: Fenced, name: str, namespace: dict[str, Any]) -> None:
 
 
 def commands(text: str) -> list[str]:
-    """What a page tells the reader to type, in blocks without a language, comments left out."""
+    """The commands that a page tells the reader to type, in blocks without a language, without comments."""
     lines = [line for block in fenced(text) if not block.language for line in block.text.splitlines()]
     typed = [line.removeprefix("$ ").partition("  #")[0].strip() for line in lines]
     return [line for line in typed if line.startswith(("remat-jax ", "make ", "python "))]
 
 
 def anchors(text: str) -> set[str]:
-    """What headings can be linked to by, as GitHub makes it of their words."""
+    """The anchors of a page's headings, as GitHub makes them."""
     outside = _FENCE.sub("", text)
     titles = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def links(text: str) -> list[str]:
-    """The addresses of a page's links, pictures included, those of the web left out."""
+    """The addresses of a page's links and pictures, without those of the web."""
     found = re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", text))
     return [one for one in found if not re.match(r"\w+:", one)]

@@ -1,4 +1,4 @@
-"""Compiling for an H200 in a process of its own, to read the text of the compiled module."""
+"""Compiles for an H200 in a separate process, to read the text of the compiled module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def keep(name, function, *arguments):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled module's text, and XLA's figures of it in bytes; `peak` is the one that the package does not use."""
+    """A compiled module's text, and XLA's sizes in bytes; the package does not use `peak`."""
 
     text: str
     temp: int
@@ -49,8 +49,8 @@ class Compiled:
 
 
 def compile_for_h200(folder: pathlib.Path, script: str) -> dict[str, Compiled]:
-    """What `script` compiled with `keep(name, function, *structs)`, by name."""
-    # Text and sizes are settled before kernels are made, and nothing runs.
+    """The modules that `script` compiled with `keep(name, function, *structs)`, by name."""
+    # Text and sizes are final before kernels are made, and nothing runs.
     options = f"options = {never_run_options('gpu')}\n"
     (folder / "script.py").write_text("import pathlib\n" + options + _HEAD + script)
     (folder / "h200.txt").write_text(target("h200").compiler_description or "")

@@ -1,4 +1,4 @@
-"""A small Llama on a mesh of 4 × 2, and the same on one device; run as a script, its gradients on eight devices and on one."""
+"""A small Llama on a mesh of 4 × 2 and on one device; run as a script, it prints gradients on eight devices and on one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLICIES: dict[str, Any] = {
     "layers": rj.LayerPolicies.of(["offload_inputs", "save: *mlp*"]),
 }
 BY_SEQUENCE: dict[str, Any] = {"mesh": {"data": 2, "sequence": 4}, "over": P("data", "sequence"), "of_params": P()}
-"""The positions of a sequence over four devices, the batch over two; parameters are everywhere."""
+"""Partitions the positions of a sequence over four devices and the batch over two; parameters are replicated."""
 OF_SEQUENCE = ("offload_inputs", "dots")
 
 
@@ -43,7 +43,7 @@ def small_llama(
     scan: bool = True,
     **options: Any,
 ) -> rj.Workload:
-    """The workload; without a mesh for one device. `over` says how tokens and what goes from layer to layer lie on it."""
+    """The workload; without a mesh for one device. `over` partitions the tokens and the arrays between layers."""
     model = llama.Llama(CONFIG, scan, dtype, over if mesh is not None else None)
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
     params = jax.eval_shape(llama.Llama(CONFIG, scan, dtype).init, jax.random.key(0), tokens)["params"]
@@ -63,14 +63,14 @@ def numbers(job: rj.Workload) -> tuple[Any, ...]:
     def one(leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return random.integers(0, CONFIG.vocab_size if leaf.shape else 1, leaf.shape).astype(leaf.dtype)
-        # The second moments of Adam are not negative.
+        # Adam's second moments are not negative.
         return np.abs(random.normal(size=leaf.shape) * 0.1).astype(leaf.dtype)
 
     return jax.tree.map(one, job.step("off").arguments)
 
 
 def main(path: str) -> None:
-    """Write the updated parameters of a step on one device and on eight, for each case; of each gradient where it lies."""
+    """Write the updated parameters of a step on one device and on eight, for each case, and each gradient's placement."""
     settings = {"dtype": jnp.float64, "optimizer": optax.sgd(1.0)}
     found: dict[str, Any] = {}
     alone = small_llama(**settings)
@@ -93,9 +93,9 @@ def main(path: str) -> None:
 
 
 def offloaded_optimizer(given: Any) -> dict[str, Any]:
-    """A step of Adam on one device, and one with its state in host memory on eight, divided as the parameters are.
+    """A step of Adam on one device, and one on eight with its state in host memory, partitioned like the parameters.
 
-    The state is made op by op from divided parameters, as a training loop does before its first step.
+    The state is computed op by op from partitioned parameters, as a training loop does before its first step.
     """
     found: dict[str, Any] = {}
     tx = optax.adam(1e-3)

@@ -1,4 +1,4 @@
-"""Steps that name a mesh with devices, asked about for others; run as a script on eight devices, what each is told as JSON."""
+"""Steps that name a mesh with devices, measured for other numbers of devices; run as a script, it prints the errors as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def job(of: Any = None, **options: Any) -> rj.Workload:
 
 
 def told(of: Callable[[], rj.Workload], name: str) -> list[str]:
-    """The kind of the error and its words; the number of devices of the program where there is none."""
+    """The error's kind and words, or the program's number of devices if there is no error."""
     try:
         program = export_step("step", of().step("full"), target(name))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The overlap of a compiled module at rates that a test gives."""
+"""The overlap of a compiled module at given rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_overlap(
     hbm_bytes_per_s: float | None = None,
     host_link_bytes_per_s: float | None = None,
 ) -> Overlap:
-    """How far compute covers the host copies, by `step_time` at the target's rates, except those given.
+    """How much of the host copies compute covers, by `step_time` at the target's rates except the given ones.
 
     With `flops_per_s`, for all products of all dtypes, a kernel launch takes no time; a memory rate of `math.inf` ignores
     the traffic of device memory.

@@ -1,4 +1,4 @@
-"""A plan made by hand: no model is traced, nothing compiled."""
+"""A handmade plan: no model is traced, nothing is compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 class PlannedLayer(nn.Module):
-    """What the plan is for."""
+    """The step that the plan is for."""
 
     @nn.compact
     def __call__(self, x):

@@ -1,4 +1,4 @@
-"""A stack of perceptrons as a workload: what its blocks keep is most of what a step needs."""
+"""A stack of perceptrons as a workload; most of its memory is what the blocks keep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MlpLayer(nn.Module):
 
 
 class MlpStack(nn.Module):
-    """So many of them, unrolled or scanned."""
+    """A number of such blocks, unrolled or scanned."""
 
     scanned: bool = False
     layers: int = LAYERS

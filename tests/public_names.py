@@ -1,4 +1,4 @@
-"""Which public names of a package lack their documentation."""
+"""Finds public names of a package without documentation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import inspect
 def undocumented(package: str) -> list[str]:
     """Public classes and functions without a `>>>` example, which the doctests run, and their methods without a docstring.
 
-    Tables and modules are data, and speak for themselves.
+    Tables and modules are data and need none.
     """
     module = importlib.import_module(package)
     named = {name: getattr(module, name) for name in module.__all__}

@@ -1,4 +1,4 @@
-"""What reports are made of in tests: a workload, a plan for it made by hand, and a comparison that went wrong."""
+"""Inputs of reports: a workload, a handmade plan for it, and a failed comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGET = 6 * 2**20
 
 
 def plan_for(workload: rj.Workload, **changes: Any) -> rj.Plan:
-    """A plan for the workload, within `BUDGET`; its figures are made up."""
+    """A plan for the workload, within `BUDGET`, with made-up figures."""
     by_hand = plan()
     sizes = zip((2, 4, 9), by_hand.frontier, strict=True)
     frontier = tuple(dataclasses.replace(one, device_bytes=size * 2**20) for size, one in sizes)
@@ -40,7 +40,7 @@ PLAN = plan_for(JOB)
 
 
 def parity_report() -> ParityReport:
-    """Two tensors, of which a gradient is wrong."""
+    """Two tensors, of which one gradient is wrong."""
     good = TensorRow("output", "loss", "", (), 1.0, {"off": 1e-16})
     wrong = TensorRow("gradient", "h.1.up.weight", "params/h_1/up/kernel", (8, 4), 2.0, {"off": 2.0})
     wrong.fail("2.0 off in float64", "off")

@@ -1,7 +1,7 @@
-"""A transformer that divides itself by hand inside `shard_map`, and the same on one device; as a script, the gradients of both.
+"""A transformer that is partitioned by hand inside `shard_map`, and the same on one device; a script prints both gradients.
 
-Over three axes: `fsdp` has the batch and the weights, which every block gathers; `tensor` the heads and the hidden features;
-`sequence` the positions, whose keys and values every block gathers.
+It has three axes. `fsdp` partitions the batch and the weights, which every block gathers; `tensor` the heads and the hidden
+features; `sequence` the positions, whose keys and values every block gathers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def summed(x: jax.Array, divided: bool) -> jax.Array:
 
 
 def block(x: jax.Array, weights: dict[str, jax.Array], divided: bool) -> jax.Array:
-    """One layer on what this device has of x (B, T, E) and of the weights; on all of it where nothing is divided."""
+    """One layer on this device's part of x (B, T, E) and of the weights, or on all of both without a mesh."""
     heads = HEADS // 2 if divided else HEADS
     with jax.named_scope("attention"):
         made = jnp.einsum("bte,ecd->cbtd", x, gathered(weights["qkv"], "fsdp", 0, divided))
@@ -64,7 +64,7 @@ def block(x: jax.Array, weights: dict[str, jax.Array], divided: bool) -> jax.Arr
 
 
 def local(name: str, divided: bool) -> tuple[int, ...]:
-    """The shape of what one device has of a weight: every axis that divides it does so by 2."""
+    """The shape of one device's part of a weight: every axis that partitions it has size 2."""
     return tuple(size // 2 if axis and divided else size for size, axis in zip(SHAPES[name], OF_WEIGHTS[name], strict=True))
 
 
@@ -119,7 +119,7 @@ class NnxModel(nnx.Module):
 
 
 def linen_case(kind: type) -> tuple[Any, Callable[[bool], Callable[..., Any]], type]:
-    """Parameters; the model as a function of parameters and x, divided or not; the class of its blocks."""
+    """The parameters; the model as a function of parameters and x, partitioned or not; the class of its blocks."""
     params = kind().init(jax.random.key(0), jnp.zeros((1, LENGTH, WIDTH)))
     return params, lambda divided: kind(divided).apply, Block
 
@@ -143,7 +143,7 @@ CASES = {"linen": lambda: linen_case(Unrolled), "scanned": lambda: linen_case(Sc
 
 
 def spec(path: Any, leaf: Any) -> P:
-    """How a parameter lies on the mesh; a scan's has its layers first."""
+    """The partition spec of a parameter; a scan's parameters have their layers first."""
     text = jax.tree_util.keystr(path)
     found = next(one for name, one in OF_WEIGHTS.items() if f"'{name}'" in text)
     return P(*[None] * (leaf.ndim - len(found)), *found)
@@ -165,7 +165,7 @@ def losses(case: str, mesh: Any, check: bool = True) -> tuple[Any, type, Callabl
 
 
 def inside(case: str, mesh: Any) -> Callable[..., Any]:
-    """The gradient with both `checkpoint_blocks` and `jax.grad` inside of `shard_map`."""
+    """The gradient with both `checkpoint_blocks` and `jax.grad` inside `shard_map`."""
     params, made, of_blocks = CASES[case]()
     specs = jax.tree.map_with_path(spec, params)
 
@@ -176,7 +176,7 @@ def inside(case: str, mesh: Any) -> Callable[..., Any]:
 
 
 def constrained(mesh: Any, within: bool) -> tuple[Callable[..., Any], Any]:
-    """The loss of two dense layers with a sharding constraint within the second or before it, and its parameters."""
+    """The loss of two dense layers, with a sharding constraint inside the second or before it, and its parameters."""
     divided = jax.sharding.NamedSharding(mesh, P("fsdp"))
 
     class Wave(nn.Module):
@@ -200,7 +200,7 @@ def constrained(mesh: Any, within: bool) -> tuple[Callable[..., Any], Any]:
 
 
 def refused(function: Callable[..., Any], *arguments: Any) -> str:
-    """What the gradient of `function` says where it is not under `jit`."""
+    """The error of `function`'s gradient outside `jit`."""
     try:
         jax.grad(function)(*arguments)
     except rj.errors.UnsupportedError as error:

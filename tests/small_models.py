@@ -1,4 +1,4 @@
-"""Tiny models, and the comparisons that several test files make."""
+"""Tiny models and comparisons that several test files share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remat_jax.core.walk import inner_jaxprs
 
 
 class Linear(nn.Module):
-    """`nn.Dense` without a bias, quicker to trace; in the dtype of its input."""
+    """`nn.Dense` without a bias, in the dtype of its input: quicker to trace."""
 
     width: int
 
@@ -34,7 +34,7 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Six matmuls, of which two have batch dimensions."""
+    """Six matmuls, two of them with batch dimensions."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -66,7 +66,7 @@ class Stack(nn.Module):
 
 
 def make_loss(block: Any = Mlp, *, scanned: bool = False, layers: int = 2) -> tuple[Callable[..., Any], Any, Any]:
-    """`loss(params, x)` of a stack, its parameters and an input, in the float type that is on."""
+    """`loss(params, x)` of a stack, its parameters and an input, in the active float type."""
     model = Stack(block, layers, scanned)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float64 if jax.config.jax_enable_x64 else jnp.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -76,7 +76,7 @@ def make_loss(block: Any = Mlp, *, scanned: bool = False, layers: int = 2) -> tu
 
 
 def values(*shape: int, seed: int = 0) -> Any:
-    """Random numbers in the float type that is on."""
+    """Random numbers in the active float type."""
     dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 2, dtype)
 
@@ -87,7 +87,7 @@ def block_by_hand(kernel: Any, x: Any) -> Any:
 
 
 def assert_same(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
-    """Every array of `actual` is that of `expected`, norm-wise relative to the largest norm."""
+    """Assert that every array of `actual` equals that of `expected`, norm-wise relative to the largest norm."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     wanted = [np.asarray(leaf) for leaf in jax.tree.leaves(expected)]
     scale = max((float(np.linalg.norm(leaf.ravel())) for leaf in wanted), default=0.0)
@@ -99,14 +99,14 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
 
 
 def assert_bit_equal(actual: Any, expected: Any) -> None:
-    """Every array of `actual` has the bits of that of `expected`."""
+    """Assert that every array of `actual` has the bits of that of `expected`."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want), strict=True)
 
 
 def equations(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, tuple[str, ...]]]:
-    """Every equation that tracing `fn` gives, at any depth, with the primitives around it; dead code left out."""
+    """Every equation of the traced `fn`, at any depth, with the primitives around it; without dead code."""
 
     def walk(jaxpr: Any, around: tuple[str, ...]) -> list[tuple[Any, tuple[str, ...]]]:
         found = []
@@ -121,11 +121,11 @@ def equations(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, tuple[str, 
 
 
 def times(primitive: str, fn: Callable[..., Any], *args: Any) -> int:
-    """How many equations of `primitive` there are when `fn` is traced; a scan's body counts once."""
+    """The number of equations of `primitive` in the traced `fn`; a scan's body counts once."""
     return sum(eqn.primitive.name == primitive for eqn, _ in equations(fn, *args))
 
 
 def to_host(fn: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
-    """The shapes of the arrays that tracing `fn` sends to host memory."""
+    """The shapes of the arrays that the traced `fn` sends to host memory."""
     moved = [eqn.outvars[0] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "device_put"]
     return sorted(var.aval.shape for var in moved if is_on_host(var))

@@ -1,4 +1,4 @@
-"""The wheel alone: what is in it, and that it installs into an empty environment and works there. `make smoke`."""
+"""Checks the wheel alone: its contents, and that it works in an empty environment. `make smoke`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WANTED = (
     "remat_jax_quiet.pth",
     *(f"remat_jax/report/{name}" for name in PAGE),
 )
-# A user's first file: a model's gradient under a policy, what the policy does to memory, and a page of it, on the CPU.
+# A user's first file: a model's gradient under a policy, the policy's effect on memory, and a page of it, on the CPU.
 USE = """
 import flax.linen as nn, jax, jax.numpy as jnp, numpy as np
 import remat_jax as rj
@@ -51,7 +51,7 @@ if __name__ == "__main__":
 
 
 def check_contents(names: list[str]) -> None:
-    """Raise where a wheel has what it should not, or lacks what it needs.
+    """Raise if a wheel has unwanted files or lacks needed ones.
 
     >>> check_contents([*WANTED, "remat_jax-1.dist-info/licenses/LICENSE", "remat_jax/__init__.py"])
     >>> check_contents([*WANTED, "remat_jax-1.dist-info/licenses/LICENSE", "tests/smoke.py"])
@@ -73,14 +73,14 @@ def check_contents(names: list[str]) -> None:
 
 
 def check_page(page: str, assets: Path) -> None:
-    """Raise where a page lacks the style or the script that were installed for it."""
+    """Raise if a page lacks the installed style or script."""
     for name in PAGE:
         if (assets / name).read_text(encoding="utf-8") not in page:
             raise ValueError(f"the page that the wheel makes lacks {name}")
 
 
 def ran(*command: str | Path, cwd: str) -> subprocess.CompletedProcess[str]:
-    """A command that must succeed, with what it printed."""
+    """Run a command that must succeed; returns its output."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} exits {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -93,10 +93,10 @@ def output(*command: str | Path, cwd: str) -> str:
 
 
 def check_quiet(python: Path, wheel: Path) -> None:
-    """Install the wheel's extra `gpu-compile`, and raise where a script that starts JAX then prints anything.
+    """Install the wheel's extra `gpu-compile`, and raise if a script that starts JAX then prints anything.
 
-    The GPU compiler is a plugin of JAX's, which prints a traceback where there is no GPU. From an empty folder, so that the
-    installed wheel is imported.
+    The GPU compiler is a plugin of JAX that prints a traceback on machines without a GPU. The script runs in an empty folder,
+    so that the installed wheel is imported.
     """
     subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", f"{wheel}[gpu-compile]"], check=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +106,7 @@ def check_quiet(python: Path, wheel: Path) -> None:
 
 
 def seconds(python: Path, code: str, cwd: str) -> float:
-    """Processor time of a fresh Python that runs `code`, the least of three."""
+    """Processor time of a new Python process that runs `code`, the least of three."""
     times = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -117,7 +117,7 @@ def seconds(python: Path, code: str, cwd: str) -> float:
 
 
 def main(wheel: str) -> None:
-    """Check the wheel's contents, install it by itself with what it depends on, and use it from an empty folder."""
+    """Check the wheel's contents, install it with its dependencies, and use it from an empty folder."""
     path = Path(wheel).resolve()
     check_contents(zipfile.ZipFile(path).namelist())
     version = path.name.split("-")[1]

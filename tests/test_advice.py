@@ -1,4 +1,4 @@
-"""Advice beyond the blocks: there where the trouble is, gone where it is mended, with the bytes that mending gives back."""
+"""Advice beyond the blocks: given where the problem is, absent where it is fixed, with the bytes that the fix frees."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def job(
     length: int = LENGTH,
     **options: Any,
 ) -> rj.Workload:
-    """A decoder of one block; its head is the table of its embedding."""
+    """A decoder of one block; its head is the embedding's table."""
     model, tokens = Decoder(vocabulary, attention, dtype), jax.ShapeDtypeStruct((rows, length), jnp.int32)
     alike = Decoder(vocabulary, "none" if attention == "none" else "scores", dtype)
     params = jax.eval_shape(alike.init, jax.random.key(0), tokens)
@@ -100,7 +100,7 @@ def advised(workload: rj.Workload, policy: str = "full", target: str = "h200") -
 
 
 def assert_mended(before: rj.Workload, after: rj.Workload, what: str, error: float, **asked: Any) -> Advice:
-    """The advice `what` is for `before` and not for `after`, and says what the mended step gives back, within `error`."""
+    """Assert that the advice `what` is given for `before` and not for `after`, and predicts the freed bytes within `error`."""
     (need, found), (left, others) = advised(before, **asked), advised(after, **asked)
     assert found[what].bytes == pytest.approx(need - left, rel=error) and need - left > 0.05 * need
     assert what not in others
@@ -108,7 +108,7 @@ def assert_mended(before: rj.Workload, after: rj.Workload, what: str, error: flo
 
 
 def assert_compiled_as(before: rj.Workload, after: rj.Workload, what: str, target: str) -> None:
-    """The doctor's compiled bytes for the advice `what` are those of `after`, a model written with the change."""
+    """Assert that the doctor's compiled bytes for the advice `what` are those of `after`, a model written with the change."""
     report = rj.measure(before, "full", target)
     asked = dataclasses.replace(report, advice=tuple(one for one in report.advice if one.what == what))
     (found,) = compiled_advice(before, "full", asked, target_named(target), 300)
@@ -119,7 +119,7 @@ def test_a_head_in_chunks() -> None:
     before = job(vocabulary=8192)
     found = assert_mended(before, job(vocabulary=8192, chunks=8), HEAD, 0.02)
     assert "rj.in_chunks(head_loss, 8" in found.how and "[4, 512, 8192]" in found.why and "test_advice.py" in found.why
-    # Printed with the report, where the CPU target, which tells of no buffers, has none.
+    # The advice is printed with the report. The CPU target reports no buffers and gives none.
     assert "head in chunks: 82.5 MiB less (estimated)" in " ".join(str(rj.measure(before, "full", "h200")).split())
     assert rj.measure(before, "full", "cpu").advice == ()
 
@@ -127,7 +127,7 @@ def test_a_head_in_chunks() -> None:
 def test_the_gradient_of_a_head_that_is_as_large_as_its_logits_stays() -> None:
     """As many tokens as features: the logits have the shape of the parameters, whose gradient no chunk makes smaller.
 
-    The step gives back more than the logits: XLA divides a product with so few rows, and each part of it has a sum of its own.
+    The step frees more than the logits: XLA splits a product with so few rows, and each part has its own sum.
     """
     shape = {"vocabulary": 8192, "rows": 1, "length": WIDTH, "optimizer": None}
     (need, found), (left, others) = advised(job(**shape)), advised(job(**shape, chunks=8))
@@ -145,7 +145,7 @@ def test_a_head_on_a_mesh_is_that_of_one_device() -> None:
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_attention_in_a_kernel() -> None:
-    """The Pallas kernel stands for cuDNN's: neither makes the scores."""
+    """The Pallas kernel stands for cuDNN's: neither computes the scores in memory."""
     before, after = job(attention="scores"), job(attention="kernel")
     found = assert_mended(before, after, SCORES, 0.1)
     assert "[4, 2, 512, 512]" in found.why and "dot_product_attention" in found.how
@@ -205,7 +205,7 @@ def test_the_doctor_compiles_what_it_advises() -> None:
     assert found[HEAD].bytes == need - advised(job(vocabulary=8192, chunks=8))[0]
     assert found[STATE].bytes == need - left and STATE not in others
     assert estimated[MICRO].bytes == pytest.approx(found[MICRO].bytes, rel=0.02)
-    # An estimate of what the update streams is on the safe side.
+    # The estimate for a streamed update errs on the safe side.
     assert 0.75 * found[STATE].bytes < estimated[STATE].bytes <= found[STATE].bytes
 
 
@@ -257,7 +257,7 @@ def test_products_that_a_softmax_reads_are_found_in_loops_and_calls() -> None:
 
 
 def test_a_head_whose_last_logits_the_loss_drops_is_found() -> None:
-    """As language models do: `logits[:, :-1]`. A gate with as many elements as the scores is no head."""
+    """As in language models: `logits[:, :-1]`. A gate with as many elements as the scores is no head."""
 
     def loss(x: Any, kernel: Any, up: Any) -> Any:
         q = x.reshape(2, 16, 2, 4).swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""Blocks of other libraries than Flax: Equinox modules, callable pytrees, marked functions, the checkpoints that are there."""
+"""Blocks of other libraries: Equinox modules, callable pytrees, marked functions, existing checkpoints."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_full_runs_every_product_of_the_blocks_again_and_dots_none():
         policy: products(rj.checkpoint_blocks(loss, {Block: policy}), model, x) - products(loss, model, x)
         for policy in ("full", "dots")
     }
-    # Query, key, value, scores, context, output and the perceptron's two, of which `scale` multiplies the second.
+    # Query, key, value, scores, context, output and the perceptron's two products; `scale` multiplies the second of these.
     assert again == {"full": 8 * LAYERS, "dots": 0}
 
 
@@ -127,7 +127,7 @@ def test_full_runs_every_product_of_the_blocks_again_and_dots_none():
 def test_residuals_have_attribute_paths_and_are_what_the_policy_keeps(make, path):
     table, full = (rj.residuals(job(make), policy) for policy in ("dots_with_no_batch_dims", "full"))
     names = {row.name.split(":")[0].removeprefix(path).strip("/") for row in table if row.action == "save"}
-    # Equinox names its own layers' calls as well.
+    # Equinox also names the calls of its own layers.
     assert {"attention/eqx.nn.MultiheadAttention/query_proj/eqx.nn.Linear", "mlp/eqx.nn.MLP/layers/0/eqx.nn.Linear"} <= names
     narrow = 2 * 5 * WIDTH * 4
     assert table.device_bytes - full.device_bytes == LAYERS * (5 * narrow + 4 * narrow)
@@ -146,7 +146,7 @@ def test_globs_are_attribute_paths():
 
 @pytest.mark.parametrize(("make", "share"), [(Model, 0.2), (Model, 0.6), (Model, 1.0), (Scanned, 0.6), (Scanned, 1.0)])
 def test_a_plan_applies_to_the_loss_as_it_is_written(make, share, monkeypatch):
-    if make is Model:  # which plan is found is asked elsewhere; here, that any is that of the model
+    if make is Model:  # which plan is found is tested elsewhere; here any plan of the model will do
         monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 3)
     workload = job(make)
     full, off = (rj.measure(workload, policy, "cpu").device_bytes for policy in ("full", "off"))
@@ -175,7 +175,7 @@ def test_an_offload_of_equinox_blocks_is_tied_where_they_are_unrolled():
         policed = rj.checkpoint_blocks(loss, {Block: policy})
         return times("optimization_barrier", jax.grad(lambda one, x: policed(eqx.combine(one, static), x)), arrays, x)
 
-    # Each block at least at the end of its forward pass, and at both ends of its backward pass.
+    # Each block is traced at least at the end of its forward pass and at both ends of its backward pass.
     assert barriers(Model, "offload_inputs") >= 3 * LAYERS
     assert barriers(Model, "full") == barriers(Scanned, "offload_inputs") == 0
     assert_same_gradients(loss, rj.checkpoint_blocks(loss, {Block: "offload_inputs"}), model, x)
@@ -283,9 +283,9 @@ def test_functions_pytrees_and_regions_are_blocks(style, scan, x64):
     rows = rj.residuals(rj.Workload(fn, layers, (x,), block), "dots")
     kept = sum(row.bytes for row in rows if row.action == "save" and row.name.endswith("dot_general#0"))
     assert kept == LAYERS * 4 * 32 * 8
-    # Parameters are no inputs: `@inputs` parks the activations alone.
+    # Parameters are not inputs: `@inputs` offloads only activations.
     offered = rj.residuals(rj.Workload(fn, layers, (x,), block), "offload_inputs").host_bytes
-    # What a region is given from outside of the loss, the batch too, is none of its inputs.
+    # Arrays from outside the loss, such as the batch, are no inputs of a region.
     assert offered == (LAYERS - 1 if style == "checkpoints" and not scan else LAYERS) * 4 * WIDTH * 8
 
 
@@ -315,7 +315,7 @@ def test_the_regions_that_are_there_are_planned():
 
 
 class Uncalled:
-    """No `__call__`."""
+    """A class without `__call__`."""
 
 
 @pytest.mark.parametrize(

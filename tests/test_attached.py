@@ -1,4 +1,4 @@
-"""The attached GPU: what it is called, and the peak of a step that runs; here with the CPU in its place."""
+"""The attached GPU: its name, and the peak of a step that runs; here the CPU stands in for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from remat_jax.workload import TrainingStep
 WIDTH, ROWS = 32, 16
 FINDER = importlib.import_module("remat_jax.hardware.target")
 
-# The real child, with an allocator that counts what is alive on the CPU: XLA's counts nothing there.
+# The real child, with an allocator that counts live arrays on the CPU, because XLA does not count there.
 COUNTING = """
 import runpy, sys, jax
 child = runpy.run_path({child!r}, run_name="counted")
@@ -111,7 +111,7 @@ def test_it_runs_as_it_was_compiled(on_the_cpu: pathlib.Path) -> None:
 def test_the_peak_is_that_of_the_step_alone(on_the_cpu: pathlib.Path) -> None:
     a, b = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.ShapeDtypeStruct((WIDTH, 5), jnp.float32)
     kept = attached.measured_peak(program(lambda a, b: (a @ b, a * 2.0), a, b), 60)
-    # What is alive afterwards: the results; the arguments belonged to the call.
+    # The results are alive afterwards; the arguments belonged to the call.
     assert kept == 4 * (ROWS * 5 + ROWS * WIDTH)
 
 
@@ -127,13 +127,13 @@ def test_arguments_of_any_type_are_made(on_the_cpu: pathlib.Path) -> None:
 
 
 def test_numbers_are_finite_and_whole_ones_small(on_the_cpu: pathlib.Path) -> None:
-    """An index that is out of range, or a zero everywhere, would run another program than the user's."""
+    """Each fault would change the program: an index out of range, or zeros everywhere."""
     ints, floats = jax.ShapeDtypeStruct((70_000,), jnp.int32), jax.ShapeDtypeStruct((70_000,), jnp.bfloat16)
 
     def step(ints: Any, floats: Any) -> Any:
         bad = (ints < 0) | (ints > 1) | ~jnp.isfinite(floats) | (jnp.abs(floats) > 1)
         both = (ints.sum() > 30_000) & (ints.sum() < 40_000) & (floats.astype(jnp.float32).std() > 0.01)
-        # As many rounds as there are faults; it would not end.
+        # It has as many rounds as faults, and would not end.
         return jax.lax.while_loop(lambda state: state[0] > 0, lambda state: state, (bad.sum() + ~both, jnp.float32(0)))[1]
 
     assert attached.measured_peak(program(step, ints, floats), 60) == 4
@@ -165,7 +165,7 @@ def job() -> rj.Workload:
 
 def test_measure_on_it_compiles_and_runs(monkeypatch: pytest.MonkeyPatch, on_the_cpu: pathlib.Path) -> None:
     monkeypatch.setattr(FINDER, "_find_attached", [lambda: "NVIDIA H200"])
-    # The CPU compiles in the GPU's place as well.
+    # The CPU also compiles instead of the GPU.
     cpu_like = target("attached").to_dict() | {"kind": "cpu", "compiler_description": None}
     here = type(target("cpu"))(**cpu_like)
     report = rj.measure(job(), "off", here)

@@ -1,4 +1,4 @@
-"""Blocks under a named `vmap` that return a statistic of the whole batch: one array for all of it, `out_axes=None`."""
+"""Blocks under a named `vmap` that return one statistic for the whole batch (`out_axes=None`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks' own logic: what is run, what survives a failing child, what a row says; and a dry run on the CPU."""
+"""The benchmarks' own logic: the jobs, a failing child, the rows; and a dry run on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from remat_jax.hardware import target as target_named
 JOB = Job(SMALL, "unrolled", "off", "folder")
 
 
-# What is run.
+# Jobs.
 
 
 def test_every_mode_and_policy_is_run_in_both_forms_and_the_references_come_first() -> None:
@@ -112,7 +112,7 @@ def test_gradients_are_kept_and_judged_as_the_job_says(tmp_path: Path) -> None:
     right = {"a": np.full(100, 1.0, "float32"), "b": np.full(1, 0.1, "float32")}
     assert compare_and_keep(job, right) == {}
     other = dataclasses.replace(job, reference="plain.npz", keep_gradients=None)
-    # Half of a small tensor is rounding beside the norm of all, a fifth of the large one is not.
+    # Half of a small tensor is rounding relative to the norm of all gradients; a fifth of the large tensor is not.
     small, large = right | {"b": right["b"] * 1.5}, right | {"a": right["a"] * 1.2}
     assert [compare_and_keep(other, one)["gradients_agree"] for one in (right, small, large)] == [True, True, False]
     assert compare_and_keep(other, small)["gradient_error"] == pytest.approx(0.5, rel=1e-5)
@@ -269,7 +269,7 @@ def test_a_step_is_compiled_with_what_its_plan_needs() -> None:
 def test_the_command_writes_one_file_of_what_was_estimated_and_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children_as_here: None
 ) -> None:
-    """Rehearsed in this process on its processor: the rest is starting processes."""
+    """Run in this process on its processor: the rest only starts processes."""
     options = steps_command.parse(["--dry-run", "--only", "mlp", "torch", "--output", str(tmp_path), "--commit", "abc"])
     run = steps_command.Run(options, tmp_path)
     told = [("mlp", "off"), ("mlp", "full"), ("mlp", PLAN)]

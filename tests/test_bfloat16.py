@@ -1,4 +1,4 @@
-"""What a checkpoint changes in bfloat16: nothing but what XLA rounds, which it can be told to do everywhere alike."""
+"""A checkpoint changes only XLA's roundings in bfloat16, and a flag makes these equal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print(json.dumps([all(np.array_equal(*pair) for pair in zip(found[0], one)) for 
 
 
 def test_gradients_are_bit_for_bit_those_without_where_xla_keeps_no_excess_precision() -> None:
-    """Without the flag they are not, under a checkpoint that is written by hand as under ours."""
+    """Without the flag they differ, under a handwritten checkpoint as under ours."""
     environment = {**os.environ, "XLA_FLAGS": "--xla_allow_excess_precision=false", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

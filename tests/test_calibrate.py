@@ -1,4 +1,4 @@
-"""Calibration: what is written is what was measured, and what a plan's rates then are."""
+"""Calibration: the file has the measured rates, and a plan uses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from remat_jax.planning.calibrate import Calibration, calibrate
 
 
 def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
-    """With a clock that says that everything takes a second."""
+    """With a clock on which every run takes one second."""
     sizes = []
 
     def second(run):
@@ -39,7 +39,9 @@ def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
 
 
 def test_copies_hide_as_far_as_both_take_less_than_one_after_the_other(monkeypatch):
-    """Copies out take 4 s, back 2 s, compute 1 s: together 4.25 and 2.5, so that 75 % and 50 % of the compute hide."""
+    """Copies out take 4 s, copies back 2 s, compute 1 s; together they take 4.25 and 2.5 s, so 75 % and 50 % of the compute
+    hide.
+    """
     device = jax.devices()[0]
     monkeypatch.setattr(module, "_compute_of", lambda *_: (lambda: None, 1.0))
     took = iter([4.0, 2.0, 4.25, 2.5])
@@ -58,7 +60,7 @@ def test_fastest_is_the_best_of_several_long_enough_runs(monkeypatch):
     calls = []
 
     def run():
-        # The second call is the fastest; a call outside of any timed run comes first, to compile.
+        # The second call is the fastest; the first call, outside any timed run, compiles.
         now[0] += [0.03, 0.01, 0.02][min(len(calls), 2)]
         calls.append(1)
         return jnp.zeros(())
@@ -70,7 +72,7 @@ def test_fastest_is_the_best_of_several_long_enough_runs(monkeypatch):
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """The command, run once and quickly: what it printed and wrote."""
+    """The output and the file of the command, run once and quickly."""
     path = tmp_path_factory.mktemp("calibrated") / "here.toml"
     done = CliRunner().invoke(app, ["calibrate", "-o", str(path), "--name", "here", "--seconds", "0.2", "--json"])
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""The rewritten losses that the doctor compiles before it advises a head in chunks, or attention in a kernel."""
+"""The rewritten losses that the doctor compiles before it advises a head in chunks or attention in a kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Decoder(nn.Module):
 
 
 def job(*, returned: bool = False, flipped: bool = False) -> rj.Workload:
-    """A scanned decoder with a head; `flipped` has the classes first, `returned` gives the logits back."""
+    """A scanned decoder with a head; `flipped` puts the classes first, `returned` returns the logits."""
     x, targets = (
         jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH)[:ndim], dtype) for ndim, dtype in ((3, jnp.float32), (2, jnp.int32))
     )
@@ -65,7 +65,7 @@ def sizes(workload: rj.Workload, change: Any, policy: str) -> set[int]:
 @pytest.mark.parametrize("policy", ["off", "full", "save: */DenseGeneral_0:*"])
 @pytest.mark.parametrize("flipped", [False, True])
 def test_a_changed_head_makes_one_chunk_of_logits(flipped: bool, policy: str) -> None:
-    """63 tokens are padded to 64. Attention still makes its scores, which `off` keeps for all 3 layers."""
+    """63 tokens are padded to 64. Attention still computes its scores, which `off` keeps for all 3 layers."""
     found = sizes(job(flipped=flipped), head_in_chunks(8), policy)
     assert ROWS * LENGTH // 8 * CLASSES in found and ROWS * (LENGTH - 1) * CLASSES not in found
     assert max(found) == ROWS * HEADS * LENGTH**2 * (3 if policy == "off" else 1)
@@ -74,7 +74,7 @@ def test_a_changed_head_makes_one_chunk_of_logits(flipped: bool, policy: str) ->
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("policy", ["off", "full", "save: */DenseGeneral_0:*"])
 def test_a_changed_attention_makes_no_scores(policy: str) -> None:
-    """With two queries for each key, in a scan; the kernel's own tiles are not counted, as they are not in memory."""
+    """With two queries for each key, in a scan; the kernel's own tiles are not counted, because they are not in memory."""
     workload, scores = job(), ROWS * HEADS * LENGTH**2
     loss = with_change(workload, policy, attention_in_a_kernel)
     jaxpr = compat.dce(jax.make_jaxpr(jax.grad(loss))(workload.params, *workload.batch))

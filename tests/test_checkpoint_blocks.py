@@ -1,4 +1,4 @@
-"""`rj.checkpoint_blocks`: traced caches, threads, what reaches a block, and what Flax models do inside one."""
+"""`rj.checkpoint_blocks`: cached traces, threads, a block's arguments, and Flax models inside a block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, NoEffectError
 from tests.small_models import Attention, Linear, Mlp, assert_bit_equal, assert_same, make_loss, times, to_host
 
-# Matmuls of value and gradient of two `Mlp`s: 4 forward, 8 backward less 1 for the input, and 2 made again under `full`.
+# Matmuls of value and gradient of two `Mlp`s: 4 forward, 8 backward minus 1 for the input, and 2 recomputed under `full`.
 PLAIN, FULL = 11, 13
 
 
@@ -60,7 +60,7 @@ def test_a_jit_outside_and_a_step_that_takes_the_gradient_itself() -> None:
 def test_a_cached_trace_of_one_function_is_no_evidence_for_another() -> None:
     loss, params, x = make_loss()
     full(loss)(params, x)
-    # The same policies; the block of this one is never called, directly or in what is cached.
+    # The same policies, but this block is never called, directly or in a cached trace.
     without = jax.jit(lambda params, x: jnp.sum(Linear(4).apply(params, x)))
     other = {"params": {"kernel": jnp.ones((4, 4))}}
     for _ in range(2):
@@ -82,9 +82,9 @@ def test_a_trace_that_another_wrapper_cached_is_accepted_without_running_the_mod
         return loss(params, x)
 
     for _ in range(4):
-        # A new function each time, as a training loop without an outer jit makes them.
+        # A new function each time, as in a training loop without an outer jit.
         full(lambda params: jitted(params, x))(params)
-    # Once to run, and once more to see what the first cached answer holds.
+    # The second run checks the first cached trace.
     assert len(traced) == 2
 
 
@@ -118,11 +118,11 @@ def test_a_function_that_looks_at_values_works_and_is_still_checked() -> None:
         return sum(float(step(params, x)[0]) for _ in range(2))
 
     for _ in range(2):
-        # The second wrapper meets a cached step, and cannot trace `epoch` to see what is in it.
+        # The second wrapper meets a cached step and cannot trace `epoch` to see its contents.
         assert rj.checkpoint_blocks(epoch, {Mlp: "full"})(params, x) == pytest.approx(epoch(params, x), rel=1e-6)
 
     class Elsewhere(Mlp):
-        """A class of this test alone: that another function reached a block under these policies would have to do here."""
+        """A class of this test alone, so that no other function reaches a block under these policies."""
 
     with pytest.raises(BlockError, match="block=Elsewhere: this class was never called"):
         rj.checkpoint_blocks(epoch, {Elsewhere: "full"})(params, x)
@@ -198,10 +198,10 @@ def test_each_block_has_its_own_policy_by_class_glob_or_base_class() -> None:
     assert plain == 16 + 29
     assert (more({Mlp: "full"}), more({Attention: "full"}), more({Mlp: "full", Attention: "full"})) == (2, 10, 12)
     assert (more({"layer_0/Mlp_?": "full"}), more({"layer_0/Att*": "full"})) == (1, 5)
-    # A star matches slashes too: of what it matches, the outermost modules are the blocks.
+    # A star also matches slashes: the outermost matching modules are the blocks.
     assert more({"layer_*": "full"}) == more({"*layer*": "full"}) == 14
     assert more({"layer_1": "dots", "layer_?/Mlp_0": "full"}) == 1
-    # The block around runs both, and what is inside it is in its names.
+    # The outer block contains both, and its names include the inner modules.
     assert more({Pair: "full"}) == 14
     assert more({Pair: "save: *Attention_0*, *Mlp_0*"}) == 0
 
@@ -248,7 +248,9 @@ def test_a_block_called_in_a_loop_and_outside_one() -> None:
 
 
 class Everything(nn.Module):
-    """A block that uses what a Linen module can: dropout, its own stream, statistics, sown values, arguments of all kinds."""
+    """A block with everything a Linen module can use: dropout, its own stream, statistics, sown values, arguments of all
+    kinds.
+    """
 
     @nn.compact
     def __call__(self, x: Any, *, train: bool, mode: str = "tanh", mask: Any = None, ids: Any = None) -> Any:
@@ -296,7 +298,7 @@ def test_linen_models_compute_what_they_compute_without(x64: None, policy: str, 
     expected = jax.jit(jax.value_and_grad(plain, has_aux=True))(variables, x)
     assert expected[0][1][1].dtype == jnp.int64 and sorted(expected[0][1][2]) == ["batch_stats", "intermediates"]
     for ours in (blocks, classes):
-        # Another mask, another draw of the noise would be far off; statistics, what was sown and captured are in the aux.
+        # Another mask or another draw of the noise would differ greatly; the aux has statistics, sown and captured values.
         assert_same(jax.jit(jax.value_and_grad(ours, has_aux=True))(variables, x), expected)
     made = rj.checkpoint_blocks(functools.partial(init, Model()), {Everything: policy})()
     assert_bit_equal(made, variables)

@@ -1,4 +1,4 @@
-"""`rj.checkpoint_blocks`: wrong use is refused with the remedy."""
+"""`rj.checkpoint_blocks`: wrong use is an error with the remedy."""
 
 from __future__ import annotations
 

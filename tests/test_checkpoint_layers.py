@@ -1,4 +1,4 @@
-"""`checkpoint_blocks` with policies by layer: the same results, and each layer under its own policy."""
+"""`checkpoint_blocks` with policies by layer: the results do not change, and each layer has its own policy."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_parameters_are_made_as_without_policies() -> None:
 
 
 def test_a_scan_is_cut_between_layers_under_one_policy() -> None:
-    """Into as many scans as there are bars, with the same gradients."""
+    """One scan more than bars, with the same gradients."""
     loss, params, x = make_loss(layers=4, scanned=True)
     cut = rj.checkpoint_blocks(loss, {Mlp: "2 x full || 1 x full || 1 x full"})
     lengths = [eqn.params["length"] for eqn in jax.make_jaxpr(cut)(params, x).eqns if eqn.primitive.name == "scan"]
@@ -152,7 +152,7 @@ def test_several_blocks_in_a_round_are_counted_one_by_one() -> None:
     args = (values(4, 4, 3), values(4, 4, 3, seed=1), inner), x
     plain = rj.checkpoint_blocks(loss, {Mlp: "full", Attention: "full"})
     again = matmuls(jax.grad(plain), *args)
-    # Two calls of Mlp a round: one scan for rounds 0 and 1, one for round 2, one for round 3.
+    # Two calls of Mlp per round: one scan for rounds 0 and 1, one for round 2, one for round 3.
     fn = rj.checkpoint_blocks(loss, {Mlp: "5 x full | 3 x dots", Attention: "3 x full | 1 x dots"})
     assert [eqn.params["length"] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "scan"] == [2, 1, 1]
     assert again - matmuls(jax.grad(fn), *args) == 3 * 1 + 5
@@ -215,7 +215,7 @@ def test_one_policy_for_blocks_around_those_with_policies_by_layer() -> None:
         policies = {Outer: "full", Plain: plain, Inner: inner}
         return matmuls(jax.grad(rj.checkpoint_blocks(loss, policies)), params, x)
 
-    # The outer one does it all again; in the second forward pass the inner ones keep what they say.
+    # The outer checkpoint recomputes everything; in the second forward pass the inner ones keep their residuals.
     full, dots = products("full", "full"), products("dots", "dots")
     assert full - dots == 3
     assert full - products("2 x full | 1 x dots", "2 x full | 1 x dots") == 1
@@ -293,7 +293,7 @@ def test_a_block_in_each_branch_of_a_scanned_cond_is_one_layer() -> None:
 
 
 class Centred(nn.Module):
-    """A block that speaks to the other examples of its batch."""
+    """A block with a collective over the examples of its batch."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Policies by layer in calls that are not under `jit`: nothing is compiled twice, and nothing of an earlier call comes back."""
+"""Policies by layer in calls outside `jit`: nothing compiles twice, and no stale values return."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 
 
 def compiled(call: Callable[[], Any]) -> int:
-    """How many programs XLA compiles during a call."""
+    """The number of programs that XLA compiles during a call."""
     before = len(_compiled)
     jax.block_until_ready(call())
     return len(_compiled) - before
 
 
 class Gated(nn.Module):
-    """What has a derivative rule of its own (`relu`), a softmax, dropout, and a `jit`."""
+    """A derivative rule (`relu`), a softmax, dropout, and a `jit`."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -60,7 +60,7 @@ def test_a_second_call_compiles_nothing(block: Any, scanned: bool) -> None:
 
     assert compiled(lambda: call(0)) > 0
     assert compiled(lambda: call(1)) == 0
-    # Other values and other random numbers are others.
+    # Other values and other random numbers are other programs.
     assert_same(call(2), jax.jit(jax.value_and_grad(loss))(params, xs[2], seeds[2]), 1e-5)
     if block is Gated:
         assert float(fn(params, x, seeds[0])) != float(fn(params, x, seeds[1]))
@@ -142,7 +142,7 @@ def test_another_policy_type_or_setting_is_another_program() -> None:
 
 def test_no_argument_is_kept_alive_and_programs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     class Held:
-        """What can be referred to weakly."""
+        """An object with weak references."""
 
     loss, params, x = make_loss(layers=3, scanned=True)
     big = jnp.ones((50, 50))
@@ -210,7 +210,7 @@ def test_nnx_state_moves_on_from_call_to_call() -> None:
     assert len(set(found)) == 3, "every call draws numbers of its own"
     assert [float(layer.calls[...]) for layer in models[0]] == [6.0] * 3
     assert_bit_equal(*(nnx.state(model, nnx.RngCount) for model in models))
-    # A model that is only read, and closed over, is read as it is now.
+    # A model that is closed over and only read is read in its present state.
     model = models[0]
     for layer in model:
         layer.dropout.deterministic = True
@@ -233,7 +233,7 @@ def test_programs_that_are_kept_offload_what_they_say() -> None:
 
 @dataclasses.dataclass(eq=False)
 class Times:
-    """Equal field by field to another, and not the same."""
+    """Equal to another object field by field, but not the same."""
 
     field: float = 1.0
 

@@ -1,4 +1,4 @@
-"""Policies by layer where blocks stand in odd places: calls in calls, scans in scans, under axes, behind a `jit`."""
+"""Policies by layer on blocks in unusual places: calls in calls, scans in scans, under axes, behind a `jit`."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_scan_of_no_rounds_has_no_layers() -> None:
 
 
 class Centred(nn.Module):
-    """A block that speaks to the other examples of its batch."""
+    """A block with a collective over the examples of its batch."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -176,7 +176,7 @@ def test_collectives_over_the_axis_of_a_vmap_around_a_scan(policies: str, scanne
     fn = rj.checkpoint_blocks(loss, {Centred: policies})
     expected = jax.jit(jax.grad(loss))(params, x)
     assert_same(jax.jit(jax.grad(fn))(params, x), expected)
-    # Where it is differentiated after it was traced, the axis is bound no more.
+    # If it is differentiated after tracing, the axis is no longer bound.
     assert_same(jax.grad(jax.jit(fn))(params, x), expected)
 
 

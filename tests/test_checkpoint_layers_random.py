@@ -1,4 +1,4 @@
-"""Random policies by layer on random stacks: the values and gradients of the plain function, to 1e-12 in float64."""
+"""Random policies by layer on random stacks: values and gradients are those of the plain function, to 1e-12 in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers in a row, or in a scan that takes a factor for each and gives a sum for each."""
+    """Layers in a row, or in a scan with a factor and a sum for each layer."""
 
     scanned: bool
     layers: int

@@ -1,4 +1,4 @@
-"""What policies by layer say and refuse: residuals and offload by layer, runs without effect, layers nobody can tell apart."""
+"""Reports and errors of policies by layer: residuals and offload by layer, runs without effect, indistinguishable layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_offloaded_layers_and_their_neighbours_are_linked() -> None:
         return [len(eqn.params["before"]) for eqn, _ in found if eqn.primitive.name == "tied_linear"]
 
     assert links("5 x offload_inputs") == [0, 1, 1, 1, 1]
-    # The first block that keeps fetches for the one before it, and the next one has nothing to fetch.
+    # The first block that keeps its residuals fetches for the block before it; the next block has nothing to fetch.
     assert links("3 x offload_inputs | 2 x full") == [0, 1, 1, 1, 0]
     assert links("2 x full | 3 x offload_inputs") == [0, 1, 1]
     assert links("2 x offload_inputs | 3 x offload: *tanh*") == [0, 1, 1, 1, 1]
@@ -60,7 +60,7 @@ def test_cutting_a_scan_copies_no_parameters_on_a_gpu() -> None:
     kept = cut.residual_device_bytes - whole.residual_device_bytes
     size = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
     assert size > 20 * abs(kept)
-    # As slices those of the layers that offload would be there twice.
+    # As slices, the arrays of the offloading layers would exist twice.
     assert cut.temp_bytes - whole.temp_bytes - kept < size / 10
     assert cut.host_bytes == cut.residual_host_bytes == 4 * 4 * 8 * 256
 
@@ -77,7 +77,7 @@ def test_residuals_say_which_layers(scanned: bool) -> None:
     hidden = 4 * x.size // 4 * 3
     assert saved == ({(1, 4): 3 * hidden} if scanned else {(layer, layer + 1): hidden for layer in (1, 2, 3)})
     assert [row.layers for row in table if "tanh" in row.name and row.action == "recompute"] == [(0, 1)]
-    # What is kept is the sum of the parts; the stacked parameters are in none of them.
+    # The kept bytes are the sum of the parts; no part contains the stacked parameters.
     parts = [rj.residuals(job, text).device_bytes for text in ("full", "save: *tanh*")]
     assert table.device_bytes == parts[0] + (parts[1] - parts[0]) * 3 // 4
     assert "1–3" in str(table) if scanned else "│      3 │" in str(table)
@@ -91,7 +91,7 @@ def test_a_run_without_effect_is_named_with_its_layers() -> None:
             rj.checkpoint_blocks(loss, {Mlp: "1 x full | 3 x save: *exp*"})(params, x)
         with pytest.raises(NoEffectError, match=r"of layer 3 offloads nothing"):
             rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x recompute: *tanh*; offload: *tanh#0"})(params, x)
-        # The same selector has an effect elsewhere: that is no excuse.
+        # The same selector has an effect in another run; it is still an error.
         with pytest.raises(NoEffectError, match=r"of layers 0–1"):
             rj.checkpoint_blocks(loss, {Mlp: "2 x save: *tanh*, *exp* | 2 x save: *tanh*"})(params, x)
 

@@ -69,7 +69,7 @@ def test_all_but_the_last_segment_run_again(x64, kind):
     weights, x = kernels()
     plain = jax.grad(lambda weights, x: losses("function", 1)(weights, x), argnums=(0, 1))
     expected = plain(weights, x)
-    # size = 5 // segments; the recomputed layers are those of the segments before the last.
+    # size = 5 // segments; the layers of all segments but the last are recomputed.
     for segments, again in {1: 0, 2: 2, 3: 2, 4: 3, 5: 4}.items():
         grad = jax.grad(losses(kind, segments), argnums=(0, 1))
         assert matmuls(grad, weights, x) == 3 * LAYERS + again, segments

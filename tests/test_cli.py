@@ -1,4 +1,4 @@
-"""The command line: what it prints where, and how it ends."""
+"""The command line: its output and its exit statuses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def shell(*arguments, cwd=ROOT):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
 
 
-# What there is.
+# Listings.
 
 
 def test_help_lists_the_commands_that_work_and_no_other():
@@ -138,7 +138,7 @@ def test_measure_says_what_the_library_says_as_one_json_object_and_nothing_else(
     assert found["reports"][0] == rj.measure(job, "full").to_dict()
     assert [one["policy"] for one in found["residuals"]] == ["recompute: *", "save: @dots"]
     assert {row["name"]: row["bytes"] for row in found["residuals"][1]["rows"]}["block_2/up:dot_general#0"] == 4 * 32 * 4
-    # Backward reads the first product of each of three blocks (4 rows, 32 wide); what is only added it does not read.
+    # Backward reads the first product of each of three blocks (4 rows, 32 wide); it does not read products that are only added.
     assert found["reports"][1]["residual_device_bytes"] - found["reports"][0]["residual_device_bytes"] == 3 * 4 * 32 * 4
     assert "a line of the user's own" in done.stderr and "compiled full for cpu" in done.stderr
 
@@ -149,7 +149,7 @@ def test_measure_asks_about_a_memory_limit(folder):
     found = run(*limited, "--json")
     assert found.exit_code == 0, found.output
     for report in json.loads(found.stdout)["reports"]:
-        # A tenth of the device's memory is an eighth of what XLA takes for available, 80 % of it.
+        # A tenth of the device's memory is an eighth of the memory that XLA uses, 80 % of it.
         assert report["memory_limit"] == 15_075_482_009
         assert report["compiler_options"] == {"xla_gpu_memory_limit_slop_factor": 12}
     assert "Compiled with a memory limit of 14.0 GiB." in " ".join(run(*limited).stdout.split())
@@ -272,7 +272,7 @@ def test_a_file_does_not_take_the_name_of_a_module(tmp_path):
 def test_the_example_of_the_command_line_is_a_workload():
     job = workloads.load_workload(f"{ROOT}/examples/byte_decoder.py:job")
     table = rj.residuals(job, "offload_inputs")
-    # 32 layers, 16 sequences of 2048 bytes, 1280 wide, two bytes a number.
+    # 32 layers, 16 sequences of 2048 bytes, 1280 wide, two bytes per number.
     assert table.host_bytes == 32 * 16 * 2048 * 1280 * 2
 
 

@@ -1,4 +1,4 @@
-"""`remat-jax plan`: what it prints and writes, and how it ends."""
+"""`remat-jax plan`: its output, its files, and its exit statuses."""
 
 from __future__ import annotations
 

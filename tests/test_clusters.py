@@ -1,4 +1,4 @@
-"""The benchmark of decoders on clusters: its table from recorded rows, claims that can fail, the steps that it asks about."""
+"""The benchmark of decoders on clusters: its table from recorded rows, claims that can fail, its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What devices send each other: counted in compiled texts, and what recomputing makes them send again."""
+"""Collectives, counted in compiled texts, and the ones that recomputing repeats."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_loops_count_as_often_as_they_run_and_combined_calls_by_their_arrays():
     found = read_collectives(textwrap.dedent(TEXT))
     assert found == (
         Collective("all-gather", "recomputed", 5 * 2, 5 * FLOAT * (8 * 4 + 12 * 4)),
-        # Made by XLA out of a sum and a slice, it says no name, and is in the phase of its loop.
+        # XLA made it from a sum and a slice; it has no name, and belongs to the phase of its loop.
         Collective("reduce-scatter", "backward", 5, 5 * FLOAT * 8 * 4),
         Collective("all-reduce", "forward", 1, FLOAT * 2 * 4),
         Collective("collective-permute", "other", 1, FLOAT * 2 * 4),
@@ -88,15 +88,15 @@ def test_a_recomputed_layer_gathers_no_weight_again():
     sent = {policy: executed(report.collectives) for policy, report in reports.items()}
     gathers = {one.phase: one.count for one in reports["full"].collectives if one.kind == "all-gather"}
     behind = {phase: count for phase, count in gathers.items() if phase in ("recomputed", "backward")}
-    # The recomputation and the gradient read the same gathered weights, as the gradient alone does under off.
+    # The recomputation and the gradient read the same gathered weights; under off the gradient alone reads them.
     assert sent["full"]["all-gather"] == sent["off"]["all-gather"]
-    # Which of the two XLA names them after is another one from JAX 0.12 on.
+    # From JAX 0.12 on XLA names them after the other of the two.
     assert behind in ({"recomputed": 7 * LAYERS}, {"backward": 7 * LAYERS})
     again = {kind: (count - sent["off"][kind][0], size - sent["off"][kind][1]) for kind, (count, size) in sent["full"].items()}
-    # The sum behind the attention is made again, which the feed-forward's gradient needs; that behind it nobody reads.
+    # The sum after the attention is repeated, because the feed-forward's gradient needs it; nobody reads the sum after that.
     stream = BATCH // 4 * LENGTH * CONFIG.hidden_size * FLOAT
     assert {kind: one for kind, one in again.items() if one != (0, 0)} == {"all-reduce": (LAYERS, LAYERS * stream)}
-    # At the peak recomputed layers have their weights gathered.
+    # At the peak the weights of recomputed layers are gathered.
     whole = [one for one in reports["full"].live if one.collective == "all-gather" and one.phase != "forward"]
     assert reports["full"].exchanged_bytes >= sum(one.nbytes for one in whole) >= CONFIG.hidden_size**2 // 2 * FLOAT
     assert "all-gather" in str(reports["full"]) and "at the peak, exchanged" in str(reports["full"])

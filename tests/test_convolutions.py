@@ -58,7 +58,7 @@ def test_convs_keeps_convolutions_and_nothing_else() -> None:
     job, loss, params, x = setting()
     plain, full, convs = (rj.checkpoint_blocks(loss, {Block: policy}) for policy in ("everything", "full", "save: @convs"))
     assert convolutions(plain, params, x) == convolutions(convs, params, x)
-    # Each block's second convolution is read by nothing in its backward pass but the ReLU behind it.
+    # In the backward pass, only the ReLU behind it reads each block's second convolution.
     assert convolutions(full, params, x) - convolutions(convs, params, x) == 6
     kept = [row for row in rj.residuals(job, "save: @convs").rows if row.action == "save" and "block_" in row.name]
     assert {row.name.rpartition(":")[2].partition("#")[0] for row in kept} >= {"conv_general_dilated"}
@@ -71,7 +71,7 @@ def test_convs_by_hand_and_in_pytorch() -> None:
         lambda k, x: jnp.sin(jax.lax.conv(x, k, (1, 1), "SAME")).sum(), policy=rj.jax_policy("save: @convs")
     )
     k, x = jnp.ones((2, 2, 3, 3)), jnp.ones((1, 2, 5, 5))
-    # Forward, and one for the kernel's gradient: the convolution itself does not run again.
+    # One forward, and one for the kernel's gradient: the convolution itself is not recomputed.
     assert count(jax.make_jaxpr(jax.value_and_grad(function))(k, x), is_convolution) == 2
 
 

@@ -43,11 +43,11 @@ def test_float32_runs_in_its_own_units_where_precision_is_asked_for():
 
 def test_a_chain_reads_its_inputs_and_writes_its_outputs_once():
     x = jnp.ones((M, N))
-    # Three equations, one kernel: x is read once, what lies between is in no memory.
+    # Three equations, one kernel: x is read once, and intermediate arrays are not in memory.
     assert of(lambda x: jnp.tanh(jnp.sin(x) * x), x) == (3 * M * N, 2 * 4 * M * N)
-    # A result that is read outside the chain is written, and one only.
+    # A result that is read outside the chain is written, and only that one.
     assert of(lambda x: (lambda y: (y, jnp.tanh(y) * y))(jnp.sin(x)), x) == (3 * M * N, 4 * (M * N) * 3)
-    # A broadcast operand costs what is stored of it.
+    # A broadcast operand costs its stored bytes.
     assert of(lambda x, b: x + b, x, jnp.ones(N)) == (M * N, 4 * (2 * M * N + N))
 
 
@@ -74,7 +74,7 @@ def test_views_cost_nothing_and_parts_what_is_read_of_them():
     assert of(lambda x: jnp.sin(x[:, :2]), x) == (2 * M, 4 * 2 * (2 * M))
     # Both halves of an array are the array.
     assert of(lambda x: jnp.sin(x[:, : N // 2]) * x[:, N // 2 :], x) == (M * N, 4 * (M * N + M * N // 2))
-    # A gather reads the rows that it is asked for, and their numbers.
+    # A gather reads its rows and their indices.
     rows = jnp.zeros(3, jnp.int32)
     assert cost(lambda x, rows: x.at[rows].get(mode="clip"), x, rows).bytes == 4 * (2 * 3 * N + 3)
 
@@ -177,7 +177,7 @@ def test_cudnn_attention_has_no_array_of_scores():
 
 
 class _FakeAttention:
-    """cuDNN's primitives cannot be traced without cuDNN: their equation, as JAX makes it, is put together by hand."""
+    """cuDNN's primitives cannot be traced without cuDNN, so the test builds their equation as JAX does."""
 
     @staticmethod
     def eqn(query: tuple[int, ...], key: tuple[int, ...], name: str = "dot_product_attention_fwd_wrapper") -> Any:
@@ -195,7 +195,7 @@ class _FakeAttention:
 
 def test_seconds_are_the_longer_of_operations_and_bytes_kernel_by_kernel():
     rates = Rates({"tensorfloat32": 100.0, "float32": 50.0}, 10.0)
-    # The product waits for its operations, the chain for its bytes.
+    # The product is bound by its operations, the chain by its bytes.
     x = jnp.ones((100, 100))
     found = cost(lambda x: jnp.sin(x @ x), x)
     assert found.seconds(rates) == pytest.approx(2e6 / 100 + 8e4 / 10)

@@ -52,7 +52,7 @@ def test_derivatives_checkpoints_and_custom_rules() -> None:
         return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(f(w, jnp.sin(f(w, x))))), (0, 1))
 
     assert matmuls(loss(lambda w, x: x @ w), W, X) == matmuls(loss(kernel), W, X) == 6
-    # The second recomputed output is read by nobody but sin's derivative, which is outside the region.
+    # Only sin's derivative, outside the region, reads the second recomputed output.
     assert matmuls(loss(jax.checkpoint(lambda w, x: jnp.sin(x @ w))), W, X) == 8
     assert matmuls(kernel, W, X) == 1
     assert matmuls(jax.vmap(lambda x: x @ W), jnp.ones((7, 2, 3))) == 1
@@ -70,7 +70,7 @@ def test_flops_by_hand() -> None:
 @pytest.mark.parametrize(
     ("image", "kernel", "options", "expected"),
     [
-        # Output positions × output features × kernel positions × input features in its group, twice.
+        # Output positions × output features × kernel positions × input features of its group, twice.
         ((1, 8, 8, 3), (3, 3, 3, 5), {"padding": "SAME"}, 2 * 64 * 5 * 9 * 3),
         ((2, 8, 8, 3), (3, 3, 3, 5), {"padding": "VALID"}, 2 * 2 * 36 * 5 * 9 * 3),
         ((1, 8, 8, 4), (3, 3, 1, 4), {"padding": "SAME", "feature_group_count": 4}, 2 * 64 * 4 * 9),

@@ -1,4 +1,4 @@
-"""`examples/deep_mlp.py`: one command, its JSON, its pictures, and what it does where a figure is wrong."""
+"""`examples/deep_mlp.py`: its command, its JSON, its pictures, and its failure if a figure is wrong."""
 
 from __future__ import annotations
 

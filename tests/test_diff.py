@@ -1,4 +1,4 @@
-"""What changes from one policy to another: moved residuals in bytes, products in FLOPs, and the compiled difference."""
+"""Differences between two policies: moved residuals in bytes, products in FLOPs, and compiled bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_saved_and_offloaded_is_told_by_name_and_in_bytes(scanned):
     assert moved(found)["layers:tanh#0"] == ("recompute", "save", LAYERS * HIDDEN, 0)
     assert moved(found)["layers:input#0"][1:] == ("offload", 0, stream)
     assert table["layers:input#0"].bytes == stream
-    # The stream that the scan carries is what the blocks' inputs were under `full`.
+    # The scan carries the stream that was the blocks' inputs under `full`.
     assert found.residual_host_bytes == stream == sum(one.host_bytes for one in found.moves)
     assert found.residual_device_bytes == LAYERS * HIDDEN - stream == sum(one.device_bytes for one in found.moves)
 
@@ -66,14 +66,14 @@ def test_the_flops_computed_again_are_the_whole_difference_to_no_checkpoint(is_s
     job = workload(is_scanned)
     found = compare_policies(job, "off", "full")
     up = 2 * ROWS * WIDTH * 3 * LAYERS
-    # `Linear_1` is the first product. The second is only added: backward does not read it, and it does not run again.
+    # `Linear_1` is the first product. The second is only added: backward does not read it, and it is not recomputed.
     assert found.recompute_flops == (0, up) and list(found.recomputed.values()) == [(0, up)]
     (module,) = found.recomputed
     assert module == ("layers/Linear_1" if is_scanned else "layer_*/Linear_1")
     steps = [job.step(policy) for policy in ("off", "full")]
     plain, full = (flops(step.function, *step.arguments) for step in steps)
     assert full - plain == up
-    # A product that is kept is not run again.
+    # A kept product is not recomputed.
     assert compare_policies(job, "full", "save: *Linear_1:*").recompute_flops == (up, 0)
 
 

@@ -1,4 +1,4 @@
-"""The ports of diffusion transformers by themselves: dtypes, patches, positions, attention in chunks, wrong use."""
+"""The ports of diffusion transformers: dtypes, patches, positions, attention in chunks, wrong use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from examples.models.transformer import attention
 
 
 class Model(NamedTuple):
-    """A port, its small configuration, the class to checkpoint, and the shapes of its arrays; the rest is no array."""
+    """A port, its small configuration, the class to checkpoint, and the shapes of its arrays; other arguments are not
+    arrays.
+    """
 
     make: Callable[..., Any]
     config: Any
@@ -98,7 +100,7 @@ def test_attention_in_chunks_is_attention(chunk: int, masked: bool, x64: None) -
 
 
 def test_attention_in_chunks_keeps_no_scores() -> None:
-    """Of the scores, 64 x 64 for each of 2 heads, a chunk's never leave the forward pass."""
+    """A chunk's scores, 64 × 64 for each of 2 heads, are not kept after the forward pass."""
     arrays = [jax.ShapeDtypeStruct((1, 64, 2, 4), jnp.float32)] * 3
 
     def largest(chunk: int | None) -> int:
@@ -117,7 +119,7 @@ def test_packing_is_undone_and_orders_a_token_by_channel() -> None:
 
 
 def test_words_stand_beyond_the_largest_image_and_images_are_centred() -> None:
-    """With one frequency of 1 an axis, the angles are the positions themselves."""
+    """With one frequency of 1 per axis, the angles equal the positions."""
     grids, axes = ((1, 3, 5), (1, 2, 3)), (2, 2, 2)
     (cos, sin), (_, text) = qwen_image.qwen_rotations(grids, 2, axes, jnp.float32)
     angles = np.arctan2(sin, cos)[0, :, 0]
@@ -134,7 +136,7 @@ def test_times_turn_by_their_frequencies(x64: None) -> None:
 
 
 def test_the_activation_is_the_one_that_is_asked_for(x64: None) -> None:
-    """The feed-forward of an identity; the formulas are those of `diffusers` and of DiffSynth-Studio."""
+    """The feed-forward layer applied to an identity; the formulas are those of `diffusers` and of DiffSynth-Studio."""
     x = np.linspace(-4, 4, 25)
     formulas = {
         "gelu_tanh": 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),

@@ -1,4 +1,4 @@
-"""The documentation: its commands exist, its links lead somewhere, its code is run where PyTorch is."""
+"""The documentation: its commands exist, its links resolve, and its code is tested."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def name_of(page: Path) -> str:
 linked = pytest.mark.parametrize("page", LINKED, ids=name_of)
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
 TYPED = sorted({line for page in PAGES for line in commands(page.read_text())})
-# What pages say in passing: the commands of the command line, examples, and files by their path.
+# Names in running text: commands of the command line, examples, and files by their path.
 NAMED = re.compile(r"`remat-jax ([a-z]+)")
 EXAMPLE = re.compile(r"\bpython\s+(examples/\w+\.py)")
 FILE = re.compile(r"`((?:examples|docs|parity_tests|torch_ref|remat_jax)/[\w/]+\.\w+)")
@@ -35,13 +35,13 @@ def known_commands() -> dict[str, Any]:
 
 
 def read(line: str) -> None:
-    """Have a command of the command line read its arguments, which calls nothing."""
+    """Let a command parse its arguments without running it."""
     name, *arguments = shlex.split(line.removeprefix("remat-jax "))
     known_commands()[name].make_context(name, arguments)
 
 
 def read_by_script(line: str) -> None:
-    """Have the training script read its arguments; `--help` ends it."""
+    """Let the training script parse its arguments; `--help` ends it."""
     arguments = [word for word in shlex.split(line)[2:] if word != "$TRAIN_ANYWHERE"]
     if arguments == ["--help"]:
         return

@@ -1,4 +1,4 @@
-"""The doctor: every trap is planted and found by its name, a figure shows that it is real, and its remedy makes it go away."""
+"""The doctor: each trap is planted and found by its name, a figure shows its harm, and its remedy removes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def traps(diagnosis: Diagnosis) -> list[str]:
 
 
 def job(model: Any, blocks: Any, x: Any = None, **options: Any) -> rj.Workload:
-    """The workload of a mean of squares of what a Linen model returns, and nothing allocated."""
+    """The workload of the mean square of a Linen model's output; nothing is allocated."""
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32) if x is None else x
     params = jax.eval_shape(model.init, jax.random.key(0), x)
 
@@ -111,7 +111,7 @@ def test_policy_none_is_told_and_what_is_meant():
     assert traps(found) == ["policy_none"] and found.policy == "None"
     assert '"full"' in found.findings[0].remedy
     assert traps(doctor(small(), {Mlp: None})) == ["policy_none"]
-    # What makes it a trap: in JAX it is the policy that recomputes everything.
+    # The trap: in JAX this policy recomputes everything.
     loss, params, x = make_loss()
     recomputing = jax.value_and_grad(jax.checkpoint(loss, policy=None))
     assert matmuls(recomputing, params, x) - matmuls(jax.value_and_grad(loss), params, x) == 4
@@ -199,7 +199,7 @@ def test_the_same_in_a_scan_of_the_users_own():
 
 
 def test_an_offload_of_what_the_backward_pass_does_not_read():
-    # Flax counts modules as they are made: Linear_1 comes first in a block.
+    # Flax numbers modules in the order of their creation: Linear_1 comes first in a block.
     found = doctor(small(), "offload: */Linear_0:dot_general*")
     assert traps(found) == ["offload_without_effect"]
     assert doctor(small(), "offload: */Linear_1:dot_general*").ok
@@ -212,7 +212,7 @@ def test_an_offload_of_what_the_backward_pass_does_not_read():
 
 
 def test_the_pinned_pool(monkeypatch):
-    x = jax.ShapeDtypeStruct((2**27, WIDTH), jnp.float32)  # 4 GiB for each array of this shape, none of which is made
+    x = jax.ShapeDtypeStruct((2**27, WIDTH), jnp.float32)  # 4 GiB for each array of this shape; none is allocated
     workload = job(Layers(Output, scan=False), Output, x)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "11")
     found = doctor(workload, "offload_inputs")
@@ -237,7 +237,7 @@ class Wide(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Blocks that are checkpointed one by one, and once more all together."""
+    """Blocks that are checkpointed one by one, and all together once more."""
 
     around: bool
     policy: Any = None
@@ -259,7 +259,7 @@ def test_one_checkpoint_around_all_others_runs_everything_three_times():
     assert traps(found) == ["nested_checkpoint"]
     assert doctor(single, "off").ok
     assert executed(nested) - executed(single) == 4  # both products of the first two blocks once more
-    # A policy of the workload's is such a checkpoint too.
+    # A policy of the workload is such a checkpoint too.
     assert traps(doctor(single, "full")) == ["nested_checkpoint"]
 
 
@@ -272,7 +272,7 @@ def test_nested_checkpoints_that_trade_time_for_memory_are_left_alone():
             return x
 
     class Head(nn.Module):
-        """The head holds more than a block does: without the outer checkpoint the blocks' inputs are alive beside it."""
+        """The head needs more than a block: without the outer checkpoint the blocks' inputs are alive during it."""
 
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -314,7 +314,7 @@ def test_remat_scan_of_one_length_applies_no_checkpoint():
 
 
 class Flagged(nn.Module):
-    """A block with a flag, as OpenPI's has: nn.remat counts arguments with self as 0."""
+    """A block with a flag, as in OpenPI; nn.remat counts self as argument 0."""
 
     @nn.compact
     def __call__(self, x: Any, scale: float, deterministic: bool) -> Any:

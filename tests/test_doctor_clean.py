@@ -1,4 +1,4 @@
-"""The doctor raises no false alarm: workloads as they should be, each under a policy that fits it."""
+"""The doctor raises no false alarm on correct workloads, each under a suitable policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`remat-jax doctor`: what it prints where, and how it ends."""
+"""`remat-jax doctor`: its output and its exit statuses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_nothing_found_exits_0_and_says_so(file):
 def test_a_trap_exits_1_and_is_told_with_its_remedy(file):
     done = run(f"{file}:unchecked")
     assert done.exit_code == 1, done.output
-    # Where a line of the table breaks depends on how long the path of the file is.
+    # The table breaks its lines depending on the length of the file's path.
     rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
     trap, _, _, remedy = (" ".join(" ".join(cells).split()) for cells in zip(*rows, strict=True))
     assert trap == "remat_scan_of_one_length"
@@ -130,7 +130,7 @@ def test_what_this_jax_cannot_do_is_told_with_the_remedy(monkeypatch):
     assert refused.startswith("jax_remat3=True") and "use JAX 0.12" in refused
     assert miscompiled.startswith("offload inside a scan is refused on GPUs") and "use JAX 0.11.1 or later" in miscompiled
     assert plugin.endswith("pip install jax-cuda13-plugin==0.12.0.1")
-    # One that fits serves, whatever else lies about.
+    # One suitable version suffices, whatever else is installed.
     installed |= {"jax-cuda13-plugin": "0.12.0.1+local", "jax-cuda12-plugin": "0.9.0"}
     monkeypatch.setattr(versions, "_PLUGINS", ("jax-cuda12-plugin", "jax-cuda13-plugin"))
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 12, 0))

@@ -1,4 +1,4 @@
-"""The traps that compiling for a GPU shows; each planted, found, and cured. No GPU is needed."""
+"""Traps that only compiling for a GPU shows: each is planted, found and cured. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_time_of_the_last_blocks_copies_is_bytes_over_the_link():
     path, nbytes, copying, computing = exposed_copies(observed, target("h200")) or ("", 0, 0.0, 0.0)
     assert (path, nbytes) == ("block_5", PRODUCT)
     assert copying == 2 * PRODUCT / 63e9
-    # At least the product's own traffic, at most 20 times as much: every operation of the block counts by itself.
+    # At least the product's own traffic, at most 20 times as much: every operation of the block counts separately.
     assert 3 * PRODUCT / 4.8e12 < computing < 20 * 3 * PRODUCT / 4.8e12
     slow = dataclasses.replace(target("h200"), hbm_bytes_per_s=4.8e9)
     assert exposed_copies(observed, slow) is None
@@ -129,7 +129,7 @@ def test_xlas_own_rematerialization_is_told_and_switched_off(monkeypatch):
     found = rj.doctor(workload, "off", target=small)
     assert traps(found) == ["xla_rematerialization"]
     assert rj.measure(workload, "off", target=small).device_bytes < 0.99 * needed
-    # What is left out already stays left out.
+    # An array that is already left out stays left out.
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes='dynamic-slice-annotator,other' --xla_disable_hlo_passes=third")
     (told,) = rj.doctor(workload, "off", target=small).findings
     assert "--xla_disable_hlo_passes=dynamic-slice-annotator,other,third,rematerialization;" in told.remedy
@@ -143,9 +143,10 @@ def test_the_latency_hiding_scheduler_is_named_where_it_costs_memory(monkeypatch
     workload = job()
     flag = "--xla_gpu_enable_latency_hiding_scheduler"
     monkeypatch.setenv("XLA_FLAGS", f"{flag}=true")
-    assert rj.doctor(workload, "full", target="h200").ok  # on, and not one byte more
+    assert rj.doctor(workload, "full", target="h200").ok  # on, and exactly as large
     plain = rj.measure(workload, "full", target="h200").device_bytes
-    # No step at hand costs more with it and gains nothing (jax#20763 was one that did): as if this one needed less without.
+    # No available step costs more with the flag and gains nothing (jax#20763 was such a case), so this test pretends that the
+    # step needs less without it.
     sizes = Sizes(int(plain / 1.2), 0, 0, 0, 0, 0, 0, 0)
     monkeypatch.setattr(compiled, "_compiled", lambda *_: sizes)
     found = rj.doctor(workload, "full", target="h200")
@@ -164,7 +165,7 @@ def test_copies_that_only_the_latency_hiding_scheduler_hides(monkeypatch):
     model, x = nn.Sequential([Wide() for _ in range(5)]), jax.ShapeDtypeStruct((16384, 1024), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     workload = rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), Wide)
-    # The last block has nothing behind it.
+    # No block follows the last block.
     policy = {"*layers_4": "full", Wide: "offload_inputs"}
     assert rj.doctor(workload, policy, target="h200").ok
     found = rj.doctor(workload, policy, target="a100")

@@ -1,4 +1,4 @@
-"""The doctor on what is kept between the passes and what runs again: each trap planted, found and cured."""
+"""The doctor on kept and recomputed arrays: each trap is planted, found and cured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attention(q: Any, k: Any, v: Any) -> Any:
 
 
 def attention_forward(q: Any, k: Any, v: Any) -> Any:
-    """Attention over blocks of keys in a scan, in the manner of flash attention: the output and its log-sum-exp."""
+    """Attention over blocks of keys in a scan, like flash attention: the output and its log-sum-exp."""
 
     def step(carry: Any, block: Any) -> Any:
         total, out = carry
@@ -69,7 +69,7 @@ def test_flash_attentions_output_kept_without_its_log_sum_exp_runs_the_kernel_ag
 
 
 class Half(nn.Module):
-    """Parameters in float32, computed with in bfloat16."""
+    """Parameters in float32 that are cast before use."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -77,7 +77,7 @@ class Half(nn.Module):
 
 
 def test_the_same_under_a_policy_of_jaxs_needs_the_names_of_the_derivative_rule():
-    """What JAX saves of a name that stands after the kernel is not what the kernel's rule reads."""
+    """A name behind the kernel saves another array than the one the kernel's rule reads."""
 
     def checkpointed(*names: str) -> rj.Workload:
         return job(nn.remat(Flash, policy=POLICIES.save_only_these_names(*names))(), Flash)
@@ -104,7 +104,7 @@ def test_copies_of_parameters_that_a_policy_keeps(scan):
         sum(row.bytes for row in rj.residuals(workload, policy) if row.shape[-2:] == (WIDTH, WIDTH) and row.action == "save")
         for policy in ("everything", cured)
     ]
-    read = 3 if scan else 2  # that of the first block is not, as the batch has no gradient
+    read = 3 if scan else 2  # the first block's is not, because the batch has no gradient
     assert kernels == [read * WIDTH * WIDTH * 2, 0]
     assert doctor(workload, "dots").ok
 
@@ -120,7 +120,7 @@ class Keyless(nn.Module):
 
 
 def gradient_over_value(workload: rj.Workload, policy: str) -> float:
-    """Of a function linear in its parameters, which is 1 where forward and backward pass read the same numbers."""
+    """A function that is linear in its parameters is 1 if the forward and the backward pass read the same numbers."""
     random = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: jnp.asarray(random.uniform(size=leaf.shape), leaf.dtype), workload.params)
     x = jnp.ones(workload.batch[0].shape)

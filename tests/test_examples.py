@@ -1,4 +1,4 @@
-"""The example models and text by themselves: dtypes, RNG streams, stacking, wrong use."""
+"""The example models and text: dtypes, RNG streams, stacking, wrong use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def example(model: str, dtype: str) -> jax.Array:
 
 
 def parameters(model: str, dtype: str = "float64") -> Any:
-    """Random parameters of the right shapes: an initial bias of 0 or scale of 1 would hide its own absence."""
+    """Random parameters of the right shapes: an initial bias of 0 or scale of 1 would hide a missing parameter."""
     made = getattr(linen, model.split()[0])(**SIZES[model])
     shapes = jax.eval_shape(made.init, jax.random.key(0), example(model, "float32"))["params"]
     random = np.random.default_rng(0)
@@ -52,7 +52,7 @@ def parameters(model: str, dtype: str = "float64") -> Any:
 
 
 def function(model: str, api: str) -> Callable[[Any, jax.Array], jax.Array]:
-    """Return a function of Linen's parameters and the input. The model is made in float32 and must not care."""
+    """A function of Linen's parameters and the input. The model is built in float32, which must not matter."""
     if api == "linen":
         made = getattr(linen, model.split()[0])(**SIZES[model])
         return lambda params, x: made.apply({"params": params}, x)

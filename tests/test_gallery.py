@@ -1,4 +1,4 @@
-"""The gallery of models that others wrote: what its example of an installed library prints, and the table of all."""
+"""The gallery of models that others wrote: the output of its example of an installed library, and the table of all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_example_of_an_installed_library(in_a_hurry: dict[str, str]) -> None
     steps = re.findall(r"a step of a small one (.+): loss ([\d.]+), parameters changed by ([\d.]+)", printed)
     assert [name for name, *_ in steps] == ["as written", "under full", "under its plan, Layer in one run of 4"]
     assert len({tuple(figures) for _, *figures in steps}) == 1 and float(steps[0][2]) > 0.01
-    # The logarithm of 512 words, at the beginning, is 6.24.
+    # At initialisation the loss is the logarithm of 512 words, 6.24.
     assert float(printed.split()[-1]) < 3
 
 

@@ -1,4 +1,4 @@
-"""The forms for issues and pull requests, and the workflow, read as GitHub reads them."""
+"""The forms for issues and pull requests, and the workflow, checked as GitHub reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GITHUB = ROOT / ".github"
 FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 COMMAND = "remat-jax doctor --json"
-# What GitHub asks of each kind of element: https://docs.github.com/communities, "Syntax for GitHub's form schema".
+# GitHub's required keys for each kind of element: https://docs.github.com/communities, "Syntax for GitHub's form schema".
 NEEDED = {"markdown": {"value"}, "textarea": {"label"}, "input": {"label"}, "dropdown": {"label", "options"}}
 KNOWN = {
     "markdown": {"value"},

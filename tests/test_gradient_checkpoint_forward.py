@@ -20,7 +20,7 @@ from remat_jax.errors import ArgumentError, NoEffectError
 
 FLAGS = {"off": (False, False), "checkpoint": (True, False), "offload": (False, True), "both": (True, True)}
 EXECUTIONS = {"off": 13, "checkpoint": 15, "offload": 15, "both": 15}
-"""Two blocks of two matmuls: 4 forward, 4 for the kernels, 4 for the inputs, one of the head; 1 of each block again."""
+"""Two blocks of two matmuls: 4 forward, 4 for the kernels, 4 for the inputs, one for the head; 1 recomputed per block."""
 
 
 def block(kernels: Any, x: Any, *, extra: Any) -> Any:
@@ -67,7 +67,7 @@ def values() -> tuple[Any, Any, Any, Any]:
 
 
 def losses(kind: str, flags: tuple[bool, bool]) -> Any:
-    """`loss(kernels, x, extra, head)` with the same numbers whatever its blocks are made of."""
+    """`loss(kernels, x, extra, head)`, with the same numbers for every kind of block."""
 
     def loss(kernels: Any, x: Any, extra: Any, head: Any) -> Any:
         if kind == "linen":
@@ -102,7 +102,7 @@ def test_each_mode_gives_the_plain_gradients_at_its_own_price(x64, kind):
 
 
 def moved_to_host(fn: Any, *args: Any, back: bool = False) -> list[tuple[int, ...]]:
-    """The shapes of what tracing `fn` sends to host memory, or fetches `back` from there."""
+    """The shapes of arrays that the traced `fn` sends to host memory, or fetches with `back`."""
 
     def walk(jaxpr: Any) -> list[tuple[int, ...]]:
         found = []
@@ -215,7 +215,7 @@ def test_errors_say_what_to_do():
     for model, name in ((taken, "use_gradient_checkpointing"), (Taken(), "use_gradient_checkpointing_offload")):
         with pytest.raises(ArgumentError, match=rf"argument '{name}', but gradient_checkpoint_forward consumes.*rename it"):
             rj.gradient_checkpoint_forward(model, True, False, x)
-    # Given by position it reaches the block, and nothing is lost.
+    # Passed by position it reaches the block, and nothing is lost.
     assert rj.gradient_checkpoint_forward(lambda model, x: model(x), True, False, jnp.sin, x).shape == (2, 4)
     with pytest.raises(ArgumentError, match="use_gradient_checkpointing=1: expected True or False"):
         rj.gradient_checkpoint_forward(jnp.sin, 1, False, x)

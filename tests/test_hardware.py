@@ -1,4 +1,4 @@
-"""Targets: the table, its strictness, and that its figures agree with each other."""
+"""Targets: the table, its strictness, and its consistency."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_h200_is_what_its_data_sheet_says() -> None:
 
 
 def test_the_h200_peaks_follow_from_its_cores_and_clock() -> None:
-    # Four tensor cores a multiprocessor, 512 bfloat16 multiply-adds a clock each, at the 1.83 GHz they run at.
+    # Four tensor cores per multiprocessor, with 512 bfloat16 multiply-adds per clock each, at 1.83 GHz.
     cores = stated(target("h200").compiler_description, "core_count")
     assert target("h200").peak_flops["bfloat16"] == pytest.approx(cores * 4 * 512 * 2 * 1.83e9, rel=1e-3)
     lanes = stated(target("h200").compiler_description, "fpus_per_core")
@@ -192,7 +192,7 @@ def test_a_file_that_takes_long_to_read_is_refused_at_once(tmp_path: Path) -> No
         path.write_text(content, encoding="utf-8")
         with pytest.raises(TargetError, match=message):
             target(f"{path}:toy")
-    # The longest that is read.
+    # The longest accepted file.
     keys = "a." * 997 + "a = 1"
     assert len(keys) <= 2_000
     with pytest.raises(TargetError, match=r"target table \[a\]: unknown keys \['a'\]"):
@@ -273,7 +273,7 @@ def test_the_table_is_read_strictly(old: str, new: str, message: str) -> None:
 
 
 def test_targets_know_nothing_of_jax() -> None:
-    # A stand-in for the package keeps what its root imports out of the question.
+    # A stub of the package avoids its root's imports.
     root = Path(remat_jax.hardware.__file__).parents[1]
     program = (
         "import sys, types\n"

@@ -1,4 +1,4 @@
-"""Host memory of several devices: what is offloaded stays divided, and is counted for each host against what it has."""
+"""Host memory of several devices: offloaded arrays stay partitioned, and each host's sum is compared with its memory."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_each_device_has_its_part_of_the_state_and_of_the_residuals_on_its_host(
     here, tokens = FLOAT * (matrices // 8 + norms), 2 * FLOAT * BATCH * LENGTH // 4
     moments = 2 * here
     both = rj.measure(job, "offload_inputs", "2x4xh200")
-    # Parameters, Adam's count, tokens and targets; the moments are in the place of the old ones, on the host.
+    # Parameters, Adam's count, tokens and targets; the moments replace the old ones on the host.
     assert (both.argument_bytes, both.alias_bytes) == (here + 4 + tokens, here + 4)
 
-    # The input of each layer, divided by the batch alone: over four of the eight devices.
+    # Each layer's input, partitioned only along the batch: over four of the eight devices.
     inputs = LAYERS * BATCH * LENGTH * CONFIG.hidden_size * FLOAT
     # All layers read the rotations and the mask, which stay on the devices.
     assert both.residual_host_bytes == inputs

@@ -1,4 +1,4 @@
-"""The project's own rules: what imports what, what is pinned, and what a wheel carries."""
+"""The project's own rules: imports, pins, and the wheel's contents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sources(*folders):
 
 
 def imported_names(path):
-    """Every module that a file names in an import, with its line; those of `from a import b` as `a` and `a.b`."""
+    """Every module that a file imports, with its line; `from a import b` counts as `a` and `a.b`."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -36,7 +36,7 @@ def imported_names(path):
 
 
 def loaded_after(code):
-    """The names of the modules that a fresh Python has loaded after `code`."""
+    """The modules that a new Python process has loaded after `code`."""
     program = f"import sys\n{code}\nprint(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -62,7 +62,7 @@ def test_importing_loads_no_torch_and_no_plotting(module):
 
 
 def test_every_module_but_the_examples_imports_without_torch():
-    """And every test that a JAX without PyTorch is tested with: what needs PyTorch is left out when tests are collected."""
+    """Tests without PyTorch must import without it: the others are left out at collection."""
     ignored = re.findall(r'"(tests/test_\w+\.py)"', (ROOT / "conftest.py").read_text())
     paths = [path.relative_to(ROOT) for path in sources("remat_jax", "tests")]
     names = [".".join(path.with_suffix("").parts) for path in paths if path.as_posix() not in ignored]
@@ -82,7 +82,7 @@ def test_private_jax_is_used_in_compat_only():
 
 
 def test_no_module_inside_the_package_imports_its_root():
-    """The root is the sum of the public names: importing it from within makes a circle."""
+    """The root imports all public names; importing it from inside would be a cycle."""
     inside = {path.stem for path in (ROOT / "remat_jax").iterdir() if path.suffix in ("", ".py")}
     through_the_root = [
         f"{path.relative_to(ROOT)}:{line} {name}"
@@ -94,7 +94,7 @@ def test_no_module_inside_the_package_imports_its_root():
 
 
 def test_modules_import_each_other_in_one_direction_only():
-    """Imports for types alone count too: what needs another's type only stands above it, or both above plain data."""
+    """Imports for types count too."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources(*PACKAGES)}
     names = {path: name.removesuffix(".__init__") for path, name in names.items()}
     modules, imports = set(names.values()), dict[str, set[str]]()
@@ -104,13 +104,13 @@ def test_modules_import_each_other_in_one_direction_only():
             if isinstance(node, ast.Import):
                 wanted |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                # A relative import begins at the package, which a module's own name ends behind.
+                # A relative import starts at the package that contains the module.
                 package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
                 base = ".".join([*package[: len(package) - node.level + 1 if node.level else 0], *filter(None, [node.module])])
                 inside = [f"{base}.{alias.name}" for alias in node.names]
                 wanted |= {one if one in modules else base for one in inside}
         imports[name] = wanted & modules - {name}
-    ordered = list(graphlib.TopologicalSorter(imports).static_order())  # CycleError names the circle
+    ordered = list(graphlib.TopologicalSorter(imports).static_order())  # CycleError names the cycle
     assert len(ordered) == len(modules) > 200
 
 
@@ -170,7 +170,7 @@ def test_a_wheel_carries_the_examples_inside_the_package():
     wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["only-include"] == ["remat_jax", "torch_ref", "examples"]
     assert wheel["sources"] == {"examples": "remat_jax/examples"}
-    # Inside a wheel there is no top-level package of that name.
+    # The wheel has no top-level package of this name.
     through_the_top = [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path in sources("examples", *PACKAGES)
@@ -217,7 +217,7 @@ def test_make_installs_the_pinned_torch_and_none_when_told(tmp_path):
 
 
 def test_nothing_names_a_machine():
-    """No path of anybody's home and no registry: what is kept here must hold everywhere."""
+    """No home path and no registry: the files must work everywhere."""
     words = re.compile(r"/(?:home|root|Users)/\w|https?://[^\s\"']*/simple\b|file://|--(?:extra-)?index-url")
     kept = [*ROOT.glob("*.*"), ROOT / "Makefile", ROOT / ".ci" / "run", *sources(*ALL_CODE)]
     hits = [

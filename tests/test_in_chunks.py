@@ -22,7 +22,7 @@ ROWS, LENGTH, WIDTH, WORDS = 3, 12, 5, 11
 
 
 def head_loss(params: Any, hidden: Any, targets: Any, *, scale: float = 1.0) -> dict[str, Any]:
-    """A sum of losses, how many there are, and how often each word is a target."""
+    """A sum of losses, their number, and how often each word is a target."""
     logits = hidden @ params["kernel"] * scale
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return {"total": losses.sum(), "count": targets.size, "words": jnp.zeros(WORDS).at[targets].add(losses)}
@@ -137,7 +137,7 @@ def test_a_block_in_a_chunk_has_its_policy_and_the_chunk_its_checkpoint() -> Non
 
     job = rj.Workload(loss, variables, (hidden, targets), nn.Dense)
     kept = rj.residuals(job, "everything").device_bytes
-    assert kept < ROWS * LENGTH * WORDS * 4  # of the logits nothing
+    assert kept < ROWS * LENGTH * WORDS * 4  # no logits
 
 
 ERRORS: dict[str, tuple[Any, str]] = {

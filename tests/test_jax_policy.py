@@ -1,4 +1,4 @@
-"""`rj.jax_policy`: policies for use by hand, and what cannot be served there."""
+"""`rj.jax_policy`: policies for use by hand, and the policies that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that are kept from one compilation to the next: who has which file, and that sizes are the same with them."""
+"""Kernels that are cached between compilations: who has which file, and that sizes do not depend on the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), rea
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_made_once():
-    """Here it is seen when kernels are made."""
+    """Record when kernels are compiled."""
 
 
 def test_a_file_is_of_one_process_at_a_time_and_the_fullest_is_taken_first(tmp_path):
@@ -110,7 +110,7 @@ def test_sizes_are_the_same_with_the_kernels_of_another_step_and_with_a_file_tha
         assert sizes(3, kernels) == alone
         taken = kernels.take()
         assert taken == file and len(taken.read_bytes()) >= len(before)
-        # The same kernel under two names, as two files put together would have it.
+        # The same kernel under two names, as two concatenated files would have it.
         taken.write_bytes(before + before.replace(b"fusion", b"nofusi"))
         kernels.give_back(taken)
         asked = []
@@ -121,7 +121,7 @@ def test_sizes_are_the_same_with_the_kernels_of_another_step_and_with_a_file_tha
 @pytest.mark.parametrize("name", ["cpu", pytest.param("h200", marks=needs_gpu_compiler)])
 @pytest.mark.parametrize("policy", ["off", "dots"])
 def test_sizes_are_those_of_a_step_whose_code_is_optimised(monkeypatch, name, policy):
-    """By default what never runs is not: half the time of a compilation."""
+    """By default code that never runs is not optimised, which takes half the time of a compilation."""
     monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setenv(cache.VARIABLE, "off")
     loss, params, x = make_loss(Attention, scanned=policy == "dots")

@@ -1,4 +1,4 @@
-"""Groups of layers: the same results, one checkpoint around each group, and the layers under their policies inside."""
+"""Groups of layers: the results do not change, each group has one checkpoint, and its layers keep their policies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.test_checkpoint_layers import NnxBlock, NnxStack, Noisy
 
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 INPUT = 2 * 3 * 4 * 4
-"""The bytes of a layer's input in `make_loss`, and of the cosine behind the layers."""
+"""The bytes of a layer's input in `make_loss`, and of the cosine after the layers."""
 
 
 def products(loss: Any, policy: Any, *args: Any, block: Any = Mlp) -> int:
@@ -40,7 +40,7 @@ def products(loss: Any, policy: Any, *args: Any, block: Any = Mlp) -> int:
 
 
 def scans(fn: Any, *args: Any) -> list[tuple[int, ...]]:
-    """The length of every scan, behind those of the scans around it."""
+    """The length of every scan, after those of the scans around it."""
 
     def walk(jaxpr: Any, around: tuple[int, ...]) -> list[tuple[int, ...]]:
         found = []
@@ -60,8 +60,8 @@ def scans(fn: Any, *args: Any) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("policy", "again", "kept"),
     [
-        # An Mlp has two products, of which its backward pass computes one again. A group computes its layers again, but for
-        # the last one, whose result its backward pass does not read.
+        # An Mlp has two products, one of which its backward pass recomputes. A group recomputes its layers except the last,
+        # whose result its backward pass does not read.
         ("6 x full", 0, 6),
         ("6 x full in groups of 1", 0, 6),
         ("6 x full in groups of 2", 3 * 2, 3),
@@ -86,8 +86,7 @@ def test_unrolled_layers_run_again_once_for_the_group_and_once_by_themselves(pol
 @pytest.mark.parametrize(
     ("policy", "again", "kept", "lengths"),
     [
-        # Of a scan all rounds are computed again: the last one cannot be left out. It keeps what it carries, the batch too
-        # where that is its first input.
+        # In a scan all rounds are recomputed, the last included. The scan keeps its carry, also if it is the batch.
         ("6 x full in groups of 1", 0, 6, [(6,)]),
         ("6 x full in groups of 2", 12, 3, [(3,), (3, 2)]),
         ("6 x full in groups of 4", 12, 1, [(4,), (2,)]),
@@ -190,7 +189,7 @@ def test_random_numbers_and_what_is_written_stay_the_same() -> None:
         out, written = Model().apply({"params": params, "statistics": rest}, x, rngs=key, mutable=["statistics"])
         return jnp.sum(jnp.sin(out)), written
 
-    # A group of unrolled layers, one of scanned ones, and one of both.
+    # A group of unrolled layers, one of scanned layers, and one of both.
     for policy in ("6 x full in groups of 2", "6 x full in groups of 6"):
         fn = rj.checkpoint_blocks(loss, {Noisy: policy})
         run, plain = (jax.jit(jax.value_and_grad(one, has_aux=True))(params, x) for one in (fn, loss))
@@ -219,7 +218,7 @@ def test_nnx_models_with_state_that_every_call_writes(scanned: bool) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_what_stands_between_the_layers_of_a_group() -> None:
-    """What is computed from one layer's result is computed again with the group, whether the next one reads it or not."""
+    """A group recomputes arrays computed from one layer's result, whether the next layer reads them or not."""
 
     def loss(kernels: Any, x: Any, scale: Any) -> Any:
         seen, noise = jnp.zeros(()), jnp.zeros(())
@@ -234,7 +233,7 @@ def test_what_stands_between_the_layers_of_a_group() -> None:
     expected = jax.value_and_grad(loss, argnums=(0, 1, 2))(*args)
     fn = rj.checkpoint_blocks(loss, {Mlp: "4 x full in groups of 2"})
     assert_same(jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2)))(*args), expected)
-    # The two products of the first layer of each group, and the two between. What reads the last layer is in no group.
+    # The two products of the first layer of each group, and the two between. The code that reads the last layer is in no group.
     assert products(loss, "4 x full in groups of 2", *args) - products(loss, "4 x full", *args) == 2 * 4
     job = rj.Workload(loss, args[0], args[1:], Mlp)
     grouped, full = (rj.residuals(job, policy).device_bytes for policy in ("4 x full in groups of 2", "4 x full"))
@@ -257,7 +256,7 @@ def test_layers_inside_jit_and_several_in_a_round() -> None:
 
     args = (pair(seed=1), pair(seed=3), (pair(2, seed=5), pair(2, seed=7))), values(2, 4, seed=1)
     expected = jax.jit(jax.grad(loss))(*args)
-    # The unrolled pair and each round; both rounds together; all of it.
+    # The unrolled pair and each round; both rounds together; everything.
     for policy, groups in (
         ("6 x full in groups of 2", [(2,)]),
         ("2 x full in groups of 2 | 4 x full in groups of 4", [(2,)]),
@@ -298,7 +297,7 @@ def test_blocks_of_two_classes() -> None:
             {Pair: "4 x dots in groups of 2", Other: "full"},
         ):
             if not scanned and policies.get(Other) == "4 x full in groups of 2":
-                # Unrolled, a group of the one ends inside a group of the other.
+                # Unrolled, a group of one kind ends inside a group of the other.
                 with pytest.raises(UnsupportedError, match="groups of layers of several blocks overlap: First layers 0–1; "):
                     rj.checkpoint_blocks(loss, policies)(params, x)
                 continue
@@ -337,7 +336,7 @@ def test_no_figure_is_told_that_is_not_known() -> None:
 @pytest.mark.parametrize(
     ("scanned", "policy", "expected"),
     [
-        # The layers of a group, and the group: nothing keeps the passes apart where there is no loop around either.
+        # The layers of a group, and the group: without a loop nothing separates forward pass and recomputation.
         (False, "4 x full in groups of 2", [True] * (4 + 2)),
         (True, "4 x full in groups of 2", [False, False]),
         (True, "4 x full in groups of 4", [False, True]),
@@ -362,7 +361,7 @@ def test_a_barrier_stands_where_no_loop_keeps_the_passes_apart(scanned: bool, po
 
 @needs_gpu_compiler
 def test_compiled_it_needs_less_than_full() -> None:
-    """Of 16 inputs of 8 MiB a group of four keeps four, and has four besides while its backward pass runs: 64 MiB less."""
+    """Of 16 inputs of 8 MiB a group of four keeps four, and has four more while its backward pass runs: 64 MiB less."""
 
     def body(x: Any, kernel: Any) -> Any:
         return block_by_hand(kernel, x), None

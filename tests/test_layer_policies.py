@@ -1,4 +1,4 @@
-"""Policies by layer as data: their text, their JSON, and what is refused."""
+"""Policies by layer as data: their text, their JSON, and their errors."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_cuts_stand_between_layers_under_one_policy() -> None:
     assert policies.ranges == ((range(3), FULL), (range(3, 4), FULL), (range(4, 5), FULL), (range(5, 6), DOTS))
     assert policies.run_of(3) == (range(3, 4), FULL) and policies.layers == 6
     assert str(policies) == "3 × full || 1 × full || 1 × full | 1 × dots" and rj.LayerPolicies.parse(str(policies)) == policies
-    # Where policies differ it is cut anyway.
+    # Where policies differ there is a cut anyway.
     assert rj.LayerPolicies.of(["full"] * 5 + ["dots"], cuts=[5, 4, 3]) == policies != rj.LayerPolicies(policies.runs)
-    # What becomes equal stays scans of its own.
+    # Runs that become equal stay separate scans.
     assert policies.map(lambda one: DOTS).cuts == (3, 4, 5)
     assert policies.to_dict()["version"] == 2 and rj.LayerPolicies.from_json(policies.to_json()) == policies
     for wrong in ({"version": 1}, {"cuts": [6]}, {"cuts": [True]}, {"cuts": "4"}, {"cuts": None}):
@@ -78,7 +78,7 @@ def test_cuts_stand_between_layers_under_one_policy() -> None:
         ("2 × save: a in  groups of 1", [(0, 1), (1, 2)], "2 × save: a in groups of 1"),
         ("4 × full in groups of 2 | 2 × full", [(0, 2), (2, 4)], None),
         ("3 × full in groups of 2 | 2 × full in groups of 2", [(0, 2), (2, 3), (3, 5)], None),
-        # The two are the same scans.
+        # Both give the same scans.
         ("4 × off in groups of 4 || 2 × off in groups of 2", [(0, 4), (4, 6)], "6 × off in groups of 4"),
         ("4 × off in groups of 2 || 4 × off in groups of 2", [(0, 2), (2, 4), (4, 6), (6, 8)], None),
         ("1 × dots | 3 × full in groups of 2 || 1 × full in groups of 9", [(1, 3), (3, 4), (4, 5)], None),

@@ -1,4 +1,4 @@
-"""What is alive at the peak, by module: the names of operators, XLA's dumps, and a compilation for an H200."""
+"""Live buffers at the peak, by module: the names of operators, XLA's dumps, and a compilation for an H200."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ HloLiveRange (max 9):
 def test_the_peak_is_the_devices_and_a_loops_state_is_named_by_what_the_loop_writes() -> None:
     found = Schedule(PROGRAM, ASSIGNMENT, RANGES).at_peak()
     assert [(one.name, one.phase, one.nbytes, one.shape) for one in found] == [
-        ("M/layer:tanh", "forward", 384, "f32[4,3,8]"),  # once, though it has a name inside the loop as well
+        ("M/layer:tanh", "forward", 384, "f32[4,3,8]"),  # once, though it also has a name inside the loop
         ("args[0]", "argument", 256, "f32[8,8]"),
         ("M/layer:tanh", "forward", 128, "f32[4,8]"),
     ]
@@ -131,14 +131,14 @@ def test_what_a_collective_gives_or_takes_is_told() -> None:
         f"allocation {number}: size {nbytes}, preallocated-temp:\n value: <{number} {name} @0> (size={nbytes},offset=0): f32[]"
         for number, (name, nbytes) in enumerate(PLACES.items())
     ]
-    # Later, what is scattered lies where the copy was.
+    # Later the scattered array is in the copy's buffer.
     values.insert(list(PLACES).index("other") + 1, " value: <9 scatter{0} @0> (size=256,offset=0): f32[64]")
     spans = [f"    {name if '{' in name else name + '{}'}:0-8" for name in PLACES] + ["    scatter{0}:9-9"]
     found = Schedule(EXCHANGING, "\n".join(values), "\n".join(spans)).at_peak()
     assert sorted((one.nbytes, one.collective) for one in found if one.phase != "argument") == [
         (32, "all-gather"),
         (32, "reduce-scatter"),
-        (256, ""),  # a copy of what was gathered
+        (256, ""),  # a copy of a gathered array
         (256, "all-gather"),
         (256, "reduce-scatter"),
     ]
@@ -184,16 +184,16 @@ def test_an_h200s_peak_is_told_by_module(scan: bool) -> None:
     assert [one.nbytes for one in report.live] == sorted((one.nbytes for one in report.live), reverse=True)
     stream = 4096 * 256 * 4
     by_module = report.live_bytes_by_module
-    # The inputs of the blocks after the first are what the block before them ends with; the first is the batch itself.
+    # The inputs of all blocks but the first are outputs of the block before; the first input is the batch.
     kept = {module: nbytes for (module, phase), nbytes in by_module.items() if phase == "forward"}
     if scan:
-        # JAX 0.12 does not say any more who filled the stack of inputs.
+        # JAX 0.12 no longer reports who filled the stack of inputs.
         assert kept.get("Stack/blocks/down", 0) + kept.get("Stack", 0) >= 4 * stream
     else:
         assert {f"Stack/block_{index}/down" for index in range(2)} <= set(kept)
         assert all(kept[f"Stack/block_{index}/down"] == stream for index in range(2))
     assert by_module["batch[0]", "argument"] == stream
-    # Unrolled, some are updated, in place, by then; JAX 0.12 makes copies of them for the backward pass.
+    # Unrolled, some are already updated in place by then; JAX 0.12 copies them for the backward pass.
     parameters = 4 * (2 * 256 * 1024 + 1024 + 256) * 4
     assert by_module["parameters", "argument"] <= parameters
     assert sum(nbytes for (module, _), nbytes in by_module.items() if module == "parameters") > 0.5 * parameters
@@ -203,7 +203,7 @@ def test_an_h200s_peak_is_told_by_module(scan: bool) -> None:
 
 
 def test_flags_that_have_xla_write_down_one_program_alone_take_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MaxText sets this one when its configuration is read."""
+    """MaxText sets this flag when its configuration is read."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_module_re=jit_train_step")
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     report = rj.measure(rj.Workload(lambda w, x: jnp.tanh(x @ w).sum(), x, (x,), blocks="*"), "off", "h200")

@@ -1,4 +1,4 @@
-"""Adapters beside frozen kernels: what they compute, what is trained, under checkpoints, in scans and out of them."""
+"""Adapters beside frozen kernels: their values, the trained parameters, checkpoints, scanned and unrolled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS, RANK, ROWS = 2, 3, 5
 
 
 def job(*, scan: bool) -> tuple[rj.Workload, Any, jax.Array]:
-    """A stack with adapters of which none is zero as a workload, its parameters and its input, in float64."""
+    """A stack with non-zero adapters as a workload, its parameters and its input, in float64."""
     random, model = np.random.default_rng(0), MlpStack(scan, LAYERS)
     x = jnp.asarray(random.normal(size=(ROWS, WIDTH)))
     shapes = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -34,7 +34,7 @@ def job(*, scan: bool) -> tuple[rj.Workload, Any, jax.Array]:
 
 
 def merged(params: Any) -> Any:
-    """The same model without adapters, whose kernels have them added."""
+    """The same model without adapters, with the adapters added to its kernels."""
     if "lora_a" in params:
         return {"kernel": params["kernel"] + jnp.einsum("...ir,...ro->...io", params["lora_a"], params["lora_b"])}
     return {name: merged(leaf) for name, leaf in params.items()}
@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_of_kernels_that_have_the_product_added(pol
         return jnp.mean(jnp.square(jnp.asarray(model.apply(params, x))))
 
     expected, of_merged = jax.jit(jax.value_and_grad(reference))(merged(params))
-    assert abs(float(reference(params)) / float(expected) - 1) > 0.01  # or it would show nothing
+    assert abs(float(reference(params)) / float(expected) - 1) > 0.01  # otherwise the test would show nothing
     step, of_kernels = work.step(policy), flat(of_merged)
     trained, frozen = ({path: leaves[path] for path in part} for part in step.arguments[:2])
     assert set(trained) == {path for path in leaves if "lora_" in path} and len(trained) == (4 if scan else 4 * LAYERS)
@@ -73,7 +73,7 @@ def test_no_product_is_made_for_the_gradient_of_a_frozen_kernel(policy: str, x64
     for trainable in (None, lora.TRAINED):
         step = rj.Workload(work.loss, work.params, work.batch, MlpLayer, trainable=trainable).step(policy)
         counted.append(flops(step.function, *step.arguments))
-    # Two kernels a layer, each the product of what it is given and of the cotangent of what it gives.
+    # Two kernels per layer, each the product of its input and of its output's cotangent.
     assert counted[0] - counted[1] == LAYERS * 2 * (2 * ROWS * WIDTH * 4 * WIDTH)
 
 
@@ -115,5 +115,5 @@ def test_the_result_keeps_the_dtype_of_the_layer_and_the_input_may_have_its_name
     with lora.adapters():
         found = dense.apply({"params": own}, inputs=x)
     assert found.dtype == jnp.bfloat16
-    # Three inputs of one through the kernel, its bias, and through two factors of rank two.
+    # Three inputs of one layer through the kernel, its bias, and two factors of rank two.
     np.testing.assert_array_equal(np.asarray(found, np.float32), 3 + 1 + 3 * 2)

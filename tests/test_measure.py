@@ -1,4 +1,4 @@
-"""Compiled memory: for the CPU against this process's own compiler, for an H200 against closed forms and hand-written code."""
+"""Compiled memory: for the CPU against this process's compiler, for an H200 against closed forms and handwritten code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_st
 from remat_jax.memory.measure import measure_many
 
 ROWS, WIDTH, HIDDEN, LAYERS = 8192, 64, 256, 6
-"""Activations of 2 and 8 MiB beside 0.13 MiB of parameters a layer."""
+"""Activations of 2 and 8 MiB beside 0.13 MiB of parameters per layer."""
 
 KERNELS = LAYERS * (WIDTH * HIDDEN * 2 + HIDDEN + WIDTH)
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
@@ -151,17 +151,17 @@ def test_h200_figures(on_h200, scan):
         assert receipt.offered_bytes == receipt.host_bytes == reports[offload].host_bytes
         assert receipt.returned_bytes == reports[saving].device_bytes - reports[offload].device_bytes
         assert reports[offload].temp_bytes < reports[saving].temp_bytes
-        # What leaves comes free but for what is under way: that of two blocks in six, and a scan keeps buffers for two.
+        # Offloaded bytes are freed except those in flight: two blocks of six; a scan keeps buffers for two.
         assert receipt.returned_bytes > 0.25 * receipt.host_bytes
-        # Unrolled it needs no more than scanned, a block of its own, and one whose copies are under way.
+        # Unrolled it needs no more than scanned, plus one block and the copies of another in flight.
         assert on_h200[False][offload].temp_bytes <= on_h200[True][offload].temp_bytes + 2 * receipt.host_bytes // LAYERS
         overlap = reports[offload].overlap
         assert overlap.out.bytes == overlap.back.bytes == reports[offload].host_bytes
         assert overlap.out.count == overlap.back.count == LAYERS
-        # A copy of a byte takes 40 times what it takes to make it: some hides beside the starting of small kernels, not all.
+        # Copying a byte takes 40 times as long as computing it: some copies hide behind starts of small kernels, not all.
         assert overlap.out.seconds == pytest.approx(overlap.out.bytes / 5.5e10 + LAYERS * 5e-6)  # each copy has a latency
         assert 0 < overlap.out.covered <= overlap.out.coverable < 1
-        # What compute does not cover it waits for, unless copies out and back cover each other.
+        # The step waits for uncovered copies, unless copies out and back cover each other.
         uncovered = overlap.out.seconds + overlap.back.seconds - overlap.out.covered_seconds - overlap.back.covered_seconds
         assert 0 < overlap.step_seconds - overlap.compute_seconds <= uncovered * (1 + 1e-9)
         assert reports[offload].seconds == overlap.step_seconds
@@ -200,7 +200,7 @@ def test_on_an_h200_ours_costs_what_hand_written_remat_costs_and_unrolled_offloa
 
 
 class Attend(nn.Module):
-    """A transformer block, whose attention weights are larger than its input."""
+    """A transformer block whose attention weights are larger than its input."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -211,7 +211,7 @@ class Attend(nn.Module):
 
 @needs_gpu_compiler
 def test_unrolled_offload_of_a_transformers_inputs_frees_memory():
-    """With one barrier around all gradients, XLA puts them off to the end of the block, and it needs more than `full`."""
+    """With one barrier around all gradients XLA delays them to the end of the block, which then needs more than `full`."""
 
     class Stack(nn.Module):
         @nn.compact
@@ -232,7 +232,7 @@ def test_unrolled_offload_of_a_transformers_inputs_frees_memory():
 
 
 def test_what_did_not_happen_is_a_warning(monkeypatch):
-    """The compiler's answers are made up: what is checked is what the receipt makes of them."""
+    """The compiler's answers are made up: the test checks the receipt."""
     nothing = Sizes(**dict.fromkeys((field.name for field in dataclasses.fields(Sizes) if field.type == "int"), 0))
 
     def receipt(miscompiled: bool | None, version: tuple[int, ...], host: int, temp: int) -> Any:
@@ -247,13 +247,13 @@ def test_what_did_not_happen_is_a_warning(monkeypatch):
         return rj.measure(workload(rows=64), "offload_inputs", "h200").receipt
 
     offered = 4 * LAYERS * 64 * WIDTH
-    # What the compiled text shows holds, whatever the version.
+    # The compiled text decides, whatever the version.
     for version in ((0, 10, 2), (0, 11, 0), (0, 12, 0)):
         assert receipt(False, version, offered, 4).warnings == ()
         (warning,) = receipt(True, version, offered, 4).warnings
         assert "gradients are silently wrong (openxla/xla#46231)" in warning and "JAX 0.11.1 or later" in warning
         assert "as the compiled step shows" in warning
-    # Where it does not tell, the two versions that are known are warned of.
+    # If the text does not tell, the two known versions give a warning.
     assert receipt(None, (0, 11, 1), offered, 4).warnings == ()
     (warning,) = receipt(None, (0, 11, 0), offered, 4).warnings
     assert "this step's copies could not be checked" in warning
@@ -287,7 +287,7 @@ def test_a_gpu_that_nothing_describes_to_the_compiler_is_told_before_anything_is
 def test_progress_is_told_policy_by_policy():
     told: list[str] = []
     reports = measure_many(workload(rows=64), ["full", "offload_inputs"], "cpu", on_done=told.append)
-    assert sorted(told) == ["full", "offload_inputs"]  # without its offload, the second is the first
+    assert sorted(told) == ["full", "offload_inputs"]  # without its offload the second equals the first
     assert [report.policy for report in reports] == ["full", "offload_inputs"]
 
 
@@ -316,7 +316,7 @@ def test_the_same_question_is_answered_from_memory_and_another_is_not(monkeypatc
 
 @needs_gpu_compiler
 def test_a_product_that_triton_cannot_tile_is_compiled_without_triton_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention over 36 positions, no power of two: with 0.10.2 XLA cannot do without a GPU what it does with one."""
+    """Attention over 36 positions, not a power of two: XLA 0.10.2 cannot compile it without a GPU as it does with one."""
     batch, heads, length, size = 2, 2, 36, 64
 
     class Attention(nn.Module):
@@ -336,7 +336,7 @@ def test_a_product_that_triton_cannot_tile_is_compiled_without_triton_and_told(m
     without = rj.measure(job, "off", "h200")
     assert without.compiler_warning is None and without.warnings == ()
     if jax.__version_info__ < (0, 11, 2):
-        # The live buffers are of the compilation that succeeded.
+        # The live buffers are those of the successful compilation.
         assert (found.device_bytes, found.live) == (without.device_bytes, without.live) and found.live
         assert "a matrix product does not fit the tiles" in " ".join(str(found).split())
         assert found.warnings == (found.compiler_warning,)

@@ -1,4 +1,4 @@
-"""What was compiled is not compiled again, by content: in memory, and for GPUs on disk; and no answer is ever a stale one."""
+"""Compiled results are cached by content, in memory and for GPUs on disk, and never stale."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.P
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of the programs that were compiled; the compiler itself is not needed for what is asked here."""
+    """The keys of the compiled programs; the compiler itself is not needed here."""
     found: list[str] = []
 
     def answer(programs: Any, *_: Any) -> dict[str, Sizes]:
@@ -239,7 +239,7 @@ def test_a_folder_that_others_may_write_is_not_used(folder: pathlib.Path, asked:
     ],
 )
 def test_an_entry_of_another_form_is_none(folder: pathlib.Path, asked: list[str], wrong: dict[str, Any]) -> None:
-    """Its checksum is right: whoever wrote it could compute that."""
+    """Its checksum is valid: whoever wrote it could compute that."""
     first = ask(program())
     (path,) = folder.iterdir()
     text = json.dumps(json.loads(path.read_text().split("\n", 1)[1]) | wrong)

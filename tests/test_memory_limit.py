@@ -1,4 +1,4 @@
-"""XLA's memory limit: which option says it, what it does to a compiled step, and what is refused."""
+"""XLA's memory limit: its option, its effect on a compiled step, and its errors."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_is_no_limit_is_refused_before_anything_is_traced(given: Any, on: s
 
 @needs_gpu_compiler
 def test_the_limit_is_the_one_that_xla_says(tmp_path: Path) -> None:
-    """XLA logs the bytes that it gives its rematerialisation."""
+    """XLA logs the bytes that its rematerialisation may use."""
     program = export_step("off", workload(128).step("off"), H200)
     path = tmp_path / "program.jaxexport"
     path.write_bytes(program.blob)
@@ -139,7 +139,7 @@ def test_the_limit_is_the_one_that_xla_says(tmp_path: Path) -> None:
     done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=300, check=True)
     said = re.search(r"already fits within the given memory limit \((\d+)\)", done.stderr)
     assert said is not None, done.stderr[-2000:]
-    # XLA counts the table of results too: a pointer for each kernel's and bias's gradient, and for the loss.
+    # XLA also counts the table of results: a pointer for each kernel's and bias's gradient, and for the loss.
     available = MEMORY * 80 // 100 - program.held_bytes - 8 * (4 * LAYERS + 1)
     assert int(said[1]) == available * options[OPTION] // 100
     assert 0 <= 40 * GIB - program.held_bytes - int(said[1]) < available / 100
@@ -152,13 +152,13 @@ def test_xla_recomputes_to_stay_within_the_limit() -> None:
     limited = rj.measure(job, "off", "h200", memory_limit="3GiB")
     assert (free.memory_limit, free.compiler_options) == (None, {})
     assert (limited.memory_limit, limited.compiler_options) == (3 * GIB, {OPTION: 2})
-    # The layers' hidden arrays alone are 3 GiB.
+    # The layers' hidden arrays alone need 3 GiB.
     assert free.device_bytes > LAYERS * ROWS * HIDDEN * 4 == 3 * GIB > limited.device_bytes
     assert free.seconds is not None and limited.seconds is not None and full.seconds is not None
     assert free.seconds < limited.seconds < full.seconds, "what it recomputes takes time"
     assert limited.to_dict()["memory_limit"] == 3 * GIB and limited.to_dict()["compiler_options"] == {OPTION: 2}
     assert "memory limit" in str(limited) and "memory limit" not in str(free)
-    # A limit above XLA's own is the same program, and the same answer.
+    # A limit above XLA's own gives the same program and the same result.
     assert rj.measure(job, "off", "h200", memory_limit="100%").device_bytes == free.device_bytes
 
 
@@ -224,7 +224,7 @@ def test_where_there_is_no_limit_the_same_call_compiles() -> None:
     plan = rj.plan(rj.Workload(loss, params, (x,), Block), "2MiB", "cpu")
     assert plan.compiler_options == {}
     expected = jax.grad(loss)(params, x)
-    # What was planned for a GPU is tried on a CPU as well.
+    # A plan for a GPU can be tried on a CPU.
     for one in (plan, dataclasses.replace(plan, compiler_options={OPTION: 29})):
         step = jax.jit(jax.grad(one.apply(loss)), compiler_options=one.compiler_options)
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6), step(params, x), expected)

@@ -1,4 +1,4 @@
-"""Workloads on a mesh: what each device has, measured and planned; the gradients are those of one device."""
+"""Workloads on a mesh: each device's part, measured and planned; the gradients are those of one device."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_state_of_an_optimizer_lies_as_its_parameters_do():
     of_state = {leaf.shape for leaf in jax.tree.leaves(state)}
     assert [leaf.shape for leaf in jax.tree.leaves(trained)] == [(2, 3)] and of_state == {(2, 3), ()}
     assert [leaf.shape for leaf in jax.tree.leaves(frozen)] == [(3, 16)] and batch.shape == (1, 16)
-    # A factored second moment is not of its parameter's shape, and is on every device.
+    # A factored second moment does not have its parameter's shape, and is replicated.
     factored = mlp(mesh={"data": 8}, shardings=(P(),), optimizer=optax.adafactor(1e-3, min_dim_size_to_factor=2)).step("full")
     assert {one.spec for one in jax.tree.leaves(factored.shardings[1])} == {P()}
 
@@ -205,7 +205,7 @@ def test_a_problem_is_that_of_one_device(shares, monkeypatch):
         problem.describe(small_llama(mesh), name, rates=rates) for mesh, name in ((MESH, "8xcpu"), (None, "cpu"))
     )
     (block,), (whole,) = on_eight.stack.blocks, on_one.stack.blocks
-    # Every product is divided by batch and by features: those of attention by heads, the others by what they make or sum over.
+    # Every product is partitioned by batch and by features: attention's by heads, the others by output or contracted features.
     assert block.forward_seconds == pytest.approx(whole.forward_seconds / 8, rel=1e-6)
     assert block.backward_seconds == pytest.approx(whole.backward_seconds / 8, rel=1e-6)
     sizes, before = ({one.name: one.bytes for one in of.residuals} for of in (block, whole))
@@ -218,7 +218,7 @@ def test_a_problem_is_that_of_one_device(shares, monkeypatch):
 
 
 class Asked(Shares):
-    """Shares that note what they are asked for."""
+    """Shares that record the questions."""
 
     names: ClassVar[set[str]] = set()
 
@@ -317,5 +317,5 @@ def test_an_array_is_kept_in_its_place_on_the_mesh():
         params = jax.eval_shape(model.init, jax.random.key(0), x)
     job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Placed, mesh="data=2", shardings=(P(), P("data")))
     (kind,) = problem.describe(job, "2xh200").kinds
-    # The input as it comes, and of the product what is read: it was given one place, and then another.
+    # The input as it is, and the product as it is read: the product first had one sharding, then another.
     assert kind.residuals[:2] == ("layers_1:input#0", "layers_1:sharding_constraint#2")

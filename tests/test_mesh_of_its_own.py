@@ -1,4 +1,4 @@
-"""A step that names a mesh with devices, or stands under one, and is asked about for another number of devices."""
+"""A step that names a mesh with devices, or runs under one, and is measured for another number of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder with experts: routing against its definition, gradients in every mode, tokens that find no room."""
+"""The decoder with experts: routing against its definition, gradients in every mode, tokens over capacity."""
 
 from __future__ import annotations
 
@@ -92,5 +92,5 @@ def test_devices_gather_no_tokens_that_are_not_theirs():
     config = moe.MoeConfig(vocab_size=64, hidden_size=64, intermediate_size=32, num_experts=16, num_active=2)
     job = job_on(2, config, length=64, dtype=jnp.float32)
     sent = executed(rj.measure(job, "off", "2x8xh200").collectives)
-    # Under `off` the places of tokens are kept between the passes: the partitioner does not see then what they are.
+    # Under `off` the places of tokens are kept between the passes; the partitioner then does not know what they are.
     assert sent["all-gather"][1] < 16 * 64 * config.num_active * 64 * 4, "less than all copies of all tokens, once"

@@ -1,4 +1,4 @@
-"""One name is one array in every layer: whatever is dead in a block, and whatever is differentiated outside of it."""
+"""A name means the same array in every layer, whatever is dead in a block or differentiated outside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import remat_jax as rj
 from remat_jax.errors import NoEffectError
 
 LAYERS = 3
-# Each on a line of its own, by which its arrays are known.
+# Each operation has its own line, which identifies its arrays.
 UNARY = (
     lambda x: jnp.sin(x),
     lambda x: jnp.sin(2 * x),
@@ -33,7 +33,7 @@ BINARY = (
 
 
 class Random(nn.Module):
-    """Some operations on the input, weights and each other; of what no output reads, too."""
+    """Operations on the input, the weights and each other, some of them dead."""
 
     seed: int
 
@@ -84,7 +84,7 @@ def arguments(block: Any) -> tuple[Any, Any]:
 
 
 def kept(job: rj.Workload, policy: str) -> list[tuple[int, str, str]]:
-    """Of every array that is kept: its layer, its name in that layer, and the line that makes it."""
+    """For every kept array: its layer, its name in that layer, and its source line."""
     rows = [row for row in rj.residuals(job, policy).rows if row.name.startswith("layer_") and row.action == "save"]
     return [(int(row.name[6]), row.name[7:], row.source) for row in rows]
 
@@ -96,7 +96,7 @@ def test_dead_code_and_an_input_without_gradient_do_not_move_names() -> None:
         lines.setdefault(name, set()).add(line.split(":")[-1])
     assert {name: len(some) for name, some in lines.items()} == dict.fromkeys(lines, 1)
     own = [{name for layer, name, _ in kept(job, "everything") if layer == number} for number in range(LAYERS)]
-    # The slope of sin(x) is read by the gradient of x alone.
+    # Only the gradient with respect to x reads the slope of sin(x).
     assert own[1] - {":add#0"} == own[2] == {":sin#0", ":sin#1", ":cos#0", ":cos#1", ":cos#2"}
     assert own[2] - own[0] == {":cos#1", ":sin#0"}
     found = [(layer, name) for layer, name, _ in kept(job, "save: *:cos#2") if "cos" in name]
@@ -105,13 +105,13 @@ def test_dead_code_and_an_input_without_gradient_do_not_move_names() -> None:
 
 @pytest.mark.parametrize("selector", ["*:sin#2", "*:cos#3"])
 def test_a_selector_that_keeps_nothing_is_an_error(selector: str) -> None:
-    """The one is the output's last sine, which nothing reads; the other is not there."""
+    """One is the output's last sine, which nothing reads; the other does not exist."""
     with pytest.raises(NoEffectError, match="keeps nothing|matches no residual"):
         rj.residuals(workload(Written), f"save: {selector}")
 
 
 class Linear(nn.Module):
-    """The second product of the last layer is summed up without weights."""
+    """The second product of the last layer is summed without weights."""
 
     seed: int = 0
 
@@ -131,7 +131,7 @@ class Linear(nn.Module):
     ],
 )
 def test_each_selector_is_judged_by_itself_under_its_action(policy: str, idle: str) -> None:
-    """The output of a layer, and the sine in it, are read by no derivative; the others are."""
+    """No derivative reads the output of a layer or its sine; the other arrays are read."""
     with pytest.raises(NoEffectError, match=rf"the selector '{re.escape(idle)}' keeps nothing in layer_0, layer_1, layer_2: "):
         rj.checkpoint_blocks(workload(Written).loss, {Written: policy})(*arguments(Written))
 
@@ -142,7 +142,7 @@ def test_a_selector_without_effect_in_some_layers_says_in_which() -> None:
 
     with pytest.raises(NoEffectError, match=r":mul#0' has an effect in layer_0, layer_1, but keeps nothing in layer_2"):
         run("save: *:mul#0")
-    # The second is meant to find some arrays, and finds them in some layers.
+    # The second selector matches some arrays in some layers.
     for policy in ("save: layer_[01]:mul#0", "save: layer_?:[ma]*#0, *:cos#0"):
         run(policy)
 

@@ -1,4 +1,4 @@
-"""The names of residuals: what they are made of, where they can be given, and that keeping a name keeps its array."""
+"""The names of residuals: their parts, where they can be given, and that keeping a name keeps its array."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from remat_jax.errors import NoEffectError, UnsupportedError
 from remat_jax.policy import Policy
 from tests.small_models import Attention, Linear, Mlp, assert_bit_equal, assert_same, make_loss, times, to_host
 
-# NumPy arrays, so that they are float64 where JAX's 64-bit types are on.
+# NumPy arrays are float64 if JAX's 64-bit types are on.
 W, X = np.random.default_rng(0).normal(size=(4, 4)) / 2, np.random.default_rng(1).normal(size=(3, 4))
 
 
 def names(fn: Callable[..., Any], *args: Any, path: str = "b", linearised: bool = False) -> list[str]:
-    """The names in the block `fn`; with `linearised`, those that its derivative rules add."""
+    """The names in the block `fn`; with `linearised` also those that its derivative rules add."""
     block = block_under_policy(jax.make_jaxpr(fn)(*args), Policy.parse("full"), path, [True] * len(args))
     found = list(block.named.candidates)
     return [name for name in block.linearised.candidates if name not in found] if linearised else found
 
 
 def again(fn: Callable[..., Any], policy: str, *args: Any) -> int:
-    """How many matmuls the backward pass of `fn` makes again under `policy`."""
+    """The matmuls that the backward pass of `fn` recomputes under `policy`."""
 
     def count(f: Any) -> int:
         return matmuls(jax.value_and_grad(lambda *args: jnp.sum(f(*args)), tuple(range(len(args)))), *args)
@@ -70,7 +70,7 @@ def test_linen_paths_are_in_the_names_and_the_blocks_own_is_there_once() -> None
     found = str(error.value)
     assert "layer_0/q:dot_general#0" in found and "layer_0:input#0" in found and "layer_0/layer_0" not in found
     scanned, params, x = make_loss(Attention, scanned=True)
-    # A block has the same names unrolled and scanned: `layers` is what its stack calls it.
+    # A block has the same names unrolled and scanned: `layers` is the stack's name for it.
     for policy, moved in (("offload: layers/v:dot_general#0", (2, 3, 4)), ("offload: layers:exp#0", (2, 3, 3))):
         assert to_host(jax.grad(rj.checkpoint_blocks(scanned, {Attention: policy})), params, x) == [moved]
 
@@ -92,9 +92,9 @@ def test_a_users_name_wins() -> None:
 
     found = names(block, W, X)
     assert {"given", "mine", "out"} <= set(found) and not any("exp" in name for name in found)
-    # `mine` is read by the rule of exp as well, so that saving it spares the dot in front of it.
+    # The rule of exp reads `mine` too, so saving it avoids recomputing the dot before it.
     assert [again(block, policy, W, X) for policy in ("full", "save: mine", "save: out", "save: mine, out")] == [2, 1, 1, 0]
-    # A user's name on a dot is still a dot.
+    # A dot with a user's name is still a dot.
     assert again(block, "dots", W, X) == 0 and again(block, "save: @primitive:exp", W, X) == 1
     assert to_host(jax.grad(lambda x: jnp.sum(rj.remat(block, "offload: given")(W, x))), X) == [(3, 4)]
 
@@ -135,7 +135,7 @@ def _kernel_bwd(saved: Any, ct: Any) -> Any:
 kernel.defvjp(_kernel_fwd, _kernel_bwd)
 
 INSIDE: dict[str, tuple[Callable[..., Any], str, int]] = {
-    # how: (block, selector, matmuls that saving what it selects keeps from being made again, of those under `full`)
+    # how: (block, selector, recomputed matmuls that saving avoids, recomputed under `full`)
     "jit": (lambda w, x: jax.jit(lambda x: jnp.exp(x @ w))(x) @ w, "*:exp#0", 1),
     "jit in jit": (lambda w, x: jax.jit(jax.jit(lambda x: jnp.exp(x @ w)))(x) @ w, "*:exp#0", 1),
     "scan": (
@@ -145,10 +145,10 @@ INSIDE: dict[str, tuple[Callable[..., Any], str, int]] = {
     ),
     "cond": (lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda x: jnp.exp(x @ w), jnp.sin, x) @ w, "*:exp#0, *:sin#0, *:cond#*", 1),
     "custom_jvp": (lambda w, x: rooted(jnp.exp(x @ w)) @ w, "*rule:*, *:custom_jvp_call#0, *:exp#0", 1),
-    # The log-sum-exp is for the backward pass only: recomputing drops its matmul from the forward pass.
+    # Only the backward pass reads the log-sum-exp: recomputing drops its matmul from the forward pass.
     "custom_vjp": (lambda w, x: kernel(x, w) @ w, "*:dot_general#*, *statistics*", 1),
     "vmap": (lambda w, x: jax.vmap(lambda row: jnp.exp(row @ w))(x) @ w, "*:exp#0", 1),
-    # Its own checkpoint makes the dot again even without ours.
+    # Its own checkpoint recomputes the dot even without ours.
     "checkpoint": (lambda w, x: jax.checkpoint(lambda x: jnp.exp(x @ w))(x) @ w, "*:exp#0", 2),
 }
 
@@ -261,7 +261,7 @@ def test_a_print_in_a_block_runs(policy: str, capfd: pytest.CaptureFixture[str])
     x = jnp.ones((2, 3))
     jax.block_until_ready(jax.jit(jax.grad(lambda x: jnp.sum(rj.remat(block, policy)(x))))(x))
     jax.effects_barrier()
-    # JAX runs it again with what is computed again.
+    # JAX recomputes it with the rest.
     assert capfd.readouterr().out.count("first 2.0") in {"full": (2,), "everything": (1,)}.get(policy, (1, 2, 3))
 
 
@@ -314,7 +314,7 @@ def test_names_stay_with_their_arrays_in_numbers() -> None:
     [("full", 1), ("save: *dot_general*", 0), ("save: *exp#0", 0), ("offload: *exp#0", 0), ("everything", 0)],
 )
 def test_a_complex_array_is_kept_as_its_two_parts(x64: None, policy: str, products: int) -> None:
-    """JAX rounds what a checkpoint keeps, and by itself fails on complex numbers; exp reads its own output, so the parts."""
+    """JAX rounds kept arrays and fails on complex numbers; exp reads its own output, hence the parts."""
 
     def block(w: Any, x: Any) -> Any:
         turned = jnp.exp(1j * (x @ w))

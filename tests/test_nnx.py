@@ -1,4 +1,4 @@
-"""Policies on NNX modules: same numbers, same state, same paths, whatever transformation stands around."""
+"""Policies on NNX modules: numbers, state and paths do not change, under any transformation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FeedForward(nnx.Module):
 
 
 class Center(nnx.Module):
-    """Takes the batch's mean away, and keeps a running one; `nnx.BatchNorm` keeps float32 statistics in any precision."""
+    """Subtracts the batch's mean and keeps a running mean; `nnx.BatchNorm` keeps float32 statistics in any precision."""
 
     def __init__(self, width: int) -> None:
         self.mean = nnx.BatchStat(jnp.zeros(width, float_type()))
@@ -79,7 +79,7 @@ def inputs() -> jax.Array:
 
 
 def merged(graphdef: Any, *states: Any) -> Any:
-    """The model of a state, with variables of this level of tracing, which Flax lets it write to."""
+    """The model of a state, with variables of the current trace level, which Flax lets it write."""
     return nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf, states))
 
 
@@ -113,7 +113,7 @@ def test_gradients_statistics_and_rng_counters_are_those_of_the_plain_model(x64,
 
 
 def test_only_what_was_written_leaves_the_block():
-    """A parameter that were an output of its block would have a cotangent there, and a copy."""
+    """A parameter that was an output of its block would have a cotangent there, and a copy."""
     model, x = Model(layers=1), inputs()
     graphdef, state = nnx.split(model)
     model.eval()
@@ -147,7 +147,7 @@ def test_remat_of_a_class_costs_the_flops_of_nnx_remat_and_gives_its_gradients(x
         return flops(fn, params), matmuls(fn, params)
 
     assert counted(model) == counted(hand)
-    assert counted(model)[1] == counted(Model())[1] + 2  # the first matmul of each layer runs again
+    assert counted(model)[1] == counted(Model())[1] + 2  # the first matmul of each layer is recomputed
     assert_same(nnx.grad(loss)(model, x), nnx.grad(loss)(hand, x))
 
 
@@ -190,7 +190,7 @@ def test_scanned_layers_keep_numbers_and_state(x64):
 
 
 class Shared(nnx.Module):
-    """Two members with one kernel between them, and a block-local cache that is passed in by keyword."""
+    """Two members that share one kernel, and a local cache that is passed by keyword."""
 
     def __init__(self) -> None:
         self.first = nnx.Linear(4, 4, rngs=nnx.Rngs(0), param_dtype=float_type())
@@ -240,7 +240,7 @@ def test_module_paths_lead_the_names_where_the_model_is_an_argument():
 
 
 class Pair(nnx.Module):
-    """Two modules in a row: were both checkpointed inside their checkpointed parent, the first would run once more."""
+    """Two modules in a row: if both were checkpointed inside their checkpointed parent, the first would run once more."""
 
     def __init__(self, width: int, rngs: nnx.Rngs, *, rate: float) -> None:
         self.first, self.second = FeedForward(width, rngs), FeedForward(width, rngs)

@@ -1,4 +1,6 @@
-"""Offloading in a model of several scans: what all rounds of a scan read stays where it is, the device gives back the rest."""
+"""Offload in a model of several scans: arrays that all rounds read stay on the device, and all other offloaded bytes are
+freed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def encode(weights: Any, x: Any) -> Any:
 
 
 def encoder_and_decoder(params: Any, tokens: Any, visible: Any) -> Any:
-    """Two scans over `jax.checkpoint`; all rounds of the decoder read what the encoder gives, and one mask."""
+    """Two scans over `jax.checkpoint`; all rounds of the decoder read the encoder's output and one mask."""
     bias = jnp.where(visible, 0.0, -1e9).astype(params["words"].dtype)
     start = params["words"][tokens]
     seen, _ = jax.lax.scan(lambda x, one: (jax.checkpoint(encode)(one, x), None), start, params["encoder"])
@@ -64,7 +66,7 @@ def test_an_encoder_and_a_decoder_give_back_what_is_on_the_host() -> None:
     assert offload.receipt.offered_bytes == offload.receipt.host_bytes == 2 * CARRIED
     assert offload.receipt.returned_bytes == full.device_bytes - offload.device_bytes and full.receipt is None
     assert offload.overlap.out.bytes == offload.overlap.back.bytes == 2 * CARRIED
-    # The backward pass of the decoder is the peak: no gradient of the encoder or of the table is there yet.
+    # The backward pass of the decoder is the peak: no gradient of the encoder or the table exists yet.
     assert not [one for one in offload.live if one.phase == "backward" and one.shape.startswith(f"f32[{WORDS}")]
 
 
@@ -85,7 +87,7 @@ def test_pi0_gives_back_what_is_on_the_host() -> None:
 
 
 def kept(loss: Callable[..., Any], *args: Any) -> list[tuple[tuple[int, ...], bool]]:
-    """What the backward pass of `loss` reads of more than two dimensions: its shape, and whether it is on the host."""
+    """The arrays of more than two dimensions that the backward pass of `loss` reads: shape, and whether on the host."""
     pullback = jax.make_jaxpr(lambda *args: jax.vjp(loss, *args)[1])(*args).jaxpr
     made = {var: var.aval for var in pullback.outvars if not hasattr(var, "val") and var not in pullback.invars}
     return [(aval.shape, "host" in str(aval.memory_space).lower()) for aval in made.values() if len(aval.shape) > 2]

@@ -1,4 +1,4 @@
-"""Another mesh for a workload, in code and by `--mesh`: what lies where, and what is refused."""
+"""Another mesh for a workload, in code and by `--mesh`: shardings and errors."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def mlp(**options):
 
 
 def sharded(*sizes):
-    """The parameters and the batch of `mlp`; the batch is over a mesh of each of `sizes` devices, one argument for each."""
+    """The parameters and the batch of `mlp`; each argument of the batch is on a mesh with the given number of devices."""
     meshes = [AbstractMesh((size,), ("data",), axis_types=(AxisType.Auto,)) for size in sizes]
     xs = [jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data"))) for mesh in meshes]
     return jax.eval_shape(Mlp().init, jax.random.key(0), X), tuple(xs)
 
 
 def test_arrays_that_are_on_a_mesh_say_which():
-    """Without this the step would be that of one device, and nothing would say so."""
+    """Otherwise the step would silently be that of one device."""
     params, batch = sharded(2)
     job = rj.Workload(lambda p, x: (Mlp().apply(p, x) ** 2).sum(), params, batch, Mlp)
     asked = mlp(mesh={"data": 2}, shardings=(None, P("data")))
@@ -144,7 +144,7 @@ def test_the_state_of_an_nnx_model_is_everywhere():
     states, batch = moved.shardings[1:]
     assert {one.spec for one in jax.tree.leaves(states)} == {P()} and batch.spec == P(("fsdp",))
     assert moved.step("full").local_arguments[-1].shape == (2, 16)
-    # Shardings are of what the caller gave, here too.
+    # Shardings refer to the caller's arguments, here too.
     given = job.on_mesh("data=8", (None, P("data")))
     assert given.shardings[-1].spec == P("data") and given.step("full").local_arguments[-1].shape == (1, 16)
     with pytest.raises(ArgumentError, match="3 entries for params and 1 arguments of batch"):

@@ -1,4 +1,4 @@
-"""Linked blocks: the copies of one run while the next computes, and nothing else changes."""
+"""Linked blocks: a block's copies run while the next block computes, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def plain(w: Any, x: Any) -> Any:
 
 
 def links(fn: Any, *args: Any) -> list[int]:
-    """Of each tied block that is differentiated, how many arrays it takes from the block before."""
-    # A function of its own each time: JAX would remember what it traced.
+    """For each differentiated tied block, the number of arrays that it takes from the block before."""
+    # A new function each time, because JAX caches traces.
     found = equations(lambda *args: jax.jvp(fn, args, args), *args)
     return [len(eqn.params["before"]) for eqn, _ in found if eqn.primitive.name == "tied_linear"]
 
@@ -61,7 +61,7 @@ def test_consecutive_blocks_of_a_model_are_linked(policy: str) -> None:
     assert links(fn, params, x) == [0, 1, 1, 1]
     with overlap.unlinked():
         assert links(fn, params, x) == [0, 0, 0, 0]
-    # Whether a `jit` will be differentiated is not known while it is traced.
+    # While a `jit` is traced, it is unknown whether it will be differentiated.
     assert links(jax.jit(fn), params, x) == [0, 0, 0, 0]
 
 
@@ -79,7 +79,7 @@ def test_blocks_that_do_not_follow_each_other_are_tied_to_their_own_place() -> N
 def test_a_block_behind_offloading_ones_is_tied_though_it_keeps_everything() -> None:
     loss, params, x = make_loss(layers=5)
     fn = rj.checkpoint_blocks(loss, {"*layer_[34]": "full", Mlp: "offload_inputs"})
-    # The block that keeps takes what the one before it has on the host. It has nothing to hand on, but the next is tied, too.
+    # The block that keeps takes the host arrays of the block before. It passes nothing on, but the next block is tied too.
     assert links(fn, params, x) == [0, 1, 1, 1, 0]
     fn = rj.checkpoint_blocks(loss, {"*layer_[01]": "full", Mlp: "offload_inputs"})
     assert links(fn, params, x) == [0, 1, 1]
@@ -99,8 +99,8 @@ def test_a_block_of_long_ago_is_left_alone() -> None:
             x = joined(w, x * 1.1, skips.pop())
         return jnp.sum(x)
 
-    # Linked to the third, the fourth would fetch it at once; the fifth and sixth would fetch what is wanted much later.
-    # All six read the weights, which stay on the device.
+    # Linked to the third block, the fourth would fetch it at once; the fifth and sixth would fetch arrays that are needed much
+    # later. All six read the weights, which stay on the device.
     assert links(u_net, w, x) == [0, 0, 0, 1, 0, 0]
     assert_same(jax.jit(jax.grad(u_net))(w, x), jax.grad(u_net)(w, x), 1e-5)
 
@@ -194,7 +194,7 @@ def test_links_change_no_value(policy: str, model: Any, x64: None) -> None:
 
 
 def around(name: str, f: Any) -> Any:
-    """A way of differentiating `f(w, x)`, as a function of both."""
+    """A way of differentiating `f(w, x)` with respect to both."""
     xs = lambda x: jnp.stack([x, 2 * x], 1)  # noqa: E731
     return {
         "grad": jax.grad(f, (0, 1)),
@@ -264,7 +264,7 @@ SHAPES = {
 def test_any_way_of_putting_blocks_together(shape: str, policy: str, x64: None) -> None:
     w, x = arrays()
     ours, theirs = (SHAPES[shape](block) for block in (rj.remat(with_masks, policy), with_masks))
-    # A `cond` under `vmap` selects, which JAX refuses for what is on the host.
+    # A `cond` under `vmap` selects, which JAX refuses for host arrays.
     for way in ("grad", "jit of grad", "jit of forward over reverse", *(["vmap of grad"] if shape != "in a branch" else [])):
         assert_same(jax.jit(around(way, ours))(w, x), around(way, theirs)(w, x))
 
@@ -319,16 +319,16 @@ def test_compute_covers_all_of_the_copies_that_it_can(tmp_path: pathlib.Path) ->
     found = {name: read(one) for name, one in compiled.items()}
     copy = 2 * 16384 * 4096
     assert {name: one.host_temp for name, one in compiled.items()} == dict.fromkeys(found, 5 * copy)
-    # One more of the copies is in flight.
+    # One more copy is in flight.
     assert compiled["linked"].temp <= compiled["alone"].temp + copy + 2**16
     matmul = 2 * 16384 * 1024 * 4096 / 790e12
     seconds = 5 * copy / 50e9
-    # Forward, all but the first matmul; backward, the four of each block but those of the first.
+    # Forward, all but the first matmul; backward, the four of each block except the first.
     assert found["linked"].out.covered == pytest.approx(9 * matmul / seconds, rel=1e-6)
     assert found["linked"].back.covered == pytest.approx(16 * matmul / seconds, rel=1e-6)
     assert found["linked"].out.covered == pytest.approx(found["linked"].out.coverable)
     assert found["linked"].back.covered == pytest.approx(found["linked"].back.coverable)
-    # Tied to its own place, one matmul of each block.
+    # Without links, one matmul of each block.
     assert found["alone"].out.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
     assert found["alone"].back.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
 
@@ -354,15 +354,15 @@ def test_a_decoders_copies_are_spread_over_its_compute(tmp_path: pathlib.Path) -
     found = {name: read(one, 4.8e12) for name, one in compiled.items()}
     x = 4 * 16 * 512 * 512
     assert {name: one.host_temp for name, one in compiled.items()} == {"dots": 4 * 9 * x, "last kept": 2 * x}
-    # Four copies a block, which take longer than its compute: none of that is without a copy.
+    # Four copies per block, which take longer than its compute: some copy always runs.
     assert found["dots"].back.count == 16
     assert found["dots"].back.covered >= 0.99 * found["dots"].back.coverable
     assert found["dots"].out.covered >= 0.99 * found["dots"].out.coverable
-    # With a faster link each copy finds compute beside it, but for those of the last block.
+    # With a faster link compute covers each copy, except those of the last block.
     assert read(compiled["dots"], 4.8e12, 400e9).back.covered == pytest.approx(3 / 4, rel=0.02)
-    # Where the last blocks are kept, the first copy has their backward passes to hide behind.
+    # If the last blocks keep their residuals, their backward passes cover the first copy.
     assert found["last kept"].back.covered == pytest.approx(1)
-    # What they keep and two copies in flight, beside one block's working set: three attention matrices, and not four, twice the
+    # Their kept arrays and two copies in flight, and one block's working set: three attention matrices (not four), twice the
     # inside of the feed-forward, and four arrays of the width.
     working_set = 3 * 8 * x + 2 * 4 * x + 4 * x
     assert compiled["last kept"].temp <= working_set + 4 * x

@@ -1,4 +1,4 @@
-"""The report's sentences and notes: that none of them says more than is known, and that nothing is left out silently."""
+"""The report's sentences and notes claim only what is known, and nothing is left out silently."""
 
 from __future__ import annotations
 

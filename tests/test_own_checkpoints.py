@@ -1,4 +1,4 @@
-"""A model's own checkpoints around its blocks give way to the blocks' policies, whatever stands between."""
+"""A policy replaces the model's own checkpoints around its blocks, whatever is between them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Unrolled(nn.Module):
 
 
 class Scanned(nn.Module):
-    """The checkpointed class is scanned itself, as EasyLM, MaxText and OpenPI do."""
+    """The checkpointed class itself is scanned, as in EasyLM, MaxText and OpenPI."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -53,7 +53,7 @@ class Scanned(nn.Module):
 
 
 class Lifted(nn.Module):
-    """The block stands in lifted modules: a `vmap` over two copies, under a `jit`, under a checkpoint, under a scan."""
+    """The block is inside lifted modules: a `vmap` over two copies, under a `jit`, under a checkpoint, under a scan."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ class Lifted(nn.Module):
 
 
 class Inside(nn.Module):
-    """The whole block is computed inside a checkpoint of its own."""
+    """The whole block is computed inside its own checkpoint."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -105,7 +105,7 @@ class NnxBlock(nnx.Module):
 
 
 class OfItself(NnxBlock):
-    """The checkpoint stands around the call of the class itself."""
+    """The checkpoint is around the call of the class itself."""
 
     @nnx.remat
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -160,7 +160,7 @@ def of_nnx(model: nnx.Module, block: type) -> tuple[Callable[..., Any], type, An
     return loss, block, params
 
 
-# The models, and the products of their gradient where nothing is computed again.
+# The models, and the products of their gradients without recomputation.
 MODELS: dict[str, tuple[Callable[[], tuple[Callable[..., Any], type, Any]], int]] = {
     "unrolled": (lambda: linen(Unrolled(), Block), 23),
     "scanned": (lambda: linen(Scanned(), ScannedBlock), 24),
@@ -193,7 +193,7 @@ def test_the_policy_takes_the_place_of_the_models_own_checkpoint(name: str) -> N
     counts = [
         matmuls(jax.value_and_grad(f), params, X) for f in (loss, rj.checkpoint_blocks(loss, {block: "full"}), dots, by_layer)
     ]
-    # Each block's first product is computed again, where it is not saved.
+    # Each block's first product is recomputed unless it is saved.
     assert counts == [plain + again, plain + again, plain, plain + again // 2]
     assert_gradients_agree(loss, dots, params)
     assert_gradients_agree(loss, by_layer, params)
@@ -215,7 +215,7 @@ def test_kept_checkpoints_are_a_warning(name: str) -> None:
     kept = rj.checkpoint_blocks(loss, {block: "dots"}, own_checkpoints="keep")
     with pytest.warns(rj.RematWarning, match="own_checkpoints='keep': the blocks are inside the model's own checkpoints"):
         assert matmuls(jax.value_and_grad(kept), params, X) == plain + LAYERS
-    # What is traced with the one choice is not seen with the other.
+    # A trace with one choice is not reused for the other.
     replaced = rj.checkpoint_blocks(loss, {block: "dots"})
     assert matmuls(jax.value_and_grad(replaced), params, X) == plain
 
@@ -230,7 +230,7 @@ def test_a_jit_that_was_traced_before_is_no_shelter() -> None:
 
 @pytest.mark.parametrize("name", ["unrolled", "scanned"])
 def test_replan_by_hand_does_no_harm(name: str) -> None:
-    """What had to be written before, and stands in programs: the blocks keep their policy, whichever is outside."""
+    """Older programs wrote this: the blocks keep their policy, whichever is outside."""
     make, plain = MODELS[name]
     loss, block, params = make()
     inside = rj.checkpoint_blocks(rj.replan(loss, "off"), {block: "full"})
@@ -253,7 +253,7 @@ def test_checkpoints_without_blocks_stay() -> None:
 
 
 def test_a_block_under_remat_by_hand_leaves_what_stands_around_it() -> None:
-    """Only policies that were asked for from outside take the place of what the author wrote."""
+    """Only policies given from outside replace the author's checkpoints."""
     w, x = jnp.ones((8, 8)), jnp.ones((2, 8))
     inner = rj.remat(lambda w, x: jnp.tanh(x @ w) @ w, "dots")
     outer = jax.checkpoint(inner)
@@ -308,7 +308,7 @@ def test_nothing_is_said_where_checkpoints_give_way() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "offload_inputs", "offload: *up:dot_general*; save: @dots"])
 def test_residuals_are_those_of_the_same_model_without_checkpoints(policy: str) -> None:
-    """The kept arrays, to the byte, of a model whose author wrote no checkpoint."""
+    """The kept arrays of a model whose author wrote no checkpoint, to the byte."""
 
     class Plain(nn.Module):
         @nn.compact
@@ -367,7 +367,7 @@ def test_off_is_the_step_as_written() -> None:
     job, plain = wide(), wide(own=False)
     written, without = rj.measure(job, "off"), rj.measure(plain, "off")
     assert (written.policy, without.policy) == ("as written", "off")
-    # Its author wrote `nn.remat`, which is `full`; `everything` keeps what the model without checkpoints does.
+    # Its author wrote `nn.remat`, which is `full`; `everything` keeps what the model without checkpoints keeps.
     assert written.residual_device_bytes == rj.measure(job, "full").residual_device_bytes
     assert rj.residuals(job, "everything").device_bytes == without.residual_device_bytes
     assert written.replaced_checkpoints == 0
@@ -390,7 +390,7 @@ def test_a_plan_is_that_of_the_model_without_checkpoints_and_applies_to_the_loss
         return (net.apply(params, x) ** 2).mean()
 
     counted = [matmuls(jax.value_and_grad(f), params, x) for f in (loss, plan.apply(loss))]
-    # As written the first product of each of eight layers is computed again.
+    # As written, the first product of each of eight layers is recomputed.
     assert counted[0] == 48 + 8 and 48 <= counted[1] < counted[0]
     for a, b in zip(*(jax.tree.leaves(jax.grad(f)(params, x)) for f in (loss, plan.apply(loss))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The pages that need no PyTorch: their Python runs, their figures are those of the code."""
+"""The pages that need no PyTorch: their Python runs, and their figures are those of the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = "LAYERS, WIDTH, BATCH, LENGTH = 8, 512, 32, 1024"
 
 @pytest.fixture(autouse=True)
 def a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Files go to the test's folder, where what a page wrote can be imported; one compilation suffices."""
+    """Files go to the test's folder, from which they can be imported; one compilation suffices."""
     monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 1)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -47,7 +47,7 @@ def text_of(page: str, *replaced: tuple[str, str]) -> str:
 
 
 def only_bind(function: Any) -> Any:
-    """A function's signature in its place: what costs many compilations is run by its own example."""
+    """Replaces a function by the binding of its signature: its own example runs what costs many compilations."""
     return inspect.signature(function).bind
 
 
@@ -73,7 +73,7 @@ def test_the_page_on_planning() -> None:
 
 
 def test_five_minutes_at_a_small_size() -> None:
-    """The steps in the page's order: the file, the plan for it, the training with that. What `measure` says is asked below."""
+    """The steps of the page in order: the file, its plan, the training. Another test covers `measure`."""
     text = text_of("docs/start.md", (SIZES, "LAYERS, WIDTH, BATCH, LENGTH = 2, 32, 2, 288"))
     before, after = text.split("## 5. ")
     assert run(before, "start.md", {}) == 1
@@ -87,7 +87,7 @@ def test_five_minutes_at_a_small_size() -> None:
 
 
 def test_what_is_kept_is_what_the_tables_say() -> None:
-    """At the sizes of the pages. What `off` keeps is the derivative rules' of the JAX that is named there."""
+    """At the sizes of the pages. `off` keeps what the derivative rules of the named JAX keep."""
     policies = ("off", "full") if jax.__version__ == "0.10.2" else ("full",)
     written: dict[str, Any] = {}
     run(text_of("docs/start.md").split("## 3. ")[0], "start.md", written)

@@ -1,4 +1,4 @@
-"""The page of a large report in a browser: it sorts, filters, and asks nobody for anything."""
+"""The page of a large report in a browser: it sorts, filters, and makes no requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.browser
 
 
 def report() -> ParityReport:
-    """What a comparison of the size of GPT-2, 124 million parameters, gives; three of its gradients are wrong."""
+    """A comparison of the size of GPT-2, 124 million parameters, with three wrong gradients."""
     made = random.Random(0)
 
     def row(kind: str, name: str) -> TensorRow:
@@ -82,7 +82,7 @@ def tab(browser: Browser, file: Path) -> Tab:
 
 
 def shown(tab: Tab, column: int) -> list[str]:
-    """A column's cells, of the rows that are drawn."""
+    """The cells of a column in the visible rows."""
     return tab.value(
         "[...document.querySelectorAll('#rows tbody tr')].filter(row => row.getClientRects().length)"
         f".map(row => row.cells[{column}].textContent)"
@@ -98,7 +98,7 @@ def test_a_click_on_a_head_sorts_and_another_turns_the_order_round(tab: Tab) -> 
     tab.click("#rows th button", nth=4)
     assert shown(tab, 4) == norms[::-1]
     assert tab.value("[...document.querySelectorAll('#rows th')].map(head => head.ariaSort).join()").count("none") == 7
-    tab.click("#rows th button", nth=1)  # names: the layers in the order of their numbers
+    tab.click("#rows th button", nth=1)  # names: the layers in numerical order
     layers = [name.split(".")[1] for name in shown(tab, 1) if name.startswith("h.")]
     assert layers == sorted(layers, key=int) and layers[-1] == "11"
 
@@ -129,7 +129,7 @@ def test_it_opens_where_it_went_wrong(tab: Tab) -> None:
         "[...document.querySelectorAll('.tree details[open] > summary')].map(one => one.textContent.split(' ')[0])"
     )
     assert opened == ["GPT2LMHeadModel", "h", "2", "ln_2", "3", "attn", "c_attn"]
-    # Residuals on the device and on the host, and the peak: in two panels, but the peak's bars have one part each.
+    # Residuals on device and host, and the peak, in two panels; the peak's bars have one part each.
     assert tab.value("document.querySelectorAll('.broad rect:has(title)').length") == (2 * 2 + 1) * 6
 
 

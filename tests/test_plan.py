@@ -1,4 +1,4 @@
-"""`rj.plan` on real models: the compiled step fits, nothing that fits is faster, what is applied is what was compiled."""
+"""`rj.plan` on real models: the compiled step fits, nothing that fits is faster, and the applied step is the compiled one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_no_named_policy_that_fits_is_faster(made):
     fits = [one for one, report in zip(named, reports, strict=True) if report.device_bytes <= BUDGET]
     assert "full" in {one.name for one in fits} and all(plan.seconds <= one.seconds for one in fits)
     full = next(one for one in fits if one.name == "full")
-    # What was not compiled fits by its prediction: on JAX 0.11.2 `dots` does so.
+    # A step that was not compiled fits by its prediction: on JAX 0.11.2 `dots` does.
     assert plan.seconds < plan.best_named.seconds <= full.seconds
     assert plan.base_seconds == next(one.seconds for one in plan.named if one.name == "everything")
 
@@ -87,9 +87,9 @@ def test_six_compilations_at_most_and_each_is_told(made):
 
 
 def test_one_residual_more_was_compiled_and_does_not_fit(made):
-    """Each residual of a layer is 1 MiB, three of them more is what a run of three layers would need."""
+    """Each residual of a layer is 1 MiB; a run of three layers would need three more."""
     plan, _ = made
-    # Earlier plans said more in the same note.
+    # Earlier plans had a longer note here.
     assert plan.is_maximal and not replace(plan, notes=(f"{NOT_MAXIMAL}; and why",)).is_maximal
     assert any(BUDGET < size < BUDGET + 4 * MIB for _, size in plan.tried)
 
@@ -105,7 +105,7 @@ def test_the_parts_are_the_policies(made):
     table = rj.residuals(job(scanned=True), dict(plan.policies))
     of_blocks = sum(row.bytes for row in table if row.action == "save" and ("#" in row.name))
     assert kept == of_blocks
-    # The product of `up` is what computing again costs: once for each layer that keeps neither it nor what follows.
+    # The product of `up` is the recomputation's cost: once for each layer that keeps neither it nor what follows.
     again = [
         part.layers for part in plan.parts if any(row.action == "recompute" and "tanh" in row.residual for row in part.rows)
     ]
@@ -119,7 +119,7 @@ def test_the_frontier_falls_and_has_the_plan(made):
         len(places) >= 4 and places == sorted(places) and sorted((s for _, s in places), reverse=True) == [s for _, s in places]
     )
     assert (plan.device_bytes, plan.seconds) in places
-    # Of a budget of 8 MB the next half MiB, which buys a part of what the fastest step would.
+    # The next half MiB of a budget of 8 MB, which buys a part of the fastest step's residuals.
     assert plan.next_bytes == 2**19 and 0 < plan.next_gib_seconds < plan.seconds - places[-1][1]
 
 
@@ -152,7 +152,7 @@ def test_it_says_why_in_words(made):
 
 
 def test_in_a_scan_more_memory_than_the_fastest_plan_needs_is_left_alone():
-    """The stacks of a scan cost more than recomputing what fuses: the tangent alone is kept."""
+    """Stacks of a scan cost more than recomputing fusing operations: only the tangent is kept."""
     plan = rj.plan(job(scanned=True), "1 GiB", "cpu")
     assert plan.texts == {"MlpLayer": "save: layers:tanh#0"}
     assert plan.seconds < plan.base_seconds and plan.recompute_flops == 0 and plan.next_gib_seconds is None
@@ -244,7 +244,7 @@ def test_rates_that_are_no_numbers_are_refused():
 
 
 def test_for_a_gpu_offload_is_planned_where_layers_are_unrolled():
-    """Three layers compiled for an H200: within the budget, with host memory where that is faster than computing again."""
+    """Three layers compiled for an H200: within the budget, with host memory where it is faster than recomputing."""
     work = job(rows=65536, layers=3)
     plan = rj.plan(work, "150 MiB", "h200")
     assert plan.device_bytes <= 150 * MIB and len(plan.tried) <= MOST_COMPILED + MORE_COMPILED + UNMOVED_COMPILED

@@ -1,4 +1,4 @@
-"""`rj.largest_batch`: which batches are asked, and which one is the answer."""
+"""`rj.largest_batch`: the batches that it tries, and its answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.plan_models import job
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """A compiler that is a formula of the rows; what it is asked is kept."""
+    """A compiler that is a formula of the rows and records its calls."""
     asked = []
 
     def install(needs, nothing_compiled_above=10**9):
@@ -82,6 +82,6 @@ def test_bad_arguments(compiler):
 
 
 def test_a_jump_in_memory_is_bisected(compiler):
-    """Two batches say that the limit lies close above the smaller one, again and again."""
+    """Two batches say repeatedly that the limit is just above the smaller one."""
     asked = compiler(lambda rows: rows if rows <= 500 else 1_000_000 + rows)
     assert rj.largest_batch(job, 2000, "cpu").batch == 500 and len(asked) <= 40

@@ -80,7 +80,7 @@ def test_another_mesh_is_refused(plan):
 
 
 def test_arrays_on_another_mesh_are_refused_where_no_mesh_is_set(plan):
-    """The arrays say which mesh they are on, in a jit too: one of two devices of which only types are needed."""
+    """The arrays carry their mesh, also inside a jit: one of two devices of which only types are needed."""
     mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     tokens = jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype, sharding=place)
@@ -99,7 +99,7 @@ def test_what_it_was_made_for_is_in_its_file_and_older_files_are_read(plan, tmp_
     (tmp_path / "old.json").write_text(json.dumps(data))
     old = rj.Plan.load(tmp_path / "old.json")
     assert (old.model.mesh, old.model.checkpoints) == (None, None)
-    # What the file does not say is not looked at; the batch is.
+    # Properties that the file does not state are not compared; the batch is.
     assert jax.eval_shape(old.apply(loss_of(nn.remat(Layer))), PARAMS, TOKENS).shape == ()
     with pytest.raises(PlanningError, match="planned for tokens"):
         jax.eval_shape(old.apply(loss_of()), PARAMS, jnp.ones((128, 32)))

@@ -1,4 +1,4 @@
-"""The benchmark of plans: its policies reach what MaxText's name, and a claim that fails is the exit status."""
+"""The benchmark of plans: its policies select MaxText's tensors, and a failed claim is the exit status."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def case(name: str) -> tuple[Case, Described]:
     return found, describe(found.workload, "h200")
 
 
-# MaxText's policies. The operations of each tensor's product in one layer, from the published sizes.
+# MaxText's policies, and the operations of each tensor's product in one layer, from the published sizes.
 
 
 def transformer(
     rows: int, width: int, heads: int, queries: int, keys: int, hidden: int, length: int, *, gated: bool
 ) -> dict[str, int]:
-    """The operations of each product of one layer over so many rows; `queries` and `keys` are the widths of these."""
+    """The operations of each product of one layer for a number of rows; `queries` and `keys` are their widths."""
     product = lambda inner, outer: 2 * rows * inner * outer  # noqa: E731
     names = {"query_proj": product(width, queries), "key_proj": product(width, keys), "value_proj": product(width, keys)}
     names |= {"scores": product(length, queries), "context": product(length, queries), "out_proj": product(queries, width)}
@@ -54,7 +54,8 @@ MLP = {"mlpwi": 2 * 8192 * 1024 * 4096, "mlpwo": 2 * 8192 * 4096 * 1024}
 
 
 QKV, WIDER = ("query_proj", "key_proj", "value_proj"), ("mlpwi_0", "mlpwi_1")
-# What backward computes again; the layer's last product is read by nothing in its backward pass, and scores are never named.
+# The products that backward recomputes. Nothing in the backward pass reads the layer's last product, and scores are never
+# named.
 AGAIN = {
     "minimal_with_context": ("scores",),
     "minimal": ("scores", "context"),
@@ -69,7 +70,7 @@ AGAIN = {
     "custom, Llama 405B": ("scores", "context", *WIDER),
     "full": (*QKV, "scores", "context", "out_proj", *WIDER),
 }
-# A fused projection has a name of its own in MaxText, which what offloads does not list.
+# MaxText names a fused projection differently, and its offloading policies do not list it.
 AGAIN_FUSED = {
     "minimal_with_context": ("scores",),
     "save_qkv_proj": ("scores", "context", "out_proj", "mlpwi"),
@@ -94,18 +95,18 @@ def test_a_policy_of_maxtext_s_computes_the_products_again_that_it_does_not_name
 
 def test_what_is_saved_and_offloaded_has_the_bytes_of_the_tensors():
     model, described = case("unrolled")
-    texts, token = rivals.policies(model), 2 * 4 * 1024  # one number in bfloat16 for each token
+    texts, token = rivals.policies(model), 2 * 4 * 1024  # one number in bfloat16 per token
     least = kept_bytes(described, "full")[0]
     saved, away = kept_bytes(described, texts["MaxText save_qkv_proj"])
     assert (saved - least, away) == (LAYERS * token * (2048 + 512 + 512), 0)
     saved, away = kept_bytes(described, texts["MaxText qkv_proj_offloaded"])
     assert (saved - least, away) == (0, LAYERS * token * (2048 + 512 + 512))
-    # The layers' inputs go too, and not what all layers share: tables of rotations and the causal mask.
+    # The layers' inputs move too, but not shared arrays: tables of rotations and the causal mask.
     assert kept_bytes(described, texts["MaxText custom, Llama 70B"])[1] == away + LAYERS * token * 2048
 
 
 def test_the_kernel_s_two_outputs_are_one_tensor():
-    """Its output alone would not keep it from running again."""
+    """Its output alone would not avoid the recomputation."""
     model, described = case("pallas")
     roles = next(iter(model.roles.values()))
     rows_, kept = 4 * 1024, [kept_bytes(described, text)[0] for text in (f"save: {roles['context']}", "full")]
@@ -141,7 +142,7 @@ def test_policies_that_are_equal_here_are_asked_once_and_keep_their_names(monkey
     monkeypatch.setattr(rivals, "measure_many", measured)
     found = {one.name: one for one in rivals.rivals(model, described, "h200")}
     assert "MaxText save_qkv_proj" in found["full"].names and len(asked[0]) == len(set(asked[0]))
-    # In this scan, what keeping costs is more than what recomputing does.
+    # In this scan keeping costs more than recomputing.
     off, full, dots = (found[name].extra_seconds for name in ("off", "full", "dots"))
     assert found["off"].seconds == 2.0 and off > full > dots
 
@@ -155,7 +156,7 @@ def test_the_best_is_the_fastest_that_fits():
     assert rivals.best_within([off, small, slow], 4) is slow and rivals.best_within([off], 8) is None
 
 
-# One residual more.
+# One more residual.
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def all_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slope(job: rj.Workload) -> str:
-    """The name of the other residual of a layer, 1 − tanh²: that of the operation it is in this version of JAX."""
+    """The name of the layer's other residual, 1 − tanh²: that of the operation in this version of JAX."""
     (name,) = {row.name for row in rj.residuals(job, "everything") if row.name.startswith("layers:")} - {"layers:tanh#0"}
     return name
 
@@ -188,7 +189,7 @@ def test_each_further_residual_is_the_plan_with_that_one_saved(all_are_worth_it:
 
 
 def test_a_run_with_one_residual_more_stays_a_scan_of_its_own(all_are_worth_it: None):
-    """Though it does what its neighbour does then, or did before."""
+    """Although it has the policy of its neighbour then, or had before."""
     job = plan_models.job(scanned=True)
     described, other = describe(job, "h200"), slope(job)
     policies = {plan_models.MlpLayer: rj.LayerPolicies.parse("3 x full || 1 x full | 2 x save: layers:tanh#0")}

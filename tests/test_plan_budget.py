@@ -1,4 +1,4 @@
-"""Budgets: what each way of writing one stands for, and what is refused."""
+"""Budgets: the meaning of each form, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a scanned stack is cut: what a layer needs that is a scan by itself, and a search that tries it."""
+"""Cuts of a scanned stack: the memory of a layer in a scan of its own, and a search that tries it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.test_plan_search import LAYER, NAMED, SAVE, STACK, Searched, own
 
 
 def cut(candidate, cuts):
-    """As `recut`, for the six equal layers of `STACK`."""
+    """`recut` for the six equal layers of `STACK`."""
     what = candidate.choices
     return replace(candidate, cuts=tuple(at for at in cuts if at and what[at - 1] == what[at]))
 
 
 def searched(budget, size, **options):
-    """A search in a scanned stack; `size` says what a candidate needs."""
+    """A search in a scanned stack; `size` returns the bytes of a candidate."""
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     given = {"scanned": True, "most_runs": 3, "recut": cut, **options}
     return Searched(budget, able, lambda some: [Compiled(size(one), 0) for one in some], **given)
@@ -44,7 +44,7 @@ TRUTH = replace(STACK, fixed_bytes=1700.0)
 
 
 def alone_is_cheap(candidate):
-    """A step needs a fifteenth less where its last layer is a scan by itself."""
+    """A step needs a fifteenth less if its last layer is in a scan of its own."""
     alone = runs(STACK, candidate.choices, candidate.cuts)[-1] == (5, 6) if candidate.choices else False
     return round(predicted(TRUTH, candidate.loads) * (14 / 15 if alone else 1))
 
@@ -59,14 +59,14 @@ def job():
 
 @pytest.fixture(scope="module")
 def sizes(job):
-    """Of four layers, the last kept, the last two cut, and the last two in one scan, compiled for an H200."""
+    """Four layers: the last kept, the last two cut, and the last two in one scan, compiled for an H200."""
     last = ("|| 1 x full | 1 x everything", "| 1 x everything || 1 x everything", "| 2 x everything")
     texts = [f"2 x full {text}" for text in last]
     return [one.device_bytes for one in measure_many(job, texts, "h200")]
 
 
 def test_a_scan_of_one_layer_needs_what_its_policy_says(sizes):
-    """What one layer more keeps, 32 MiB, and less than in one scan of two, whose rows are stacked.
+    """One more layer keeps 32 MiB, and less than in one scan of two, whose rows are stacked.
 
     Against one that is kept already: with some versions of JAX the last layer keeps for nothing, where it would compute again.
     """
@@ -95,7 +95,7 @@ def test_cuts_are_of_scans_and_between_layers_that_do_the_same():
 
 @pytest.mark.parametrize("budget", [3900, 4300, 4500, 5500])
 def test_no_residual_more_fits_with_the_runs_as_they_are(budget):
-    """One that makes a run do what its neighbour does leaves the two apart: together they would need more."""
+    """A run that has its neighbour's policy stays separate: together they would need more."""
     search = searched(budget, alone_is_cheap)
     best = search.run()
     assert best.compiled.device_bytes <= budget and search.proposals.is_maximal(best)
@@ -107,7 +107,7 @@ def test_no_residual_more_fits_with_the_runs_as_they_are(budget):
 
 
 def test_a_plan_for_all_layers_alike_is_compiled_before_a_cut_one_is_the_last_word():
-    """Though one was compiled before, and did not fit: the fastest that is predicted to fit by the steps without a cut."""
+    """Although one was compiled before and did not fit: the fastest plan predicted to fit by the steps without a cut."""
     search = searched(5400, alone_is_cheap)
     full, everything, dots = (own((NAMED[name],) * 6) for name in ("full", "everything", "dots"))
     mixed = own((NAMED["full"],) * 4 + (NAMED["everything"],) * 2)
@@ -118,7 +118,7 @@ def test_a_plan_for_all_layers_alike_is_compiled_before_a_cut_one_is_the_last_wo
 
 
 def test_of_a_named_policy_too_one_residual_more_is_compiled():
-    """Where choices do the same as it does: it must not be the fastest only because nobody asked."""
+    """If choices are equivalent to a named policy, it must not be the fastest only because nobody tried it."""
     named = replace(own((NAMED["full"],) * 6, name="full"), like=(NAMED["full"],) * 6)
     asked = []
 
@@ -172,7 +172,7 @@ def test_steps_that_are_cut_say_nothing_of_those_that_are_not():
 
 @pytest.mark.parametrize("name", ["full", "offload_inputs", "offload: @dots", "dots"])
 def test_the_parts_of_a_plan_cost_what_the_plan_costs(name):
-    """Copies that nothing hides are those of the very last layer, too; all of them pass through the device's memory."""
+    """The very last layer's copies, which nothing hides, count too; all of them use the device's memory bandwidth."""
     described = describe(plan_models.job(rows=65536, layers=3), "h200")
     candidate = named_candidate(described, name)
     parts = parts_of(described, described.stack, candidate)
@@ -188,7 +188,7 @@ class Sine(nn.Module):
 
 
 def test_a_named_policy_is_the_program_of_its_choices():
-    """A residual that is only made on the way to others, a product before its sine, is computed again under both."""
+    """A residual that is only an intermediate, a product before its sine, is recomputed under both."""
     model, x = nn.Sequential([Sine(), Sine(), Sine()]), jax.ShapeDtypeStruct((256, 16), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     described = describe(rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Sine), "h200")

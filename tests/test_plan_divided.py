@@ -17,7 +17,7 @@ from remat_jax.planning.program import block_program
 
 
 class Experts(nn.Module):
-    """A block that adds up into zeros, as a dispatch to experts does."""
+    """A block that accumulates into zeros, as a dispatch to experts does."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Plans as files: what comes back, and that no file, however malformed or hostile, does anything but raise our error."""
+"""Plans as files: the round trip, and that any malformed or hostile file raises only our error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
 
 
 def test_figures_of_a_large_cluster_come_back(tmp_path):
-    """A step of 405 billion parameters over 16 million tokens computes more than 2⁶³ FLOPs again."""
+    """A step of 405 billion parameters over 16 million tokens recomputes more than 2⁶³ FLOPs."""
     large = plan(recompute_flops=2 * 405 * 10**9 * 16 * 2**20)
     assert rj.Plan.load(large.save(tmp_path / "plan.json")) == large
 
@@ -87,7 +87,7 @@ def test_a_short_file_of_many_layers_is_read_without_a_list_of_them(tmp_path, mo
     tracemalloc.start()
     try:
         found = rj.Plan.load(path)
-        # A list of so many runs of one layer is 6 MB.
+        # A list of this many runs of one layer is 6 MB.
         assert tracemalloc.get_traced_memory()[1] < 2**21
     finally:
         tracemalloc.stop()
@@ -196,7 +196,7 @@ def places(data, at=()):
 
 
 def test_hostile_values_anywhere_raise_our_error_or_load(tmp_path):
-    """A thousand files with one value each replaced by something else."""
+    """A thousand files with one value replaced in each."""
     good = json.loads(json.dumps(plan().to_dict()))
     everywhere = [place for place in places(good) if place]
     draw, loaded = random.Random(0), 0
@@ -236,7 +236,7 @@ def test_hostile_values_anywhere_raise_our_error_or_load(tmp_path):
 
 def test_null_in_any_place_is_our_error_or_a_plan_that_can_be_shown(tmp_path):
     loaded, made = [], plan()
-    # Several that fit are compared.
+    # If several fit, they are compared.
     made = replace(made, named=(*made.named, *made.named))
     for at in filter(None, places(made.to_dict())):
         data = made.to_dict()

@@ -1,4 +1,4 @@
-"""Plans below `full`: groups of layers, where the inputs of single layers are too much."""
+"""Plans below `full`: groups of layers, if the inputs of single layers are too large."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def planned(job, full):
 def test_layers_are_in_groups_where_their_inputs_are_too_much(job, full, planned):
     (policies,) = planned.policies.values()
     assert planned.device_bytes <= planned.budget == int(0.9 * full) and len(policies.groups) == 1
-    # No more groups than it takes: their inputs are the difference, to a hundredth of what is there.
+    # No more groups than necessary: their inputs are the difference, to a hundredth of the available memory.
     assert planned.device_bytes == pytest.approx(planned.predicted_bytes, rel=0.01)
     assert rj.measure(job, dict(planned.policies), "h200").device_bytes == planned.device_bytes
     again = rj.measure(job, "full", "h200")
@@ -105,7 +105,7 @@ def test_groups_are_a_candidate_where_the_link_makes_offload_slow(rate, grouped)
     assert before.candidate.host_bytes > 0 and len(asked) - compiled == grouped
     assert bool(best.candidate.grouped) == grouped and best.compiled.device_bytes <= found.budget
     if grouped:
-        # Over saving everything: all layers once more, and three of the groups' layers but the last a second time.
+        # Over saving everything: all layers once more, and three of each group's layers (all but the last) a second time.
         again = full.seconds + 3 * stack.blocks[0].forward_seconds
         assert best.candidate.seconds == pytest.approx(again) and best.candidate.seconds < before.candidate.seconds
 

@@ -1,4 +1,4 @@
-"""What a step is given before it computes anything: on the device, and not on the host; and what to do where it is too much."""
+"""A step's arguments that fill the device before it computes anything, and the advice if they are too large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled time is the last word among compiled steps that fit; what was not compiled is estimated at their pace."""
+"""The compiled time decides among compiled steps that fit; other steps are estimated at their pace."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_model_as_written_lies_between_keeping_everything_and_full(monkeypatch
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_full_is_compiled_too_where_the_traced_estimate_is_near() -> None:
-    """In a scan, keeping may cost more than the traced estimate says: `full` is the fastest of three compiled steps here."""
+    """In a scan keeping may cost more than the traced estimate says: `full` is the fastest of three compiled steps here."""
     made = rj.plan(job(scanned=True), "16 MiB", "h200")
     assert {name for name, _ in made.tried} == {"off", "a plan", "full"}
     assert made.timed and dict(made.policies) == {MlpLayer: rj.Policy.parse("recompute: *")}

@@ -1,4 +1,4 @@
-"""`rj.plan` where things are unusual: workloads that are legal and rare, compilers that fail, time that runs out."""
+"""`rj.plan` in unusual cases: legal but rare workloads, failing compilers, timeouts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def nested():
 
 
 def test_layers_in_nested_scans_are_planned_alike():
-    """They cannot have policies of their own; what each of them may keep is chosen all the same."""
+    """They cannot have different policies, but the plan still chooses what each keeps."""
     work = nested()
     full, most = (report.device_bytes for report in measure_many(work, ("full", "off"), "cpu"))
     found = rj.plan(work, (full + most) // 2, "cpu")
@@ -104,13 +104,13 @@ def test_tracing_is_within_the_timeout_too(monkeypatch):
     monkeypatch.setattr(compiling, "export_step", after(10.0, export_step))
     monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
     found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=40)
-    assert found.device_bytes <= BUDGET and now[0] == 30.0  # one pair, where two would end after 60
+    assert found.device_bytes <= BUDGET and now[0] == 30.0  # one pair; two would end after 60
     assert any("The search ended after timeout=40 s" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("solved", [0, 3])
 def test_the_frontier_is_within_the_timeout_too(monkeypatch, solved):
-    """The clock reaches the timeout while the frontier is read: before anything is solved for, or after three budgets."""
+    """The clock reaches the timeout while the frontier is computed: before the first solution, or after three budgets."""
     solve, asked, reading, now = Proposals.solve, [], [], [0.0]
 
     def slow(self, stack, budget, **options):
@@ -129,7 +129,7 @@ def test_the_frontier_is_within_the_timeout_too(monkeypatch, solved):
     found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30, progress=told)
     assert len(asked) == solved and all(one <= 30 for one in asked)
     assert sum("Not shown: the whole frontier; after timeout=30 s" in note for note in found.notes) == 1
-    # Stacking what is kept costs more than a product.
+    # Stacking a kept array costs more than a product.
     assert found.device_bytes <= BUDGET and found.seconds < found.base_seconds
     predicted = [one for one in found.frontier if not one.compiled and one.name == ""]
     if solved:
@@ -164,7 +164,7 @@ def test_a_named_policy_that_was_not_shown_not_to_fit_is_compiled_at_last(monkey
 
 
 def test_what_could_not_be_compiled_stands_beside_what_was():
-    """`off` and `everything` take the same time by the estimate; of one of them the size is not known."""
+    """`off` and `everything` take the same time by the estimate; the size of one is unknown."""
     named = (
         Point("off", None, 0, 0.012, True),
         Point("everything", 120 * MIB, 0, 0.012, True),

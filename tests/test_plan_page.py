@@ -1,4 +1,4 @@
-"""A plan's page and picture: what is in them, and that the page asks no server for anything."""
+"""A plan's page and picture: their contents, and that the page makes no requests."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_the_page_has_the_plan_and_asks_for_nothing():
 
 
 def test_the_page_shows_the_picture_that_is_saved():
-    """Drawn for a wide window; beside it there is one for a narrow window."""
+    """Drawn for a wide window, beside a picture for a narrow window."""
     text, saved = page(plan()), picture(plan(), title="")
     assert saved.html() in text and saved.svg() == saved.html().replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
     assert picture(plan(), title="", width=NARROW).html() in text
-    # The script finds the points of the line, and the ring that it moves, by their names.
+    # The script finds the line's points, and the ring that it moves, by their names.
     for width in (WIDTH, NARROW):
         groups = {one.get("data-series"): list(one) for one in ElementTree.fromstring(picture(plan(), width=width).svg())}
         marks, (ring,) = groups["frontier"], groups["the plan"]
@@ -93,7 +93,7 @@ def test_the_picture_has_every_policy_and_the_budget():
     slow = (*plan().named, Point("slow", 70 * MIB, 0, 0.2, False))
     drawn = ElementTree.fromstring(picture(plan(named=slow)).svg())
     texts = [one.text for one in drawn.iter(f"{SVG}text")]
-    # At the upper edge, a quarter above the slowest of the line, and no tick is anywhere near its time.
+    # At the upper edge, a quarter above the slowest point of the line; no tick is near its time.
     assert "slow ↑ 200 ms" in texts and "20" not in texts and "200" not in texts
     with pytest.raises(ValueError, match="frontier is empty"):
         frontier_figure([], [], FrontierPoint(1, 1.0, True, ""), 1, "t")

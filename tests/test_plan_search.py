@@ -1,4 +1,4 @@
-"""The search for a plan and its refit, with a compiler that is a formula: what it compiles, what it returns, when it ends."""
+"""The search for a plan and its fit, with a compiler that is a formula: its compilations, its result, its end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Searched:
 
 
 def searched(budget, truth, *, host=math.inf, stack=STACK, named=NAMED, sound=lambda one: True, **options):
-    """A search, and all that was compiled: `truth` is the stack by which the compiler lays memory out."""
+    """A search and all its compilations; `truth` is the stack that determines the compiler's memory."""
     asked = []
 
     def compile_them(candidates):
@@ -79,7 +79,7 @@ def test_a_fit_finds_what_the_compiler_does():
     found = fitted(STACK, seen, 6000.0)
     assert found.fixed_bytes + 500 == pytest.approx(2200, rel=0.02)
     assert found.blocks[0].recomputed_share == pytest.approx(0.4, abs=0.08)
-    # Exact where it was compiled nearest to the budget, near elsewhere.
+    # Exact at the compiled step nearest to the budget, close elsewhere.
     assert predicted(found, loads(6)) == pytest.approx(seen[1].device_bytes, abs=1e-6)
     assert predicted(found, loads(3)) == pytest.approx(predicted(TRUTH, loads(3)), rel=0.03)
     assert fitted(STACK, [], 5000.0) is STACK
@@ -95,7 +95,7 @@ def test_the_plan_fits_and_no_named_policy_that_fits_is_faster_and_six_are_compi
         other = own((choices,) * 6, name=name)
         if predicted(TRUTH, other.loads) <= budget:
             assert best.candidate.seconds <= other.seconds
-    # No one residual of a run of layers could be saved as well and save time.
+    # No residual of a run of layers could be saved as well and save time.
     if best.candidate.choices is not None:
         for changed in one_residual_more(STACK, best.candidate.choices):
             more = own(changed)
@@ -103,7 +103,7 @@ def test_the_plan_fits_and_no_named_policy_that_fits_is_faster_and_six_are_compi
 
 
 def test_all_in_all_it_is_the_fastest_there_is():
-    """Against every count of three policies in the order of the planner's."""
+    """Against every count of three policies in the planner's order."""
     budget = 4700
     best = searched(budget, TRUTH)[0].run()
     every = [(SAVE, AGAIN, AGAIN), (SAVE, SAVE, AGAIN), (SAVE, AGAIN, SAVE), (SAVE, SAVE, SAVE)]
@@ -172,7 +172,7 @@ def test_a_named_policy_that_needs_less_than_predicted_is_not_passed_over():
 
 @pytest.mark.parametrize(("shrinks", "returned"), [(0.6, "dots"), (1.0, "")])
 def test_a_named_policy_that_might_fit_is_compiled_however_large_it_is_predicted(shrinks, returned):
-    """What it keeps fits, and the working set may turn out smaller than for any plan before: only compiling tells."""
+    """Its kept bytes fit, and its working set may be smaller than any plan's before: only compiling tells."""
     dots = own((NAMED["dots"],) * 6, name="dots")
     budget = predicted(TRUTH, dots.loads) / 1.15
     assert sum(load.saved for load in dots.loads) < budget < predicted(STACK, dots.loads)
@@ -204,7 +204,7 @@ def test_what_was_not_shown_is_known(monkeypatch):
 
 
 def test_an_optimizers_state_on_the_host_counts_against_its_budget():
-    """500 bytes are there whatever the plan: of 1400, 900 are left for activations."""
+    """500 bytes are always allocated: of 1400, 900 are left for activations."""
     link = HostLink(1000.0, 1000.0)
     stack = replace(STACK, link=link, blocks=(replace(LAYER, fetched_share=0.0),))
 
@@ -225,7 +225,7 @@ def test_runs_are_of_one_block_and_one_policy():
 
 
 def test_the_least_is_no_more_than_any_named_policy_needs():
-    """Different blocks, each once, and shares of 1: keeping is then as good as computing again in a block by itself."""
+    """Different blocks, each once, and shares of 1: keeping is then as good as recomputing in a single block."""
     blocks = tuple(replace(LAYER, name=f"layer {index}", repeats=1, working_bytes=500.0 + index) for index in range(6))
     stack = Stack(blocks, fixed_bytes=1000.0)
     search, _ = searched(4000, stack, stack=stack)
@@ -235,7 +235,7 @@ def test_the_least_is_no_more_than_any_named_policy_needs():
 
 
 def test_a_host_budget_that_is_never_reached_is_none():
-    """What fits by offloading alone fits with so much host memory as well, and with as much as it needs."""
+    """A plan that fits only with offload also fits with that much host memory, and with as much as it needs."""
     link = HostLink(1000.0, 1000.0)
     stack = replace(STACK, link=link, blocks=(replace(LAYER, fetched_share=0.0, recomputed_share=0.0),))
     named = {"full": NAMED["full"]}
@@ -246,7 +246,7 @@ def test_a_host_budget_that_is_never_reached_is_none():
 
 
 def test_the_leanest_is_compiled_before_nothing_is_said_to_fit():
-    """Whatever saves a byte needs one byte too many; only what saves nothing fits."""
+    """A plan that saves any byte needs one byte too many; only a plan that saves nothing fits."""
     full = own((NAMED["full"],) * 6, name="full")
 
     def compile_them(candidates):
@@ -279,14 +279,14 @@ def test_a_plan_that_cannot_be_compiled_is_not_the_last_one():
 
 
 def test_where_layers_must_do_the_same_the_leanest_plan_does_too():
-    """Keeping all in the last layer would take no more, and saves time: nothing is behind it."""
+    """Keeping everything in the last layer takes no more memory and saves time, because no block follows it."""
     for most_runs, policies in ((None, 2), (1, 1)):
         search, _ = searched(4000, STACK, most_runs=most_runs)
         assert len(set(search.proposals.frontier(STACK, 1, lambda: False)[0].choices)) == policies
 
 
 def test_while_much_is_left_more_is_compiled_until_nothing_is_worth_it():
-    # Two compilations are the leanest policy and a first plan, by a prediction that is too large: much is left.
+    # Two compilations are the leanest policy and a first plan, by a prediction that is too large: much room is left.
     truth = replace(STACK, blocks=(replace(LAYER, working_bytes=100.0),))
     stack = replace(STACK, blocks=(replace(LAYER, working_bytes=1500.0),))
     search, asked = searched(4900, truth, stack=stack, most_compiled=2)
@@ -297,7 +297,7 @@ def test_while_much_is_left_more_is_compiled_until_nothing_is_worth_it():
     assert 2 < len(search.fit.tried) <= 2 + MORE_COMPILED
     every = [(SAVE, AGAIN, AGAIN), (SAVE, SAVE, AGAIN), (SAVE, SAVE, SAVE)]
     plans = [own((one,) * first + (two,) * (6 - first), stack) for first in range(7) for one in every for two in every]
-    # A step that is not worth its compilation does not correct the prediction of the next one either.
+    # A step that is not worth its compilation does not correct the next prediction either.
     assert best.candidate.seconds <= min(one.seconds for one in plans if predicted(truth, one.loads) <= 4900) + 2 * WORTH
 
 

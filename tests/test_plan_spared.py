@@ -1,4 +1,4 @@
-"""A search with host memory, and one whose compiler needs less than any formula says."""
+"""A search with host memory, and a search whose compiler needs less than any formula says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_link(rate, stack, **shares):
 @pytest.mark.parametrize("budget", [2900, 3200, 3500, 4500])
 @pytest.mark.parametrize("rate", [500.0, 1000.0])
 def test_more_host_memory_is_never_slower(rate, budget):
-    """The first guess takes a seventh of what the compiler needs for what it fetches."""
+    """The first guess is a seventh of what the compiler needs for fetched arrays."""
     stack, truth = (with_link(rate, one, **shares) for one, shares in ((STACK, {"fetched_share": 0.3}), (TRUTH, {})))
     found = []
     for host in (0.0, 700.0, math.inf):
@@ -37,7 +37,7 @@ def test_more_host_memory_is_never_slower(rate, budget):
 
 
 def test_beside_a_plan_that_offloads_the_fastest_without_the_host_is_asked_for():
-    """Priced as a whole, an offload takes longer than the solver knows, which adds up residuals."""
+    """Priced as a whole, an offload takes longer than the solver's sum over residuals."""
     stack = with_link(1000.0, TRUTH)
     search, _ = searched(3500, stack, stack=stack)
     priced = search.proposals.own
@@ -47,7 +47,7 @@ def test_beside_a_plan_that_offloads_the_fastest_without_the_host_is_asked_for()
 
 
 def test_the_fastest_plan_without_the_host_is_compiled_too_if_a_step_offloads():
-    """For the last word: by the estimate it is slower, and copies may wait for more than is estimated."""
+    """For the final choice by compiled time: by the estimate it is slower, and copies may wait longer than estimated."""
     stack = with_link(2000.0, TRUTH)
     search, asked = searched(3500, stack, stack=stack)
     best = search.run()
@@ -68,7 +68,7 @@ def test_the_fastest_plan_without_the_host_is_compiled_too_if_a_step_offloads():
 
 
 def test_a_step_that_keeps_everything_can_save_no_residual_more():
-    """Also in a scan, where keeping has a price, so that the step is not the fastest."""
+    """Also in a scan, where keeping has a price, so the step is not the fastest."""
     search, _ = searched(10_000, TRUTH)
     off, dots = (Tried(StepCandidate(name, (Load(800, 0, 0),) * 6, 0.5), Compiled(5800, 0), 5800) for name in ("off", "dots"))
     assert search.proposals.is_maximal(off) and not search.proposals.is_maximal(dots)
@@ -76,7 +76,9 @@ def test_a_step_that_keeps_everything_can_save_no_residual_more():
 
 @pytest.mark.parametrize("spares", [-300, 0, 300])
 def test_a_plan_offloads_only_what_does_not_fit_without(spares):
-    """Every step that offloads needs so much less, however much it moves: only one that moves nothing shows it."""
+    """Every step that offloads needs less by the same amount, however much it moves: only a step that moves nothing shows
+    it.
+    """
     stack = with_link(2000.0, TRUTH, fetched_share=1.0)
 
     def needs(one):
@@ -100,7 +102,7 @@ def test_whether_an_offload_has_to_be_is_asked_where_it_may_not(over, asked, mon
     search.learn([away])
     (best,) = search.fit.tried
     assert [one.loads for one in search.search.unmoved(best)] == [left.loads] * asked
-    # It is asked even where no residual more fits, and beside the compilations that there are for the rest.
+    # The question is asked even if no further residual fits, and beside the compilations for the rest.
     monkeypatch.setattr(search.proposals, "is_maximal", lambda best: True)
     assert search.search._limit == 1 + asked
     search.search._wanted()
@@ -120,7 +122,7 @@ def test_what_may_not_be_saved_has_no_plan_without_the_host():
 
 
 def test_what_was_not_compiled_is_shown_by_the_compiled_step_of_the_nearest_size():
-    """This compiler needs 5000 bytes at most: exact where everything is kept, a prediction is far off where little is."""
+    """This compiler needs at most 5000 bytes: exact if everything is kept; a prediction is far off if little is."""
     search, _ = searched(6000, TRUTH)
     search.compile_them = lambda asked: [Compiled(round(min(5000, predicted(TRUTH, one.loads))), 0) for one in asked]
     full = own((NAMED["full"],) * 6, name="full")
@@ -134,7 +136,7 @@ def test_what_was_not_compiled_is_shown_by_the_compiled_step_of_the_nearest_size
 
 
 def test_a_fit_finds_a_share_that_its_first_guess_hides():
-    """By the guess the peak of the second step is its last block, which offloads nothing; in truth it is the one before."""
+    """By the guess the second step's peak is in its last block, which offloads nothing; in truth it is in the block before."""
     stack, truth = (with_link(1000.0, one, **shares) for one, shares in ((STACK, {"fetched_share": 0.3}), (TRUTH, {})))
     away = (SAVE, OFFLOAD, OFFLOAD)
     steps = [own(one, stack).loads for one in ((NAMED["full"],) * 6, (*[away] * 5, NAMED["off"]), (*[away] * 5, NAMED["dots"]))]
@@ -163,7 +165,7 @@ def test_a_residual_that_is_offloaded_may_be_saved_as_well():
 
 @pytest.mark.parametrize(("share", "budget"), [(0.5, 4000), (0.7, 3000)])
 def test_a_step_that_needed_less_than_was_predicted_lets_the_next_one_dare_more(share, budget):
-    """XLA needs so much less of all that is kept. Filled only by what is predicted, the room left is halved each time."""
+    """XLA needs much less than all kept bytes. Filled by predictions alone, the remaining room would be halved each time."""
     many = tuple(ResidualCosts(f"r{index}", 60.0 + 7 * index, 0.02 + 0.003 * index, ("x",)) for index in range(16))
     stack = replace(STACK, blocks=(replace(LAYER, residuals=(X, *many), repeats=3, working_bytes=100.0),))
 
@@ -177,7 +179,7 @@ def test_a_step_that_needed_less_than_was_predicted_lets_the_next_one_dare_more(
 
 
 def test_what_keeps_everything_may_fit_though_its_kept_bytes_alone_do_not():
-    """XLA makes again by itself what is cheap: `off` is compiled before the search ends."""
+    """XLA recomputes what is cheap: `off` is compiled before the search ends."""
 
     def compile_them(candidates):
         return [Compiled(round((0.6 if one.name == "off" else 1) * predicted(TRUTH, one.loads)), 0) for one in candidates]

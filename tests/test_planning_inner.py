@@ -17,7 +17,7 @@ from tests.planning_models import WIDTH, step_flops
 
 
 class Attends(nn.Module):
-    """Attention in chunks, each of which computes its scores again in the backward pass, between two products."""
+    """Attention in chunks, each of which recomputes its scores in the backward pass, between two products."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -45,7 +45,7 @@ def test_what_a_checkpoint_in_a_loop_computes_again_for_itself_is_not_its_result
     again = {policy: recompute_flops(found, policy) for policy in ("full", "save: *:reshape#6", "everything")}
     assert again == {policy: step_flops(job, policy) - everything for policy in again}
     projections, result = 3 * 2 * rows * WIDTH**2, 2 * product
-    # Its result kept saves both products of the attention; the scores are computed once more in either case.
+    # Keeping its result saves both products of the attention; the scores are recomputed once more in either case.
     assert again["full"] == 2 * (projections + result + product)
     assert again["save: *:reshape#6"] == 2 * (projections + product)
 
@@ -71,7 +71,7 @@ def twice(p: Any, w1: Any, w2: Any) -> Any:
 
 
 class Loops(nn.Module):
-    """A loop over what it is given, and a product with its result, which may be the block's last."""
+    """A loop over its input, and a product with its result, which may be the block's last product."""
 
     kind: str
 
@@ -128,14 +128,14 @@ def test_without_a_policy_a_checkpoint_of_the_blocks_own_drops_what_it_drops() -
     job, wide = twice_job(rows), 4 * rows * 4 * WIDTH
     found = describe(job, "h200")
     off, everything = (named_candidate(found, name) for name in ("off", "everything"))
-    # The first layer's argument of the sine and its result, computed again by one product.
+    # The first layer's argument of the sine and its result, recomputed by one product.
     assert [b.saved - a.saved for a, b in zip(off.loads, everything.loads, strict=True)] == [2 * wide] * 3
     again = 3 * 2 * rows * WIDTH * 4 * WIDTH
     assert recompute_flops(found, "off") == again == step_flops(job, "off") - step_flops(job, "everything")
     assert off.seconds > 0
     (kind, *_), (block, *_) = found.kinds, found.stack.blocks
     assert sum(row.bytes for row in rows_of(kind, block, off, 0) if row.action == "recompute") == 2 * wide
-    # What is outside of the blocks has no part in it.
+    # Code outside the blocks does not count.
     plain = describe(twice_job(rows, inner=False), "h200")
     assert found.base_seconds == pytest.approx(plain.base_seconds, rel=1e-6)
     assert found.stack.fixed_bytes == plain.stack.fixed_bytes

@@ -1,4 +1,4 @@
-"""A workload as a planning problem, held against what JAX really keeps and really runs again."""
+"""A workload as a planning problem, compared with what JAX really keeps and recomputes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_residuals_of_a_layer_by_hand():
     # Sine and cosine need it, backward does not: keeping it takes half as much as keeping both.
     assert (up.bytes, up.parents, up.needed) == (4 * size, (x.name,), False)
     assert up.seconds == pytest.approx(max(product, 4 * (ROWS * WIDTH * (1 + 4) + 4 * WIDTH**2) / 1e8))
-    # The next product reads the sine, in both passes, so a recomputed sine is written. The cosine fuses into its reader.
+    # The next product reads the sine in both passes, so a recomputed sine is written. The cosine fuses into its reader.
     assert (both.bytes, both.parents, both.needed) == (8 * size, (up.name,), True)
     assert both.seconds == pytest.approx((2 * 4 * size) / 1e8)
     assert (x.kept_seconds, up.kept_seconds, both.kept_seconds) == (0, 0, pytest.approx(4 * size / 1e8))
@@ -64,7 +64,7 @@ def test_a_scan_and_its_unrolled_twin_are_the_same_problem():
         ]
         same = [(kind.repeats, kind.forward_seconds, kind.backward_seconds) for kind in (one, other)]
         assert same[0] == same[1]
-        # In a scan a kept array is stacked: three passes over it, by which keeping costs more.
+        # In a scan a kept array is stacked: keeping costs three more passes over it.
         rate = Rates.of(target("h200")).hbm_bytes_per_s
         stacked = [r.kept_seconds + 3 * r.bytes / rate for r in one.residuals]
         assert [r.kept_seconds for r in other.residuals] == pytest.approx(stacked)
@@ -86,7 +86,7 @@ def choices(block: solver.Block, seed: int) -> solver.BlockPolicy:
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_what_a_solver_chooses_is_what_its_policy_does(scan):
-    """The price of the policy is the solver's, less what it keeps or computes without use."""
+    """The price of the policy is the solver's, minus arrays that it keeps or computes without use."""
     job = decoder(scan=scan)
     found = describe(job, "h200")
     (kind,), (block,) = found.kinds, found.stack.blocks
@@ -138,7 +138,7 @@ def test_the_price_of_named_policies():
     out = x.bytes / 1e6 - 0.5 * block.forward_seconds
     back = x.bytes / 2e6 - 0.5 * (block.backward_seconds + again)
     assert min(out, back) > 0
-    # Nothing runs beside the last block's copies back.
+    # No compute runs beside the last block's copies back.
     expected = 3 * (again + out + back) + 0.5 * (block.backward_seconds + again)
     assert extra_seconds(found, "offload_inputs") == pytest.approx(expected)
     assert kept_bytes(found, "offload_inputs") == (0, 3 * x.bytes)
@@ -148,7 +148,7 @@ def test_the_price_of_named_policies():
     expected = up.seconds + 2 * both.seconds + both.kept_seconds
     assert extra_seconds(found, mixed) == extra_seconds(found, {Layer: by_layer}) == pytest.approx(expected)
     assert recompute_flops(found, mixed) == 2 * ROWS * WIDTH * 4 * WIDTH
-    # A name of one layer holds for that layer.
+    # A name of one layer applies to that layer only.
     assert kept_bytes(found, "save: layers_1/up:dot_general#0") == (3 * x.bytes + up.bytes, 0)
 
 
@@ -171,7 +171,7 @@ def test_inputs_that_all_blocks_share_and_the_batch_cost_nothing():
     params = jax.eval_shape(Shared().init, jax.random.key(0), x)
     job = rj.Workload(lambda p, x: Shared().apply(p, x).sum(), params, (x,), Attending)
     first, second = describe(job, "h200").kinds
-    # The batch is no residual, and not differentiated along: the first block is another kind.
+    # The batch is no residual and has no gradient: the first block is another kind.
     assert (first.layers, second.layers) == (range(1), range(1, 2))
     assert not any("input" in name for name in first.residuals)
     assert [name for name in second.residuals if "input" in name] == ["layers_1:input#0"]
@@ -242,7 +242,7 @@ def test_blocks_traced_once_for_many_calls_and_frozen_parameters():
 
     job = rj.Workload(loss, params, (x,), Layer)
     assert [kind.layers for kind in describe(job, "h200").kinds] == [range(1), range(1, 3)]
-    # Nothing before the second is differentiated, and the third has no gradient of its own.
+    # Nothing before the second block is differentiated, and the third has no gradient of its own.
     frozen = rj.Workload(loss, params, (x,), Layer, trainable="1/*")
     found = describe(frozen, "h200")
     assert [len(block.residuals) for block in found.stack.blocks] == [0, 3, 2]
@@ -285,7 +285,7 @@ def test_working_bytes_may_be_given():
     job = mlp()
     guess = describe(job, "h200").stack.blocks[0].working_bytes
     wide, narrow, weights = 4 * ROWS * 4 * WIDTH, 4 * ROWS * WIDTH, 4 * 4 * WIDTH**2
-    # Behind the second product of `up`: both gradients, the cotangent of its output, and those of the block's input and output.
+    # After the second product of `up`: both gradients, the cotangent of its output, and those of the block's input and output.
     assert guess == 2 * weights + wide + 2 * narrow
     name = describe(job, "h200").kinds[0].name
     for given in (77.0, {name: 77.0}, lambda kind: 77.0 if kind.name == name else 0.0):
@@ -374,7 +374,7 @@ def test_a_layer_behind_a_scan_of_its_kind_has_its_own_name():
 
 @pytest.mark.parametrize("policy", ["full", "dots", "save: *:cos*"])
 def test_blocks_under_vmaps_are_those_of_the_whole_batch(policy):
-    """Two `vmap`s of two and of three: what is kept and computed again is six times as much."""
+    """Two `vmap`s of sizes two and three: kept and recomputed arrays are six times as large."""
     model, params, x = of_layers(lambda x: Layer(name="b")(Layer(name="a")(x)))
     batch = jax.ShapeDtypeStruct((2, 3, *x.shape), x.dtype)
     of_each = lambda params, x: jax.vmap(jax.vmap(lambda one: model.apply(params, one).sum()))(x).sum()  # noqa: E731

@@ -1,4 +1,4 @@
-"""What the planning problem says of a policy, held against what JAX really keeps and really runs again."""
+"""The planning problem's claims about a policy, compared with what JAX really keeps and recomputes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.planning_models import ROWS, WIDTH, decoder, mlp, step_flops
 
 
 def drawn(found: Described, count: int) -> list[str]:
-    """Policies that save a random part of what backward reads and of what leads to it, and offload another."""
+    """Policies that save a random part of the arrays that backward reads or that lead to them, and offload another part."""
     program, draw = found.kinds[0].program, random.Random(0)
     needed = {name for array in program.needed for name in array.names}
     made = [array for array in program.arrays if array not in program.free and array not in program.flat.inputs]
@@ -67,7 +67,7 @@ def test_every_policy_keeps_what_the_model_says(scan, count):
 
 
 class Odd(nn.Module):
-    """Blocks with a derivative rule of their own, a branch, dropout, and a name of the user's."""
+    """Blocks with their own derivative rule, a branch, dropout, and a user's name."""
 
     kind: str
 
@@ -113,7 +113,7 @@ def test_odd_blocks_recompute_what_the_model_says(kind):
     params = jax.eval_shape(lambda k, x: model.init({"params": k, "dropout": k}, x), key, x)
     job = rj.Workload(lambda p, x, k: (model.apply(p, x, rngs={"dropout": k}) ** 2).sum(), params, (x, key), Odd)
     found = describe(job, "h200")
-    # The numbers that Flax folds into the keys of each layer make no kind of their own.
+    # The numbers that Flax folds into each layer's keys make no separate kinds.
     assert [found_kind.layers for found_kind in found.kinds] == [range(2)]
     base = step_flops(job, "everything")
     own = {"named": "save: mine", "custom_vjp": "save: *:cos*, *custom_vjp_call*, *reduce_sum*"}.get(kind, "save: *:sin#0")
@@ -123,7 +123,7 @@ def test_odd_blocks_recompute_what_the_model_says(kind):
 
 @pytest.mark.parametrize("make", [mlp, lambda: decoder(scan=False)], ids=["mlp", "decoder"])
 def test_what_keeps_everything_costs_the_traced_step(make) -> None:
-    """What is inside the blocks, what is outside, and the writes of what is kept: each once."""
+    """Work inside and outside the blocks, and the writes of kept arrays: each once."""
     job = make()
     found, step = describe(job, "h200"), job.step("off")
     traced = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(found.rates)

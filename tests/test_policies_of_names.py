@@ -1,4 +1,4 @@
-"""JAX's policies of names, where the model gives none of the names: an error, as the selector of a text is."""
+"""JAX's policies of names are an error if the model gives none of the names, like a text's selector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies as data: text, JSON, matching, names, composition and what wrong input says."""
+"""Policies as data: text, JSON, matching, names, composition and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ selectors = globs | st.sampled_from(AT_SELECTORS)
 
 @st.composite
 def policies(draw: st.DrawFn, selectors: st.SearchStrategy[str] = selectors) -> Policy:
-    """Policies of any number of rules, with or without a catch-all at the end, and `off` now and then."""
+    """Policies of any number of rules, some with a final catch-all, and some `off`."""
     if draw(st.integers(0, 19)) == 0:
         return NAMED["off"]
     chosen = draw(st.lists(selectors, unique=True, max_size=6))
@@ -273,7 +273,7 @@ def test_aliases(alias: str, name: str) -> None:
 def test_every_policy_that_jax_names_is_taken_or_explained() -> None:
     jax = pytest.importorskip("jax")
     for name, policy in vars(jax.checkpoint_policies).items():
-        if isinstance(policy, type):  # what makers make, in later JAX
+        if isinstance(policy, type):  # returned by factories in later JAX
             continue
         if name in NAMED or name in ALIASES:
             assert isinstance(as_policy(name), Policy)
@@ -350,7 +350,7 @@ def test_joining_says_what_jax_cannot() -> None:
 
 
 def test_policies_know_nothing_of_jax() -> None:
-    # A stand-in for the package keeps what its root imports out of the question.
+    # A stub of the package avoids its root's imports.
     root = Path(remat_jax.policy.__file__).parents[1]
     program = (
         "import sys, types\n"

@@ -1,4 +1,4 @@
-"""What wrong policies say: each message names the value, the place, and what to write instead."""
+"""Errors of wrong policies: each message names the value, the place, and what to write instead."""
 
 from __future__ import annotations
 

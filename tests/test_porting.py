@@ -104,7 +104,7 @@ def test_inverse_and_adjoint_are_what_they_are_called(text: str) -> None:
     y = [arrays(*shape, seed=i + 9, dtype=np.float64) for i, shape in enumerate(after)]
     forward = transform.forward(x, after)
     assert [part.shape for part in forward] == after
-    # Right inverse always; left inverse but where PyTorch's tensors are added.
+    # Always a right inverse; a left inverse except where PyTorch's tensors are added.
     for got, want in zip(transform.forward(transform.inverse(y, count), after), y, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-14, atol=1e-15)
     if "bias" not in text:
@@ -171,7 +171,7 @@ def test_what_is_no_map_is_refused(given: Any) -> None:
         Rules.from_dict(given) if isinstance(given, dict) else porting.from_torch({}, {}, given)
 
 
-# Values and gradients by it.
+# Values and gradients under the map.
 
 
 @pytest.mark.parametrize("stacked", [False, True])

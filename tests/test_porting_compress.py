@@ -1,4 +1,4 @@
-"""Placeholders in a proposed map, for words and for names that end alike: never where the map would be another."""
+"""Placeholders in a proposed map, for words and for names that end alike: only where the map stays the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from remat_jax.porting.auto.compress import compress
 
 
 def compressed(lines: list[str], also: tuple[str, ...] = ()) -> list[str]:
-    """The shorter map of models that have the names in `lines`, all of one shape; `also` are names that PyTorch has as well."""
+    """The shorter map of models with the names in `lines`, all of one shape; `also` are further names of PyTorch."""
     rules = Rules.parse("\n".join(lines))
     tensors = [rule.torch[0].text for rule in rules.rules]
     arrays = [str(rule.flax[0]) for rule in rules.rules]

@@ -23,7 +23,7 @@ def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
     numbers = np.arange(6.0).reshape(2, 3)
     kept = {
         "half": numbers.astype(ml_dtypes.bfloat16),
-        # A view that does not lie in memory as it is read.
+        # A view whose memory order differs from its reading order.
         "turned": numbers.T,
         "jax": jnp.asarray(numbers, jnp.float32),
         "one": np.array(3, np.int64),
@@ -167,7 +167,7 @@ def test_a_pipe_in_a_folder_is_no_model(tmp_path: Path) -> None:
 
 
 def _within(seconds: int, call: Callable[[], Any]) -> Any:
-    """A pipe that is opened waits for a writer; the alarm ends that."""
+    """Opening a pipe waits for a writer; the alarm ends the wait."""
 
     def hangs(*_: Any) -> None:
         raise AssertionError("it hangs")

@@ -21,7 +21,7 @@ def arrays(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng((seed, *shape)).normal(size=shape).astype(dtype)
 
 
-# What the variables may be.
+# Types of variables.
 
 
 class Layer(nnx.Module):

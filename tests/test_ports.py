@@ -1,4 +1,4 @@
-"""The ports of well-known transformers by themselves: dtypes, masks, rotations, published sizes, wrong use."""
+"""The ports of well-known transformers: dtypes, masks, rotations, published sizes, wrong use."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def test_a_rotation_turns_pairs_by_exact_angles_far_out(x64: None) -> None:
 
 
 def test_angles_of_bfloat16_are_not_rounded_to_it() -> None:
-    """In bfloat16 the positions 256 and 257 are one number; their sines differ."""
+    """In bfloat16 the positions 256 and 257 are equal; their sines differ."""
     _, sin = rotations(jnp.array([[256, 257]]), 2, 10000.0, jnp.bfloat16)
     assert np.allclose(np.ravel(sin).astype(float), np.sin([256, 257]), atol=2**-8)
 
 
 def test_slow_frequencies_are_stretched() -> None:
-    """8 turns stay, half a turn is divided by 4, 2.5 turns, half way between, are the mean of both."""
+    """Frequencies of 8 turns stay, half a turn is divided by 4, and 2.5 turns, halfway between, get the mean of both."""
     turns = np.array([8.0, 2.5, 0.5])
     found = RopeScaling(factor=4.0, low=1.0, high=4.0, length=100).apply(turns * 2 * np.pi / 100) * 100 / (2 * np.pi)
     assert np.allclose(found, [8.0, 2.5 * (1 + 1 / 4) / 2, 0.5 / 4])

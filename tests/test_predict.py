@@ -1,4 +1,4 @@
-"""Predicted memory against compiled memory, and the pieces it is made of against closed forms."""
+"""Predicted memory against compiled memory, and its parts against closed forms."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_random_policies_are_predicted_without_compiling_them(job, on_h200):
     sizes = compile_policies(job, policies, target("h200"))
     errors = [abs(on_h200.predict(one).temp_bytes - sizes[one].temp) / sizes[one].temp for one in policies]
     assert len(policies) >= 4 and np.median(errors) < 0.03 and max(errors) < 0.12, errors
-    # What is not a matter of the schedule is exact.
+    # Figures that do not depend on the schedule are exact.
     for one in policies:
         found = on_h200.predict(one)
         assert found.host_bytes == sizes[one].host_temp
         assert found.device_bytes - found.temp_bytes == sizes[one].device - sizes[one].temp
-    # They are small beside what lies between the policies, whichever a version's names of residuals make of the seed.
+    # They are small beside the differences between the policies, whichever residuals a version names from the seed.
     temps = [sizes[one].temp for one in policies]
     assert max(temps) - min(temps) > 5 * max(abs(on_h200.predict(one).temp_bytes - sizes[one].temp) for one in policies)
 
@@ -76,7 +76,7 @@ def test_a_compiled_policy_is_answered_with_what_the_compiler_said(job, on_h200)
     report = rj.measure(job, "full", "h200")
     found = on_h200.predict("full")
     assert found.compiled and (found.temp_bytes, found.device_bytes) == (report.temp_bytes, report.device_bytes)
-    # Another text that keeps the same is the same policy.
+    # Another text that keeps the same arrays is the same policy.
     assert on_h200.predict("recompute: *").compiled
 
 
@@ -95,7 +95,7 @@ def test_on_the_cpu_what_is_offloaded_stays_in_temp(job):
 
 
 def test_three_points_on_a_plane_give_the_plane_back(job, monkeypatch):
-    """A made-up compiler: 5 + kept + 2 × what a layer saves + 3 × what it offloads."""
+    """A made-up compiler: 5 + kept + 2 × a layer's saved bytes + 3 × its offloaded bytes."""
 
     def made_up(workload, policies, described, **_):
         found = {}

@@ -1,4 +1,4 @@
-"""How well memory is predicted: the errors' arithmetic, the models, and one small run."""
+"""The benchmark of predicted memory: the errors' arithmetic, the models, and one small run."""
 
 from __future__ import annotations
 

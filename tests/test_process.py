@@ -1,4 +1,4 @@
-"""When the compiler does not answer: each failure is an error here that names its cause, and the next call works."""
+"""When the compiler does not answer: each failure is an error that names its cause, and the next call works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), rea
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests compiled is not there, nor a process that they left waiting."""
+    """Without other tests' compiled results or waiting processes."""
     cache.forget()
     process._idle.end()
     monkeypatch.setenv(cache.VARIABLE, "off")
@@ -59,7 +59,7 @@ def compiled(one: ExportedProgram, name: str = "cpu", timeout: float = 120) -> S
 
 
 def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script: str) -> None:
-    """Another script instead of the one that compiles; `COMPILE` in it is that one."""
+    """Another script instead of the compile script; `COMPILE` in it stands for that."""
     path = tmp_path / "child.py"
     path.write_text(script.replace("COMPILE", f"__import__('runpy').run_path({str(compiler.CHILD)!r}, run_name='__main__')"))
     monkeypatch.setattr(compiler, "CHILD", path)
@@ -141,7 +141,7 @@ COMPILE
 
 @needs_gpu_compiler
 def test_a_compiler_without_memory_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """2 GiB of address space, of which a part is taken: what a larger program would have taken by then."""
+    """2 GiB of address space, partly occupied: as if a larger program had taken it by then."""
     one = program(name="h200")
     with monkeypatch.context() as patched:
         other_child(patched, tmp_path, LIMITED.format(held=1200))
@@ -171,7 +171,7 @@ def test_a_compiler_that_hangs_is_stopped_with_what_it_started(monkeypatch: pyte
         f"pathlib.Path({str(started)!r}).write_text(str(subprocess.Popen(['sleep', '600']).pid))\n"
         "time.sleep(600)\n",
     )
-    # It holds the pipe open that this process reads from: were it left alone, this call would wait for it.
+    # It holds the pipe open that this process reads: if it were left alone, this call would wait for it.
     with pytest.raises(CompileError, match="not done after timeout=5 s"):
         compiled(program(), timeout=5)
     state = pathlib.Path("/proc") / started.read_text() / "stat"
@@ -355,7 +355,7 @@ def test_a_pallas_kernel_for_a_device_that_has_no_name_says_what_to_add() -> Non
 
 
 def test_an_operator_that_needs_cudnn_is_named_with_its_line_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without cuDNN, wherever this runs."""
+    """As on a machine without cuDNN, wherever this test runs."""
 
     def missing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("cuDNN not found.")

@@ -1,4 +1,4 @@
-"""A process that works for a caller ends when the caller does, however that ends."""
+"""A process that works for a caller ends with the caller, however that ends."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_process_that_was_forked_after_jax_had_started_is_told_at_once() -> No
 
 
 def test_a_block_that_is_traced_in_a_forked_process_is_told_once_in_each() -> None:
-    """Without a word of ours it would wait for ever when it is compiled."""
+    """Without our error its compilation would wait for ever."""
     assert fresh(TRAINED, ROOT).count("RematWarning: this process was forked") == 2
 
 

@@ -1,4 +1,4 @@
-"""Two processes on one machine, each with four of a mesh's eight devices: a step is that of one device in every mode."""
+"""Two processes on one machine, each with four of a mesh's eight devices: a step equals that of one device in every mode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def free_port():
 
 
 def run_both(address, folder, environment):
-    """How both processes ended, the second one by us where the first one failed; and what they said last."""
+    """The exit statuses of both processes (the second is ended if the first fails), and their last output."""
     command = [sys.executable, "-m", "tests.two_processes", address]
     logs = [(folder / f"log_{rank}").open("w+") for rank in range(2)]
     both = [
@@ -54,7 +54,7 @@ def results(tmp_path_factory, in_a_hurry):
     for _ in range(3):
         folder = tmp_path_factory.mktemp("processes")
         codes, said = run_both(f"127.0.0.1:{free_port()}", folder, environment)
-        # Between asking for a port and its use another program may take it.
+        # Another program may take the port between its choice and its use.
         if codes == [0, 0] or "in use" not in said:
             break
     assert codes == [0, 0], said

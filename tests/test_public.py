@@ -1,4 +1,4 @@
-"""The public names: each loaded when it is used, each documented, each of a type that a user's checker sees."""
+"""The public names: each is loaded at its first use, documented, and typed for a user's checker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.public_names import undocumented
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"jax", "flax", "optax", "numpy", "scipy", "rich", "typer", "torch", "matplotlib"}
-# Where the first name that a user touches is loaded from: each must be a good place to begin.
+# The modules that a user's first name is loaded from: each must work as the first import.
 FIRST = """
 import os, sys
 import jax, flax.linen, flax.nnx, optax
@@ -37,7 +37,7 @@ for name in {names!r}:
 
 
 def test_importing_is_cheap_whatever_is_used_later() -> None:
-    """Flax, Optax and our own modules together take longer to load than JAX; a command that needs none loads none."""
+    """Flax, Optax and our own modules together load more slowly than JAX; a command that needs none loads none."""
     code = "import sys, remat_jax; print(*(name.partition('.')[0] for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert set(done.stdout.split()) & HEAVY == set() and "remat_jax" in done.stdout.split()

@@ -1,4 +1,4 @@
-"""The published steps: one of them made small is compiled, and a miss is a failure."""
+"""The published steps: a small one is compiled, and a miss is a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target reaches: nominal figures with their share, measured ones as they are, and bad ones refused."""
+"""Rates that a target reaches: a share of nominal figures, measured figures unchanged, and errors."""
 
 from __future__ import annotations
 

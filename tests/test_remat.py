@@ -1,4 +1,4 @@
-"""`rj.remat` and every policy: exact counts against hand-written code, gradients in float64, wrong use."""
+"""`rj.remat` and every policy: exact counts against handwritten code, gradients in float64, wrong use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BY_HAND = {
 @pytest.mark.parametrize(
     ("policy", "expected", "moved"),
     [
-        # 6 matmuls of the attention forward, 12 backward, and what is made again in each of 2 layers: q, k, v, q·k, weights·v.
+        # 6 matmuls of the attention forward, 12 backward, and the recomputed ones in each of 2 layers: q, k, v, q·k, weights·v.
         ("full", 46, 0),
         ("offload_inputs", 46, 1),
         ("dots", 36, 0),
@@ -55,7 +55,7 @@ def test_matmuls_are_those_of_nn_remat(policy: str, expected: int, moved: int, s
 
 
 def test_a_composed_policy_saves_the_dots_and_offloads_a_name() -> None:
-    # JAX itself cannot say this: its dots policies see no names.
+    # JAX's dots policies see no names, so JAX cannot express this.
     policy = "offload: */out*; save: @dots; recompute: *"
     loss, params, x = make_loss(rj.remat(Mlp, "save: @dots; offload: *tanh*"))
     assert matmuls(jax.grad(loss), params, x) == 11
@@ -279,7 +279,7 @@ def test_a_class_keeps_its_name_and_so_its_parameters() -> None:
     plain = Net(Mlp).init(jax.random.key(0), x)
     assert_bit_equal(Net(rj.remat(Mlp, "full")).init(jax.random.key(0), x), plain)
     assert sorted(plain["params"]) == ["Mlp_0", "Mlp_1"]
-    # Flax's own renames, and so cannot read them.
+    # Flax's own remat renames modules, and so cannot read them.
     assert sorted(Net(nn.remat(Mlp)).init(jax.random.key(0), x)["params"]) == ["CheckpointMlp_0", "CheckpointMlp_1"]
 
 
@@ -355,7 +355,7 @@ def test_a_policy_without_effect_is_an_error_when_it_runs() -> None:
         rj.remat(Mlp, "offload: @dots; save: *")().apply(Mlp().init(jax.random.key(0), x), x)
     with pytest.raises(NoEffectError, match="'@primitive:cos'"):
         rj.remat(lambda x: jnp.tanh(x), "save: @primitive:cos")(x)
-    # What only a derivative rule computes can be selected too.
+    # Arrays that only a derivative rule computes can be selected too.
     assert times("cos", jax.grad(lambda x: rj.remat(jnp.sin, "save: @primitive:cos")(x).sum()), x) == 1
 
 

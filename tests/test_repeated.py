@@ -1,4 +1,4 @@
-"""Identical layers are named and linearised once, and nothing else changes by it."""
+"""Identical layers are named and linearised once, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def forgotten(monkeypatch):
 
 @pytest.fixture
 def counts(monkeypatch):
-    """How often blocks are named, and linearisations."""
+    """The numbers of named and linearised blocks."""
     found = {"named": 0, "linearised": 0}
 
     def counting(what, function):
@@ -78,7 +78,7 @@ def counts(monkeypatch):
 def test_five_layers_are_named_and_linearised_once(counts):
     loss, params = loss_of(Stack())
     jax.make_jaxpr(jax.grad(rj.checkpoint_blocks(loss, {Layer: "dots"})))(params, X)
-    # The first layer is given the batch, along which nothing is differentiated.
+    # The first layer gets the batch, which is not differentiated.
     assert counts == {"named": 1, "linearised": 2}
 
 

@@ -1,4 +1,4 @@
-"""`rj.replan`: another policy on the checkpoints that a model already has."""
+"""`rj.replan`: another policy on a model's existing checkpoints."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, NoEffectError, PolicyError, UnsupportedError
 from tests.small_models import Attention, Mlp, assert_same, make_loss, times, to_host
 
-# Matmuls of the gradient of two layers of attention: 12 forward and 24 backward; what `full` makes again; with the dots that
-# have no batch dimensions kept.
+# Matmuls of the gradient of two layers of attention: 12 forward and 24 backward; those that `full` recomputes; with products
+# without batch dimensions kept.
 PLAIN, FULL, NO_BATCH = 36, 46, 40
 
 
@@ -121,7 +121,7 @@ def test_inputs_are_what_was_computed_and_not_parameters() -> None:
     # One array of a block outside the loop, and one of each round: never a weight, transposed, sliced or scanned.
     assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [(2, 3), (2, 3)]
     with pytest.raises(NoEffectError, match="offloads nothing"):
-        # What the function itself was given is no input of its first block.
+        # The function's own arguments are no inputs of its first block.
         jax.grad(rj.replan(lambda w, x: jnp.sum(layer(w, x[0], x)), "offload_inputs"))(jnp.eye(3), x)
 
 
@@ -170,7 +170,7 @@ def test_wrong_use() -> None:
     plain, _, _ = make_loss(Mlp)
     with pytest.raises(BlockError, match=r"it has no jax.checkpoint region to replan.*use checkpoint_blocks"):
         rj.replan(plain, "full")(params, x)
-    # In JAX 0.10 the new rematerialisation leaves no region behind at all; in 0.11.2 and 0.12 it does.
+    # In JAX 0.10 the new rematerialisation leaves no region behind; in 0.11.2 and 0.12 it does.
     gone = jax.config.jax_remat3 and compat.JAX_VERSION < (0, 11, 0)
     spent = "no jax.checkpoint region" if gone else "already differentiated.*Give replan the loss function"
     with pytest.raises(BlockError if gone else UnsupportedError, match=spent):

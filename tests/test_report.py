@@ -68,7 +68,7 @@ def says(picture):
 
 
 def texts(picture, **attributes):
-    """The texts with such attributes, in the order of drawing."""
+    """The texts with the given attributes, in the order of drawing."""
     wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
     return [one.text for one in root(picture).iter(f"{SVG}text") if wanted.items() <= one.attrib.items()]
 
@@ -221,7 +221,7 @@ def test_peaks_have_a_bar_for_each_value_and_a_note_for_each_gap():
     ):
         scale = bars(picture, VERMILLION)[0][1] / 190
         assert [width for _, width in bars(picture, colour)] == pytest.approx([scale * size for size in sizes], abs=0.02)
-    # PyTorch has no compiled peak: no gap. Gaps are the policy without a CPU peak, and the NNX row without residuals.
+    # PyTorch has no compiled peak, which is no gap. Gaps are the policy without a CPU peak and the NNX row without residuals.
     assert texts(picture, font_style="italic") == ["n/a", "n/a"]
 
 
@@ -250,7 +250,7 @@ def test_times_have_value_labels_and_missing_ones_no_bar():
     assert len(widths) == 12 and [width / widths[0] for width in widths] == pytest.approx(times, abs=1e-3)
     notes = texts(picture, font_size="11")
     assert notes == [format_ratio(r["relative_time"]) for r in ROWS] and notes[8] == "n/a" and notes[1] == "1.29×"
-    # From zero, so that lengths can be compared; the dashed line at 1 is in view however short the bars.
+    # Bars start at zero, so that lengths can be compared; the dashed line at 1 is visible however short the bars.
     short = time_picture([row("JAX", "a", 1, time=0.5)])
     ((start, width),) = bars(short, PURPLE)
     dashed = next(one for one in root(short).iter(f"{SVG}path") if one.get("stroke-dasharray"))
@@ -287,7 +287,7 @@ def test_coincident_points_get_separate_labels_and_a_full_area_still_one_each():
 
 def test_a_label_at_the_edge_turns_inwards():
     ((left, bottom, right, top),) = place_labels([(98, 50)], [(30, 10)], (0, 0, 100, 100))
-    # To the right it would be cut; the first place inside the area is to the left, a little higher than the point.
+    # To the right it would be cut off; the first place inside the area is to the left, slightly higher than the point.
     assert (left, right) == pytest.approx((59.818, 89.818), abs=1e-3)
     assert (bottom, top) == pytest.approx((48.623, 58.623), abs=1e-3)
 

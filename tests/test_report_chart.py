@@ -1,4 +1,4 @@
-"""Charts of `remat_jax.report`: what is drawn, and that it is what was given."""
+"""Charts of `remat_jax.report`: what is drawn equals what was given."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_lines_are_joined_and_points_are_marked_at_the_same_places():
 
 
 def test_values_are_where_the_ticks_say():
-    """4, 8 and 16 are equally far apart, and the point of 25 % is a quarter of the way from 0 % to 100 %."""
+    """4, 8 and 16 are equally spaced, and the point of 25 % is a quarter of the way from 0 % to 100 %."""
     root = drawn(PANEL)
     at = {one.text: (float(one.get("x")), float(one.get("y"))) for one in root.iter(f"{SVG}text")}
     assert at["8"][0] - at["4"][0] == pytest.approx(at["16"][0] - at["8"][0], abs=0.02)

@@ -1,4 +1,4 @@
-"""A report's page in a browser: the slider, light and dark, what it asks for, and whether it can be read by everybody."""
+"""A report's page in a browser: the slider, light and dark, its requests, and its accessibility."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def prefer(tab: Tab, scheme: str) -> None:
 
 
 def figures(tab: Tab) -> dict[str, str]:
-    """What stands below the slider, by its name."""
+    """The value below the slider, by its name."""
     names, values = (
         tab.value(f"[...document.querySelectorAll('.figures:not([hidden]) {tag}')].map(one => one.textContent)")
         for tag in ("dt", "dd")
@@ -83,19 +83,19 @@ def figures(tab: Tab) -> dict[str, str]:
 
 
 def colours(tab: Tab) -> list[str]:
-    """The colours of the page, of its text, and of a picture's paper and text, as they are drawn."""
+    """The drawn colours of the page, its text, and a picture's background and text."""
     page = "getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color"
     picture = ", ".join(f"getComputedStyle(document.querySelector('.picture {tag}')).fill" for tag in ("rect", "text"))
     return tab.value(f"[{page}, {picture}]")
 
 
 def layers(tab: Tab) -> str:
-    """What stands below "What each layer does", as it is seen."""
+    """The visible text below "What each layer does"."""
     return tab.value("document.querySelector('#parts').innerText")
 
 
 def ring(tab: Tab) -> list[str]:
-    """Where the ring of the picture is."""
+    """The position of the picture's ring."""
     place = "[one.getAttribute('cx'), one.getAttribute('cy')]"
     return tab.value(f"(one => {place})(document.querySelector(\"#frontier .broad [data-series='the plan'] circle\"))")
 
@@ -153,7 +153,7 @@ def test_light_and_dark_follow_the_system_and_the_switch(tab: Tab) -> None:
 def test_every_text_stands_out_from_what_is_behind_it(tab: Tab, scheme: str) -> None:
     prefer(tab, scheme)
     found = tab.value(CONTRASTS)
-    # The least that WCAG 2.2 asks for at level AA of text of this size (1.4.3).
+    # WCAG 2.2's least contrast at level AA for text of this size (1.4.3).
     assert [one for one in found if one[0] < 4.5] == [] and len(found) > 200
 
 
@@ -215,7 +215,7 @@ def test_parts_differ_in_more_than_their_colours(tab: Tab) -> None:
         letters = tab.value(texts.format(section))
         assert len(set(letters)) >= 2 and letters[-len(set(letters)) :] == sorted(set(letters))
     stripes = "document.querySelectorAll('#parts [data-point]:not([hidden]) .broad .hatch').length"
-    # Three bars in two panels, of which one has nothing in host memory; and the legend.
+    # Three bars in two panels, one of which has nothing in host memory; and the legend.
     assert tab.value(stripes) >= 3
 
 

@@ -1,4 +1,4 @@
-"""Stacked bars: what goes into a part, and what is drawn."""
+"""Stacked bars: the parts, and the drawing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEMORY = {
 
 
 def bars(picture):
-    """(x, y, width, colour, tooltip) of every bar, the legend left out."""
+    """(x, y, width, colour, tooltip) of every bar, without the legend."""
     rects = [one for one in ElementTree.fromstring(picture.svg()).iter(f"{SVG}rect") if len(one)]
     return [(float(one.get("x")), float(one.get("y")), float(one.get("width")), one.get("fill"), one[0].text) for one in rects]
 
@@ -98,7 +98,7 @@ def test_the_panels_show_bytes_and_shares():
     assert sum(one[2] for one in left if one[1] == tops[1]) == pytest.approx(15 * per_mib, abs=0.1)
     sums = [sum(one[2] for one in right if one[1] == top) for top in tops]
     assert sums[0] == pytest.approx(sums[1], abs=0.1) and sums[0] > 400
-    # Recomputed in the bar of `full`: the same colour as what `off` keeps, hatched.
+    # Recomputed in the bar of `full`: hatched in the colour of what `off` keeps.
     kept, again = left[0], next(one for one in left if one[1] == tops[1])
     assert kept[4] == "off: A block_*/up, kept 96.0 MiB, 85.0 % (100,663,296 bytes)"
     assert again[4] == "full: A block_*/up, working set 8.0 MiB, 53.3 % (8,388,608 bytes)"
@@ -106,7 +106,7 @@ def test_the_panels_show_bytes_and_shares():
     assert [text for text in texts if text.endswith("0 MiB")] == ["113.0 MiB", "15.0 MiB"]
     legend = ["A", "block_*/up", "B", "head", "C", "of no module", "D", "parameters", "E", "batch"]
     assert texts[-11:] == [*legend, "hatched: recomputed or backward"]
-    # A part is known by its letter where it is wide enough, and not by its colour alone.
+    # A wide enough part has its letter, so colour is not its only mark.
     assert texts.count("A") == 6 and texts.count("E") == 1
 
 

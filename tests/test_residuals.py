@@ -1,4 +1,4 @@
-"""The residual table against closed forms, and against JAX's own list of what is saved."""
+"""The residual table against closed forms, and against JAX's own list of saved arrays."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def totals(job: rj.Workload, policy: Any) -> tuple[int, int, int]:
 
 
 X, HIDDEN, HEAD = ROWS * WIDTH, 2 * ROWS * WIDTH, ROWS * WIDTH
-"""Elements of a block's input, of its hidden layer, and of what the squared output keeps outside the blocks."""
+"""Elements of a block's input, of its hidden layer, and of the arrays that the squared output keeps outside the blocks."""
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2)])

@@ -1,4 +1,4 @@
-"""The weight maps of ports whose weights come under several projects' names: every variable once, there and back."""
+"""The weight maps of ports whose weights have several projects' names: every variable once, both ways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from remat_jax import porting
 from remat_jax.errors import PortingError
 from remat_jax.porting.variables import Variables
 
-# Every size another, so that no two axes can be taken for each other.
+# All sizes differ, so that no two axes can be confused.
 PI0 = {"widths": (24, 20), "mlp_dims": (28, 36), "depth": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10}
 MODELS = {
     "wan": (wan.Wan, wan.WanConfig(), wan_rules.rules),
@@ -44,7 +44,7 @@ def shapes(model: str, scan: bool) -> Any:
 
 
 def numbered(tree: Any) -> Any:
-    """Every number of all arrays is another."""
+    """All numbers of all arrays differ."""
     leaves, definition = jax.tree.flatten(tree)
     starts = np.cumsum([0, *(leaf.size for leaf in leaves)])
     arrays = [
@@ -79,7 +79,7 @@ def test_both_forms_have_the_same_tensors(model: str, names: str) -> None:
     }
 
 
-# Of the released projects, at the sizes above: their names, shapes, and where one number of each is in the port.
+# The released projects at the sizes above: names, shapes, and the place of one number of each in the port.
 OPENPI_JAX = {
     "PaliGemma/llm/layers/attn/q_einsum_1/w": (
         (3, 4, 20, 10),
@@ -136,7 +136,7 @@ def test_openpi_without_groups_has_queries_keys_and_values_in_one() -> None:
 
 
 def test_a_checkpoint_keeps_paligemmas_embedding_under_either_name() -> None:
-    """Of two names for one tensor `safetensors` writes one down."""
+    """If one tensor has two names, `safetensors` stores one of them."""
     config, rules = MODELS["pi0"][1], pi0_rules.rules(MODELS["pi0"][1], True, "openpi_pytorch")
     variables = numbered(shapes("pi0", True))
     tensors = porting.to_torch(variables, rules, numpy=True)

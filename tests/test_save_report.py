@@ -1,4 +1,4 @@
-"""`save_report`: what is in the page, to the byte; what it refuses; and that nothing half-written is left behind."""
+"""`save_report`: the page's contents to the byte, its errors, and that no partial file is left behind."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_every_figure_of_a_policy_is_that_of_its_measurement(page):
     steps = [float(rows[name]["step"][0]) for name in ("off", "save: *up*", "full")]
     # Unrolled, keeping costs less than any recomputation; in a scan it costs a stack.
     assert steps[1] < steps[2] and steps[1] < steps[0]
-    # The output of the first product alone is made again: tanh, and the second one's is not read.
+    # Only the output of the first product is recomputed: tanh; the second product's output is not read.
     products = 3 * 2 * 2048 * 32 * 128
     assert [rows[name]["recomputed"][0] for name in ("off", "full", "save: *up*")] == ["0", str(products), "0"]
 
@@ -126,7 +126,7 @@ def test_the_plan_and_its_frontier_are_in_it(page):
         (one.device_bytes, one.host_bytes, one.seconds) for one in PLAN.frontier
     ]
     assert [row[4][1] for row in rows] == ["within", "within", "over"]
-    # A named policy that was predicted is shown as it was compiled for this page; one that was not compiled stays as it was.
+    # A predicted named policy that this page compiled is shown as compiled; one that was not compiled stays predicted.
     named = table(page, "the named policies")
     assert (
         int(named["off"]["device"][0]) == rj.measure(JOB, "off", "cpu").device_bytes and named["off"]["known"][1] == "compiled"
@@ -140,7 +140,7 @@ def test_a_budget_is_planned_within(tmp_path):
     rows = table(text, "policies compared")
     (planned,) = (row for row in Tables(text).tables["the frontier"] if row[3][1].endswith("the plan"))
     assert "Fits: within the budget, 20.0 MiB" in text and planned[0][0] == rows["the plan"]["device"][0]
-    # Everything fits. In a scan, keeping all of it is not the fastest step.
+    # Everything fits. In a scan keeping all of it is not the fastest step.
     assert int(rows["the plan"]["device"][0]) < rj.measure(JOB, "off", "cpu").device_bytes
     assert float(rows["the plan"]["over keeping all"][0]) < 0 and list(rows) == ["full", "the plan"]
 
@@ -220,7 +220,7 @@ def test_what_is_miscompiled_is_not_called_the_fastest():
     assert "The fastest policy within the budget (1.0 TiB) is off:" in summary(found)[1]
     found.comparison.policies[:] = [replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,))), planned]
     assert summary(found)[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
-    # The plan's own host budget counts for the others.
+    # The plan's own host budget applies to the other policies.
     away = replace(full, memory=replace(full.memory, host_bytes=2))
     found.comparison.policies[1:] = [away, planned]
     for host_budget, fits in ((2, "yes"), (1, "no")):
@@ -320,7 +320,7 @@ def test_policies_of_all_kinds_are_taken_and_told_apart():
     wrapped = [lambda *args, **kwargs: dots(*args, **kwargs), lambda *args, **kwargs: none(*args, **kwargs)]
     found = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}], "cpu").comparison.policies
     assert [one.name for one in found] == ["<lambda>", "<lambda> (2)", "1 × full | 2 × dots", "MlpLayer: off"]
-    # A function is asked while tracing, so that nothing is known of its time; the others are priced layer by layer.
+    # A function's policy is unknown before tracing, so its time is unknown; the others are priced layer by layer.
     full, off = rj.measure(JOB, "full", "cpu"), rj.measure(JOB, "off", "cpu")
     assert [one.seconds is None for one in found] == [True, True, False, False]
     assert found[1].memory.device_bytes == full.device_bytes and found[3].memory.device_bytes == off.device_bytes
@@ -366,7 +366,7 @@ def test_the_command_writes_the_page_and_says_where(file, tmp_path):
 
 
 def test_its_json_has_the_figures_and_a_failed_comparison_exits_1(file, tmp_path, monkeypatch):
-    # The report is there already: nothing is compared.
+    # The report exists already: nothing is compared.
     monkeypatch.setattr("remat_jax.cli.report.require_torch", lambda: None)
     page = tmp_path / "report.html"
     done = run(f"{file}:job", "-p", "full", "--target", "cpu", "--parity", f"{file}:case", "--output", page, "--json")

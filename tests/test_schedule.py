@@ -1,4 +1,4 @@
-"""What compute covers of the host copies in a compiled schedule, on texts whose answer is known by hand."""
+"""How much of the host copies compute covers in a compiled schedule, on texts whose answer is known."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ ROUND_TRIP = (
 
 
 def test_an_array_is_back_before_it_is_read_and_leaves_after_it_is_made() -> None:
-    # 400 bytes each way, 4 seconds; one matmul of 8 seconds between the making and the reading.
+    # 400 bytes each way, 4 seconds; one matmul of 8 seconds between the array's first and last use.
     found = overlap(*ROUND_TRIP)
     assert (found.out.covered, found.back.covered, found.back.coverable) == (1.0, 0.0, 0.0)
     assert (found.covered, found.coverable, found.coverable_seconds) == (0.5, 0.5, 4.0)
-    # On a link of half the rate the 8 seconds are too few for both copies, whatever starts when.
+    # On a link of half the rate 8 seconds are too few for both copies, whenever they start.
     slow = overlap(*ROUND_TRIP, host_link_bytes_per_s=50.0)
     assert (slow.out.covered, slow.covered, slow.coverable) == (1.0, 0.5, 0.5)
-    # What the program is given is there from the beginning on; the stretch in which copies run is the schedule's.
+    # Arguments exist from the beginning; the copies run within the schedule.
     given = overlap((MATMUL, "first"), *[(form.replace("%made", "%m"), name) for form, name in ROUND_TRIP[1:]])
     assert (given.covered, given.coverable) == (0.5, 0.5)
     waiting = [ROUND_TRIP[place] for place in (0, 1, 3, 2, 4, 5, 6, 7, 8, 9)]
@@ -103,25 +103,25 @@ def test_an_array_that_is_fetched_twice_left_once() -> None:
     held = [(ROUND_TRIP[4][0].replace("%g", "%made"), ""), ROUND_TRIP[5]]
     trip = [*ROUND_TRIP[:2], ROUND_TRIP[3], *held, *fetched, *again, (read, "")]
     found = overlap((START, "a"), (MATMUL, "k"), (MATMUL, "l"), (DONE, "a"), *trip)
-    # 10 + 4 seconds out and 8 back; of one array's way out and either way back nothing can be covered.
+    # 10 + 4 seconds out and 8 back; of one array's copy out and of both copies back nothing can be covered.
     assert (found.out.seconds, found.back.seconds, found.coverable_seconds) == (14.0, 8.0, 10.0)
     assert found.covered == found.coverable == pytest.approx(10 / 22)
 
 
 def test_what_the_last_block_offloads_cannot_be_covered() -> None:
-    """Two copies of one direction beside much compute, one of them made and read with none between."""
+    """Two copies of one direction beside much compute; one array is computed and read with no compute between."""
     late = [ROUND_TRIP[place] for place in (0, 1, 3, 4, 5, 6, 7, 8)]
     renamed = [(form.replace("%made", "%z").replace("%g", "%m"), name.replace("made", "z")) for form, name in late]
     found = overlap((START, "a"), (MATMUL, "k"), (MATMUL, "l"), (DONE, "a"), *renamed)
-    # Of 10 + 4 seconds out and 4 back all but the last two copies.
+    # Of 10 + 4 seconds out and 4 back all except the last two copies.
     assert found.covered == found.coverable == pytest.approx(10 / 18)
 
 
 def test_what_cannot_be_covered_is_missing_in_its_own_direction() -> None:
-    """The other direction has time to spare and lends none: its link may be idle, this one's array still waits for itself."""
+    """The other direction has spare time but cannot lend it: its link may be idle while this array waits."""
     late = [(form.replace("%g,", "%m,"), name) for form, name in (ROUND_TRIP[place] for place in (0, 1, 3, 4, 5, 6, 7, 8))]
     found = overlap((START, "a"), (DONE, "a"), *late, (FETCH, "b"), (MATMUL, "k"), (MATMUL, "l"), (FETCHED, "b"))
-    # 10 + 4 seconds each way. Out, 8 seconds of compute stand beside them; back, there is plenty, but not for the late array.
+    # 10 + 4 seconds each way. Out, 8 seconds of compute are available; back, there is plenty, but not for the late array.
     assert (found.out.available_seconds, found.back.available_seconds) == (8.0, 24.0)
     assert (found.coverable_seconds, found.back.covered_seconds) == (8.0 + 10.0, 10.0)
 
@@ -130,7 +130,7 @@ def test_rates_are_the_targets_unless_given() -> None:
     lines = (START, "a"), (MATMUL, "g"), (WORK, "w"), (DONE, "a")
     of_target = read_overlap(text_of(*lines), target("h200"))
     assert of_target.out.seconds == COPY_SECONDS + 1000 / 5.5e10
-    # Two kernels are started; of so small a product one core computes one tile of 64 × 64, with the filling of its pipeline.
+    # Two kernels start; one core computes the single tile of 64 × 64 of this small product, and its pipeline must fill.
     rates = Rates.of("h200")
     product = rates.product_seconds(Product("tensorfloat32", 1, 10, 10, 10))
     assert of_target.compute_seconds == pytest.approx(2 * LAUNCH_SECONDS + product + 2000 / 4.15e12)

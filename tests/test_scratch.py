@@ -1,4 +1,4 @@
-"""What a compilation writes goes with it; where there is no place for it, the error says so."""
+"""A compilation removes its files; if there is no place for them, the error says so."""
 
 from __future__ import annotations
 

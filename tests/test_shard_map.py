@@ -1,4 +1,4 @@
-"""Blocks that divide themselves by hand: their gradients inside `shard_map` are those of one device, and so are residuals."""
+"""Blocks partitioned by hand: their gradients and residuals inside `shard_map` equal those of one device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def workloads():
 def test_residuals_of_all_devices_are_those_of_one_but_for_sums_that_are_not_summed_yet(workloads, policy):
     alone, divided = (rj.residuals(job, policy) for job in workloads)
     stream = 4 * LAYERS * BATCH * LENGTH * WIDTH
-    # Each of the two that share the heads has its own part of the sum over them.
+    # Each of the two devices that share the heads has its own part of the sum over them.
     partial = stream if "dot" in policy else 0
     if policy.startswith("offload"):
         assert alone.host_bytes > 0 and divided.host_bytes == alone.host_bytes + partial

@@ -1,4 +1,6 @@
-"""What several blocks read stays on the device: bytes in closed form, gradients bit for bit, one copy in the compiled step."""
+"""Inputs that several blocks read stay on the device: bytes in closed form, gradients bit for bit, one copy in the compiled
+step.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ from tests.small_models import assert_bit_equal, assert_same, values
 
 BATCH, TOKENS, WIDTH, LAYERS = 2, 5, 4, 3
 X = 4 * BATCH * TOKENS * WIDTH
-"""Bytes of a layer's input; those of a mask and of an encoder's output follow."""
+"""Bytes of a layer's input, of a mask, and of an encoder's output."""
 MASK = 4 * BATCH * TOKENS * TOKENS
 STATES = X
 
 
 class Layer(nn.Module):
-    """Attention with a mask, which is added to the scores; all arguments are inputs."""
+    """Attention with an additive mask; all arguments are inputs."""
 
     @nn.compact
     def __call__(self, x: Any, mask: Any, states: Any = None) -> Any:
@@ -36,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Layers that read one mask, made of the input; the last of them add the input to what the layer gives."""
+    """Layers that read one mask, computed from the input; the last layers add the input to their output."""
 
     scanned: bool = False
 
@@ -114,7 +116,7 @@ def nnx_workload(kind: str) -> rj.Workload:
 
 @pytest.fixture
 def scans_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Refused for GPUs, by some JAX; here nothing is compiled for one.
+    # Some JAX versions refuse it for GPUs; nothing is compiled for a GPU here.
     monkeypatch.setattr(compat, "refuse_miscompiled_offload", lambda: None)
 
 
@@ -139,7 +141,7 @@ def test_a_mask_that_all_layers_read_is_kept_once_and_their_own_inputs_leave(pol
 
 def test_a_decoder_that_reads_an_encoders_output() -> None:
     table = rj.residuals(workload(Translator()), "offload_inputs")
-    # The encoder's own inputs, and the decoder's; what it reads of the encoder stays, and so do both masks.
+    # The encoder's own inputs, and the decoder's; the encoder's output and both masks stay.
     assert table.host_bytes == 2 * LAYERS * X
     assert [(one.bytes, one.blocks) for one in table.shared] == [(MASK, 3), (MASK, 3), (STATES, 3)]
     assert "decoder_0:input#2, 160 B read by 3 blocks, stays on the device" in str(table)
@@ -166,12 +168,12 @@ def test_regions_that_are_replanned() -> None:
     replanned = rj.replan(loss, "offload_inputs")
     w, x = values(LAYERS, WIDTH, WIDTH), values(TOKENS, WIDTH)
     found = jax.make_jaxpr(jax.grad(replanned))(w, x)
-    # The inputs of the three regions, and not the mask.
+    # The inputs of the three regions, without the mask.
     assert fetched(found, (TOKENS, WIDTH)) == LAYERS
 
 
 def fetched(jaxpr: Any, shape: tuple[int, ...]) -> int:
-    """How many arrays of a shape come back from the host in a traced gradient."""
+    """The number of arrays of a shape that a traced gradient fetches from the host."""
     puts = [eqn.outvars[0].aval for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "device_put"]
     return sum(aval.shape == shape and "host" not in str(aval) for aval in puts)
 
@@ -199,7 +201,7 @@ def test_two_gradients_of_one_function_each_decide_for_themselves() -> None:
         first = jax.grad(lambda w: jnp.sum(block(x, w * 1)))(w)
         return jax.grad(lambda w: jnp.sum(block(x, w * 2)))(w + first)
 
-    # The first gradient is done before the second reads the input.
+    # The first gradient ends before the second reads the input.
     found = jax.make_jaxpr(both)(values(WIDTH, WIDTH), values(TOKENS, WIDTH))
     assert fetched(found, (TOKENS, WIDTH)) == 2
 
@@ -245,7 +247,7 @@ def test_the_planner_counts_what_the_table_counts(scanned: bool, scans_offload: 
 
 
 def op_by_op(fn: Callable[..., Any], *args: Any) -> Any:
-    """What the traced `fn` gives, its equations run one by one."""
+    """The results of the traced `fn`, its equations run one by one."""
     jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     return jax.tree.unflatten(jax.tree.structure(shape), jex.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args)))
 
@@ -271,7 +273,7 @@ def test_gradients_have_the_bits_of_those_under_full(way: str, x64: None) -> Non
     offloaded = gradient(rj.checkpoint_blocks(loss, {Layer: "offload_inputs"}))
     kept = gradient(rj.checkpoint_blocks(loss, {Layer: "full"}))
     if way == "jit inside":
-        # Compiled, and XLA fuses the two programs in its own ways.
+        # Compiled, XLA fuses the two programs differently.
         assert_same(offloaded(params, x), kept(params, x))
     else:
         assert_bit_equal(op_by_op(offloaded, params, x), op_by_op(kept, params, x))

@@ -1,4 +1,4 @@
-"""Scans of one round, which the compiler takes away: their layers too do what their policy says, and so compute again."""
+"""Scans of one round, which the compiler removes: their layers still follow their policy and recompute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INPUT_BYTES = 2 * 3 * 4 * 4
 
 
 def barriers(policies: str, loss: Any, *args: Any) -> list[bool]:
-    """Of every checkpoint in the backward pass, whether a barrier keeps what it computes again apart."""
+    """For every checkpoint in the backward pass, whether a barrier separates its recomputation."""
     gradient = jax.grad(rj.checkpoint_blocks(loss, {Mlp: rj.LayerPolicies.parse(policies)}))
     return [eqn.params["prevent_cse"] for eqn, _ in equations(gradient, *args) if "prevent_cse" in eqn.params]
 
@@ -47,13 +47,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
 
 @needs_gpu_compiler
 def test_a_layer_that_is_a_scan_by_itself_computes_again(compiled: dict[str, Compiled]) -> None:
-    """Each of three layers its tanh, forwards and again: merged with the first, there would be three."""
+    """Each of three layers computes its tanh twice; merged with the forward pass there would be three."""
     assert len(re.findall(r"(?<![\w-])tanh\(", compiled["full"].text)) == 6
 
 
 @needs_gpu_compiler
 def test_a_layer_that_is_a_scan_by_itself_offloads(compiled: dict[str, Compiled]) -> None:
-    """Its input and nothing else, which stayed on the device where nothing kept the passes apart."""
+    """Only its input, which stayed on the device when no barrier separated the passes."""
     assert (compiled["away"].host_temp, compiled["full"].host_temp) == (INPUT_BYTES, 0)
 
 
@@ -90,7 +90,7 @@ def test_a_scan_of_one_round_in_a_loop_is_in_a_loop() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_a_loop_around_the_gradient_is_none_and_one_inside_it_is() -> None:
-    """Over micro-batches: where each has its own gradient, both passes stand in one body."""
+    """Over micro-batches: if each takes its own gradient, both passes are in one body."""
     fn = rj.checkpoint_blocks(lambda kernels, x: stack(kernels, x).sum(), {Mlp: "1 x full || 1 x full"})
     kernels, batches = values(2, 4, 3), values(3, 2, 4)
 

@@ -1,4 +1,4 @@
-"""The site that `make docs` builds: strictly, with every public name, and nothing from any other host."""
+"""The site that `make docs` builds: strictly, with every public name, and without requests to other hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULES = {"remat_jax.parity", "remat_jax.porting", "torch_ref.faithful"}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `make docs` does; a link or an anchor that leads nowhere fails it."""
+    """Built as `make docs` does; a dead link or anchor fails it."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
@@ -33,7 +33,7 @@ def html_of(site: Path, pattern: str = "**/*.html") -> str:
 
 
 def public_names() -> set[str]:
-    """As the packages list them; that of PyTorch's side is read, not imported."""
+    """The names that the packages list; PyTorch's list is read from the source, not imported."""
     listed = re.search(r"__all__ = \[(.*?)\]", (ROOT / "torch_ref" / "__init__.py").read_text(), re.DOTALL)
     assert listed is not None
     names = {f"torch_ref.{name}" for name in re.findall(r'"(\w+)"', listed[1])}
@@ -43,7 +43,7 @@ def public_names() -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    """As what it is: a function is not taken for the module of its name."""
+    """Each as its own kind: a function is not confused with the module of its name."""
     reference = html_of(site, "reference/*.html")
     anchors = set(re.findall(r'id="((?:remat_jax|torch_ref)[\w.]+)"', reference))
     doubled = {re.sub(r"\.(\w+)\.\1$", r".\1", anchor) for anchor in anchors}

@@ -1,4 +1,4 @@
-"""A scanned offload as it is compiled for a GPU: the slot its copies take, what is done about it, and what XLA's peak is."""
+"""A scanned offload as compiled for a GPU: the slot of its copies, its refusal, and XLA's peak."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_without_the_pass_the_copies_are_right_and_the_memory_is_the_same(
     cured = compile_for_h200(tmp_path, SCANNED)["scanned"]
     assert not scanned_offload_is_miscompiled(cured.text)
     assert cured.host_temp == HOST and cured.temp <= scanned.temp
-    # The warning goes where the fault goes.
+    # The warning disappears with the fault.
     assert remat_jax.measure(workload(scan=True), "offload_inputs", "h200").receipt.warnings == ()
 
 
@@ -76,7 +76,7 @@ def differentiate(scan: bool = True) -> None:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX 0.11.0 with a GPU that is not the default device, and an XLA that does not say which flags it read."""
+    """JAX 0.11.0 with a GPU that is not the default device, and an XLA that does not report its flags."""
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 11, 0))
     monkeypatch.setattr(jax, "devices", lambda platform=None: ["a GPU"] if platform == "gpu" else ["a CPU"])
     monkeypatch.setattr(versions, "_cured_here", lambda: None)
@@ -115,7 +115,7 @@ def test_where_xla_does_not_say_the_environment_decides(monkeypatch: pytest.Monk
 def test_xla_itself_is_asked_whether_the_pass_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "_cured_here", lambda: True)
     differentiate()
-    # Set when XLA has started it changes nothing here, but for a process that compiles.
+    # Set after XLA's start it changes nothing here, but in a compile process it does.
     monkeypatch.setattr(versions, "_cured_here", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", CURE)
     assert not compat.miscompiles_scanned_offload()
@@ -167,7 +167,7 @@ def test_where_no_gpu_is_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_xlas_own_peak_is_host_memory_where_more_is_there_than_on_the_device(scanned: Compiled) -> None:
     device = scanned.argument + scanned.output - scanned.alias + scanned.temp
     assert scanned.temp < HOST
-    # Arguments, results and, to some kB, all that is on the host; of the device's own 50 MB or more of scratch nothing.
+    # Arguments, results and, to a few kB, all host bytes; none of the 50 MB or more of device scratch memory.
     assert abs(scanned.peak - (scanned.argument + scanned.output + HOST)) < 2**14
     assert scanned.peak > 1.3 * device
 

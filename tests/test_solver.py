@@ -1,4 +1,4 @@
-"""The solver that plans: against the exact programme, and on a layer of a third-party model."""
+"""The planner's solver: against the exact programme, and on a layer of a third-party model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def drawn(draw):
 
 
 def with_traffic(stack, draw):
-    """The same stack, in which keeping takes time and copies use the device's memory."""
+    """The same stack, where keeping takes time and copies use the device's memory bandwidth."""
 
     def kept(block):
         kept_seconds = [draw.choice([0.0, 0.1, 1.0]) for _ in block.residuals]
@@ -62,7 +62,7 @@ def with_traffic(stack, draw):
 
 @pytest.fixture(scope="module")
 def beside_the_exact():
-    """Of 500 random stacks, each at one budget: the plan, the exact programme's, and the stack."""
+    """For 500 random stacks, each at one budget: the plan, the exact programme's plan, and the stack."""
     found = []
     for seed in range(500):
         draw = random.Random(seed)
@@ -90,7 +90,7 @@ def test_500_random_stacks_are_planned_as_the_exact_programme_plans_them(beside_
 
 def test_no_exact_plan_is_below_the_bound(beside_the_exact):
     assert all(plan.lower_bound <= exact.seconds * (1 + 1e-6) for plan, exact, _ in beside_the_exact)
-    # And the bound is worth something: half of the plans are within a hundredth of the step of it.
+    # The bound is tight: half of the plans are within a hundredth of the step of it.
     distance = [(plan.seconds - plan.lower_bound) / plan.seconds for plan, _, _ in beside_the_exact]
     assert np.median(distance) <= 1e-2
 
@@ -149,7 +149,7 @@ def test_ten_kinds_of_blocks_share_the_memory():
 
 
 def test_a_policy_that_is_made_known_is_not_beaten_by_the_plan():
-    """What the solver would not find by itself at any price."""
+    """A policy that the solver would not find at any price."""
     block = Block("b", tuple(ResidualCosts(f"r{at}", 10.0 + at, 1.0 + at / 7) for at in range(14)), 1.0, 1.0, repeats=3)
     stack = Stack((block,))
     policy = BlockPolicy(block, tuple("save" if at % 2 else "recompute" for at in range(14)))
@@ -191,7 +191,7 @@ def test_a_block_that_keeps_only_its_input():
 
 
 def test_an_offload_that_compute_hides_still_passes_through_the_devices_memory():
-    """Out of it and into it: twice 8 bytes at 4 bytes a second, and half a second to write the array; the bound knows it."""
+    """Out and back: twice 8 bytes at 4 bytes a second, and half a second to write the array; the bound includes this."""
     block = Block("b", (ResidualCosts("x", 8.0, kept_seconds=0.5),), 100.0, 100.0)
     table = BlockTable(block, HostLink(1.0, 1.0, memory_bytes_per_s=4.0))
     codes, bound = table.cheapest(Prices(saved=1e3))

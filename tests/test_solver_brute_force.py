@@ -1,4 +1,4 @@
-"""The solvers of blocks against every policy there is, tried one by one."""
+"""The block solvers against an exhaustive search over all policies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_block(draw, most, name="layer", **fixed):
 
 
 def every_policy(block, link):
-    """Saved bytes, transient bytes, host bytes and extra seconds of all policies that are legal, one row each."""
+    """Saved bytes, transient bytes, host bytes and extra seconds of all legal policies, one row each."""
     grid = np.indices((4,) * len(block.residuals), np.int8).reshape(len(block.residuals), -1).T
     at = {one.name: index for index, one in enumerate(block.residuals)}
     legal = np.ones(len(grid), bool)
@@ -112,7 +112,7 @@ def test_one_block(group, offload):
 
 
 def every_stack(blocks, link, budget, host_budget):
-    """The least extra time and the least peak over all combinations, one policy for each single block, in every order."""
+    """The least extra time and the least peak over all combinations of policies, in every order."""
     fastest, least = None, None
     for rows in itertools.product(*(every_policy(block, link).tolist() for block in blocks)):
         if sum(row[2] for row in rows) > host_budget:
@@ -130,7 +130,7 @@ def every_stack(blocks, link, budget, host_budget):
 
 @pytest.mark.parametrize("case", range(30))
 def test_several_kinds_of_blocks(case):
-    """Identical blocks in a row, and other kinds behind them: no order of policies is better than the one that is given."""
+    """Identical blocks in a row, followed by other kinds: no order of policies beats the given one."""
     draw = random.Random(case)
     link = HostLink(draw.randint(1, 6), draw.randint(1, 6)) if case % 2 else None
     kinds = (random_block(draw, 2, "tower", repeats=3), random_block(draw, 2, "head", repeats=draw.randint(1, 2)))
@@ -146,7 +146,7 @@ def test_several_kinds_of_blocks(case):
 
 @pytest.mark.parametrize("case", range(20))
 def test_the_candidates_are_all_that_can_be_best(case):
-    """Whatever the prices of the three kinds of memory, the cheapest policy is among them."""
+    """For any prices of the three kinds of memory the cheapest policy is among them."""
     draw = random.Random(case)
     block = random_block(draw, 6)
     link = HostLink(draw.randint(1, 6), draw.randint(1, 6), draw.choice([0.0, 0.5, 1.0])) if case % 2 else None
@@ -163,7 +163,7 @@ def test_the_candidates_are_all_that_can_be_best(case):
 
 @pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
 def test_what_is_computed_again_hides_what_comes_back(solve):
-    """10 seconds of copies come back beside 3 of recomputing: 10 in all. Offloading the other residual too takes 11."""
+    """10 seconds of copies return beside 3 of recomputing: 10 in all. Offloading the other residual too takes 11."""
     residuals = (ResidualCosts("a", 10, may_save=False), ResidualCosts("b", 1, 3, may_save=False))
     block = Block("layer", residuals, 100, 0, fetched_share=0, recomputed_share=0)
     plan = solve(Stack((block,), HostLink(1, 1), offload_last=True))

@@ -1,4 +1,4 @@
-"""Groups of layers as mathematics: against known answers, and against a stack that is walked through step by step."""
+"""Groups of layers as mathematics: against known answers, and against a stack simulated step by step."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_two_levels_of_checkpoints_need_two_roots() -> None:
     found = {size: grouping(64, size, 64, layer).peak_bytes for size in range(1, 65)}
     assert found[8] == min(found.values()) == 8 + 7 + 17
     assert found[1] == found[64] == 64 + 17
-    # Unrolled, the last layer of a group is not run for the group; a scan runs all.
+    # Unrolled, the group does not run its last layer again; a scan runs all.
     assert grouping(64, 8, 64, layer).extra_seconds == 64 + 8 * 7
     assert grouping(64, 8, 64, layer, scanned=True).extra_seconds == 64 + 64
 
 
 def walked(layers: int, size: int, grouped: int, layer: GroupedLayer, scanned: bool) -> tuple[float, float, float]:
-    """Peak, bytes between the passes, and seconds of both passes less those of a plain step, one layer after the other."""
+    """Peak, bytes between the passes, and seconds of both passes minus those of a plain step, layer by layer."""
     own = layer.saved_bytes + (layer.input_bytes if layer.checkpointed else 0.0)
     units = [range(start, min(start + size, grouped)) for start in range(0, grouped, size)]
     units += [range(one, one + 1) for one in range(grouped, layers)]

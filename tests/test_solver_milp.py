@@ -1,4 +1,4 @@
-"""The programme behind the solvers: scaling, bounds, and what HiGHS does that it must not."""
+"""The linear programme behind the solvers: scaling, bounds, and known faults of HiGHS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.solver_oracles.milp import Model
 
 
 def knapsack(scale=1.0, size=1.0):
-    """The most value of 6, 10, 12 and 7 in sizes 1, 2, 3 and 2 within 5: all but the third, 23."""
+    """The largest value of 6, 10, 12 and 7 in sizes 1, 2, 3 and 2 within 5: all except the third, 23."""
     model = Model()
     items = [model.integer(1, -value * scale) for value in (6, 10, 12, 7)]
     model.at_most({item: weight * size for item, weight in zip(items, (1, 2, 3, 2), strict=True)}, 5 * size)
@@ -34,7 +34,7 @@ def test_units_do_not_matter(scale, size):
 
 
 def test_the_relaxation_prices_its_rows():
-    """The best by value per size: 6, 5 and 4 a unit; two thirds of the third fit, so that a unit of room is worth 4."""
+    """The best by value per size: 6, 5 and 4 per unit; two thirds of the third fit, so a unit of room is worth 4."""
     relaxed = knapsack(size=1000.0).relaxed()
     assert relaxed.objective == pytest.approx(-24)
     assert relaxed.prices == (pytest.approx(-4 / 1000),)
@@ -89,7 +89,7 @@ def test_a_time_limit_without_an_answer_is_an_error(monkeypatch):
 
 
 def test_two_threads_solve_one_after_the_other(monkeypatch):
-    """Each puts standard output aside, the whole process's: two at a time could not both put it back."""
+    """Each call redirects standard output of the whole process: two at a time could not both restore it."""
     solve, inside, most = scipy.optimize.milp, [], []
 
     def watched(*arguments, **named):
@@ -107,7 +107,7 @@ def test_two_threads_solve_one_after_the_other(monkeypatch):
 
 
 def hard_knapsacks(items=40, rows=5):
-    """Many rows over the same items: nothing that the root node of the solver's tree ends with."""
+    """Many rows over the same items: the root node of the solver's tree does not finish them."""
     random, model = np.random.default_rng(0), Model()
     chosen = [model.integer(1, -float(value)) for value in random.integers(50, 100, items)]
     for weights in random.integers(20, 100, (rows, items)):
@@ -124,7 +124,7 @@ def test_a_limit_of_nodes_ends_the_search_at_a_sound_answer_each_time_the_same()
 
 
 def test_a_search_that_the_clock_ended_says_so(monkeypatch):
-    """The answer is there, and another run may have another: the plan is told."""
+    """An answer exists, but another run may have another; the plan says so."""
     original = scipy.optimize.milp
 
     def late(*arguments, **named):

@@ -1,4 +1,4 @@
-"""What a planning problem, a budget and a plan may not be, and what the message says."""
+"""Errors of planning problems, budgets and plans."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_the_least_memory_is_named_with_the_host_budget_that_it_is_for():
     stack = Stack((LAYER,), HostLink(1, 1), fixed_bytes=1000)
     with pytest.raises(InfeasibleBudget, match=r"budget=1000 is not enough: .* with host_budget=8 is 1048.0 bytes") as caught:
         solve_counts(stack, 1000, 8)
-    # One x is on the host; two are on the device, and everything of the last block, or of that whose x comes back.
+    # One x is on the host; two are on the device, and everything of the last block, or of the block whose x returns.
     assert caught.value.least_bytes == 1048
     only = Stack((Block("b", (ResidualCosts("x", 8, may_save=False),), 1, 1),), HostLink(1, 1), offload_last=True)
     for solve in (solve_blocks, solve_counts):
@@ -162,7 +162,7 @@ def test_the_least_memory_is_named_with_the_host_budget_that_it_is_for():
 @pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
 @pytest.mark.parametrize("unit", [1, 2**30, 2**40])
 def test_arrays_of_any_size_are_planned_alike(solve, unit):
-    """HiGHS drops coefficients below 1e-9, such as that of a byte beside a gibibyte."""
+    """HiGHS drops coefficients below 1e-9, such as a byte's beside a gibibyte's."""
     residuals = (
         ResidualCosts("x", 8 * unit),
         ResidualCosts("up", 32 * unit, 0.5, ("x",)),
@@ -171,9 +171,9 @@ def test_arrays_of_any_size_are_planned_alike(solve, unit):
     stack = Stack((Block("layer", residuals, 1, 2, working_bytes=16 * unit, repeats=6),), fixed_bytes=100 * unit)
     with pytest.raises(InfeasibleBudget) as caught:
         solve(stack, 100 * unit)
-    # Six inputs, and all three of the block whose backward pass runs.
+    # Six inputs, and all three arrays of the block whose backward pass runs.
     assert caught.value.least_bytes == pytest.approx((100 + 6 * 8 + 64 + 16) * unit, rel=1e-6)
-    # The last layer keeps all, which is there anyway when its backward pass runs; of the others three may keep `up`.
+    # The last layer keeps everything, which is alive anyway when its backward pass runs; three of the others may keep `up`.
     plan = solve(stack, (100 + 6 * 8 + 64 + 16 + 3 * 32) * unit)
     assert plan.extra_seconds == pytest.approx(5 * 0.75 - 3 * 0.5)
     assert plan.peak_bytes == (100 + 6 * 8 + 64 + 16 + 3 * 32) * unit

@@ -1,4 +1,4 @@
-"""What must hold for any problem: plans run as claimed, more memory is never slower, and infeasible means infeasible."""
+"""Properties of any problem: plans run as claimed, more memory is never slower, and infeasible means infeasible."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def no_slower(more, less):
 @pytest.mark.parametrize("solve", [solve_counts, solve_blocks])
 @few
 @given(stack=stacks(), share=st.floats(0, 1), more=st.floats(0, 1))
-# Residuals of no bytes beside an input of some: the oracle scaled its programme by the residuals alone, and HiGHS gave up.
+# Residuals of no bytes beside an input with some: the oracle scaled its programme by the residuals alone, and HiGHS failed.
 @example(
     stack=Stack((Block("kind0", (ResidualCosts("r0", 0.0, needed=False),), 0.0, 0.0, 0.0, 10.5),), None, 5), share=0.0, more=0.0
 )
@@ -229,12 +229,14 @@ def test_revolve_runs_as_its_closed_form_says(steps, slots):
 @few
 @given(layers=st.integers(1, 40), input_bytes=SIZES, full_bytes=SIZES)
 def test_segments_that_shorten_are_the_best_there_are(layers, input_bytes, full_bytes):
-    """Against a recurrence that knows no closed form: the least peak of the layers from one on, with so many inputs before."""
+    """Against a recurrence without closed forms: the least peak of the remaining layers, with a number of inputs before
+    them.
+    """
     plan = shortening_segments(layers, input_bytes, full_bytes)
     assert sum(plan.lengths) == layers
     verify(plan)
     verify(uniform_segments(layers, input_bytes, full_bytes))
-    # least[n]: of n layers left, with index - 1 segments before them.
+    # least[n]: with n layers left and index - 1 segments before them.
     least = [0.0] + [math.inf] * layers
     for index in range(layers, 0, -1):
         least = [0.0] + [

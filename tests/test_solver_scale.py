@@ -1,4 +1,4 @@
-"""Large stacks: how many variables the solvers need, how near to the optimum they end, and the shape of their plans."""
+"""Large stacks: the solvers' number of variables, their distance from the optimum, and the shape of their plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS = 80
 
 
 def decoder(seed=0, residuals=12, layers=LAYERS, link=HostLink(2, 2), **more):  # noqa: B008  # frozen
-    """A block in which sizes come in a few multiples of one, as they do in a decoder."""
+    """A block whose sizes are a few multiples of one size, as in a decoder."""
     draw = random.Random(seed)
     found = [ResidualCosts("r0", 4)]
     for index in range(1, residuals):
@@ -39,7 +39,7 @@ def test_80_layers_of_12_residuals(share):
     budget = share * everything(stack)
     counted = solve_counts(stack, budget)
     single = solve_blocks(stack, budget, gap=1e-3)
-    # Three choices for each residual but the input, which is not recomputed, and no offload in the last block.
+    # Three choices for each residual except the input, which is not recomputed, and no offload in the last block.
     assert single.variables == LAYERS * (12 * 3 - 1) - 12
     assert counted.variables <= 300
     assert verify(counted).peak_bytes <= budget
@@ -50,7 +50,7 @@ def test_80_layers_of_12_residuals(share):
 
 
 def test_80_layers_with_hardly_any_memory():
-    """The programme over single residuals is still 0.25 % from its bound here after five seconds; counts are at it at once."""
+    """The programme over single residuals is still 0.25 % from its bound after five seconds; counts reach it at once."""
     stack = decoder()
     plan = solve_counts(stack, 0.15 * everything(stack))
     verify(plan)
@@ -66,7 +66,7 @@ def test_the_number_of_layers_does_not_matter():
 
 
 def test_the_least_memory_of_many_columns():
-    """Each layer keeps its input in host memory; the last keeps it here, and has all that its backward pass reads."""
+    """Each layer offloads its input; the last layer saves it, and has all arrays that its backward pass reads."""
     stack = decoder()
     with pytest.raises(InfeasibleBudget) as caught:
         solve_counts(stack, 1)
@@ -76,7 +76,7 @@ def test_the_least_memory_of_many_columns():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_columns_that_are_left_out_are_not_missed(seed, monkeypatch):
-    """With a first look at hardly any columns, what its bound leaves in has the same optimum as all of them."""
+    """With almost no initial columns, the columns that its bound leaves have the same optimum as all columns."""
     draw = random.Random(seed)
     residuals = tuple(ResidualCosts(f"r{at}", draw.uniform(1, 20), draw.uniform(0, 3)) for at in range(6))
     stack = Stack((Block("layer", residuals, 1, 2, repeats=3),), HostLink(draw.uniform(1, 5), draw.uniform(1, 5)))
@@ -89,7 +89,7 @@ def test_columns_that_are_left_out_are_not_missed(seed, monkeypatch):
 
 
 def test_more_residuals_than_can_be_tried():
-    """Where candidates are left out, prices find what is missing, and the plan says how far from the best it may be."""
+    """If candidates are left out, prices find the missing ones, and the plan gives its distance from the best."""
     draw = random.Random(24)
     residuals = tuple(
         ResidualCosts(
@@ -110,7 +110,7 @@ def test_more_residuals_than_can_be_tried():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_prices_find_what_is_missing(seed):
-    """From one policy for each run to the value of the relaxed programme over all of them, which is the bound."""
+    """From one policy per run to the value of the relaxed programme over all policies, which is the bound."""
     draw = random.Random(seed)
 
     def block(name, **more):
@@ -175,7 +175,7 @@ def test_a_limit_on_policies(most):
 
 
 def test_towers_share_one_budget():
-    """Vision tower, language model and head: the head's logits are there when both others have kept what they keep."""
+    """Vision tower, language model and head: the head's logits are alive after both others have kept their arrays."""
 
     def block(name, size, seconds, **more):
         return Block(name, (ResidualCosts("x", size), ResidualCosts("up", 4 * size, seconds, ("x",))), 1, 2, **more)
@@ -189,8 +189,8 @@ def test_towers_share_one_budget():
         name: sum(one.count for one in plan.ranges if one.block == name and one.policy.of["up"] == "save")
         for name in ("vision", "language", "head")
     }
-    # A byte of the language model's is worth 1/8 of a second, of the tower's 1/16. The head's costs none: it is there anyway
-    # when the head, which needs most, runs backward.
+    # A byte of the language model is worth 1/8 of a second, of the tower 1/16. The head's bytes cost nothing: they are alive
+    # anyway when the head's backward pass runs, which needs most.
     assert saved == {"vision": 0, "language": 18, "head": 1}
     assert plan.extra_seconds == pytest.approx(27 * 0.5)
 
@@ -210,7 +210,7 @@ def test_a_chain_of_60_stages():
         assert verify(plan).peak_bytes <= share * fast.peak_bytes
         times.append(plan.seconds)
     assert times == sorted(set(times))
-    # Every stage but the last at most twice, where a third of everything fits.
+    # Every stage except the last at most twice, if a third of everything fits.
     assert times[2] < fast.seconds + 60
 
 
@@ -228,7 +228,7 @@ ATTENTION = (
     ("act", 236, 0.11, ("gate",)),
     ("mul", 234, 0.05, ("act", "up")),
 )
-"""A layer of a 70B decoder, in MB and ms: its working set is worth many layers' residuals, and its policies are much alike."""
+"""A layer of a 70B decoder, in MB and ms: its working set equals many layers' residuals, and its policies are nearly alike."""
 
 
 def test_fewer_rounds_of_the_solver_give_a_plan_that_fits_and_a_bound_that_holds(monkeypatch):

@@ -1,4 +1,4 @@
-"""The simulator: what it refuses, and what it measures where the answer is known by hand."""
+"""The simulator: its errors, and its results where the answer is known."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_time_and_memory_of_an_offload():
     found = simulate(PROGRAM, steps)
     assert (found.compute_seconds, found.exposed_out_seconds, found.exposed_in_seconds) == (7, 20, 0)
     assert (found.seconds, found.out_bytes, found.in_bytes) == (27, 110, 10)
-    # While f runs: x, what is on its way, its own 1000. Afterwards y is back with 6.
+    # While f runs: x, the copies in flight, and its own 1000 bytes. Afterwards y is back with 6.
     assert found.peak_bytes == 5000 + 1 + 6 + 100 + 1000
     assert found.host_peak_bytes == 110
     assert found.executions == {"f": 1, "g": 1}
@@ -99,7 +99,7 @@ def test_a_window_hides_only_its_own_copies_and_both_directions_run_side_by_side
     # Without compute beside it nothing is hidden.
     bare = simulate(program, [*first, Wait(), Compute("g", ("end",))])
     assert (bare.exposed_in_seconds, bare.seconds) == (5, 2 + 109 + 5 + 5)
-    # y comes back while z goes out: 50 seconds beside 5, of which 2.5 seconds are hidden each.
+    # y returns while z leaves: 50 seconds beside 5, of which 2.5 seconds are hidden each.
     both = [Compute("f", (), ("y",)), Wait(), Fetch("y"), Compute("f", (), ("z",)), Compute("again")]
     found = simulate(program, both)
     assert (found.exposed_out_seconds, found.exposed_in_seconds) == (9 + 97.5, 2.5)
@@ -123,10 +123,10 @@ STACK = Stack((LAYER,), HostLink(8, 4), 100, offload_last=True)
 @pytest.mark.parametrize(
     ("choices", "seconds", "peak", "host"),
     [
-        # Kept by each: the input of 3. The block at work has all of its 40 and 5 more.
+        # Each keeps the input of 3. The running block has all of its 40 and 5 more.
         (("save", "save"), 6, 100 + 2 * 43 + 5, 0),
         (("save", "recompute"), 7, 100 + 2 * 11 + 32 + 5, 0),
-        # x out in its forward second; back in 2 seconds, which the backward pass hides.
+        # x leaves in its forward second, and returns in 2 seconds, which the backward pass hides.
         (("offload", "recompute"), 7, 100 + 2 * 3 + 40 + 5, 16),
         # 5 seconds out, 1 hidden; 10 back, 2 hidden.
         (("offload", "offload"), 6 + 2 * (4 + 8), 100 + 2 * 3 + 40 + 5, 80),

@@ -55,7 +55,7 @@ def test_revolve(steps):
         plan = revolve(steps, int(slots), state_bytes=7.0, forward_seconds=1.0, backward_seconds=0.0)
         found = verify(plan)
         assert (found.seconds, plan.lower_bound) == (total, total)
-        # The states that are kept, and the one at work.
+        # The kept states, and the working state.
         assert found.peak_bytes <= 7 * (int(slots) + 1)
 
 
@@ -64,7 +64,7 @@ def test_revolve_against_checkpoint_schedules(steps):
     table = get_opt_0_table(steps, 12, 3, 5)
     for slots in range(1, 13):
         assert forward_steps(steps, slots) == optimal_steps_binomial(steps, slots)
-        # Its chain of l steps has one more to turn, and turning one has no run of its own.
+        # Its chain of l steps has one more backward step, and backward steps do not run forward.
         assert (forward_steps(steps, slots) - steps) * 3 + steps * 5 == table[slots][steps - 1]
     plan = revolve(steps, min(steps, 5))
     assert verify(plan).seconds == optimal_steps_binomial(steps, min(steps, 5)) + steps
@@ -105,7 +105,7 @@ def test_the_uniform_chain():
 
 
 def bounds(text):
-    """The budgets that an entry such as "9-10", "<=8" or ">=17" is for."""
+    """The budgets of an entry such as "9-10", "<=8" or ">=17"."""
     if text[:2] in ("<=", ">="):
         edge = int(text[2:])
         return [edge - 2, edge] if text[0] == "<" else [edge, edge + 20]
@@ -127,7 +127,7 @@ def test_the_chain_of_different_stages():
 
 @pytest.mark.parametrize(("chain", "faster"), [(uniform_chain(4), {11: 13}), (different_chain(), {13: 23, 14: 23})])
 def test_schedules_that_are_not_persistent_are_at_least_as_good_and_sometimes_better(chain, faster):
-    """The entries' notes say where; so the search, which knows nothing of chains, judges the chain's programme too."""
+    """The entries' notes say where; so the search, which knows no chains, judges the chain's programme too."""
     for budget in range(9, 19):
         free = solve_graph(chain_program(chain), budget)
         assert verify(free).peak_bytes <= budget
@@ -135,7 +135,7 @@ def test_schedules_that_are_not_persistent_are_at_least_as_good_and_sometimes_be
 
 
 def test_host_memory_is_shared_by_the_stages_of_a_chain():
-    """Each stage keeps 4, or 1 and 8 on the host: copies that its compute hides. In 7 bytes each saves one run."""
+    """Each stage keeps 4, or 1 and 8 on the host, with copies that its compute hides. In 7 bytes each saves one run."""
     options = (Option("all", 4, 1, 2), Option("away", 1, 1, 2, 8, 0, 1))
     chain = Chain(tuple(Stage(f"s{index}", 1, 1, options) for index in range(3)), 1, HostLink(8, 8))
     for host_budget, least, seconds in ((0, 7, 12), (8, 5, 11), (16, 5, 10), (24, 5, 9), (math.inf, 5, 9)):
@@ -177,7 +177,7 @@ def test_the_unit_graph_does_not_fit_into_two():
 @STACK_SOLVERS
 @pytest.mark.parametrize("case", range(len(VECTORS["knapsack"]["cases"])))
 def test_the_knapsack(case, solve):
-    """Residuals that depend on nothing: what is saved is not computed again."""
+    """Independent residuals: saved ones are not recomputed."""
     sizes, seconds, capacity, value, _ = VECTORS["knapsack"]["cases"][case]
     residuals = tuple(ResidualCosts(f"r{at}", size, time) for at, (size, time) in enumerate(zip(sizes, seconds, strict=True)))
     block = Block("block", residuals, 0, 0, recomputed_share=0)

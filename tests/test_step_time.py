@@ -1,4 +1,4 @@
-"""The modelled time of compiled steps, on texts whose answer is known by hand: products, kernels, loops, exchanges."""
+"""The modelled time of compiled steps, on texts whose answer is known: products, kernels, loops, exchanges."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_kernel_takes_its_start_and_the_longer_of_operations_and_bytes() -> No
 
 
 def test_an_update_of_a_stack_that_runs_beside_others_moves_its_slice() -> None:
-    """The newest JAX starts the fusion that copies a round's array into the stack of a scan as an asynchronous computation."""
+    """The newest JAX starts the fusion that copies a round's array into a scan's stack as an asynchronous computation."""
     shapes = "f32[4,10,10]{2,1,0}", "f32[1,10,10]{2,1,0}", "s32[]"
     given = [f"%p{index} = {shape} parameter({index})" for index, shape in enumerate(shapes)]
     update = [*given, f"ROOT %u = {shapes[0]} dynamic-update-slice(%p0, %p1, %p2, %p2, %p2)"]
@@ -60,19 +60,19 @@ def test_an_update_of_a_stack_that_runs_beside_others_moves_its_slice() -> None:
         f"ROOT %done = {shapes[0]} async-done(%start)",
         others=others,
     )
-    # The slice's 400 bytes and the index are read, the slice is written; the stack of 1600 bytes is not.
+    # The slice's 400 bytes and the index are read, the slice is written; the stack of 1600 bytes is not read.
     assert step_time(text, target("h200"), RATES).seconds == pytest.approx(0.5 + (400 + 4 + 400) / 100)
 
 
 def test_a_product_reaches_the_rate_of_its_tiles_and_rounds() -> None:
-    # On one core tiles of 256 × 128 are the best: only filling their pipelines keeps a short sum from the rate of a long one.
+    # On one core tiles of 256 × 128 are the best: only the filling of their pipelines slows a short sum.
     assert reached_share(1, 256, 128, 1024, 1) == pytest.approx(1024 / (1024 + FILL) * (8192 + FILL) / 8192)
-    # 64 × 64 numbers fill one tile of that size, whose rate is lower: it computes less for each number that it loads.
+    # 64 × 64 numbers fill one tile of that size, whose rate is lower: it computes less per loaded number.
     small, large = (reuse / (reuse + REUSE) for reuse in (64 * 64 / 128, 256 * 128 / 384))
     assert reached_share(1, 64, 64, 8192, 1) == pytest.approx(small / large)
-    # One tile more than there are cores takes another round of all of them, unless smaller tiles do better.
+    # One tile more than there are cores takes another round of all cores, unless smaller tiles are faster.
     assert reached_share(133, 256, 128, 128, 132) < 0.75 * reached_share(132, 256, 128, 128, 132)
-    # A single row computes whole tiles all the same; a long sum of few results is split among cores.
+    # A single row still computes whole tiles; a long sum of few results is split among cores.
     assert reached_share(1, 1, 4096, 4096, 132) < 0.03
     assert reached_share(1, 64, 64, 8192, 132) > 6 * reached_share(1, 64, 64, 8192, 1) / 132
     assert (
@@ -105,7 +105,7 @@ def test_an_exchange_is_waited_for_or_runs_beside_compute() -> None:
     beside = step_time(module(start, DOT, "ROOT %g = f32[80,10]{1,0} all-gather-done(%s)"), target("8xh200"), RATES)
     assert beside.seconds == alone.seconds and beside.compute_seconds == 12.5
     assert beside.exchanges.covered_seconds == 12.5
-    # Over two hosts the same groups of four stay inside; one group of eight does not.
+    # Over two hosts, groups of four stay inside a host; one group of eight does not.
     inside = GATHER.replace("[1,8]<=[8]", "[2,4]<=[8]")
     assert step_time(module(f"ROOT %g = {inside}"), target("2x4xh200"), RATES).seconds == 2 * 0.25 + 3200 * 3 / 4 / 100
     across = step_time(module(f"ROOT %g = {GATHER}"), target("2x4xh200"), RATES)
@@ -164,7 +164,7 @@ def test_a_pallas_kernel_says_its_operations_by_its_name() -> None:
 
     product = 2 * batch * heads * length * length * width
     full, causal = kernels(False), kernels(True)
-    # This kernel computes the scores and their gradient twice in its backward pass: seven products where five would do.
+    # This kernel computes the scores and their gradient twice in its backward pass: seven products where five suffice.
     assert (full["mha_forward"], full["mha_backward"]) == (2 * product, 7 * product)
     assert (causal["mha_forward"], causal["mha_backward"]) == (product, 3.5 * product)
 
@@ -176,7 +176,7 @@ def test_a_report_has_the_time_of_its_step(gpu: str) -> None:
     job = rj.Workload(lambda params, x: jnp.sum(model.apply(params, x) ** 2), params, (x,), nn.Dense)
     report = rj.measure(job, "full", gpu)
     assert report.seconds is not None and report.seconds == report.compute_seconds and report.exchanges is None
-    # At least the two products at the rate of a large one.
+    # At least the two products at the rate of a large product.
     assert report.seconds > 2 * 2 * 2048 * 1024 * 1024 / Rates.of(gpu).flops_per_s("tensorfloat32")
     assert report.to_dict()["seconds"] == report.seconds
     assumed = "flops" in report.assumed_rates
@@ -184,7 +184,7 @@ def test_a_report_has_the_time_of_its_step(gpu: str) -> None:
 
 
 def test_a_step_without_a_time_says_why() -> None:
-    """Two hosts of a GPU whose network has no rate: the sizes hold, and everything says what is missing."""
+    """Two hosts of a GPU whose network has no rate: the sizes hold, and every report says what is missing."""
     model, x = nn.Dense(64), jax.ShapeDtypeStruct((64, 64), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     given = lambda params, x: jnp.sum(model.apply(params, x) ** 2)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The switch on a model: on with a policy, on with another, off again, with nothing stale in between."""
+"""The switch on a model: on with a policy, on with another, off again, with no stale traces."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_functions_that_were_jitted_before_are_traced_anew():
         switch()
         for got, want in zip(jax.tree.leaves(step(model)), jax.tree.leaves(plain), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
-    assert [cls is Block for cls in traces] == [True, False]  # the third call hits the first trace
+    assert [cls is Block for cls in traces] == [True, False]  # the third call reuses the first trace
     rj.enable_gradient_checkpointing(model)
     step(model)
     assert len(traces) == 2  # and the same switch the second
@@ -160,7 +160,7 @@ def test_a_linen_model_gives_a_checkpointed_copy_with_the_same_parameters():
     restored = rj.disable_gradient_checkpointing(enabled)
     assert type(restored) is LinenModel and restored == model
     assert rj.disable_gradient_checkpointing(model) is model
-    # Equal models hit the same trace of a jit that takes the model as a static argument; the copy is not equal to them.
+    # Equal models share a trace of a jit that takes the model as a static argument; the copy is not equal to them.
     assert enabled != model and enabled == rj.enable_gradient_checkpointing(model, "full", blocks=LinenBlock)
 
 

@@ -1,4 +1,4 @@
-"""The switch on an NNX model whose parts are Linen modules behind `nnx.bridge.ToNNX`, built as OpenPI's is."""
+"""The switch on an NNX model with Linen modules behind `nnx.bridge.ToNNX`, built like OpenPI's."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Model(nnx.Module):
 BLOCKS = (Block, TowerBlock)
 IMAGE = np.linspace(-1, 1, 2 * 4 * WIDTH, dtype=np.float32).reshape(2, 4, WIDTH)
 TOKENS = np.array([[0, 3, 4], [1, 2, 2]])
-# Matrix products of the forward pass: two streams with two in each layer, two in each layer of the tower.
+# Matrix products of the forward pass: two per stream in each layer of the two streams, and two in each layer of the tower.
 LAYERS, TOWERS = 4 * DEPTH, 2 * TOWER
 
 
@@ -99,12 +99,12 @@ def executions(model: Any) -> int:
 
 
 def written() -> int:
-    """Executions without any checkpoint: the model's own are `nothing_saveable`, that is `full`."""
+    """Executions without recomputation; the model's own checkpoints are `nothing_saveable`, which is `full`."""
     return executions(Model()) - again("full")
 
 
 def again(policy: str) -> int:
-    """Which products are computed a second time: no block's last, whose value no backward pass reads."""
+    """Recomputed products: never a block's last product, whose value no backward pass reads."""
     return {"full": LAYERS // 2 + TOWERS // 2, "dots": 0}[policy]
 
 
@@ -173,7 +173,7 @@ def test_functions_that_were_jitted_before_are_traced_anew() -> None:
     for switch in (rj.enable_gradient_checkpointing, rj.disable_gradient_checkpointing, rj.enable_gradient_checkpointing):
         for got, want in zip(jax.tree.leaves(step(switch(model))), plain, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
-    assert len(traces) == 2  # the same switch hits the same trace
+    assert len(traces) == 2  # the same switch reuses the same trace
 
 
 class Absent(nn.Module):
@@ -186,7 +186,7 @@ def test_a_class_that_no_part_calls_is_an_error_when_every_part_was_called() -> 
     model = rj.enable_gradient_checkpointing(Model(), blocks=(Block, Absent))
     with pytest.raises(BlockError, match=r"block=Absent: this class was never called.*layers: Block"):
         model.loss(IMAGE, TOKENS)
-    with pytest.raises(BlockError, match="block=Absent"):  # and again: nothing was learnt
+    with pytest.raises(BlockError, match="block=Absent"):  # once more: nothing was cached
         model.loss(IMAGE, TOKENS)
     with pytest.raises(BlockError, match="no module for blocks='nowhere/.'|the glob matches no path of a called module"):
         rj.enable_gradient_checkpointing(Model(), blocks="nowhere/?").loss(IMAGE, TOKENS)
@@ -210,7 +210,7 @@ def test_parts_without_checkpoints_of_their_own_need_blocks() -> None:
     with pytest.raises(BlockError, match="no jax.checkpoint region"):
         rj.enable_gradient_checkpointing(model)(IMAGE)
     rj.enable_gradient_checkpointing(model, blocks=TowerBlock)
-    # Four forward, four backward, and the first of each block again.
+    # Four forward, four backward, and the first product of each block again.
     assert matmuls(jax.value_and_grad(lambda x: (model(x) ** 2).sum()), IMAGE) == 4 + 4 + 2
 
 

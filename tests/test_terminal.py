@@ -1,4 +1,4 @@
-"""A terminal stays whole: control characters are shown as escapes, and no stream or folder ends a command in a traceback."""
+"""Terminal output: control characters are escaped, and no stream or folder ends a command in a traceback."""
 
 from __future__ import annotations
 

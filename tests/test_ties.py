@@ -1,4 +1,4 @@
-"""Ties: there where a policy offloads outside every loop, nowhere else, and without effect on values."""
+"""Ties exist exactly where a policy offloads outside every loop, and do not change values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def barriers(fn: Any, *args: Any) -> int:
 def test_each_unrolled_offload_is_tied_and_nothing_else_is(policy: str) -> None:
     loss, params, x = make_loss()
     gradient = jax.grad(rj.checkpoint_blocks(loss, {Mlp: policy}))
-    # Per block at least: forward, entering the backward pass, leaving it.
+    # Per block at least: forward, at the start and at the end of the backward pass.
     assert barriers(gradient, params, x) >= 3 * 2
     assert barriers(jax.jit(gradient), params, x) == barriers(gradient, params, x)
     for untied in ("full", "dots", "everything"):
@@ -59,7 +59,7 @@ def test_nothing_is_tied_inside_a_loop(policy: str, around: str) -> None:
     found = equations(loss if around == "while" else jax.grad(loss), w, x)
     loops = [eqn for eqn, outer in found if "scan" in outer or "while" in outer]
     moved = [eqn for eqn in loops if eqn.primitive.name == "device_put"]
-    # The new rematerialisation puts barriers of its own into a region.
+    # The new rematerialisation puts its own barriers into a region.
     ties = {"tied_linear"} | ({"optimization_barrier"} if not jax.config.jax_remat3 else set())
     assert moved and not any(eqn.primitive.name in ties for eqn in loops)
     # The same block outside a loop is tied.
@@ -151,7 +151,7 @@ def test_in_loop_sees_through_every_transformation() -> None:
 
 @pytest.mark.parametrize("policy", OFFLOADS)
 def test_a_gradient_beside_a_value_that_is_differentiated_again(policy: str, x64: None) -> None:
-    """Only the derivative of the gradient itself is refused; what is on the host has no cotangent here."""
+    """Only the second derivative is refused; host arrays have no cotangent here."""
     loss, params, x = make_loss()
 
     def values_only(fn: Any) -> Any:
@@ -171,7 +171,7 @@ scaled.defvjp(lambda p, y: (scaled(p, y), (p, y)), lambda kept, g: (g[0] * kept[
 @pytest.mark.parametrize("policy", ["full", "offload: *", "offload_inputs", "offload_dot_with_no_batch_dims"])
 @pytest.mark.parametrize("times_called", [1, 2])
 def test_a_custom_vjp_that_gives_one_result_to_a_whole_batch(policy: str, times_called: int, x64: None) -> None:
-    """The gradient of JAX 0.10 itself is wrong here: it counts the shared result for each row; that of 0.12 is an error."""
+    """The gradient of JAX 0.10 itself is wrong here: it counts the shared result for each row; JAX 0.12 raises an error."""
 
     def gradient(rule: Any, policy: str) -> Any:
         block = rj.remat(lambda w, p, c: rule(jnp.sin(p), jnp.tanh(w @ c)), policy)
@@ -195,7 +195,7 @@ def test_a_custom_vjp_that_gives_one_result_to_a_whole_batch(policy: str, times_
 
 @pytest.mark.parametrize("policy", ["full", "offload: *tanh*", "offload_inputs"])
 def test_what_does_not_read_the_batch_comes_out_once(policy: str, x64: None) -> None:
-    """The `out_axes` of a `vmap` may ask for that."""
+    """The `out_axes` of a `vmap` may require that."""
     x, scale = jnp.linspace(-1, 1, 12).reshape(3, 4), jnp.linspace(0.5, 1, 4)
 
     def gradient(block: Any) -> Any:

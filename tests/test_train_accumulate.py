@@ -1,4 +1,4 @@
-"""Gradients from micro-batches: those of the whole batch, in which dtype, with which keys, and what memory they need."""
+"""Gradients from micro-batches: equal to those of the whole batch, their dtypes, their keys, and their memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_it_is_the_whole_batchs_gradient(x64, n):
 
 
 def test_the_mean_of_means_is_another_number(x64):
-    """What the many did until 2024: it is off by far more than any tolerance here."""
+    """The common formula until 2024: its error exceeds any tolerance here by far."""
     params, x, mask = data()
     parts = [jax.value_and_grad(mean)(params, x[i::3], mask[i::3]) for i in range(3)]
     wrong = jax.tree.map(lambda *one: sum(one) / 3, *parts)
@@ -90,7 +90,7 @@ def test_one_empty_micro_batch_changes_nothing(x64):
 
 def test_narrow_gradients_are_summed_in_float32():
     params, x, mask = data(jnp.bfloat16)
-    # A sum of 128 equal terms: in bfloat16 it stops growing where a term is less than half a step.
+    # A sum of 128 equal terms: in bfloat16 it stops growing once a term is less than half a step.
     many = jnp.tile(x[:1], (128, 1, 1)), jnp.tile(mask[:1], (128, 1))
     one = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(mean)(params, x[:1], mask[:1]))
 
@@ -138,7 +138,7 @@ def test_checkpointed_blocks_inside(x64):
     loss = rj.checkpoint_blocks(summed, {Mlp: "full"})
     accumulated = rj.accumulate_gradients(loss, 3)
     assert_same(accumulated(*data()), jax.value_and_grad(mean)(*data()), 1e-12)
-    # Two layers of two matmuls each: forward, recomputation (the first one; nobody reads the second again), two for gradients.
+    # Two layers of two matmuls each: forward, recomputation (only the first; nobody reads the second), two for gradients.
     assert times("dot_general", accumulated, *data()) == times("dot_general", jax.value_and_grad(loss, has_aux=True), *data())
     assert times("dot_general", accumulated, *data()) > times("dot_general", rj.accumulate_gradients(summed, 3), *data())
 
@@ -235,7 +235,7 @@ def test_wrong_arguments_are_named():
     reason="its scheduler puts the weight gradients off, which hides the effect (docs/notes/optimizer_offload.md)",
 )
 def test_unrolled_blocks_are_computed_again_inside_the_loop_over_micro_batches() -> None:
-    """Forward and recomputation stand in one loop body there: without a barrier between them XLA would merge the two."""
+    """Forward pass and recomputation are in one loop body there: without a barrier XLA would merge the two."""
     width, rows = 256, 8192
 
     class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Micro-batches on a mesh: every device keeps its own rows, so the work and the memory are those of one micro-batch."""
+"""Micro-batches on a mesh: every device keeps its own rows, so work and memory are those of one micro-batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_device_computes_its_own_rows_and_no_others(told: dict[str, Any], kind
     whole = found["1"]
     for n in (2, 4, 8):
         micro = found[str(n)]
-        # The body of the loop counts once; 1 % is for sums of gradients and the rows' address.
+        # The loop body counts once; 1 % is for sums of gradients and the rows' addresses.
         assert micro["flops"] * n == pytest.approx(whole["flops"], rel=0.01)
         assert micro["temp"] < 0.8 * whole["temp"]
         assert [micro[name] for name in ("all-gather", "all-to-all", "collective-permute")] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""`examples/train_anywhere.py`: the same losses on every mesh, after a kill, and after damage to what was saved."""
+"""`examples/train_anywhere.py`: the same losses on every mesh, after a kill, and after damage to a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from remat_jax.planning.model import Model
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("--layers", "1", "--width", "16", "--heads", "2", "--length", "8", "--batch", "4")
-# In float64 a run differs from another one by the order of its sums alone.
+# In float64 two runs differ only by the order of their sums.
 EXACT = (*SMALL, "--dtype", "float64", "--log-every", "1")
 SETTING = Setting(layers=1, width=16, heads=2, length=8, batch=4)
 
 
-# Orbax leaves a closed event loop behind where a checkpoint is damaged; whenever it is collected, Python says so.
+# Orbax leaves a closed event loop behind if a checkpoint is damaged; Python warns when it is collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def unraisable_as_it_was() -> Iterator[None]:
-    """What orbax leaves of a damaged checkpoint is ignored for the rest of the process, and collected some time later."""
+    """Ignores orbax's leftovers of a damaged checkpoint for the rest of the process; they are collected later."""
     before = sys.unraisablehook
     yield
     gc.collect()
@@ -52,14 +52,14 @@ def unraisable_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    """The command turns 64-bit types on for its whole process; what a test leaves is collected with it, not with another's."""
+    """The command turns 64-bit types on for its whole process; a test's leftovers are collected with it."""
     yield
     jax.config.update("jax_enable_x64", False)
     gc.collect()
 
 
 def losses(path: Path) -> dict[int, list[float]]:
-    """The losses of each step in a file of metrics, in the order in which they were computed."""
+    """The losses of each step in a metrics file, in the order of computation."""
     found: dict[int, list[float]] = {}
     for line in path.read_text().splitlines():
         found.setdefault(json.loads(line)["step"], []).append(json.loads(line)["loss"])
@@ -68,7 +68,7 @@ def losses(path: Path) -> dict[int, list[float]]:
 
 @contextlib.contextmanager
 def started(log: Path, environment: dict[str, str], *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The script in a process of its own, which does not outlive the test."""
+    """The script in its own process, which ends with the test."""
     with log.open("wb") as output:
         line = [sys.executable, str(ROOT / "examples" / "train_anywhere.py"), *EXACT, *arguments]
         child = subprocess.Popen(line, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -93,7 +93,7 @@ def free_port() -> int:
 
 
 def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:
-    """Two processes of two devices each, one of them killed; then one process of two; against one device undisturbed."""
+    """Two processes of two devices each, one of them killed; then one process of two; compared with one undisturbed device."""
     environment = in_a_hurry | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
     metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
     common = ("--metrics", str(metrics), "--checkpoint", str(saved), "--save-every", "3")
@@ -105,7 +105,7 @@ def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path
     ):
         wait_for(lambda: metrics.exists() and len(losses(metrics)) >= 8, [survivor, victim], 240)
         victim.send_signal(signal.SIGKILL)
-        # By itself, or ended by JAX after the heartbeat, where it waits for the other one outside of a step.
+        # By itself, or ended by JAX after the heartbeat if it waits for the other process outside a step.
         told = {command.FAILED: "most likely because another process has ended", -signal.SIGABRT: "another task died"}
         assert told[survivor.wait(120)] in (tmp_path / "0.log").read_text()
     lost = losses(metrics)
@@ -121,18 +121,18 @@ def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path
     assert train_anywhere.main([*EXACT, "--policy", "off", "--metrics", str(undisturbed), "--steps", str(steps)]) == 0
     expected = {step: values[0] for step, values in losses(undisturbed).items()}
     assert found.keys() == expected.keys() == set(range(steps))
-    # What was lost with the kill has been computed twice.
+    # The steps lost with the kill were computed twice.
     assert [len(found[step]) for step in sorted(found)] == [1] * begun + [2] * (max(lost) + 1 - begun) + [1] * 3
     for step, values in found.items():
         np.testing.assert_allclose(values, expected[step], rtol=1e-10, err_msg=f"step {step}")
-    # Batches differ more from each other than so few steps teach: the last one's loss, against that of a run without learning.
+    # Batches differ more than so few steps teach: the last batch's loss is compared with a run without learning.
     still = tmp_path / "still.jsonl"
     train_anywhere.main([*EXACT, "--policy", "off", "--metrics", str(still), "--steps", str(steps), "--learning-rate", "1e-30"])
     assert losses(still)[steps - 1][0] - expected[steps - 1] > 0.1, "the losses would be alike if nothing were learnt"
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:
-    """Arrays of every kind that a checkpoint holds: large enough not to be written into the index itself."""
+    """Arrays of every kind that a checkpoint holds, too large to be written into the index itself."""
     random = np.random.default_rng(seed)
     return {
         "params": {"w": jnp.asarray(random.normal(size=(64, 32)), jnp.float32), "half": jnp.ones((3, 5), jnp.bfloat16)},
@@ -141,7 +141,7 @@ def state_of(seed: int = 0) -> dict[str, Any]:
 
 
 class Folder:
-    """A folder with the checkpoints of steps 10 and 20, and what was said while they were read."""
+    """A folder with the checkpoints of steps 10 and 20, and the messages while they were read."""
 
     def __init__(self, path: Path, setting: dict[str, Any] | None = None) -> None:
         self.path, self.told, self.setting = path, [], setting or {"layers": 2}
@@ -186,7 +186,7 @@ def truncate(path: Path) -> None:
     [(flip, "are not what was saved|Exception: "), (truncate, "Exception: "), (Path.unlink, "Exception: ")],
 )
 def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, damage: Callable[[Path], None], why: str) -> None:
-    """Orbax may read a flipped bit back without a word, or find that what it read cannot be decoded."""
+    """Orbax may read a flipped bit silently, or fail to decode the data."""
     folder = Folder(tmp_path).saved()
     damage(folder.largest(20))
     step, state = folder.restored()
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, damage: Call
         and folder.told[0].startswith("the checkpoint of step 20 cannot be read")
         and re.search(why, folder.told[0])
     )
-    # Its step comes again, and what is damaged stays where somebody can look at it.
+    # Its step is repeated, and the damaged checkpoint stays for inspection.
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["10", "20.damaged"]
     damage(folder.largest(10))
     with pytest.raises(CheckpointError, match="none of the checkpoints of steps 10 can be read; give another folder"):
@@ -215,7 +215,7 @@ def test_what_a_checkpoint_says_of_itself_is_sealed(tmp_path: Path, written: str
 
 def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path: Path) -> None:
     folder = Folder(tmp_path).saved()
-    # What a kill leaves: orbax writes this file last, and then gives the folder its name.
+    # A kill leaves this: orbax writes this file last, and then gives the folder its name.
     (tmp_path / "20" / "commit_success.txt").unlink()
     (tmp_path / "20").rename(tmp_path / "20.orbax-checkpoint-tmp")
     assert folder.restored()[0] == 10 and folder.told == []
@@ -250,7 +250,7 @@ def test_a_change_of_any_bit_and_of_places_changes_a_checksum() -> None:
 
 @pytest.fixture
 def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All trainings of a test are of one setting, mesh and policy: the first one's program serves them all."""
+    """All trainings of a test share a setting, mesh and policy: the first one's program serves all."""
     compile_it, programs = training.Trainer.compile, []
 
     def compile_once(self: training.Trainer) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def test_a_state_on_the_host_stays_there_step_by_step_and_through_a_checkpoint(
 
 
 def test_the_script_of_the_page_keeps_a_state_where_its_optimizer_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two blocks that make the step and take three of them, as they stand, with another optimizer."""
+    """The two blocks of the page that make the step and take three steps, unchanged, with another optimizer."""
     blocks = [block.text for block in fenced((ROOT / "docs" / "distributed.md").read_text()) if block.language == "python"]
     made, run = (next(text for text in blocks if word in text) for word in ("places = ", "value = train("))
     model, x = Model(), jnp.ones((ROWS, WIDTH))

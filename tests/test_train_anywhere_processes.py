@@ -1,4 +1,4 @@
-"""`examples/train_anywhere.py` in several processes: a folder that they do not share, and a scheduler that asks them to end."""
+"""`examples/train_anywhere.py` in several processes: a folder that they do not share, and a scheduler that ends them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def together(rank: int, port: int) -> tuple[str, ...]:
 
 
 def test_a_folder_that_is_not_shared_is_refused_by_all(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:
-    """A relative path, and another folder to start from on each host: orbax would wait for files that are elsewhere."""
+    """A relative path, and another working directory on each host: orbax would wait for files that are elsewhere."""
     environment = in_a_hurry | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
     port = free_port()
     with contextlib.ExitStack() as running:
@@ -37,7 +37,7 @@ def test_a_folder_that_is_not_shared_is_refused_by_all(tmp_path: Path, in_a_hurr
         codes = [child.wait(240) for child in children]
     told = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
     refusal = "error: --checkpoint run: in processes 1 it is another folder than in process 0"
-    # Who ends first may take the other one with it.
+    # A process that ends first may end the other.
     assert command.BAD_USAGE in codes, told
     for code, log in zip(codes, told, strict=True):
         assert {command.BAD_USAGE: refusal, -signal.SIGABRT: "another task died"}[code] in log
@@ -45,7 +45,7 @@ def test_a_folder_that_is_not_shared_is_refused_by_all(tmp_path: Path, in_a_hurr
 
 
 def test_processes_that_are_asked_to_end_save_first(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:
-    """One of them is told; both end after the same step, and what they saved is of that step."""
+    """One of them is signalled; both end after the same step, and the saved checkpoint is of that step."""
     environment = in_a_hurry | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
     metrics, port = tmp_path / "metrics.jsonl", free_port()
     line = ("--checkpoint", str(tmp_path / "run"), "--save-every", "1000000", "--steps", "1000000", "--metrics", str(metrics))

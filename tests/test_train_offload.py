@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: the same training to the bit, what is where, and the order of the copies."""
+"""Optimizer state in host memory: the same training to the bit, the placement of arrays, and the order of the copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from remat_jax.train.parameters import result_structs
 from tests.small_models import assert_bit_equal, equations
 
 LEARNING_RATE = 0.1
-"""Ten steps of it move every parameter by far more than rounding: an optimizer that does nothing is seen."""
+"""Ten steps of it move every parameter far more than rounding: an optimizer that does nothing would be seen."""
 
 LAYERS = 4
 OPTIMIZERS = {
@@ -124,7 +124,7 @@ def test_op_by_op_it_is_the_same_within_rounding():
 
 
 def test_inside_a_chain_and_with_what_an_update_may_be_told_beside():
-    """`extra` reaches the optimizer; a value that is no array does so too."""
+    """`extra` reaches the optimizer, also if it is no array."""
 
     def scaled(updates: Any, state: Any, params: Any = None, *, scale: Any, how: str) -> Any:
         assert how == "by hand"
@@ -198,7 +198,7 @@ def test_which_leaves_move():
 
 
 def copies(tx: Any, *, apply: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """The copies of a step in the order of the program: fetched from the host, sent to it; the shapes of kernels only."""
+    """The copies of a step in program order, fetched from the host or sent to it; only the shapes of kernels."""
 
     def step(params: Any, state: Any, x: Any) -> Any:
         gradients = jax.grad(loss)(params, x)

@@ -1,4 +1,4 @@
-"""Optimizer offload compiled for an H200: the state is host memory, updated in place, and the device gives its bytes back."""
+"""Optimizer offload compiled for an H200: the state is in host memory and updated in place, and its device bytes are freed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from remat_jax.train import OffloadedOptimizer
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 WIDTH, LAYERS = 1024, 6
 KERNEL = 4 * WIDTH * 4 * WIDTH
-"""Bytes of the largest leaf of an unrolled stack; a scanned one has six of them in one."""
+"""Bytes of the largest leaf of an unrolled stack; a scanned leaf has six of them."""
 
 
 class Block(nn.Module):
@@ -83,7 +83,7 @@ def test_the_device_gives_back_what_is_moved(name, scan, rows):
 
 @needs_gpu_compiler
 def test_brought_back_all_at_once_the_state_frees_nothing_like_it():
-    """What the ties are for: without them the fetches start together."""
+    """The purpose of the ties: without them all fetches start together."""
 
     def untied(tx: Any) -> Any:
         def there(tree: Any, space: Any) -> Any:
@@ -98,7 +98,7 @@ def test_brought_back_all_at_once_the_state_frees_nothing_like_it():
     tx = optax.adam(1e-3)
     streamed = rj.offload_optimizer(tx)
     jobs = {"plain": workload(tx), "streamed": workload(streamed), "untied": workload(untied(tx))}
-    # As a train step that knows optax only: update, then apply_updates.
+    # As in a train step that knows only optax: update, then apply_updates.
     jobs["two calls"] = workload(optax.GradientTransformation(streamed.init, streamed.update))
     found = sizes(jobs)
     assert isinstance(streamed, OffloadedOptimizer)
@@ -106,13 +106,13 @@ def test_brought_back_all_at_once_the_state_frees_nothing_like_it():
     assert found["untied"].host == found["two calls"].host == found["streamed"].host == 2 * parameter_bytes()
     assert freed["untied"] < 0.4 * 2 * parameter_bytes()
     assert freed["streamed"] > 0.95 * 2 * parameter_bytes()
-    # All updates are kept until the end, in the place of the gradients.
+    # All updates are kept until the end, in the gradients' buffers.
     assert freed["untied"] < freed["two calls"] <= freed["streamed"] - 0.5 * parameter_bytes()
 
 
 @needs_gpu_compiler
 def test_a_norm_of_all_gradients_frees_the_state_where_the_blocks_are_tied():
-    """Nothing else holds XLA from putting the weight gradients of an unrolled stack off to the end."""
+    """Nothing else keeps XLA from delaying the weight gradients of an unrolled stack."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     jobs = {"plain": workload(tx, rows=8192), "offloaded": workload(rj.offload_optimizer(tx), rows=8192)}
     tied = sizes(jobs, "offload_inputs")
@@ -128,7 +128,7 @@ def test_half_of_it_and_without_donation():
     moved = parameter_bytes()
     assert half.placement(workload(None).params).host_bytes == found["half"].host == moved
     assert found["half"].argument == 4 * 256 * WIDTH + 2 * moved + 4
-    # Nothing is reused: the old state and the new one are both there, on the host.
+    # No buffer is reused: the old and the new state are both on the host.
     assert (found["kept"].host_argument, found["kept"].host_output, found["kept"].host_alias) == (2 * moved, 2 * moved, 0)
     assert found["kept"].host == 4 * moved and found["kept"].argument == 4 * 256 * WIDTH + moved + 4
 

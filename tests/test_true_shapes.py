@@ -1,4 +1,4 @@
-"""The benchmark of published models: its table from recorded rows, claims that can fail, a small model through all of it."""
+"""The benchmark of published models: its table from recorded rows, claims that can fail, and a run with a small model."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert least < by_policy["plan"]["device_bytes"] <= budget < most
     assert by_policy["plan"]["estimated_seconds"] < by_policy["plan"]["named_seconds"]["full"]
     assert by_policy["plan"]["trained"] == "all" and by_policy["plan"]["layers"]
-    # What is there is not measured again.
+    # Existing rows are not measured again.
     monkeypatch.setattr(command, "row", lambda work, policy, card: FULL | {"policy": policy})
     _, again = run(tmp_path, monkeypatch, budget, "--policies", "full", "plan", "dots", "--resume")
     assert again[:3] == found and [one["policy"] for one in again[3:]] == ["dots"]

@@ -1,4 +1,4 @@
-"""What holds in every version, and the command that runs the tests in each."""
+"""What must hold in every version, and the command that runs the tests in each."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ WITHOUT_GPU = pytest.mark.skipif(
 
 
 def output(code: str, **environment: str) -> str:
-    """All that a fresh Python prints that runs `code`, started as a user's is."""
+    """Everything that a new Python process prints that runs `code`, started as a user starts it."""
     plain = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "default", "-c", code]
     done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, timeout=120, check=True)
@@ -38,11 +38,11 @@ def test_jax_prints_nothing_after_our_import() -> None:
 
 @WITHOUT_GPU
 def test_jax_prints_nothing_in_a_script_that_does_not_know_us(tmp_path: Path) -> None:
-    """Python runs the `.pth` files of a site folder when it starts, as `site.addsitedir` does here."""
+    """Python runs the `.pth` files of a site folder at its start, as `site.addsitedir` does here."""
     script = "import sys, jax; jax.devices(); assert 'remat_jax' not in sys.modules"
     (tmp_path / LINE.name).write_text(LINE.read_text())
     assert output(f"import site; site.addsitedir({str(tmp_path)!r}); {script}") == ""
-    # An empty value is a user's own, and asks for the check.
+    # An empty value is set by a user and asks for the check.
     installed = Path(sys.prefix, "lib", f"python3.{sys.version_info.minor}", "site-packages", LINE.name).exists()
     assert ("cuDNN" in output(script, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="")) or installed
 
@@ -65,7 +65,7 @@ def test_nothing_is_skipped_where_a_gpu_is(start: str, tmp_path: Path, monkeypat
     monkeypatch.delenv(nvidia.VARIABLE, raising=False)
     assert run() == nvidia.MARK
     device.touch()
-    # What came with the environment of a machine without a GPU is taken away, what a user has set is not.
+    # Variables that come with a machine without a GPU are removed; a user's variables are not.
     assert run() is None
     monkeypatch.setenv(nvidia.VARIABLE, "1")
     assert run() == "1"

@@ -125,7 +125,7 @@ def test_a_finished_step_is_taken_as_it_is():
     job = rj.Workload.from_step(step, PARAMS, X, blocks=Block, donate_argnums=0)
     assert job.name == "step" and job.step("off").donate_argnums == (0,)
     counts = [matmuls(job.step(policy).function, *job.step(policy).arguments) for policy in ("off", "full", "off")]
-    assert counts == [11, 13, 11]  # under full the first matmul of each block runs again
+    assert counts == [11, 13, 11]  # under full the first matmul of each block is recomputed
     with pytest.raises(UnsupportedError, match="made from a finished step.*Make a Workload of the loss"):
         rj.residuals(job, "full")
     for wrong in (2, (0, -1), "0"):
@@ -162,7 +162,7 @@ def test_an_nnx_model_with_rng_state_and_statistics(abstract):
     model = nnx.eval_shape(make) if abstract else make()
     before = None if abstract else int(model.layers[0].dropout.rngs.count[...])
     job = rj.Workload.from_nnx(model, nnx_loss, (X,), optimizer=optax.adam(0.1), trainable="*/up/*")
-    assert job.blocks == (NnxBlock,)  # what stands in a list
+    assert job.blocks == (NnxBlock,)  # the items of a list
     params, state, _ = outputs(job)
     assert (size(params), size(state)) == (2 * 40, 2 * 2 * 40 + 1)
     names = {row.name for row in rj.residuals(job, "dots_with_no_batch_dims") if row.action == "save"}

@@ -1,4 +1,4 @@
-"""`write_whole`: what stands at the path keeps its kind, its place and its mode."""
+"""`write_whole`: the file at the path keeps its kind, its place and its mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.report_pages import JOB
 def test_a_pipe_is_written_to_and_stays_one(tmp_path):
     pipe, read = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    # Held open for both, so that neither side waits for the other for ever.
+    # Opened for both, so that neither side waits for the other for ever.
     held = os.open(pipe, os.O_RDWR)
     reader = threading.Thread(target=lambda: read.append(os.read(held, 100)), daemon=True)
     reader.start()

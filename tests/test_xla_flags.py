@@ -1,4 +1,4 @@
-"""XLA_FLAGS as XLA reads it: flags, or the name of a file with flags, to which nothing can be joined."""
+"""XLA_FLAGS as XLA reads it: flags, or the name of a file of flags, to which nothing can be added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One of two processes with four devices each: a small Llama divided over all eight; run as a script, by `test_processes`."""
+"""One of two processes with four devices each: a small Llama partitioned over all eight; `test_processes` runs it as a
+script.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ MODES = ("full", "offload_inputs")
 
 
 def main(address: str, rank: int, path: str) -> None:
-    """Write what this process has of each result: for every policy the loss and the parameters after a step of size 1."""
+    """Write this process's part of each result: for every policy the loss and the parameters after a step of size 1."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=2, process_id=rank, initialization_timeout=120)
     assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 4, 8)

@@ -1,4 +1,4 @@
-"""A user's program, for the type checker alone (`make lint`): what every public name gives is a type, and not `Any`."""
+"""A user's program, only for the type checker (`make lint`): every public name has a type that is not `Any`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from remat_jax.planning import LargestBatch
 
 
 def loss(params: dict[str, int], x: float) -> float:
-    """A loss, of a type that must be that of what is made of it."""
+    """A loss; functions made from it must have its type."""
     return params["w"] * x
 
 
 def applied(model: list[int]) -> None:
-    """What applies a policy keeps the type of what it is given."""
+    """Functions that apply a policy keep the type of their argument."""
     assert_type(rj.checkpoint_blocks(loss, {"*": "full"})({"w": 1}, 2.0), float)
     assert_type(rj.replan(loss, "dots")({"w": 1}, x=2.0), float)
     assert_type(rj.remat(loss)({"w": 1}, 2.0), float)
@@ -40,7 +40,7 @@ def policies() -> None:
 
 
 def asked(job: rj.Workload, path: Path) -> None:
-    """What is measured and planned has attributes of known types."""
+    """Measurements and plans have typed attributes."""
     assert_type(target("h200"), Target)
     assert_type(rj.residuals(job, "dots"), ResidualTable)
     report = rj.measure(job, "dots", target="h200")
@@ -66,6 +66,6 @@ def ported(rules: rj.porting.Rules, state: Mapping[str, Any], variables: dict[st
 
 
 def infeasible(error: rj.InfeasibleBudget) -> None:
-    """Errors say what they know in attributes."""
+    """Errors have typed attributes."""
     _: rj.RematError = error
     assert_type(error.least_bytes, float | None)

@@ -1,7 +1,7 @@
 """The tests that need no PyTorch, on the oldest, a middle and the newest JAX: `make test-versions`.
 
-Each version has an environment of its own under `.venvs`, made once and brought up to date when `pyproject.toml` changes; the
-newest JAX is asked for again every time.
+Each version has its own environment under `.venvs`, made once and updated when `pyproject.toml` changes; the newest JAX is
+looked up each time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 @dataclass(frozen=True)
 class Version:
-    """One line of the table: a Python, a JAX, and whether JAX's new rematerialisation is on."""
+    """One row of the table: a Python, a JAX, and whether JAX's new rematerialisation is on."""
 
     python: str
     jax: str
@@ -36,7 +36,7 @@ class Version:
 
     @property
     def folder(self) -> Path:
-        """Its environment; whether `jax_remat3` is on is said when the tests run."""
+        """The folder of its environment; `jax_remat3` is set when the tests run."""
         return VENVS / f"py{self.python}-jax-{self.jax}"
 
 
@@ -51,14 +51,14 @@ VERSIONS = (
 
 
 def interpreter(python: str) -> str | None:
-    """A Python of that version that runs: this one, one on the path, or one of pyenv's; None where there is none."""
+    """A working Python of that version: this one, one on the path, or one of pyenv's; None if there is none."""
     found = [sys.executable, shutil.which(f"python{python}")]
     if pyenv := shutil.which("pyenv"):
         root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False).stdout.strip()
         found += sorted(map(str, Path(root, "versions").glob(f"{python}.*/bin/python")), reverse=True)
     code = "import sys, venv, ensurepip; print('{}.{}'.format(*sys.version_info))"
     for path in filter(None, found):
-        # pyenv's shim of a version that is not selected is on the path, and fails.
+        # pyenv's shim of an unselected version is on the path but fails.
         done = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
         if done.returncode == 0 and done.stdout.strip() == python:
             return path
@@ -66,7 +66,7 @@ def interpreter(python: str) -> str | None:
 
 
 def install(version: Version, python: str) -> Path:
-    """The Python of the version's environment, made or brought up to date where it has to be."""
+    """The Python of the version's environment, made or updated if necessary."""
     inside, stamp = version.folder / "bin" / "python", version.folder / "installed"
     wanted = f"jax=={version.jax}" if version.jax != NEWEST else "jax"
     state = hashlib.sha256(f"{wanted} {EXTRAS} {(ROOT / 'pyproject.toml').read_text()}".encode()).hexdigest()
@@ -81,15 +81,15 @@ def install(version: Version, python: str) -> Path:
 
 
 def installed(python: Path) -> str:
-    """The JAX that an environment really has."""
+    """The JAX version of the environment."""
     code = "import importlib.metadata; print(importlib.metadata.version('jax'))"
     return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run(version: Version, python: Path, arguments: list[str]) -> int:
-    """The tests' exit status. What is no option or value of pytest's own is left to it; without paths all tests run."""
+    """The tests' exit status. Unknown options go to pytest; without paths all tests run."""
     environment = {**os.environ, **ONE_THREAD, "JAX_REMAT3": str(int(version.remat3))}
-    # Without PyTorch's part, which this environment has not; and without another checkout that is on the path.
+    # Without PyTorch's tests, which this environment cannot run, and without another checkout on the path.
     environment.pop("PYTHONPATH", None)
     paths = () if any(one.startswith(PATHS) for one in arguments) else PATHS
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *paths, *arguments]
@@ -97,7 +97,7 @@ def run(version: Version, python: Path, arguments: list[str]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is asked for; 1 where a test fails, an interpreter is missing that must be there, or a JAX is another one."""
+    """Run the chosen versions; 1 if a test fails, a required interpreter is missing, or the JAX version is wrong."""
     parser = argparse.ArgumentParser(prog="make test-versions", description=__doc__, allow_abbrev=False)
     parser.add_argument("--jax", action="append", help="only this JAX of the table; may be repeated")
     parser.add_argument("--remat3", choices=("off", "on"), help="only with jax_remat3 off, or on")

@@ -99,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def say(rows: Sequence[dict[str, Any]]) -> int:
     """Print the rows in one table, and the failed claims."""
-    print("One training step, gigabytes (10⁹): memory of one device, the part of it that collectives read or write at the peak,")
-    print("memory of a host, and what one device sends or receives, as arrays and gigabytes by kind:")
+    print("One training step, gigabytes (10⁹): memory of a device, the part of it that collectives read or write at the peak,")
+    print("memory of a host, and what a device sends or receives, as arrays and gigabytes by kind:")
     print(table.table(rows))
     for line in [*table.gathered_again(rows), *table.estimates(rows)]:
         print(line)
