@@ -1,4 +1,4 @@
-"""One random program under one policy, against the plain program in float64."""
+"""Compares one random program under one policy with the plain program, in float64."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _OF_DOTS = (
 _OF_NAMES = ("save: user_*", "offload: user_*", "recompute: user_*; save: *")
 _BY_HAND = ("full", "everything", "dots", "dots_with_no_batch_dims", "offload: @dots", "save: user_1, user_2; offload: @dots")
 _ABLE = tuple(way for way in WAYS if way != "by_hand" or not compat.remat3() or compat.JAX_VERSION >= (0, 12, 0))
-"""Before JAX 0.12 `jax_remat3` knows no policy by hand, and that is refused (tests/test_jax_policy.py)."""
+"""Before JAX 0.12 `jax_remat3` supports no policy by hand, and it is refused (tests/test_jax_policy.py)."""
 _ALWAYS_EFFECTIVE = frozenset({"off", "full", "everything"})
-"""They select no residual by name and offload none."""
+"""These policies select no residual by name and offload none."""
 
 TRANSFORMS = ("grad", "grad", "grad", "grad of integers", "vmap of grad", "grad of vmap", "jvp", "hvp")
-"""What is done with a loss; the gradient alone most often. That of integers too is JAX's `allow_int`."""
+"""Transformations of the loss; the gradient alone is the most frequent. The gradient of integers is JAX's `allow_int`."""
 
 RUNS = (*["traced"] * 7, *["eager"] * 2, "jit", "export")
-"""Compiling takes most of the time, and finds least of what is wrong in a trace."""
+"""Compiling takes most of the time and finds the fewest faults of a trace."""
 
 
 def _exported(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as a serialised program that is read again; an RNG key cannot be an argument of it."""
+    """`fn` as a serialised program that is read again; an RNG key cannot be its argument."""
 
     def run(params: Any, x: Any, ids: Any, keys: Any) -> Any:
         kind = jax.random.key_impl(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else None
@@ -72,14 +72,14 @@ _RUN: dict[str, Callable[..., Any]] = {"traced": traced, "eager": lambda fn: fn,
 
 @dataclass(frozen=True)
 class Residuals:
-    """A policy of its own for each residual by name, as a number draws them; in words it is known with the program only."""
+    """A separate action for each residual by name, drawn by a number; its text depends on the program."""
 
     seed: int
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is checked at a time.
+    """One check.
 
     Attributes:
       policies: one for each layer, or one for all.
@@ -96,13 +96,13 @@ class Case:
     old_keys: bool = False
 
     def arguments(self) -> tuple[dict[str, Any], Any, Any, Any]:
-        """What the loss is called with."""
+        """The arguments of the loss."""
         return arguments(self.stack.layers, self.seed, self.old_keys)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A program, how it becomes layers, the policies on them, and what is done with the loss."""
+    """A program, its form as layers, the policies on them, and the transformation of the loss."""
     program = draw(programs())
     stack = Stack(program, draw(st.sampled_from([1, 2, 2, 3])), draw(st.sampled_from(_ABLE)), draw(st.sampled_from(LOOPS)))
     if stack.way == "inner":
@@ -128,7 +128,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def transformed(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The loss, and its derivative or a part of it, along parameters and input."""
+    """The loss and its derivative, or a part of it, with respect to parameters and input."""
 
     def value(params: Any, x: Any, ids: Any, keys: Any) -> Any:
         return loss(params, x, ids, keys)[0]
@@ -153,19 +153,19 @@ def transformed(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def computed(loss: Callable[..., Any], case: Case, *, nudge: float = 0.0) -> dict[str, np.ndarray]:
-    """What the transformed loss gives, by path; with `nudge` for parameters and input larger by that part."""
+    """The results of the transformed loss, by path; `nudge` scales parameters and input by 1 + `nudge`."""
     params, x, ids, keys = case.arguments()
     params, x = jax.tree.map(lambda leaf: leaf + nudge * leaf if nudge else leaf, (params, x))
     fn = transformed(loss, case.transform)
     with warnings.catch_warnings():
-        # Right: a program may donate more than it gives back.
+        # A program may donate more than it returns.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         found = _RUN[case.run](fn)(params, x, ids, keys)
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(found)}
 
 
 def policy_of(case: Case) -> Any:
-    """The policy of a case, or its policies by layer; None where the program has no residual that could be named."""
+    """The policy of a case, or its policies by layer; None if the program has no residual with a name."""
     found = [_residual_policy(case, one.seed) if isinstance(one, Residuals) else one for one in case.policies]
     if any(one is None for one in found):
         return None
@@ -208,7 +208,7 @@ def _keeps(block: BlockUnderPolicy, selector: str) -> bool:
 
 @dataclass
 class Tally:
-    """How many cases there were, of which kinds, and what they came to."""
+    """The numbers of cases, of their kinds, and of their results."""
 
     kinds: Counter[str]
     refused: Counter[str]
@@ -222,7 +222,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What JAX refuses by itself: its error, and the programs that may meet it.
+    """A program that JAX itself refuses: its error, and the programs that may meet it.
 
     Attributes:
       ops: operations of which the program has one; empty where any program may meet it.
@@ -236,7 +236,7 @@ class Refusal:
     way: str = ""
 
     def is_of(self, error: Exception, case: Case) -> bool:
-        """Whether `error` is this refusal, of a program that may meet it."""
+        """Whether `error` is this refusal, and the program may meet it."""
         met = (not self.ops or case.stack.program.has(*self.ops)) and self.way in ("", case.stack.way)
         return met and isinstance(error, self.error) and self.words in str(error)
 
@@ -244,15 +244,15 @@ class Refusal:
 CLOSED_OVER = "differentiation of a custom_vjp function with respect to a closed-over value"
 
 _BY_JAX = (
-    # It cannot choose between arrays on the host: a `vmap` over the choice of a branch that offloads, also by hand.
+    # JAX cannot choose between host arrays: a `vmap` over the choice of a branch that offloads, also by hand.
     Refusal("select on the host", ValueError, "inputs passed to `select_n`", ("cond", "switch")),
-    # Nor lower an ordered callback in a program with arrays on the host, by hand as well.
+    # JAX cannot lower an ordered callback in a program with host arrays, also by hand.
     Refusal("an ordered callback with arrays on the host", ValueError, "safe_zip() argument", ("told",)),
-    # Nor transpose what its own rule for a `cond` under `vmap` makes of tangents.
+    # JAX cannot transpose the tangents of its own rule for a `cond` under `vmap`.
     Refusal("a choice along a vmap", NotImplementedError, "'stop_gradient'", ("cond", "switch")),
-    # Nor differentiate, under `jit`, `scan` or a checkpoint, a rule that closes over what is differentiated.
+    # Under `jit`, `scan` or a checkpoint JAX cannot differentiate a rule that closes over a differentiated array.
     Refusal("a rule that closes over an array", Exception, CLOSED_OVER, ("custom_vjp", "half_mapped")),
-    # Its own checkpoint rounds what it keeps, and its rounding knows real numbers only.
+    # JAX's own checkpoint rounds kept arrays, and rounds only real numbers.
     Refusal("complex, kept by hand", TypeError, "reduce_precision does not accept dtype complex", way="by_hand"),
     # Version 0.10.2 with `jax_remat3` on.
     Refusal("a name under a vmap", NotImplementedError, "CheckpointName", ("named",)),
@@ -260,7 +260,7 @@ _BY_JAX = (
 
 
 def check(case: Case, tally: Tally | None = None) -> None:
-    """Raise AssertionError unless value and gradients are those of the plain program."""
+    """Raise AssertionError unless value and gradients equal those of the plain program."""
     tally = tally or Tally.empty()
     with jax.enable_x64(True):
         try:
@@ -274,7 +274,7 @@ def check(case: Case, tally: Tally | None = None) -> None:
                 return
             found = computed(case.stack.under(policy), case)
         except NoEffectError:
-            # Right of other policies: a random one need not reach anything in a random program.
+            # For other policies this is an error; a random policy need not reach anything in a random program.
             if _ALWAYS_EFFECTIVE.issuperset(case.policies):
                 raise
             tally.refused["no effect"] += 1
@@ -287,7 +287,7 @@ def check(case: Case, tally: Tally | None = None) -> None:
             return
         tally.checked += 1
         tally.kinds.update([case.stack.way, case.stack.loop, case.transform, case.run])
-        # Of equal values another dtype is wrong too.
+        # Equal values of another dtype are wrong too.
         same = all(
             name in found and found[name].dtype == one.dtype and np.array_equal(found[name], one) for name, one in plain.items()
         )
@@ -313,7 +313,7 @@ def _compare(case: Case, plain: dict[str, np.ndarray], found: dict[str, np.ndarr
     errors, most = float64_errors(_floats(plain), _floats(found)), TOLERANCES["float64"].value
     if max(errors.values()) <= most:
         return
-    # A program may magnify rounding: no result is nearer than what one unit in the last place of its arguments changes.
+    # A program may magnify rounding: results need not be nearer than a change of one unit in the last place of the arguments.
     nudged = float64_errors(_floats(plain), _floats(computed(case.stack.plain(), case, nudge=epsilon(np.dtype(np.float64)))))
     for name, error in errors.items():
         assert error <= max(most, nudged[name]), f"{name} is off by {error:.3g}, rounding alone by {nudged[name]:.3g}"
@@ -324,12 +324,12 @@ def _lowest(program: Program) -> float:
 
 
 def _epsilon(dtype: Any) -> float:
-    """As in the table of tolerances, which has no dtype of 8 bits: nothing is compared in one."""
+    """The table of tolerances has no dtype of 8 bits, because nothing is compared in one."""
     return float(jnp.finfo(dtype).eps) if np.dtype(dtype).itemsize == 1 else epsilon(np.dtype(dtype))
 
 
 def _judge_low(reference: dict[str, Any], plain: dict[str, Any], found: dict[str, Any], lowest: float) -> None:
-    """Of what is computed in low precision in part: no farther from float64 than the plain program is, by the parity rule."""
+    """For results partly computed in low precision: no farther from float64 than the plain program, by the parity rule."""
     whole = global_norm(reference)
     for name, wanted in reference.items():
         ours, theirs = (float(np.linalg.norm((side[name] - wanted).ravel())) for side in (found, plain))
@@ -338,12 +338,12 @@ def _judge_low(reference: dict[str, Any], plain: dict[str, Any], found: dict[str
 
 
 def _floats(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The numbers that have derivatives, complex ones as two real ones."""
+    """The numbers that have derivatives, complex numbers as two real ones."""
     found = {}
     for name, one in values.items():
         if jnp.issubdtype(one.dtype, jnp.complexfloating):
             found[name] = np.stack([one.real, one.imag]).astype(np.float64)
-        # NumPy does not take bfloat16 for a floating dtype.
+        # NumPy does not count bfloat16 among the floating dtypes.
         elif jnp.issubdtype(one.dtype, jnp.floating):
             found[name] = one.astype(np.float64)
     return found

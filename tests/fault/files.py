@@ -1,4 +1,4 @@
-"""Malformed files: plans, targets, weights, mappings; each is refused in words by our own error, or read as it says."""
+"""Malformed files (plans, targets, weights, mappings): each is refused by our own error, or read as it says."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed_data(data: Any, draw: random.Random) -> Any:
-    """`data` with one to three places changed: other values, near ones too, a key left out or added, deep nesting."""
+    """`data` with one to three places changed: other values, near ones too, a key removed or added, deep nesting."""
     data = copy.deepcopy(data)
     for _ in range(draw.choice((1, 1, 2, 3))):
         inside_places = [place for place in places(data) if place]
@@ -51,7 +51,7 @@ def changed_data(data: Any, draw: random.Random) -> Any:
         if change < 2:
             inside[last] = near(inside[last], draw)
         elif change < 6:
-            # A copy: a later change may be made inside of it.
+            # A copy, because a later change may be inside it.
             inside[last] = copy.deepcopy(draw.choice(_STRANGE))
         elif change < 7 and isinstance(inside, dict):
             del inside[last]
@@ -65,7 +65,7 @@ def changed_data(data: Any, draw: random.Random) -> Any:
 
 
 def near(value: Any, draw: random.Random) -> Any:
-    """Another value of the same sort, which may be as good."""
+    """Another value of the same type, which may be valid."""
     if isinstance(value, str):
         return draw.choice((f"{value}x", value[::-1], value.upper(), "x"))
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -75,16 +75,16 @@ def near(value: Any, draw: random.Random) -> Any:
 
 
 def changed_json(data: Any, draw: random.Random) -> str:
-    """JSON of `data`, changed; now and then with a key twice."""
+    """JSON of `data`, changed; sometimes with a duplicate key."""
     text = _any_json(changed_data(data, draw))
     if draw.random() < 0.05:
-        # The same key twice: the last one holds.
+        # Of duplicate keys the last one counts.
         text = text.replace("{", '{"version": 7, "version": 1, ', 1)
     return text
 
 
 def _any_json(data: Any) -> str:
-    """JSON, with the infinities and integers of any size that Python's own writer refuses."""
+    """JSON, with infinities and with integers of any size, which Python's own writer refuses."""
     if isinstance(data, dict):
         return "{" + ", ".join(f"{json.dumps(str(key))}: {_any_json(value)}" for key, value in data.items()) + "}"
     if isinstance(data, list):
@@ -93,7 +93,7 @@ def _any_json(data: Any) -> str:
 
 
 def _any_toml(data: Any) -> str:
-    """TOML in one line, as JSON where both write alike; it has no null."""
+    """TOML in one line; values are written as JSON where both agree, and TOML has no null."""
     if isinstance(data, dict):
         return "{" + ", ".join(f"{json.dumps(str(key))} = {_any_toml(value)}" for key, value in data.items()) + "}"
     if isinstance(data, list):
@@ -104,7 +104,7 @@ def _any_toml(data: Any) -> str:
 
 
 def changed(filename: str, valid: bytes, draw: random.Random) -> bytes:
-    """A valid file's content, changed: most often inside its values, so that it can be read, else anywhere."""
+    """A valid file's content, changed: mostly inside its values, so that it can still be read."""
     if draw.random() < 0.3 or not filename.endswith((".json", ".toml", ".safetensors")):
         return changed_bytes(valid, draw)
     if filename.endswith(".toml"):
@@ -119,7 +119,9 @@ def changed(filename: str, valid: bytes, draw: random.Random) -> bytes:
 
 
 def changed_bytes(content: bytes, draw: random.Random) -> bytes:
-    """`content` with a few bytes changed, cut off, doubled or put in; or one of the last, which are numbers of a tensor's."""
+    """`content` with a few bytes changed, cut off, doubled or inserted, or with one of the last bytes changed, a tensor's
+    numbers.
+    """
     found = bytearray(content)
     if draw.random() < 0.2:
         found[-draw.randint(1, min(len(found), 20))] ^= 1
@@ -182,7 +184,7 @@ Kind = tuple[Callable[[Path], None], str, bytes]
 
 
 def kinds(folder: Path) -> dict[str, Kind]:
-    """For each kind of file: what reads it, its name, and a valid one's content; what it needs beside it is in the folder."""
+    """For each kind of file: its reader, its name, and a valid content; other files that it needs are in the folder."""
     arrays = {"a.weight": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros(2, ml_dtypes.bfloat16)}
     porting.save(folder / "shard.safetensors", arrays)
     index = {"metadata": {"total_size": 28}, "weight_map": dict.fromkeys(arrays, "shard.safetensors")}
@@ -217,7 +219,7 @@ def torch_kinds(folder: Path) -> dict[str, Kind]:
 
 
 def check_files(number: int, seed: int, folder: Path, say: Callable[[str], None], *, torch: bool = True) -> int:
-    """Try so many files; tell each that anything but RematError came of, and give back how many."""
+    """Try a number of files; report each that raises anything but RematError, and return their number."""
     if not number:
         return 0
     draw, taken, refused, wrong = random.Random(seed), Counter[str](), Counter[str](), 0

@@ -1,4 +1,4 @@
-"""What a random program is made of: operations on a few kinds of arrays, each kind of one shape, so that any two fit.
+"""The operations of random programs, on a few kinds of arrays; arrays of a kind have one shape, so that any two fit.
 
 | kind | what it is |
 | --- | --- |
@@ -30,12 +30,12 @@ from jax.sharding import PartitionSpec as P
 
 ROWS, WIDTH = 3, 4
 DEVICES = 1
-"""Over how many devices a sharding constraint divides an array; with several only what is under `jit` can be run."""
+"""The number of devices over which a sharding constraint partitions an array; with several, only programs under `jit` run."""
 
 
 LOW = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 low_precision: ContextVar[Any] = ContextVar("low_precision", default=None)
-"""What kind `l` is computed in; None for the one of `LOW` that a step's number says."""
+"""The dtype of kind `l`; None for the dtype of `LOW` that a step's number selects."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _dropout(n: int, x: Any, key: Any) -> Any:
 
 
 def _dead(n: int, x: Any) -> Any:
-    # What is computed first nobody reads.
+    # Nobody reads the first result.
     return (jnp.cos(x).sum() * jnp.exp(x), x * 0.9)[1]
 
 

@@ -1,4 +1,4 @@
-"""Random programs as data: steps that read earlier values, some with programs inside; how to draw one, and how to run one."""
+"""Random programs as data: steps that read earlier values, some with inner programs; how to draw one, and how to run one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Function = Callable[..., Any]
 Functions = list["_Inside"]
 Values = dict[str, list[Any]]
 Given = tuple[Any, Any, Any]
-"""Weights, integers and a key: what a program reads besides its two arrays."""
+"""Weights, integers and a key: a program's inputs besides its two arrays."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation: which values it reads, counted from the last one of their kind, a number, and the programs inside it."""
+    """One operation: the values that it reads, counted from the last of their kind, a number, and its inner programs."""
 
     op: str
     reads: tuple[int, ...]
@@ -33,20 +33,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps in order, and what is given out besides the result: `x` (an input as it is), `again`, `none`, `unit`, or a kind."""
+    """Steps in order, and the outputs besides the result: `x` (an unchanged input), `again`, `none`, `unit`, or a kind."""
 
     steps: tuple[Step, ...]
     outputs: tuple[str, ...] = ()
 
     def every(self) -> Iterator[Step]:
-        """Its steps, at any depth."""
+        """All steps, at any depth."""
         for step in self.steps:
             yield step
             for one in step.inner:
                 yield from one.every()
 
     def has(self, *names: str) -> bool:
-        """Whether an operation of one of these names is in it, at any depth."""
+        """Whether the program contains an operation of one of these names, at any depth."""
         return any(step.op in names for step in self.every())
 
 
@@ -71,7 +71,7 @@ def _fori(n: int, functions: Functions, x: Any, y: Any) -> Any:
 
 
 def _while(n: int, functions: Functions, x: Any, y: Any) -> Any:
-    # It has no reverse mode: what needs a derivative goes past it.
+    # It has no reverse mode: values that need a derivative bypass it.
     x, still = lax.stop_gradient((x, y))
 
     def body(state: Any) -> Any:
@@ -93,7 +93,7 @@ def _jit(n: int, functions: Functions, x: Any, y: Any) -> Any:
 
 
 def _donated(n: int, functions: Functions, x: Any, y: Any) -> Any:
-    # Arrays of its own: a caller's `x` may be read again.
+    # Separate arrays, because the caller may read `x` again.
     return jax.jit(functions[0], donate_argnums=(0, 1) if n % 2 else 0)(x * 1.25, y - 0.25)
 
 
@@ -105,9 +105,9 @@ def _vmap(n: int, functions: Functions, x: Any, y: Any) -> Any:
 
 
 def _half_mapped(n: int, functions: Functions, x: Any, y: Any) -> Any:
-    """A `vmap` of a rule of its own, one of whose results is the same for the whole batch.
+    """A `vmap` of a custom rule with one result that is the same for the whole batch.
 
-    Along that result nothing is differentiated: JAX 0.10's own gradient is wrong there (docs/limits.md).
+    Nothing is differentiated along that result: JAX 0.10's own gradient is wrong there (docs/limits.md).
     """
 
     @jax.custom_vjp
@@ -137,7 +137,7 @@ def _checkpoint(n: int, functions: Functions, x: Any, y: Any) -> Any:
 
 
 def _custom_vjp(n: int, functions: Functions, x: Any, y: Any, ids: Any, key: Any) -> Any:
-    """A rule of its own, with integers, a key, a bool and the result among its residuals."""
+    """A custom rule with integers, a key, a bool and the result among its residuals."""
 
     @jax.custom_vjp
     def function(x: Any, y: Any, ids: Any, key: Any, given: Given) -> Any:
@@ -172,7 +172,7 @@ def _custom_jvp(n: int, functions: Functions, x: Any, y: Any) -> Any:
 
 @dataclass(frozen=True)
 class Nesting:
-    """An operation with programs inside: as `Op`, with how many."""
+    """An operation with inner programs: as `Op`, with their number."""
 
     takes: str
     programs: int
@@ -203,7 +203,7 @@ NOT_UNDER = {"jvp": ("custom_vjp", "half_mapped"), "hvp": ("custom_vjp", "custom
 
 
 def run(program: Program, weights: Any, x: Any, y: Any, ids: Any, key: Any) -> tuple[Any, dict[str, Any]]:
-    """The result of a program, of the shape of `x`, and what it gives out besides.
+    """The result of a program, of the shape of `x`, and its other outputs.
 
     Args:
       weights: `w` and `z`, and what has no leaves.
@@ -220,7 +220,7 @@ def run(program: Program, weights: Any, x: Any, y: Any, ids: Any, key: Any) -> t
         nesting = NESTINGS[step.op]
         operands = _operands(nesting.takes, step, values)
         assert operands is not None, "the kinds that every program begins with"
-        # A `while` has no reverse mode, so that it must not close over what is differentiated.
+        # A `while` has no reverse mode, so it must not close over differentiated arrays.
         given = lax.stop_gradient(weights) if step.op == "while" else weights
         values["f"].append(nesting.run(step.number, [_Inside(one, (given, ids, key)) for one in step.inner], *operands))
     result = _together(values)
@@ -234,7 +234,7 @@ def _operands(takes: str, step: Step, values: Values) -> list[Any] | None:
 
 
 class _Inside:
-    """A program in another one, as a function that closes over what it is `given`, or takes it, as rules of their own must."""
+    """A program inside another one, as a function that closes over the arrays in `given` or, like custom rules, takes them."""
 
     def __init__(self, program: Program, given: Given) -> None:
         self.program, self.given = program, given
@@ -246,7 +246,7 @@ class _Inside:
 
 
 def _together(values: Values) -> Any:
-    """The last value, and a part of the last one of each other kind: few steps are dead code."""
+    """The last value plus a part of the last value of each other kind, so that few steps are dead code."""
     result = values["f"][-1]
     for kind, change in _PARTS.items():
         if values.get(kind):
@@ -285,13 +285,13 @@ _STARTS = frozenset("fikwz")
 
 @st.composite
 def programs(draw: st.DrawFn, depth: int = 2, most: int = 5) -> Program:
-    """A program with programs inside to some depth; what it reads is there."""
+    """A program with inner programs to some depth; every value that it reads exists."""
     present, steps = set(_STARTS), []
     for _ in range(draw(st.integers(1, most))):
         nested = depth > 0 and draw(st.integers(0, 3)) == 0
         table: dict[str, Any] = NESTINGS if nested else OPS
         names = [one for one, op in table.items() if set(op.takes) <= present]
-        # What makes another kind, and then what reads it, would else be drawn together hardly ever.
+        # An operation that makes another kind, followed by one that reads it, would rarely be drawn together.
         making = [one for one in names if set(getattr(table[one], "gives", "f")) - _STARTS]
         reading = [one for one in names if set(table[one].takes) - _STARTS]
         name = draw(st.sampled_from(draw(st.sampled_from([few for few in (names, making, reading) if few]))))
@@ -305,7 +305,7 @@ def programs(draw: st.DrawFn, depth: int = 2, most: int = 5) -> Program:
 
 
 def arguments(layers: int, seed: int = 0, old_keys: bool = False) -> tuple[dict[str, Any], Any, Any, Any]:
-    """Parameters of so many layers, stacked, among them what has no leaves; the input; integers; and a key for each layer."""
+    """Stacked parameters of a number of layers, some without leaves; the input; integers; and a key for each layer."""
     random = np.random.default_rng(seed)
     z = random.normal(size=(layers, WIDTH)) + 1j * random.normal(size=(layers, WIDTH))
     params = {"w": jnp.asarray(random.normal(size=(layers, WIDTH, WIDTH)) / 2), "z": jnp.asarray(z / 2), **_NO_LEAVES}

@@ -1,4 +1,4 @@
-"""Every array of random blocks, selected alone by its name: it is kept, or the selector is an error."""
+"""Selects every array of random blocks by its name alone: it is kept, or the selector is an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLICE = 25
 
 
 def check_selectors(blocks: int, seed: int, say: Callable[[str], None]) -> int:
-    """How many selectors of so many random blocks keep nothing, and are no error."""
+    """The number of selectors of random blocks that keep nothing and are no error."""
     counts: Counter[str] = Counter()
     for number, begin in enumerate(range(0, blocks, SLICE)):
 
@@ -63,7 +63,7 @@ def check_selectors(blocks: int, seed: int, say: Callable[[str], None]) -> int:
 
 
 def outcomes(program: Program) -> dict[str, str]:
-    """By the name of each array of two layers, read by the backward pass or not: `kept`, `refused` or `wrong`.
+    """For the name of each array of two layers, read by the backward pass or not: `kept`, `refused` or `wrong`.
 
     The first layer's input is not differentiated.
     """
@@ -77,7 +77,7 @@ def outcomes(program: Program) -> dict[str, str]:
         found = {one.name: one for block, _ in blocks for one in block.candidates}
         chosen = [one for name, one in found.items() if ":" in name and not one.is_input]
         refused = [one for one in chosen if _refused(blocks, f"save: {one.name}")]
-        # The error is raised by what was traced already; the first shows that it is when the loss is asked about.
+        # The error comes from the existing trace; the first refused selector shows that the loss raises it too.
         asked = [one for one in chosen if one not in refused[1:]]
         return dict.fromkeys((one.name for one in refused), "refused") | {one.name: _outcome(job, one, full) for one in asked}
 
@@ -92,7 +92,7 @@ def _refused(blocks: Differentiated, text: str) -> bool:
 
 
 class TracedBlock(nn.Module):
-    """A program that was traced once: hundreds of selectors are asked about, and each asks about the same equations."""
+    """A program that was traced once: hundreds of selectors use the same equations."""
 
     function: Callable[..., Any]
 
@@ -124,12 +124,12 @@ def _outcome(job: rj.Workload, one: Candidate, full: set[tuple[str, int, int]]) 
             return "kept"
     except NoEffectError:
         return "refused"
-    # The result of a layer is kept for the next one: where its own layer reads it too, it is not made again.
+    # A layer's result is kept for the next layer: if its own layer reads it too, it is not recomputed.
     return "kept" if _made(job, one.primitive, policy) < _made(job, one.primitive, "full") else "wrong"
 
 
 def _made(job: rj.Workload, primitive: str, policy: str) -> int:
-    """How often a primitive stands in the step under a policy."""
+    """The number of equations of a primitive in the step under a policy."""
     step = job.step(policy)
     return _count(jax.make_jaxpr(step.function)(*step.arguments).jaxpr, primitive)
 

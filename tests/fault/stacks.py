@@ -1,4 +1,4 @@
-"""Random stacks: a program as a layer, in every way in which a policy can be put on it."""
+"""Random stacks: a program as a layer, with the policy applied in every possible way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BY_CLASS = ("linen", "nnx", "nnx_state", "inner")
 """Ways in which `checkpoint_blocks` finds the layers."""
 WAYS = (*BY_CLASS, "remat", "forward", "sequential", "replan", "by_hand")
 OUTER = ("full", "full", "off", "everything", "offload_inputs", "save: @primitive:tanh")
-"""Policies of what stands around a block with a policy of its own (`inner`)."""
+"""Policies of a module around a block with its own policy (`inner`)."""
 
 LOOPS = ("none", "scan", "reverse", "unroll", "nested", "vmap")
 
@@ -46,7 +46,7 @@ class Stack:
     outer: str = "full"
 
     def plain(self) -> Loss:
-        """The loss without policies: `(params, x, ids, keys)` → a scalar, and what is not differentiated."""
+        """The loss without policies: `(params, x, ids, keys)` → a scalar, and the outputs that are not differentiated."""
         if self.way in BY_CLASS:
             return self.loss_of(_MODULES[self.way](self.program))
         return self.loss_of(self._layer)
@@ -77,7 +77,7 @@ class Stack:
         return rj.checkpoint_sequential(pieces, 2, x, policy=policy)
 
     def loss_of(self, layer: Callable[..., Any]) -> Loss:
-        """The loss with `layer` in the place of its own."""
+        """The loss with `layer` instead of its own layer."""
 
         def loss(params: Any, x: Any, ids: Any, keys: Any) -> Any:
             x, given = self._through(layer, params, x, ids, keys)
@@ -173,7 +173,7 @@ def _nnx(program: Program) -> Callable[..., Any]:
 
 
 class NnxStateBlock(nnx.Module):
-    """The same with a mean that each call moves."""
+    """The same with a mean that each call updates."""
 
     def __init__(self, program: Program, weights: Any) -> None:
         self.inner = NnxBlock(program, weights)

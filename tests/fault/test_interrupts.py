@@ -1,4 +1,4 @@
-"""Runs that are interrupted: what stood at a path stands there whole, and nothing else is left beside it."""
+"""Interrupted runs: the file at a path stays whole, and no other file is left beside it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_interrupt_while_a_file_is_written_leaves_the_old_one(
     if there:
         path.write_text("the old one")
     with monkeypatch.context() as patched:
-        # At the latest moment: all is written, and nothing is in its place.
+        # At the latest moment: everything is written, but not yet renamed.
         patched.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             write(path)

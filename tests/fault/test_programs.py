@@ -1,4 +1,4 @@
-"""Random programs under random policies, a part of what `python -m tests.fault` tries; and by name what that has found."""
+"""Random programs under random policies, a part of `python -m tests.fault`; and its former finds, by name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_most_of_them_were_compared() -> None:
 
 def test_every_operation_is_drawn() -> None:
     drawn: Counter[str] = Counter()
-    # In slices with a seed each, as the command draws: Hypothesis repeats itself within one.
+    # In slices with a seed each, as in the command: within one slice Hypothesis repeats itself.
     for number in range(40):
 
         @seed(number)
@@ -144,7 +144,7 @@ def test_a_gradient_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, run: 
 
 
 def scaled(loss: Any, factor: float) -> Any:
-    """The same value, and the gradient along parameters and input times the factor."""
+    """The value, and the gradient with respect to parameters and input times the factor."""
     still = jax.lax.stop_gradient
 
     def changed(tree: Any) -> Any:
@@ -154,7 +154,7 @@ def scaled(loss: Any, factor: float) -> Any:
 
 
 def test_a_program_that_magnifies_rounding_is_judged_by_how_much_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sine of a number of 1e9 turns its last digit into the seventh of the loss."""
+    """The sine of a number of 1e9 turns its last digit into the seventh digit of the loss."""
     squared = Program((Step("scaled", (0, 0), 0), *[Step("transposed", (0, 0), 0)] * 5))
     case = Case(Stack(squared, 2, "remat", "none"), ("full",), "grad", "eager", 1)
     under, tally = Stack.under, Tally.empty()
@@ -240,11 +240,11 @@ def branches(x: Any) -> Any:
 
 @pytest.mark.parametrize("policy", ["full", "everything", "offload_inputs"])
 def test_a_branch_whose_choice_differs_along_a_vmap_is_refused_by_jax(policy: str) -> None:
-    """A transpose of `stop_gradient` would serve; it would also make other people's wrong `custom_jvp` a silent 0."""
+    """A transpose of `stop_gradient` would suffice; it would also turn other people's wrong `custom_jvp` into a silent 0."""
     rows = jnp.array([[0.3, 0.5], [-0.3, 0.7]])
     with pytest.raises(NotImplementedError, match="stop_gradient"):
         jax.grad(lambda rows: jax.vmap(rj.remat(branches, policy))(rows).sum())(rows)
-    # The gradient first, and the map then.
+    # The gradient first, then the map.
     found = jax.vmap(jax.grad(lambda x: rj.remat(branches, policy)(x).sum()))(rows) if policy != "offload_inputs" else None
     wanted = jax.vmap(jax.grad(lambda x: branches(x).sum()))(rows)
     assert found is None or np.allclose(found, wanted, rtol=1e-6)
@@ -277,7 +277,7 @@ def attention_like(x: Any, scale: Any, index: Any) -> Any:
 
 attention_like.defvjp(
     lambda x, scale, index: (attention_like(x, scale, index), (x, scale)),
-    # Not the derivative, to see that it is the rule that is mapped.
+    # Not the derivative, to see that the rule is mapped.
     lambda kept, ct: (3.0 * ct * jnp.cos(kept[0]) * kept[1], 5.0 * (ct * jnp.sin(kept[0])).sum(), None),
 )
 
@@ -305,7 +305,7 @@ def test_a_kernel_with_a_rule_of_its_own_is_mapped(policy: str, scanned: bool) -
 
 
 def test_running_a_branch_that_offloads_leaves_no_array_that_is_said_to_be_on_the_host() -> None:
-    """Found as another test's `float64<host>[4]` where `float64[4]` was expected, an hour later in the same process."""
+    """It appeared as another test's `float64<host>[4]` where `float64[4]` was expected, an hour later in the same process."""
     block = rj.remat(lambda x: jnp.sin(jnp.cos(x[:, None] * x)).sum(), "offload: *")
 
     def loss(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Malformed texts and files, a part of what `python -m tests.fault` tries; and by name what that has found."""
+"""Malformed texts and files, a part of `python -m tests.fault`; and its former finds, by name."""
 
 from __future__ import annotations
 

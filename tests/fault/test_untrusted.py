@@ -27,7 +27,7 @@ HOSTILE = "</script><script>alert('x')</script>\"'><img src=x onerror=alert(1)>"
 
 
 class Planted:
-    """What a pickle of it runs when it is read."""
+    """A pickle of this object runs this when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -104,7 +104,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, read: Callable[[Path], Any]) -
 
 
 def test_nothing_that_is_shipped_reads_pickles_or_runs_texts() -> None:
-    """`torch.load` with `weights_only` alone; no `pickle.load`, `eval`, `exec`, `allow_pickle`."""
+    """`torch.load` only with `weights_only`; no `pickle.load`, `eval`, `exec`, `allow_pickle`."""
     found = []
     for folder in ("remat_jax", "torch_ref", "examples", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):

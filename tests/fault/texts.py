@@ -1,4 +1,4 @@
-"""Malformed texts: each is refused in words by our own error, or means what it says."""
+"""Malformed texts: each is refused by our own error, or means what it says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from remat_jax.policy import LayerPolicies, Policy, as_block_policy
 from remat_jax.policy.text import ALIASES, NAMED_TEXTS
 
 LIMIT_S = 20.0
-"""Any text is done with in far less, on a machine that does other things meanwhile."""
+"""Any text takes far less, also on a busy machine."""
 
 _PIECES = [
     *":;,|@*?[]{}()#/\\\"'%._-+= \t\n\0",
@@ -47,7 +47,7 @@ _BOMBS = ("[", "(", "{", "9", "1x", "{a,b}", "a.", "[[", "*", "?", "save: x; ", 
 
 
 def mutated(text: str, draw: random.Random) -> str:
-    """`text` with one to four changes: a part left out, doubled, moved, put in, or a piece repeated thousands of times."""
+    """`text` with one to four changes: a part removed, doubled, moved, inserted, or a piece repeated thousands of times."""
     for _ in range(draw.choice((1, 1, 2, 4))):
         first, last = sorted(draw.randint(0, len(text)) for _ in range(2))
         last = min(last, first + draw.choice((1, 2, 8, 200)))
@@ -68,12 +68,12 @@ def mutated(text: str, draw: random.Random) -> str:
 
 
 class TooSlow(BaseException):
-    """A text that is not done with in time; no Exception, so that nothing takes it for another fault."""
+    """A text that takes too long; not an Exception, so that nothing takes it for another fault."""
 
 
 @contextlib.contextmanager
 def in_time(seconds: float = LIMIT_S) -> Iterator[None]:
-    """Raise TooSlow in what runs too long; in the main thread, where signals go."""
+    """Raise TooSlow in code that runs too long; in the main thread, which receives signals."""
 
     def expired(*_: Any) -> None:
         raise TooSlow(f"not done after {seconds:g} s")
@@ -120,7 +120,7 @@ def _layers_json(text: str) -> None:
 
 def _budget(text: str) -> None:
     assert H200.memory_bytes is not None and 0 < budget_bytes(text, H200) <= H200.memory_bytes
-    # What is a text of digits is also a number.
+    # A text of digits is also a number.
     if text.strip().isascii() and text.strip().isdigit():
         assert budget_bytes(int(text), H200) == budget_bytes(text, H200)
 
@@ -153,7 +153,7 @@ def _rules_json(text: str) -> None:
 
 
 def _mesh(text: str) -> None:
-    """What a file or a command line could say of a mesh, read as JSON."""
+    """The value of a mesh in a file or on a command line, read as JSON."""
     try:
         sizes = json.loads(text)
     except (ValueError, RecursionError):
@@ -229,7 +229,7 @@ SURFACES: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
 
 
 def check_texts(number: int, seed: int, say: Callable[[str], None]) -> int:
-    """Try so many texts; tell each that anything but RematError came of, and give back how many."""
+    """Try a number of texts; report each that raises anything but RematError, and return their number."""
     draw, taken, wrong = random.Random(seed), Counter[str](), 0
     names = list(SURFACES)
     for index in range(number):
@@ -247,7 +247,7 @@ def check_texts(number: int, seed: int, say: Callable[[str], None]) -> int:
 
 
 def fault_of(read: Callable[[Any], object], given: Any) -> str | None:
-    """What is wrong with the way in which `read` takes `given`; "" for a refusal by an error of ours, None if it is taken."""
+    """What is wrong with `read`'s handling of `given`; "" for our own error, None if it is accepted."""
     try:
         with in_time():
             read(given)

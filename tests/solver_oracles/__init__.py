@@ -1,7 +1,7 @@
-"""Solvers that `rj.plan` does not call, and a simulator: what the solver's answers are held against.
+"""Solvers that `rj.plan` does not call, and a simulator: oracles for the solver's answers.
 
 Exact programmes over single residuals and over counts of policies, chains, binomial checkpointing, a search over any small
-program, segments; and a simulator that runs a plan action by action and knows none of them.
+program, and segments; and a simulator that runs a plan action by action and knows no solver.
 """
 
 from __future__ import annotations

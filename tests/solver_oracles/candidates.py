@@ -1,4 +1,4 @@
-"""The policies of one block as columns of the exact programme: all unbeaten ones, or those that are best at some price."""
+"""The policies of one block as columns of the exact programme: all unbeaten ones, or the best at some price."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _CHOICES = tuple(Choice)
 
 
 def candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
-    """The policies of one block that no other beats, and whether these are all of them.
+    """The unbeaten policies of one block, and whether these are all of them.
 
-    One policy beats another where it is no worse in all of: bytes saved, bytes that the block needs while its own backward
-    pass runs, bytes in host memory, extra seconds. All four only grow with the bytes saved, the bytes needed, the bytes
-    offloaded and the seconds recomputed, each a sum over the residuals; so a partial policy that is beaten in these sums by
-    another that leaves its children the same is beaten for good. Where more than `MOST` partial policies remain, only those
-    policies are given that are best at some price of a byte.
+    One policy beats another if it is no worse in all of: bytes saved, bytes that the block needs during its own backward pass,
+    bytes in host memory, extra seconds. Each of these is a sum over the residuals that only grows. So a partial policy that
+    another one beats in these sums, with the same choices left, is beaten for good. If more than `MOST` partial policies
+    remain, only the policies that are best at some price of a byte are returned.
 
     >>> from remat_jax.solver import ResidualCosts
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -34,7 +33,7 @@ def candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, 
 
 @lru_cache(maxsize=64)
 def _candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
-    # Kept: a frontier asks for the same blocks at every budget.
+    # Cached: a frontier asks for the same blocks at every budget.
     found = grow(block, link is not None)
     if found is None:
         return _sweep(block, link), False
@@ -43,7 +42,7 @@ def _candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy,
 
 
 def measures(policy: BlockPolicy, link: HostLink | None) -> tuple[float, float, float, float]:
-    """What policies are compared by: bytes saved, bytes needed in its own backward pass, bytes on the host, extra seconds."""
+    """The measures of a policy: bytes saved, bytes needed in its own backward pass, bytes on the host, extra seconds."""
     saved = policy.saved_bytes
     return saved, saved + policy.transient_bytes, policy.host_bytes, policy.extra_seconds(link)
 
@@ -55,7 +54,7 @@ def _unbeaten_policies(policies: Sequence[BlockPolicy], link: HostLink | None) -
 
 
 def _sweep(block: Block, link: HostLink | None) -> tuple[BlockPolicy, ...]:
-    """Policies that are best at some price of a saved byte, in seconds, with host memory free, or as dear, or not used."""
+    """Policies that are best at some price of a saved byte, in seconds, with host memory free, equally dear, or unused."""
     import numpy as np
 
     total = sum(one.bytes for one in block.residuals) or 1.0

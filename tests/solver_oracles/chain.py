@@ -20,7 +20,7 @@ from tests.solver_oracles.lowering import chain_program
 from tests.solver_oracles.program import Action, Compute, Fetch, Free, Plan, Wait
 
 SLOTS = 500
-"""Into how many equal parts memory is divided, where sizes have no common measure that divides it into fewer."""
+"""The number of equal parts of memory if the sizes have no common measure that gives fewer."""
 
 _HOST_SLOTS = 32
 
@@ -78,7 +78,7 @@ class ChainSolver:
 
     @property
     def least_bytes(self) -> float:
-        """The least device memory in which there is a persistent schedule; infinite where host memory alone forbids any."""
+        """The least device memory of any persistent schedule; infinite if the host memory alone forbids every schedule."""
         return self.chain.fixed_bytes + self.chain.input_bytes + self._least.need()
 
     def plan(self, budget: float = math.inf) -> Plan:
@@ -120,13 +120,13 @@ class ChainSolver:
 
 
 class _Writer:
-    """Writes the actions of a schedule and adds up, from the sizes as they are, what it takes."""
+    """Writes the actions of a schedule, and adds up their exact cost."""
 
     def __init__(self, chain: Chain, sizes: Sizes) -> None:
         self.chain, self.sizes = chain, sizes
         self.actions: list[Action] = []
         self.seconds = 0.0
-        # Bytes on the device and on the host that are there throughout a part of the schedule, its input included.
+        # Bytes on the device and the host that are kept throughout a part of the schedule, its input included.
         self.start = (chain.fixed_bytes + chain.input_bytes, 0.0)
         self.peak, self.host_peak = self.start
 
@@ -137,7 +137,7 @@ class _Writer:
         self.run(Compute("loss", (f"a{len(self.chain.stages)} cotangent",)))
 
     def cut(self, first: int, last: int, step: Cut, after: tuple[State, State], held: tuple[float, float]) -> list[Any]:
-        """Run forward to a checkpoint, do what is behind it, then what is before it."""
+        """Run forward to a checkpoint, do the part after it, then the part before it."""
         output, seconds = self.sizes.output, self.sizes.forward
         for number in range(first, step.at):
             self.run(Compute(f"forward {number}", (f"a{number}",)), *([Free(f"a{number - 1}")] if number > first else []))
@@ -149,7 +149,7 @@ class _Writer:
         return [(first, mark, after[1], held), lambda: self.actions.append(Free(f"a{mark}")), behind]
 
     def keep(self, first: int, last: int, step: Keep, after: State, held: tuple[float, float]) -> list[Any]:
-        """Run a stage under one of its options, do what is behind it, and run it backward."""
+        """Run a stage under one of its options, do the part after it, and run the stage backward."""
         one = self.chain.stages[first - 1].options[step.option]
         kept = f"{first}:{one.name}"
         offloaded = (f"{kept} on host",) if one.host_bytes else ()
@@ -172,7 +172,7 @@ class _Writer:
 
 
 def _unit(sizes: list[float], total: float, slots: int) -> float:
-    """The largest common measure of all sizes, if the total has few enough of it; else a part of the total."""
+    """The largest common measure of all sizes if it divides the total into few enough slots; else a part of the total."""
     exact = [Fraction(size) for size in sizes if size]
     if not exact:
         return 1.0

@@ -1,4 +1,4 @@
-"""Chains: stages one after the other, any of which may run again from its input."""
+"""Chains: consecutive stages, each of which may run again from its input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from remat_jax.solver.problem import HostLink
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a stage of a chain so that its backward pass can follow: what it keeps, and what that costs.
+    """One way to run a stage of a chain such that its backward pass can follow: the kept bytes and their cost.
 
     Attributes:
         name: unique in its stage.

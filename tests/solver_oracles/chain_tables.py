@@ -1,4 +1,4 @@
-"""The two tables behind `chain.solve_chain`: the least memory in which a part of a chain can be done, and the least time.
+"""The two tables of `chain.solve_chain`: the least memory for a part of a chain, and the least time.
 
 A part runs from stage ``first`` to stage ``last``; the loss is the stage behind the last. Its input is counted by whoever asks
 for the part, and of what comes from behind only the cotangent of its output is there. A part is either cut (run forward to a
@@ -14,7 +14,7 @@ from typing import Any
 from tests.solver_oracles.chain_problem import Chain, Option
 
 State = tuple[int, int]
-"""Slots of host memory and of device memory that a part may use; `Least` has no use for the second."""
+"""Slots of host memory and of device memory that a part may use; `Least` ignores the second."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Keep:
 
 
 class Sizes:
-    """The numbers of a chain, stages counted from 1, with the input before and the loss behind them."""
+    """The numbers of a chain, stages counted from 1, with the input before and the loss after them."""
 
     def __init__(self, chain: Chain) -> None:
         self.stages = len(chain.stages)
@@ -51,21 +51,21 @@ class Sizes:
         return seconds + out + self._link.exposed_in(one.host_bytes, one.backward_seconds)
 
     def all_sizes(self) -> list[float]:
-        """Every number of bytes on the device, the input's apart."""
+        """All sizes of device memory except the input's."""
         found = self.output[1:]
         for options in self.options:
             found += [size for one in options for size in (one.kept_bytes, one.forward_bytes, one.backward_bytes)]
         return found
 
     def everything(self) -> float:
-        """As much memory as any part can use beside its input, to be counted or not."""
+        """The most memory that any part can use besides its input."""
         kept = sum(max(one.kept_bytes for one in options) for options in self.options[1:])
         beside = max(max(one.forward_bytes, one.backward_bytes) for options in self.options[1:] for one in options)
         return kept + beside + 2 * max(self.output[1:])
 
 
 class Least:
-    """The least device memory of every part, by how much host memory it may use. Sizes as they are, nothing rounded."""
+    """The least device memory of every part, by its available host memory; exact sizes."""
 
     def __init__(self, sizes: Sizes, host_slots: list[list[int]], rows: int) -> None:
         import numpy as np
@@ -84,7 +84,7 @@ class Least:
                     self.table[first, last] = np.min(ways, axis=0)
 
     def need(self) -> float:
-        """Of the whole chain."""
+        """The least device memory of the whole chain."""
         return float(self.table[1, self.sizes.stages + 1, self.rows - 1])
 
     def _ways(self, first: int, last: int) -> list[tuple[Cut | Keep, Any]]:
@@ -104,7 +104,7 @@ class Least:
         return found
 
     def decide(self, first: int, last: int, state: State) -> tuple[Cut | Keep, Any]:
-        """The way to that least, and the states of the parts that it leads to."""
+        """The choice with the least memory, and the states of its parts."""
         step, _ = min(self._ways(first, last), key=lambda way: way[1][state[0]])
         if isinstance(step, Cut):
             return step, (state, state)
@@ -112,7 +112,7 @@ class Least:
 
 
 class Fastest:
-    """The least time of every part, by how many slots of host and device memory it may use."""
+    """The least time of every part, by its slots of host and device memory."""
 
     def __init__(self, sizes: Sizes, host_slots: list[list[int]], rows: int, unit: float, most: int) -> None:
         import numpy as np
@@ -129,7 +129,7 @@ class Fastest:
         self.ladder = np.arange(most + 1)
         end = sizes.stages + 1
         self.table = np.full((end + 2, end + 2, rows, most + 1), np.inf)
-        # The same by last and first stage, moved by the input of the first: what a cut has to pay for what is behind it.
+        # The same by last and first stage, shifted by the input of the first stage: a cut pays for the part after it.
         self.behind = np.full_like(self.table, np.inf)
         self.table[end, end] = 0.0
         self._finish(end, end)
@@ -139,7 +139,7 @@ class Fastest:
                     self._fill(first, first + length)
 
     def seconds(self, slots: int) -> float:
-        """Of the whole chain; infinite where it does not fit."""
+        """The least time of the whole chain; infinite if it does not fit."""
         return float(self.table[1, self.sizes.stages + 1, self.rows - 1, slots]) if slots >= 0 else math.inf
 
     def _finish(self, first: int, last: int) -> None:
@@ -175,7 +175,7 @@ class Fastest:
         return np.where(self.ladder >= need, moved + self.sizes.cost(self.sizes.options[first][index]), np.inf)
 
     def decide(self, first: int, last: int, state: State) -> tuple[Cut | Keep, Any]:
-        """The way to the least time, and the states of the parts that it leads to."""
+        """The choice with the least time, and the states of its parts."""
         host, room = state
         kept = [float(self._keep(first, last, index)[host, room]) for index in range(len(self.options[first]))]
         best = min(range(len(kept)), key=kept.__getitem__)
@@ -188,7 +188,7 @@ class Fastest:
 
 
 def shifted(table: Any, by: int) -> Any:
-    """An array moved up its last axis by ``by`` places; what moves in from below is infinite.
+    """An array shifted up its last axis by ``by`` places; the new lowest places are infinite.
 
     >>> import numpy as np
     >>> shifted(np.array([3.0, 2.0, 1.0]), 1)

@@ -35,7 +35,7 @@ class Run:
 
     @classmethod
     def with_policies(cls, block: Block, link: HostLink | None, policies: Collection[BlockPolicy], complete: bool) -> Run:
-        """The run of a block that may follow these policies."""
+        """The run of a block restricted to these policies."""
         ordered = sorted(policies, key=lambda one: (-one.transient_bytes, one.saved_bytes, -one.host_bytes))
         return cls(block, tuple(ordered), tuple(measures(one, link) for one in ordered), complete)
 
@@ -45,7 +45,7 @@ Column = tuple[int, int]
 
 
 class Programme:
-    """Counts of columns as variables. The memory of a run is demanded of its last block, and of `guarded` columns besides.
+    """Counts of columns as variables. The memory constraint of a run is that of its last block, and of `guarded` columns.
 
     A run whose last block fits may still not fit in an earlier one that needs more while it runs. That takes a binary for
     each policy (is it used?), and hardly ever matters: it is demanded only where an answer was seen to break it.
@@ -71,7 +71,7 @@ class Programme:
         self.variable: dict[Column, int] = {}
         for at, one in self.columns:
             cost = runs[at].measures[one][3] if budget is not None else 0.0
-            # Without a bound of its own, which the sum implies: else it would take a part of what the rows are worth.
+            # Without its own bound, which the sum implies: a bound would take a part of the rows' duals.
             self.variable[at, one] = self.model.integer(math.inf, cost)
         self.count_rows = [self.model.equal(self._ones(at), float(run.block.repeats)) for at, run in enumerate(runs)]
         if most_policies is not None:
@@ -88,7 +88,7 @@ class Programme:
         self.host_row = self.model.at_most(host, host_budget) if math.isfinite(host_budget) and any(host.values()) else None
 
     def _limit(self, most: int) -> None:
-        """A binary for each policy of a kind of block: is it used? The last block of a kind counts with the others."""
+        """A binary for each policy of a kind of block, 1 if it is used. The last block of a kind counts with the others."""
         kinds: dict[str, dict[tuple[Choice, ...], dict[int, float]]] = {}
         for (at, one), index in self.variable.items():
             policies = kinds.setdefault(self.runs[at].block.name, {})
@@ -127,6 +127,6 @@ class Programme:
         self._demand(self._kept(at) | self._sizes(at, 0, one) | {used: need - saved}, allowed)
 
     def chosen(self, solution: Solution) -> list[tuple[Column, int]]:
-        """The columns that are used and how often, in the order of the forward pass."""
+        """The used columns and their counts, in the order of the forward pass."""
         counts = ((column, round(solution.values[self.variable[column]])) for column in self.columns)
         return [(column, count) for column, count in counts if count]

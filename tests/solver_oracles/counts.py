@@ -1,7 +1,7 @@
-"""Identical blocks: how many of them do what. Integer counts over the policies of a block that could be best.
+"""Identical blocks: how many follow each policy. Integer counts over the policies of a block that could be best.
 
-Blocks of one kind are interchangeable, so that a plan is how many follow which policy. Along a run the policy that needs most
-while it runs comes first and the one that saves most comes last, nearest the loss: then least is kept when it runs.
+Blocks of one kind are interchangeable, so a plan is a count for each policy. Along a run, the policy that needs most while it
+runs comes first, and the policy that saves most comes last, nearest the loss: then least is kept while it runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from tests.solver_oracles.stack_plans import ExecutablePlan, executable
 _FIRST_COLUMNS = 150
 
 _SMALL, _FAR = 200, 1e-3
-"""Residuals of all blocks together, and relative distance to the bound: so many can be decided one by one where that is far."""
+"""The largest number of residuals of all blocks, and the relative distance to the bound, for which single residuals are
+decided.
+"""
 
 
 def solve_counts(
@@ -91,7 +93,7 @@ def solve_counts(
 
 
 def _may_be_far(stack: Stack, plan: ExecutablePlan | None) -> bool:
-    """Whether no plan was found, or one that may be improved on in a stack that is small enough to be solved as it is."""
+    """Whether there is no plan, or a plan that may be improved in a stack small enough to be solved exactly."""
     size = sum(block.repeats * len(block.residuals) for block in stack.blocks)
     return plan is None or (plan.seconds - plan.lower_bound > _FAR * plan.extra_seconds and size <= _SMALL)
 
@@ -99,7 +101,7 @@ def _may_be_far(stack: Stack, plan: ExecutablePlan | None) -> bool:
 def _single(
     stack: Stack, plan: ExecutablePlan | None, budget: float, host_budget: float, gap: float, time_limit: float
 ) -> ExecutablePlan:
-    """The faster of a plan and of what the programme over single residuals finds, with the better of their bounds."""
+    """The faster of a plan and the plan of the programme over single residuals, with the better of their bounds."""
     other = solve_blocks(stack, budget, host_budget, gap=gap, time_limit=time_limit)
     if plan is None:
         return other
@@ -124,7 +126,7 @@ class _Counting:
         self.columns: list[Column] = [(at, one) for at, run in enumerate(runs) for one in range(len(run.policies))]
 
     def fastest(self, budget: float) -> tuple[list[BlockPolicy], float, int] | None:
-        """The policies of all blocks, the least extra time possible and the number of integers; None where nothing fits."""
+        """The policies of all blocks, the least possible extra time and the number of integers; None if nothing fits."""
         columns = self.columns
         if len(columns) > _FIRST_COLUMNS * len(self.runs):
             columns = self._promising(budget)
@@ -137,7 +139,7 @@ class _Counting:
         return Programme(self.stack, self.runs, columns, budget, host, guarded, self.most_policies)
 
     def _promising(self, budget: float) -> list[Column]:
-        """The columns that can be part of a plan better than one that is known: by their reduced cost. None if nothing fits."""
+        """The columns that can be part of a plan better than a known one, by their reduced cost. None if nothing fits."""
         programme = self._programme(self.columns, budget * (1 + ROUNDING / 2), set())
         relaxed = programme.model.relaxed()
         if relaxed is None:
@@ -147,7 +149,7 @@ class _Counting:
         if first is None:
             return self.columns
         reachable = sum(one.extra_seconds(self.stack.link) for one in first[0]) - relaxed.objective
-        # Where the first solution is the best, reachable is 0, and rounding must not leave out what it is made of.
+        # If the first solution is the best, reachable is 0, and rounding must not drop its columns.
         used = {id(policy) for policy in first[0]}
         return [
             (at, one)
@@ -164,7 +166,7 @@ class _Counting:
             if solution is None:
                 if (allowed, allowed_host) == most or patience == math.inf:
                     return None
-                # So much less was too much less.
+                # This reduction was too large.
                 (allowed, allowed_host), patience = most, math.inf
                 continue
             self.timed_out |= solution.timed_out
@@ -180,7 +182,7 @@ class _Counting:
             guarded |= new
             patience -= 1
             if not new or patience < 0:
-                # By HiGHS's tolerance, or by one more of many policies that are nearly the same: so much less is asked for.
+                # Exceeded by HiGHS's tolerance, or by one more of many nearly equal policies: ask for that much less.
                 less = 1 if new else 2
                 allowed, allowed_host = allowed - less * max(0.0, over), allowed_host - less * max(0.0, host_over)
                 if patience < 0 and (allowed <= 0 or allowed_host < 0):
@@ -190,7 +192,7 @@ class _Counting:
         )
 
     def least(self) -> float | None:
-        """The least peak there is; None where the host budget alone cannot be met."""
+        """The least peak; None if the host budget alone cannot be met."""
         guarded = set[Column]()
         while True:
             programme = self._programme(self.columns, None, guarded)

@@ -62,13 +62,13 @@ def solve_blocks(
         over, host_over = peak_bytes(stack, policies) - budget, sum(one.host_bytes for one in policies) - host_budget
         if over <= budget * ROUNDING and host_over <= host_budget * ROUNDING:
             return executable(stack, policies, bound=solution.bound, variables=model.integers)
-        # By HiGHS's tolerance: it is asked for that much less.
+        # Exceeded by HiGHS's tolerance: ask for that much less.
         allowed, allowed_host = allowed - 2 * max(0.0, over), allowed_host - 2 * max(0.0, host_over)
     raise SolverError(f"HiGHS stays over budget={budget!r} or host_budget={host_budget!r} by its tolerance; round them.")
 
 
 def infeasible(budget: float, host_budget: float, least: float | None) -> InfeasibleBudget:
-    """The error that says that nothing fits, and the least device memory that does."""
+    """The error for an infeasible budget, with the least device memory."""
     if least is None:
         return InfeasibleBudget(
             f"host_budget={host_budget!r}: the residuals that can only be offloaded do not fit. Allow more host memory."
@@ -84,7 +84,7 @@ def _least(stack: Stack, host_budget: float, time_limit: float) -> float | None:
 
 
 def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> BlockPolicy:
-    """The policy of one block for which extra seconds + prices × bytes is least.
+    """The policy of one block with the least extra seconds + prices × bytes.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -100,7 +100,7 @@ def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> Bloc
 
 @dataclass(frozen=True)
 class _BlockVariables:
-    """The variables of one block: by residual, the index of each choice that it has."""
+    """The variables of one block: by residual, the index of each of its choices."""
 
     block: Block
     choices: tuple[dict[Choice, int], ...]
@@ -137,7 +137,7 @@ class _BlockVariables:
         return variables
 
     def _closed(self, model: Model) -> None:
-        """Recomputing a residual needs its parents in some form; one that backward needs is there anyway."""
+        """Recomputing a residual needs its parents in some form; a parent that backward reads is always available."""
         index = {one.name: number for number, one in enumerate(self.block.residuals)}
         for one, have in zip(self.block.residuals, self.choices, strict=True):
             for parent in one.parents:
@@ -170,12 +170,12 @@ class _BlockVariables:
 
 
 def _offload_seconds(residual: ResidualCosts, link: HostLink) -> float:
-    """What an offloaded residual costs on the device: keeping it, and the copies' share of device memory."""
+    """The device cost of an offloaded residual: keeping it, and the copies' share of the device's bandwidth."""
     return residual.kept_seconds + link.seconds_per_byte * residual.bytes
 
 
 class _StackModel:
-    """The whole programme; where ``budget`` is None its objective is the peak itself."""
+    """The whole programme; if ``budget`` is None, its objective is the peak."""
 
     def __init__(self, stack: Stack, budget: float | None, host_budget: float) -> None:
         self.model = Model()
@@ -191,7 +191,7 @@ class _StackModel:
             self.model.at_most(host, host_budget)
 
     def _memory(self, fixed: float, budget: float | None, peak: int | None) -> None:
-        """A variable for what is kept up to each block: the rows stay short, and the matrix sparse."""
+        """A variable for the bytes kept up to each block: the rows stay short, and the matrix sparse."""
         before: int | None = None
         for one in self.blocks:
             kept = self.model.real(unit=self.unit)

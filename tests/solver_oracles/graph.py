@@ -1,4 +1,4 @@
-"""The fastest plan of a small program, whatever it looks like: an exact search, to judge other solvers by.
+"""The fastest plan of any small program: an exact search, to judge other solvers by.
 
 The question is Checkmate's (Jain et al., arXiv:1910.02653): which values to compute again, where any may be dropped at any
 time. It is answered by a shortest path over sets of values (A*). There are as many as subsets of all values, so that it ends at
@@ -19,7 +19,7 @@ from tests.solver_oracles.exact import infeasible
 from tests.solver_oracles.program import Action, Compute, Free, Operation, Plan, Program
 
 STATES = 500_000
-"""How many sets of values are looked at, at most."""
+"""The largest number of sets of values that are visited."""
 
 
 def solve_graph(program: Program, budget: float = math.inf, *, states: int = STATES) -> Plan:
@@ -49,7 +49,7 @@ def solve_graph(program: Program, budget: float = math.inf, *, states: int = STA
 
 
 _Step = tuple[int, tuple[Action, ...], float]
-"""The set before, what led on from it, and the peak meanwhile."""
+"""The previous set, the step from it, and the peak of that step."""
 
 
 class _Search:
@@ -78,14 +78,14 @@ class _Search:
         return sum(self.size[number] for number in self._members(state))
 
     def least(self) -> float:
-        """The least memory with which the goal is reached: the next that lets a step do with less dropped, until it is."""
+        """The least memory that reaches the goal: memory grows step by step until the search succeeds."""
         while True:
             budget = self.short
             if self.path(budget) is not None:
                 return budget
 
     def path(self, budget: float) -> tuple[float, float, tuple[Action, ...]] | None:
-        """Seconds, peak and actions; None where there are none; ``short`` is then the least budget that changes anything."""
+        """Seconds, peak and actions; None if there are none, and ``short`` is then the next budget that changes anything."""
         self.short = math.inf
         best, came = {self.start: 0.0}, dict[int, _Step]()
         queue = [(self._ahead(self.start), self.start)]
@@ -152,7 +152,7 @@ class _Search:
             yield left | added, one.seconds, (*frees, Compute(one.name, saved)), beside + self.bytes(left)
 
     def _drops(self, free: int, need: float, budget: float) -> Iterator[int]:
-        """The sets of values to drop that are just enough: without any one of them it would not fit."""
+        """The minimal sets of values to drop: without any one of them the step would not fit."""
         if need <= budget:
             yield 0
             return

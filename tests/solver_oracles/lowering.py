@@ -1,4 +1,4 @@
-"""The programs of the problem forms: which values and operations a stack and a chain have."""
+"""The programs of the problem forms: the values and operations of a stack and of a chain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def labels(stack: Stack) -> list[str]:
 
 
 def stack_program(stack: Stack, kept_seconds: Sequence[float] | None = None) -> Program:
-    """What a stack could do: the passes of its blocks, and computing single residuals again.
+    """Everything that a stack could do: the passes of its blocks, and recomputing single residuals.
 
     ``kept_seconds`` is what each block's kept residuals cost; it is added to the time of its backward pass. The arrays that
     go from block to block take no memory of their own: they are in the working sets.
@@ -64,7 +64,7 @@ def _block_operations(label: str, block: Block, before: str, cotangent: str) -> 
 
 
 def chain_program(chain: Chain) -> Program:
-    """What a chain could do: run each stage and keep nothing but its output, or run it under one of its options.
+    """Everything that a chain could do: run each stage and keep only its output, or run it under one of its options.
 
     Stages are counted from 1. ``a0`` is the input, ``a{i}`` the output of stage i, ``a{i} cotangent`` as large as it;
     ``{i}:{option}`` is what an option keeps beside the output, and ``{i}:{option} on host`` its part in host memory. What a

@@ -1,4 +1,4 @@
-"""A mixed-integer linear programme, put together row by row and solved by HiGHS through SciPy."""
+"""A mixed-integer linear programme, built row by row and solved by HiGHS through SciPy."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from typing import Any
 from remat_jax.errors import SolverError
 
 GAP = 1e-4
-"""Default relative gap: how much less than what was found there might be. Of the extra time, not of the whole step."""
+"""Default relative gap between a solution and the bound, of the extra time, not of the whole step."""
 
 TIME_LIMIT = 60.0
 """Default time limit of one solution, in seconds."""
 
 ROUNDING = 1e-12
-"""How far over a budget sums may be, relatively, that are added up in another order."""
+"""The relative excess over a budget that sums in another order may have."""
 
 _BROKEN = 1e-4
-"""How far an answer may be from its rows; HiGHS's own tolerance is 1e-6 for each variable that is rounded."""
+"""The allowed violation of rows; HiGHS's own tolerance is 1e-6 for each rounded variable."""
 
 _TIMED_OUT = "Time limit reached"
-"""In what HiGHS says; for another limit it says another."""
+"""HiGHS's message for a time limit; other limits have other messages."""
 
 _LARGEST_COST = 1e3
-"""HiGHS ends at an absolute gap of 1e-6 too: costs are scaled, so that this is less than any relative gap asked for."""
+"""HiGHS also stops at an absolute gap of 1e-6: costs are scaled so that this is less than any requested relative gap."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What was found: the variables, the objective, and a bound that the objective of no solution is below.
+    """A solution: the variables, the objective, and a lower bound of the objective.
 
     ``timed_out`` says whether the time limit ended it: then the same programme may have another answer on another day.
     """
@@ -49,7 +49,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The least objective with real variables; what raising a variable from 0 would cost; what each row's limit is worth."""
+    """The least objective with real variables, the reduced costs of variables, and the duals of the rows."""
 
     objective: float
     reduced_costs: tuple[float, ...]
@@ -57,12 +57,12 @@ class Relaxation:
 
 
 def is_out_of_time(error: SolverError) -> bool:
-    """Whether the time limit ended it before any solution was found."""
+    """Whether the time limit ended the search before any solution was found."""
     return _TIMED_OUT in str(error)
 
 
 def unit_beside(sizes: Iterable[float], limit: float) -> float:
-    """A unit for a variable that stands in rows beside ``sizes``, whose limits are as large as ``limit``: that of the largest.
+    """A unit for a variable that shares rows with ``sizes`` and limits as large as ``limit``: the largest of these.
 
     >>> unit_beside([3.0, 2.0**30], 2.0**40) == 2.0**30
     True
@@ -71,7 +71,7 @@ def unit_beside(sizes: Iterable[float], limit: float) -> float:
 
 
 class Model:
-    """Variables, rows and an objective to be made least.
+    """Variables, rows and an objective to be minimised.
 
     >>> model = Model()
     >>> x, y = model.integer(3.0, cost=-2.0), model.integer(3.0, cost=-3.0)
@@ -89,11 +89,11 @@ class Model:
         self._rows: list[tuple[Mapping[int, float], float, float]] = []
 
     def integer(self, most: float, cost: float = 0.0) -> int:
-        """A variable that is an integer from 0 to ``most``; its index."""
+        """Add an integer variable from 0 to ``most``; returns its index."""
         return self._add(most, cost, 1)
 
     def real(self, most: float = math.inf, cost: float = 0.0, unit: float = 1.0) -> int:
-        """A variable from 0 to ``most``; its index.
+        """Add a variable from 0 to ``most``; returns its index.
 
         HiGHS sees it in ``unit``. Beside other coefficients of its rows its own must not be too small: of a billion bytes and a
         1 for a variable in bytes, the 1 is dropped.
@@ -108,11 +108,11 @@ class Model:
         return len(self._cost) - 1
 
     def at_most(self, row: Mapping[int, float], most: float) -> int:
-        """Demand that the row's sum is ``most`` or less; the row's index."""
+        """Add a row whose sum is at most ``most``; returns its index."""
         return self._demand(row, -math.inf, most)
 
     def equal(self, row: Mapping[int, float], value: float) -> int:
-        """Demand that the row's sum is ``value``; the row's index."""
+        """Add a row whose sum is ``value``; returns its index."""
         return self._demand(row, value, value)
 
     def _demand(self, row: Mapping[int, float], low: float, high: float) -> int:
@@ -121,11 +121,11 @@ class Model:
 
     @property
     def integers(self) -> int:
-        """How many variables are integers."""
+        """The number of integer variables."""
         return sum(self._whole)
 
     def solve(self, gap: float = GAP, time_limit: float = TIME_LIMIT, node_limit: int | None = None) -> Solution | None:
-        """The solution, or None where there is none. A limit of nodes ends it at the same place on every machine.
+        """The solution, or None if there is none. A limit of nodes ends the search at the same place on every machine.
 
         Raises:
             SolverError: a limit was reached before any solution was found, or HiGHS failed.
@@ -134,7 +134,7 @@ class Model:
         from scipy.optimize import Bounds, milp
 
         if not self._cost:
-            # SciPy refuses a programme without variables: a block that keeps nothing leaves nothing to decide.
+            # SciPy refuses a programme without variables: a block without residuals leaves no choice.
             return Solution((), 0.0, 0.0, False) if all(low <= 0 <= high for _, low, high in self._rows) else None
         cost = np.asarray(self._cost)
         scale = _LARGEST_COST / max(np.abs(cost).max(), 1e-300) if cost.any() else 1.0
@@ -160,7 +160,7 @@ class Model:
         return Solution(own, float(cost @ values), float(bound / scale), _TIMED_OUT in found.message)
 
     def _check(self, values: Any) -> None:
-        """HiGHS has been seen to call something optimal that breaks its own rows (scipy/scipy#24141)."""
+        """HiGHS has returned "optimal" solutions that violate their own rows (scipy/scipy#24141)."""
         for row, low, high in self._scaled():
             total = sum(one * float(values[index]) for index, one in row.items())
             slack = _BROKEN * max(1.0, abs(total))
@@ -170,7 +170,7 @@ class Model:
                 )
 
     def relaxed(self) -> Relaxation | None:
-        """The same where no variable need be an integer; None where there is no solution.
+        """The solution without integrality; None if there is none.
 
         Raises:
             SolverError: HiGHS failed.
@@ -228,30 +228,30 @@ class Model:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Standard output is the whole process's: two threads that put it aside could not both put it back."""
+"""Standard output belongs to the whole process: two threads that redirect it could not both restore it."""
 
 
 _ITS_OWN = b"HighsMipSolverData::"
-"""With this begins what HiGHS prints, whatever it is told (jump-dev/HiGHS.jl#312): hundreds of lines in one plan."""
+"""HiGHS prints lines with this beginning whatever its options are (jump-dev/HiGHS.jl#312): hundreds in one plan."""
 
 
 @contextmanager
 def _standard_output_left_alone() -> Iterator[None]:
-    """What HiGHS prints goes nowhere; anything else that is written meanwhile, to standard error."""
+    """Drop HiGHS's output; other output that is written meanwhile goes to standard error."""
     if sys.stdout is not None:
         sys.stdout.flush()
     with tempfile.TemporaryFile() as file:
         try:
             kept = os.dup(1)
         except OSError:
-            # There is none to keep apart.
+            # There is no standard output.
             yield
             return
         os.dup2(file.fileno(), 1)
         try:
             yield
         finally:
-            # What C has buffered would come out later, in the wrong place.
+            # C's buffered output would appear later, in the wrong place.
             ctypes.CDLL(None).fflush(None)
             os.dup2(kept, 1)
             os.close(kept)

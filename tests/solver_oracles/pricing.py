@@ -1,9 +1,9 @@
-"""Policies that are missing from a block's candidates, found by what memory is worth: column generation.
+"""Missing policies of a block, found by the prices of memory: column generation.
 
-In the relaxed programme every byte has a price, and a policy that is not there belongs to it exactly if, at these prices, it
-is cheaper than those that are. Finding the cheapest policy of a block at given prices is a small programme of its own, and when
-none is cheaper, the relaxed programme over all policies is solved, its value a bound for every plan. The method is due to
-Gilmore and Gomory (Operations Research 9, 1961).
+In the relaxed programme every byte has a price. A missing policy enters exactly if it is cheaper at these prices than the
+present policies. Finding the cheapest policy of a block at given prices is a small programme. If no policy is cheaper, the
+relaxed programme over all policies is solved, and its value bounds every plan. The method is due to Gilmore and Gomory
+(Operations Research 9, 1961).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.solver_oracles.exact import cheapest_policy
 from tests.solver_oracles.milp import ROUNDING, Relaxation
 
 ROUNDS = 40
-"""How often prices are asked anew, at most."""
+"""The most rounds of prices."""
 
 _SAME = 1e-6
-"""How near to the value of the relaxed programme its bound must come, relatively, for the rounds to end."""
+"""The relative distance between the relaxed programme's value and its bound at which the rounds end."""
 
 
 def with_priced(stack: Stack, runs: Sequence[Run], budget: float, host_budget: float) -> tuple[list[Run], float]:
-    """The runs with the policies that were missing, and the least extra time of any plan; minus infinity where none is known.
+    """The runs with the missing policies added, and the least extra time of any plan; minus infinity if unknown.
 
     >>> from remat_jax.solver.problem import Block, ResidualCosts
     >>> residuals = ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))
@@ -57,7 +57,7 @@ def with_priced(stack: Stack, runs: Sequence[Run], budget: float, host_budget: f
 
 
 def _cheaper(stack: Stack, run: Run, at: int, programme: Programme, relaxed: Relaxation) -> tuple[BlockPolicy, float]:
-    """The cheapest policy of a run, and by how much, as a negative number, it is cheaper than those that are there."""
+    """The cheapest policy of a run, and its price relative to the cheapest present policy, as a negative number."""
     worth = {row: max(0.0, -relaxed.prices[index]) for row, index in programme.memory_rows.items()}
     own = worth.get(at, 0.0)
     saved = own + sum(price for row, price in worth.items() if row > at)

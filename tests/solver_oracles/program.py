@@ -1,7 +1,7 @@
-"""What a plan runs on and what it is made of: values, operations, and plain typed actions.
+"""Programs and plans: values, operations, and plain typed actions.
 
-A program is what a training step could do: operations that read values and write values. A plan is what it does: a list of
-actions. `simulator.simulate` runs the one on the other and knows nothing else.
+A program is everything that a training step could do: operations that read and write values. A plan is a list of actions.
+`simulator.simulate` runs a plan on a program and knows nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from remat_jax.solver.problem import HostLink
 
 @dataclass(frozen=True)
 class Value:
-    """Something that takes memory.
+    """A value that takes memory.
 
     Attributes:
         name: unique in its program.
@@ -40,18 +40,18 @@ class Value:
 
     @property
     def in_transit_bytes(self) -> float:
-        """What a copy to the host or back takes on the device."""
+        """The device bytes of a copy to the host or back."""
         return self.bytes if self.fetched_bytes is None else self.fetched_bytes
 
     @property
     def again_bytes(self) -> float:
-        """What it takes on the device when it is computed again."""
+        """The device bytes of the value when it is recomputed."""
         return self.bytes if self.recomputed_bytes is None else self.recomputed_bytes
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One computation: it can run when all that it reads is on the device.
+    """One computation: it can run when all values that it reads are on the device.
 
     Attributes:
         name: unique in its program.
@@ -115,7 +115,9 @@ class Program:
 
 @dataclass(frozen=True)
 class Compute:
-    """Run an operation; of what it writes, ``save`` stays on the device, ``offload`` goes to the host, the rest is dropped."""
+    """Run an operation; of the values that it writes, ``save`` stay on the device, ``offload`` go to the host, the rest is
+    dropped.
+    """
 
     operation: str
     save: tuple[str, ...] = ()
@@ -124,21 +126,21 @@ class Compute:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Bring a value back from host memory; the host's copy is given up."""
+    """Fetch a value from host memory and free the host's copy."""
 
     value: str
 
 
 @dataclass(frozen=True)
 class Free:
-    """Give up a value on the device."""
+    """Free a value on the device."""
 
     value: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait for the copies that were begun since the last one; only compute between two of them hides these copies."""
+    """Wait for all copies started since the last wait; only compute between two waits hides these copies."""
 
 
 Action = Compute | Fetch | Free | Wait
@@ -146,7 +148,7 @@ Action = Compute | Fetch | Free | Wait
 
 @dataclass(frozen=True)
 class Plan:
-    """What a solver answers: the actions, and what it claims of them.
+    """A solver's answer: the actions, and claims about them.
 
     Attributes:
         program: what the actions are for.

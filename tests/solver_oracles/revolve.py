@@ -14,7 +14,7 @@ from tests.solver_oracles.program import Action, Compute, Free, Operation, Plan,
 
 
 def forward_steps(steps: int, slots: int) -> int:
-    """How often a step runs forward, at the least, to reverse ``steps`` of them with ``slots`` states kept, the first included.
+    """The least number of forward runs to reverse ``steps`` steps with ``slots`` kept states, the first included.
 
     The run that an adjoint begins with counts. With r the least number for which C(slots + r, slots) ≥ steps, that is
     steps + r · steps − C(slots + r, slots + 1).
@@ -34,7 +34,7 @@ def forward_steps(steps: int, slots: int) -> int:
 def revolve(
     steps: int, slots: int, *, state_bytes: float = 1.0, forward_seconds: float = 1.0, backward_seconds: float = 1.0
 ) -> Plan:
-    """The schedule with the fewest steps run forward.
+    """The schedule with the fewest forward steps.
 
     Its memory is the states kept and, while a step advances, the one at work, which is overwritten from step to step.
     Cotangents are not counted.
@@ -73,16 +73,16 @@ def _total(steps: int, slots: int) -> int:
 
 
 def _advance_by(steps: int, slots: int) -> int:
-    """How far to go before the next state is kept: any distance that leads to the closed form's total."""
+    """The distance to the next kept state: any distance that leads to the closed form's total."""
     total = _total(steps, slots)
     return next(far for far in range(1, steps) if far + _total(steps - far, slots - 1) + _total(far, slots) == total)
 
 
 def _schedule(steps: int, slots: int) -> tuple[tuple[Action, ...], int]:
-    """The actions, and how many states there are at once, at the most."""
+    """The actions, and the largest number of states at once."""
     actions: list[Action] = []
     most = 1
-    # A part to reverse: its first state, its steps, its slots with that state's, and how many states are kept before it.
+    # A part to reverse: its first state, its steps, its slots with that state's, and the states kept before it.
     parts: list[tuple[int, int, int, int] | Free] = [(0, steps, slots, 0)]
     while parts:
         part = parts.pop()
@@ -101,7 +101,7 @@ def _schedule(steps: int, slots: int) -> tuple[tuple[Action, ...], int]:
 
 
 def _reverse_from(actions: list[Action], first: int, length: int) -> None:
-    """Reverse steps with one state kept: each time from there again."""
+    """Reverse steps with one kept state: each starts from there again."""
     for last in reversed(range(first, first + length)):
         _advance(actions, first, last - first)
         actions += [Compute(f"adjoint {last}", (f"x{last} cotangent",)), Free(f"x{last + 1} cotangent")]

@@ -1,4 +1,4 @@
-"""Equal segments of identical layers, and the shortening ones that need least: exact optima over integers.
+"""Equal segments of identical layers, and decreasing segments with the lowest peak: exact optima over integers.
 
 A segment keeps its input, and all of its layers run again before its backward pass. The rule of √L segments is from Chen et
 al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174); `docs/notes/segments.md` has its figures on a model.
@@ -28,7 +28,7 @@ class SegmentPlan(Plan):
 def segments_of_length(
     layers: int, length: int, input_bytes: float, full_bytes: float, forward_seconds: float = 1.0, backward_seconds: float = 2.0
 ) -> SegmentPlan:
-    """Segments of ``length`` layers, as far as they go; the first one takes the rest.
+    """Segments of ``length`` layers; the first one takes the rest.
 
     Its peak is ⌈layers / length⌉ · input_bytes + length · full_bytes, reached in the backward pass of the last segment.
 
@@ -55,7 +55,7 @@ def segments_of_length(
 def uniform_segments(
     layers: int, input_bytes: float, full_bytes: float, forward_seconds: float = 1.0, backward_seconds: float = 2.0
 ) -> SegmentPlan:
-    """The equal segments with the lowest peak, every length tried; of several the shortest.
+    """The equal segments with the lowest peak, over all lengths; of several the shortest.
 
     Raises:
         PlanningError: an argument is wrong.
@@ -89,7 +89,7 @@ def sqrt_segments(
 def shortening_segments(
     layers: int, input_bytes: float, full_bytes: float, forward_seconds: float = 1.0, backward_seconds: float = 2.0
 ) -> SegmentPlan:
-    """The cut with the lowest peak of all: segments that become shorter towards the loss.
+    """The cut with the lowest peak: segments that become shorter towards the loss.
 
     When segment j (from 1) runs backward there are j inputs and its own residuals, because what is behind it is gone. Within
     a peak of P it may therefore have ⌊(P − j · input_bytes) / full_bytes⌋ layers. Some segment j of n layers has exactly the
@@ -118,14 +118,14 @@ def shortening_segments(
 
 
 def _within(layers: int, input_bytes: float, full_bytes: float, peak: float) -> tuple[int, ...]:
-    """The longest segments within a peak, until they have all layers or none fits any more."""
+    """The longest segments within a peak, until they have all layers or none fits."""
     lengths: list[int] = []
     left = layers
     while left:
         inputs = (len(lengths) + 1) * input_bytes
         if inputs + left * full_bytes <= peak:
             return (*lengths, left)
-        # Rounding must not lose the layer with which the peak is met exactly.
+        # Rounding must not lose the layer that meets the peak exactly.
         fit = math.floor((peak - inputs) / full_bytes * (1 + 1e-12)) if full_bytes else 0
         if fit < 1:
             break

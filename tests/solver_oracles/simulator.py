@@ -1,4 +1,4 @@
-"""Runs a plan action by action, and says what it needs: legality, time, peaks. Knows nothing of the solvers."""
+"""Runs a plan action by action and reports legality, time and peaks. It knows no solver."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from remat_jax.errors import PlanningError
 from tests.solver_oracles.program import Action, Compute, Fetch, Free, Operation, Plan, Program, Value, Wait
 
 TOLERANCE = 1e-9
-"""How far a claim may be from what is simulated, relatively: sums of floating-point numbers in another order."""
+"""The allowed relative difference of a claim from the simulation: floating-point sums in another order."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What running a plan took.
+    """The results of running a plan.
 
     Attributes:
         seconds: compute, and the copies that it did not hide.
@@ -65,7 +65,7 @@ def simulate(program: Program, actions: Iterable[Action]) -> Outcome:
 
 
 def verify(plan: Plan) -> Outcome:
-    """Run a plan, and hold what its solver claims against what came out.
+    """Run a plan, and compare its solver's claims with the results.
 
     Raises:
         PlanningError: an action is not possible, or a claim is off by more than the order of additions explains.
@@ -83,7 +83,7 @@ def verify(plan: Plan) -> Outcome:
 
 
 class _Illegal(Exception):
-    """An action that cannot be done; `simulate` adds which one."""
+    """An illegal action; `simulate` adds its number."""
 
 
 class _Machine:

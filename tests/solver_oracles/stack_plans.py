@@ -1,4 +1,4 @@
-"""Plans of a stack as actions, which the simulator can run."""
+"""Plans of a stack as actions for the simulator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ExecutablePlan(Plan):
 
 
 def executable(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 0.0, variables: int = 0) -> ExecutablePlan:
-    """The plan in which each block does what ``policies`` say, with its actions.
+    """The plan in which each block follows its entry of ``policies``, with its actions.
 
     ``bound`` is the least extra time that the solver left possible, ``variables`` how many it had.
     """
