@@ -1,7 +1,7 @@
-"""The table that drives the parity tests: framework × model × layers × mode × dtype. A new mode is a new entry of it.
+"""The table behind the parity tests: framework × model × layers × mode × dtype. A new mode is a new entry.
 
-Every case is one training step. What it computed comes back under PyTorch's names and in PyTorch's shapes, so that
-stacked and unrolled layers, Linen and NNX are all compared tensor by tensor with the plain PyTorch model in float64.
+Every case is one training step. Its results have PyTorch's names and shapes, so stacked and unrolled layers, Linen and NNX are
+all compared tensor by tensor with the plain PyTorch model in float64.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from remat_jax.cost.count import count
 from remat_jax.parity import float64_error, judge
 from remat_jax.parity.compiling import compile_options
 
-MODES = torch_ref.MODES  # the names of the policies of `remat_jax` that do the same
+MODES = torch_ref.MODES  # the equivalent policies of `remat_jax`
 DTYPES = ("float64", "float32")
 LEARNING_RATE = 1e-2
-# Adam divides a gradient by its own size. Some are zero but for rounding (no attention depends on the bias of its keys),
-# and the default of 1e-8 would make steps of that rounding: 1e-11 off in float64, as large as a real step in float32.
+# Adam divides a gradient by its own size. Some gradients are zero up to rounding (attention does not depend on the bias of its
+# keys). With the default epsilon of 1e-8 this rounding would become steps: 1e-11 off in float64, and as large as a real step
+# in float32.
 ADAM_EPSILON = 1e-4
 
 
@@ -66,7 +67,7 @@ CASES = tuple(_cases())
 
 
 class Result(NamedTuple):
-    """What one training step computed: PyTorch's name → array; the input's gradient is called `input`."""
+    """The results of one training step: PyTorch's name → array; the input's gradient is called `input`."""
 
     outputs: Mapping[str, np.ndarray]
     gradients: Mapping[str, np.ndarray]
@@ -77,7 +78,7 @@ class Result(NamedTuple):
 
 
 def torch_forward(case: Case, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Run a model in the case's mode: the stacks take the mode's flags, a bare block goes through the call itself."""
+    """Run a model in the case's mode: stacks take the mode's flags, a bare block is called through the mode's function."""
     flags = torch_ref.mode_flags(case.mode)
     if "num_layers" in s.SIZES[case.model]:
         return model(x, **flags)
@@ -92,7 +93,7 @@ def torch_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def torch_step(case: Case, model: torch.nn.Module) -> Result:
-    """One step of a PyTorch model, which it changes."""
+    """One step of a PyTorch model, which changes the model."""
     x, target = (torch.tensor(s.in_dtype(array, case.dtype)) for array in s.data(case.model))
     x.requires_grad_(x.is_floating_point())
     output = torch_forward(case, model, x)
@@ -119,7 +120,7 @@ class Step(NamedTuple):
 
 @functools.cache
 def jax_step(case: Case, policy: Any = None) -> Step:
-    """The gradient and the output of a Flax model under the case's mode, or under another policy in its place."""
+    """The gradient and the output of a Flax model under the case's mode, or under another policy."""
     return make_jax_step(case, s.parameters(case.model, case.layers == "scan", case.dtype), policy)
 
 
@@ -172,13 +173,13 @@ def _adam_step() -> Callable[[Any, Any], Any]:
 
 
 def precision(case: Case) -> Any:
-    """JAX's 64-bit types on for float64 and off for float32, as a user has them."""
+    """JAX's 64-bit types on for float64 and off for float32, as a user sets them."""
     return jax.enable_x64(case.dtype == "float64")
 
 
 @functools.cache
 def result(case: Case) -> Result:
-    """What the case computes."""
+    """The results of the case."""
     if case.framework == "torch":
         return torch_step(case, s.make_torch(case.model, case.dtype))
     with precision(case):
@@ -186,7 +187,7 @@ def result(case: Case) -> Result:
 
 
 def problems(case: Case, found: Result) -> list[str]:
-    """What is wrong with a result of the case, against plain PyTorch in float64; empty if nothing is.
+    """The differences of a case's result from plain PyTorch in float64; empty if there are none.
 
     Float64: the largest error per tensor. Float32: the parity rule, with plain PyTorch's float32 error as the measure.
     """
@@ -206,7 +207,7 @@ def problems(case: Case, found: Result) -> list[str]:
 
 
 class Cost(NamedTuple):
-    """What one training step executes, and the bytes that it moves to host memory and back."""
+    """The executions of one training step, and the bytes that it moves to host memory and back."""
 
     matmuls: int
     block_executions: int
@@ -215,7 +216,7 @@ class Cost(NamedTuple):
 
 
 def expected_cost(case: Case) -> Cost:
-    """The cost of a case in closed form; `test_counts` says where the numbers come from."""
+    """The cost of a case in closed form; `test_counts` derives the numbers."""
     blocks = s.SIZES[case.model].get("num_layers", 1)
     per_block = 0 if case.model == "ToyModel" else 6
     executions = 1 if case.mode == "off" else 2
@@ -226,7 +227,7 @@ def expected_cost(case: Case) -> Cost:
 
 
 def cost(case: Case, policy: Any = None) -> Cost:
-    """What the case really costs, or would under another policy of `remat_jax` in its mode's place."""
+    """The measured cost of a case, or of another policy of `remat_jax` instead of its mode."""
     if case.framework == "torch":
         return torch_cost(case)
     with precision(case):
@@ -245,6 +246,6 @@ def torch_cost(case: Case) -> Cost:
 
 
 def _is_block_execution(eqn: Any) -> bool:
-    """Whether this is the sigmoid of the toy, or the exponential that a decoder layer computes once."""
+    """Whether this is the toy's sigmoid, or the exponential that a decoder layer computes once."""
     softmax = eqn.primitive.name == "exp" and "softmax" in str(eqn.source_info.name_stack)
     return softmax or eqn.primitive.name == "logistic"

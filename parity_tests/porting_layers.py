@@ -23,7 +23,7 @@ def channels_first(x: Any) -> Any:
 
 
 class Layer(NamedTuple):
-    """A layer in both frameworks: modules, rules, and the shape of the input; `calls` is how JAX gets PyTorch's answer."""
+    """A layer in both frameworks: modules, rules, and the shape of the input; `calls` computes PyTorch's result in JAX."""
 
     torch: Callable[[], torch.nn.Module]
     flax: Any
@@ -46,7 +46,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class Tied(torch.nn.Module):
-    """An embedding that is the head as well."""
+    """An embedding that is also the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Recurrent(nn.Module):
 
 
 class GPT2Attention(torch.nn.Module):
-    """GPT-2's: one weight for all of q, k and v, kept as (in, out), and an output kept so too."""
+    """GPT-2's: one weight for q, k and v, stored as (in, out), and an output stored the same way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ LAYERS = {
     "embedding": Layer(
         lambda: torch.nn.Embedding(7, 4), nn.Embed(7, 4, **DTYPE), "weight -> params/embedding", (3, 5), tokens=7
     ),
-    # PyTorch multiplies what it looks up, Flax keeps the product.
+    # PyTorch scales the looked-up rows, Flax stores the scaled table.
     "embedding-scaled": Layer(
         lambda: torch.nn.Embedding(7, 4),
         nn.Embed(7, 4, **DTYPE),
@@ -243,7 +243,7 @@ LAYERS = {
         (3, 5, 8),
         torch_call=lambda model, x: model(x, x, x, need_weights=False)[0],
     ),
-    # PyTorch's boolean mask says what is hidden, Flax's what is seen.
+    # PyTorch's boolean mask marks hidden entries, Flax's visible ones.
     "attention-masked": Layer(
         lambda: torch.nn.MultiheadAttention(8, 2, batch_first=True),
         nn.MultiHeadDotProductAttention(2, **DTYPE),

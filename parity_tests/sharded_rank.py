@@ -1,4 +1,4 @@
-"""One rank of `test_sharded`, a process of its own: the decoder under FSDP2 in every mode. Knows nothing of JAX.
+"""One rank of `test_sharded`, in its own process: the decoder under FSDP2 in every mode. It does not use JAX.
 
 python -m parity_tests.sharded_rank RANK RANKS PORT FOLDER
 """
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import torch_ref
 from examples import pytorch
 
-# By the model's own flags, gradient_checkpoint_forward around each sharded block; the rest are policies inside of it.
+# Under the model's own flags, gradient_checkpoint_forward wraps each sharded block; the others are policies inside it.
 FLAGS = torch_ref.MODES
 POLICIES = (
     "off",
@@ -32,12 +32,12 @@ POLICIES = (
 
 
 def modes() -> list[tuple[str, str, str]]:
-    """A name, a policy and the flags' mode, of which one is `off`."""
+    """A name, a policy and the flags' mode, one of which is `off`."""
     return [(f"flags {mode}", "off", mode) for mode in FLAGS] + [(policy, policy, "off") for policy in POLICIES]
 
 
 def measured(run: Callable[[], torch.Tensor], blocks: Any) -> dict[str, Any]:
-    """The loss of one step with its backward pass, and what it executes, moves and keeps."""
+    """The loss of one step with its backward pass, and its executions, copies and kept bytes."""
     saved = torch_ref.saved_for_backward(run)
     with torch_ref.count_calls(*blocks) as calls, torch_ref.count_matmuls() as matmuls, torch_ref.receipt() as receipt:
         loss = run()
@@ -58,7 +58,7 @@ def in_mode(given: dict[str, Any], mesh: DeviceMesh, rows: slice, policy: str, m
     sharded = torch_ref.shard_blocks(model, mesh, policy)
     flags = torch_ref.mode_flags(mode)
     found = measured(lambda: model.loss(given["tokens"][rows], given["targets"][rows], **flags), model.decoder.layers)
-    dist.all_reduce(found["loss"])  # gloo has sums only
+    dist.all_reduce(found["loss"])  # gloo supports only sums
     bytes_here = {"parameters": sharded.parameter_bytes, "gradients": sharded.gradient_bytes, "blocks": sharded.blocks}
     return found | {"bytes": bytes_here, "whole": sharded.gradients()}
 
@@ -70,7 +70,7 @@ def made(given: dict[str, Any]) -> pytorch.ByteDecoder:
 
 
 def refused(given: dict[str, Any], mesh: DeviceMesh) -> str:
-    """What a policy around a sharded block says, where it has to be inside."""
+    """The error of a policy around a sharded block, which must be inside."""
     stack = pytorch.DecoderStack(2, given["sizes"]["d_model"], given["sizes"]["nhead"]).double()
     torch_ref.shard_blocks(stack, mesh)
     x = torch.ones(1, 3, given["sizes"]["d_model"], dtype=torch.float64, requires_grad=True)
@@ -83,7 +83,7 @@ def refused(given: dict[str, Any], mesh: DeviceMesh) -> str:
 
 def main(rank: int, ranks: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    # To count what is kept is to collect garbage, which takes long where much is imported.
+    # Counting kept arrays collects garbage, which takes long if much is imported.
     gc.freeze()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     given = torch.load(folder / "given.pt")
@@ -91,7 +91,7 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
     share = len(given["tokens"]) // ranks
     rows = slice(rank * share, (rank + 1) * share)
     found = {name: in_mode(given, mesh, rows, policy, mode) for name, policy, mode in modes()}
-    # The same rows without FSDP: what is kept and executed has to be the same.
+    # The same rows without FSDP: kept arrays and executions must be the same.
     alone = {}
     for name, policy, mode in modes():
         model, flags = made(given), torch_ref.mode_flags(mode)

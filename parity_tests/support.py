@@ -1,4 +1,4 @@
-"""What the parity tests share: the models in both frameworks with the same weights, their inputs, a quick compiler."""
+"""Shared by the parity tests: the models in both frameworks with the same weights, their inputs, a quick compiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remat_jax.core.products import MATMULS
 from remat_jax.parity import TOLERANCES
 from remat_jax.parity.compiling import compile_options
 
-# One thread: two frameworks' pools on a few cores only take turns, and sums keep their order from run to run.
+# One thread: the pools of two frameworks on a few cores only alternate, and sums keep their order between runs.
 torch.set_num_threads(1)
 
 LIMIT = TOLERANCES["float64"].value
@@ -34,7 +34,7 @@ MODULES = {"linen": linen, "nnx": nnx_models}
 
 
 def block_of(kind: str, api: str) -> type:
-    """The class that is checkpointed in a model: `DecoderLayer`, or the toy itself."""
+    """The checkpointed class of a model: `DecoderLayer`, or the toy itself."""
     return getattr(MODULES[api], "ToyModel" if kind == "ToyModel" else "DecoderLayer")
 
 
@@ -63,7 +63,7 @@ def data(kind: str) -> Data:
 
 
 def make_torch(kind: str, dtype: str = "float64", **options: Any) -> torch.nn.Module:
-    """A fresh PyTorch model with the weights that all tests use."""
+    """A new PyTorch model with the weights of all tests."""
     torch.manual_seed(0)
     model = getattr(pytorch, kind)(**(SIZES[kind] | options)).double()
     with torch.no_grad():  # at their initial 0 and 1, biases and scales would hide a wrong map
@@ -74,7 +74,7 @@ def make_torch(kind: str, dtype: str = "float64", **options: Any) -> torch.nn.Mo
 
 @functools.cache
 def torch_model(kind: str, **options: Any) -> torch.nn.Module:
-    """`make_torch` in float64, one for all tests; nobody may change it."""
+    """`make_torch` in float64, shared by all tests; nobody may change it."""
     return make_torch(kind, **options)
 
 
@@ -85,7 +85,7 @@ def parameters(kind: str, scan: bool, dtype: str = "float64", **options: Any) ->
 
 
 class Twin(NamedTuple):
-    """A Flax model as a function: `apply(parameters, *inputs, method=…)`; `tree` makes Linen's form of the former."""
+    """A Flax model as a function: `apply(parameters, *inputs, method=…)`; `tree` converts the parameters to Linen's form."""
 
     apply: Callable[..., jax.Array]
     parameters: Any
@@ -99,7 +99,7 @@ def twin(kind: str, api: str, scan: bool, tree: dict[str, Any], **options: Any) 
     if api == "linen":
         model = make(**options)
         return Twin(lambda p, *inputs, **kwargs: model.apply({"params": p}, *inputs, **kwargs), tree, lambda p: p)
-    # Abstract until it is loaded: a parameter that were not filled could not be computed with.
+    # Abstract until it is loaded: a parameter without a value could not be computed with.
     model = nnx.eval_shape(lambda: make(**options) if kind == "ToyModel" else make(**options, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(w.load_nnx(model, tree))
 
@@ -110,7 +110,7 @@ def twin(kind: str, api: str, scan: bool, tree: dict[str, Any], **options: Any) 
 
 
 def mean_squared(output: Any, target: Any) -> Any:
-    """The mean squared error, written once for the arrays of both frameworks."""
+    """The mean squared error, written once for both frameworks' arrays."""
     return ((output - target) ** 2).mean()
 
 
@@ -119,7 +119,7 @@ def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
     return x.astype(dtype) if x.dtype.kind == "f" else x
 
 
-# What an equation of a jaxpr does, for `remat_jax.cost.count.count`.
+# The meaning of a jaxpr's equations, for `remat_jax.cost.count.count`.
 
 
 def is_matmul(eqn: Any) -> bool:

@@ -13,7 +13,7 @@ import remat_jax as rj
 
 
 def runs_of_torch(layers: int, segments: int, weights: np.ndarray, x: np.ndarray) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """How often each layer runs in forward and backward, and the gradients of the weights and of the input."""
+    """Each layer's executions in forward and backward, and the gradients of the weights and of the input."""
     counts = [0] * layers
     kernels = [torch.tensor(w, requires_grad=True) for w in weights]
 
@@ -25,7 +25,7 @@ def runs_of_torch(layers: int, segments: int, weights: np.ndarray, x: np.ndarray
         return run
 
     inputs = torch.tensor(x, requires_grad=True)
-    # Without early stop, so that a recomputed segment is counted in full: its functions are called whole either way.
+    # Without early stop, so that a recomputed segment is counted in full.
     out = checkpoint_sequential([layer(index) for index in range(layers)], segments, inputs, use_reentrant=False)
     out.sum().backward()
     return counts, np.stack([one.grad.numpy() for one in kernels]), inputs.grad.numpy()
@@ -38,7 +38,7 @@ def runs_of_jax(layers: int, segments: int, weights: np.ndarray, x: np.ndarray) 
     def loss(weights, x, *, seen=None):
         fns = [lambda x, i=i: jnp.tanh(x @ weights[i]) for i in range(layers)]
         if seen is not None:
-            # The layer that is looked for is the only one with a sine, which is not differentiated.
+            # The wanted layer is the only one with a sine, which is not differentiated.
             fns[seen] = lambda x: jnp.tanh(x @ weights[seen]) * jnp.tan(jnp.tanh(x @ weights[seen]))
         return rj.checkpoint_sequential(fns, segments, x).sum()
 

@@ -1,4 +1,4 @@
-"""Negative controls: each planted fault turns the comparison red. A comparison that cannot fail proves nothing."""
+"""Negative controls: each planted fault makes the comparison fail. A comparison that cannot fail proves nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parity_tests import support as s
 FORMS = [(framework, layers) for framework in ("linen", "nnx") for layers in ("unrolled", "scan")]
 forms = pytest.mark.parametrize(("framework", "layers"), FORMS)
 
-# Numbers: one case for each mode, so that a fault is seen whatever the policy.
+# Numbers: one case per mode, so that a fault shows under every policy.
 CASES = [
     matrix.Case("linen", "ByteDecoder", "scan", "off", "float64"),
     matrix.Case("linen", "ByteDecoder", "unrolled", "checkpoint", "float32"),
@@ -73,7 +73,7 @@ def test_a_forgotten_layer_is_seen(framework: str, layers: str) -> None:
         found = matrix.jax_result(case, step, s.quick(step.function, *step.arguments))
     wrong = matrix.problems(case, found)
     assert [problem.partition(":")[0] for problem in wrong] == list(matrix.Result._fields)
-    # Not only because tensors are missing: those that are there are wrong too.
+    # Not only because tensors are missing: the existing ones are wrong too.
     expected = matrix.result(case.reference)
     there = {name: expected.gradients[name] for name in found.gradients}
     distance = max(float(np.linalg.norm(found.gradients[name] - there[name])) for name in there)
@@ -88,7 +88,7 @@ def test_a_result_in_the_wrong_dtype_is_seen() -> None:
     assert len(matrix.problems(case, widened)) == 3
 
 
-# Costs: the numbers are right under these faults, and only what is executed and moved tells.
+# Costs: these faults leave the numbers right; only executions and copies show them.
 
 
 @forms
@@ -112,7 +112,7 @@ def test_an_offload_that_moves_nothing_or_something_else_is_seen(framework: str,
 
 @pytest.fixture
 def in_its_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
-    """Put another function in the place of `gradient_checkpoint_forward` in PyTorch's models."""
+    """Replace `gradient_checkpoint_forward` in PyTorch's models."""
     yield lambda function: monkeypatch.setattr(decoder, "gradient_checkpoint_forward", function)
 
 

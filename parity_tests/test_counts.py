@@ -54,13 +54,15 @@ def test_stopping_early_saves_nothing_in_the_decoder_layer(mode: str) -> None:
 @pytest.mark.parametrize("mode", matrix.MODES)
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_under_scan_the_compiled_program_multiplies_as_often_as_the_jaxpr_says(framework: str, mode: str) -> None:
-    """A loop's body is compiled once. (Unrolled, XLA for CPU merges part of the last block's recomputation: 44 for 48.)"""
+    """A loop's body is compiled once. (Unrolled, XLA for CPU merges part of the last block's recomputation: 44 instead of
+    48.)
+    """
     case = matrix.Case(framework, "DecoderStack", "scan", mode, "float32")
     compiled = matrix.compiled(case).as_text()
     assert len(re.findall(r"= \S+ dot\(", compiled)) * s.LAYERS == matrix.expected_cost(case).matmuls
 
 
-# The blocks of the table above, written once for both frameworks: `@` is a product in either.
+# The blocks of the table above, written once for both frameworks: `@` is a product in both.
 def perceptron(x: Any, weights: Any) -> Any:
     return _relu(x @ weights[0]) @ weights[1]
 

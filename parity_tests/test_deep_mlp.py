@@ -57,7 +57,7 @@ def torch_gradients(model: pytorch.DeepMLP, data: tuple[np.ndarray, np.ndarray],
 
 
 def flax_gradients(api: str, tree: Any, data: tuple[np.ndarray, np.ndarray], *, scan: bool, policy: str = "off", **how: Any):
-    """Gradients in PyTorch's form of the twin that holds `tree`."""
+    """Gradients in PyTorch's form of the Flax model with the weights `tree`."""
     module = MODULES[api]
     x, weights = data
     if api == "linen":

@@ -1,4 +1,4 @@
-"""`DeepMLP` in segments, in JAX: what is kept and executed against closed forms and against PyTorch."""
+"""`DeepMLP` in segments, in JAX: kept bytes and executions against closed forms and against PyTorch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_checkpoint_sequential_with_the_square_root(num_layers: int, segments: i
     assert kept == (segments - 1) * ACTIVATION + (segments - 1) * (2 * ACTIVATION + MASK)
     executed = jax_forms.matmul_count(SMALL, form, num_layers)
     assert executed == 3 * num_layers - 1 + num_layers - segments
-    # PyTorch executes the same, and keeps of each layer of the last segment its result only: no mask, no zeros.
+    # PyTorch executes the same, and of each layer of the last segment it keeps only the result: no mask, no zeros.
     boundaries = pytorch.uniform_boundaries(num_layers, segments)
     cost = pytorch.deep_mlp_cost(num_layers, boundaries, batch=20, **SMALL.widths)
     assert (kept - cost.saved_bytes, executed) == ((segments - 1) * (ACTIVATION + MASK), cost.matmuls)
@@ -55,9 +55,9 @@ def test_checkpoint_sequential_with_the_square_root(num_layers: int, segments: i
 def test_a_nested_scan_with_the_square_root(hidden_layers: int, segments: int) -> None:
     num_layers = hidden_layers + 2
     form = nested_form(num_layers)
-    # The segments' inputs, the last one's output for the head, and the zeros and the mask of the first layer's ReLU.
+    # The segments' inputs, the last segment's output for the head, and the zeros and the mask of the first layer's ReLU.
     assert jax_forms.saved_bytes(SMALL, form, num_layers) == (segments + 2) * ACTIVATION + MASK
-    # Every hidden layer runs twice, those of the last segment too.
+    # Every hidden layer runs twice, also those of the last segment.
     assert jax_forms.matmul_count(SMALL, form, num_layers) == 3 * num_layers - 1 + hidden_layers
 
 
@@ -91,7 +91,7 @@ def test_remat_keeps_and_executes_what_jax_checkpoint_does() -> None:
 
 
 def test_the_value_of_the_loss_costs_the_head_s_product() -> None:
-    # The loss is linear in the output, so that the gradient alone does not need the output: dead-code elimination.
+    # The loss is linear in the output, so the gradient alone does not need the output: dead-code elimination.
     job, form = jax_forms.workload(SMALL, sqrt_form(16)), sqrt_form(16)
     with_value = jax_forms.matmul_count(SMALL, form)
     assert matmuls(jax.grad(jax_forms.loss_of(form)), job.params, *job.batch) == with_value - 1
@@ -99,7 +99,9 @@ def test_the_value_of_the_loss_costs_the_head_s_product() -> None:
 
 @pytest.mark.parametrize(("ends_on_relu", "again"), [(True, 2), (False, 1)])
 def test_a_segment_that_ends_on_a_product_does_not_repeat_it(ends_on_relu: bool, again: int) -> None:
-    """Neither by dead-code elimination in JAX, nor by stopping early in PyTorch: the tutorial's cut saves a product so."""
+    """Dead-code elimination in JAX and stopping early in PyTorch save no product here; the tutorial's cut saves one this
+    way.
+    """
 
     def segment(relu: Callable[[Any], Any], w: Any, x: Any) -> Any:
         x = relu(x @ w) @ w

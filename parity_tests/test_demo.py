@@ -1,4 +1,4 @@
-"""The demo: its rows hold on a small model, and every planted fault turns it red."""
+"""The demo: its rows hold on a small model, and every planted fault makes it fail."""
 
 from __future__ import annotations
 
@@ -186,7 +186,8 @@ def test_the_other_models_hold_and_the_gpu_keeps_what_is_offloaded(monkeypatch: 
     small = dataclasses.replace(SMALL, models=("ToyModel",), target="h200")
     evidence, notes = driver.collect(small)
     assert failing(evidence) == set()
-    # A single sigmoid reads only its own input, which has to be on the device then: the receipt says that this gains nothing.
+    # A single sigmoid reads only its own input, which must then be on the device: the receipt says that offloading it frees
+    # nothing.
     assert len(notes) == 1 and "frees no device memory" in notes[0] and "ToyModel, JAX Linen, offload" in notes[0]
     jax_row = row(evidence, "JAX Linen", "offload")
     assert jax_row.host_bytes == jax_row.residual_host_bytes == 4 * 16 * 128 * 4

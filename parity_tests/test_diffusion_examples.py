@@ -1,4 +1,4 @@
-"""`examples/qwen_image.py` and `examples/wan.py`: every form of both frameworks trains the same, the command, wrong use."""
+"""`examples/qwen_image.py` and `examples/wan.py`: every form of both frameworks trains the same; the command; wrong use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ sides = pytest.mark.parametrize("name", SIDES)
 
 @pytest.fixture(scope="module")
 def rows() -> Callable[[str], dict[tuple[str, str], dict[str, Any]]]:
-    """The rows of a model by framework and mode; trained once, and compiled quickly, as nothing is timed."""
+    """The rows of a model by framework and mode; trained once, and compiled quickly, because nothing is timed."""
 
     @functools.cache
     def trained(name: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -73,14 +73,15 @@ def test_losses_are_compared_as_long_as_their_tolerance_holds(monkeypatch: Any) 
 
 @sides
 def test_what_they_keep(name: str, rows: Any) -> None:
-    """A block's arguments go to the host: Qwen-Image's two streams or Wan's one, of each layer; what layers share, once."""
+    """A block's arguments go to the host: Qwen-Image's two streams or Wan's one, of each layer; shared arguments once."""
     found = rows(name)
     for framework in ("torch", "jax"):
         off, kept, away = (found[framework, mode] for mode in training.MODES)
         assert away["device"] < kept["device"] < off["device"] / 3
         assert off["host"] == kept["host"] == 0 < away["host"]
     faithful, kept = found["torch", "offload as in DiffSynth-Studio"], found["torch", "checkpoint"]
-    # Qwen-Image's arguments go by keyword, and stay; Wan's, by position, move, and what layers share moves once for each.
+    # Qwen-Image passes its arguments by keyword, and they stay; Wan passes them by position, and they move, shared ones once
+    # per layer.
     if name == "qwen_image":
         assert faithful["host"] == 0 < faithful["offered"] and faithful["device"] == kept["device"]
     else:
@@ -113,7 +114,7 @@ def test_bad_usage(name: str) -> None:
 
 @functools.cache
 def models(name: str) -> tuple[Any, Any]:
-    """A fresh original and the variables of its port."""
+    """A new original and the variables of its port."""
     pair = SIDES[name].pair()
     return pair.make_torch(), pair.shapes
 

@@ -1,4 +1,4 @@
-"""The Python blocks of README and guides run, and print what the pages say."""
+"""The Python blocks of README and guides run, and print what the pages show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from remat_jax import compat, porting
 from remat_jax.planning import search
 from tests.doc_pages import ROOT, run
 
-PORTING = {  # in the order of the menu, with their blocks of Python: each page has the names of those before it
+PORTING = {  # in the order of the menu, with the number of Python blocks: each page has the names of the pages before it
     "docs/porting.md": 2,
     "docs/porting/checkpoints.md": 16,
     "docs/porting/what_is_kept.md": 11,
@@ -39,7 +39,7 @@ SIZES = {"d_model": 16, "nhead": 2, "num_layers": 2, "max_len": 8}
 
 @pytest.fixture(autouse=True)
 def few_compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A compilation takes seconds, and what more of them find is asked elsewhere. Files go to the test's folder."""
+    """One compilation suffices, because each takes seconds; other tests cover the search. Files go to the test's folder."""
     monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 1)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def test_the_page_on_parity() -> None:
 
 
 def test_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The one at its size, the other at a small one: what it compiles takes minutes, and is in its table."""
+    """The first at its size, the second with `measure` replaced, because its compilations take minutes."""
     assert run(text_of("docs/notes/segments.md"), "segments.md", {}) == 1
     assert capsys.readouterr().out == "47\n59\n"
     text = text_of("docs/notes/unrolled_offload.md").replace("rj.measure(", "only_bind(rj.measure)(")
@@ -70,7 +70,7 @@ def text_of(page: str) -> str:
 
 
 class TorchLayer(torch.nn.Module):
-    """What the map of docs/pytorch.md is for."""
+    """The purpose of the map in docs/pytorch.md."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Layers(nn.Module):
 
 
 def taken_for_granted() -> dict[str, Any]:
-    """The names that a page's reader has: a model, its loss and parameters, a batch; a pair of models."""
+    """The names that a page assumes: a model, its loss and parameters, a batch; a pair of models."""
     model, x = linen.ByteDecoder(**SIZES, scan=True), np.ones((2, 8), np.float32)
 
     def loss(params: Any, tokens: Any, targets: Any) -> jax.Array:
@@ -121,7 +121,7 @@ def taken_for_granted() -> dict[str, Any]:
 
 
 def only_bind(function: Any) -> Any:
-    """A function's signature in its place: what costs many compilations is run by its own example."""
+    """Replaces a function by the binding of its signature: its own example runs what costs many compilations."""
     return inspect.signature(function).bind
 
 
@@ -146,12 +146,12 @@ def test_the_page_on_pytorch() -> None:
     given = {name: pytorch.ByteDecoder(**SIZES) for name in ("model", "other")}
     given |= dict.fromkeys(("tokens", "targets"), torch.ones(2, 8, dtype=torch.long)) | {"DecoderLayer": pytorch.DecoderLayer}
     assert run(torch_side, "pytorch.md", given) == 1
-    # Neither the switch's policy, `full`, nor any other of the page is on while the receipt counts offloads.
+    # Neither the switch's policy, `full`, nor any other of the page is active while the receipt counts offloads.
     assert given["r"].bytes_on_host == 0
 
 
 def test_the_guide_to_many_devices() -> None:
-    """On one device; what several do is in `test_train_anywhere` and `test_sharded`."""
+    """On one device; `test_train_anywhere` and `test_sharded` use several."""
     names = taken_for_granted()
     batch = np.zeros((4, 8), np.int32)
     model = linen.ByteDecoder(**SIZES, scan=True)

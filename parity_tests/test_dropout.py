@@ -1,6 +1,6 @@
-"""With dropout on, a block that runs twice must draw the same masks twice: within a framework every mode has one gradient.
+"""With dropout, a block that runs twice must draw the same masks twice: within a framework all modes have the same gradient.
 
-The frameworks draw different masks, so that they are not compared with each other here.
+The frameworks draw different masks, so they are not compared with each other here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KIND, RATE = "DecoderStack", 0.3
 
 
 class Outcome(NamedTuple):
-    """Outputs and gradients, and how far each random stream has been drawn from (NNX keeps count)."""
+    """Outputs and gradients, and the draws of each random stream (NNX counts them)."""
 
     tensors: dict[str, np.ndarray]
     draws: dict[str, Any]
@@ -84,7 +84,7 @@ def nnx_step(scan: bool, mode: str) -> Any:
     (x, weights), (graph, params, rest) = s.data(KIND), nnx_states(scan, 0)
 
     def loss(params: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, Any]:
-        # A copy, because the counts that `rest` came with belong to the trace outside the gradient and refuse to move on.
+        # A copy, because the counts in `rest` belong to the trace outside the gradient and cannot change here.
         model = nnx.merge(graph, params, rest, copy=True)
         output = model(x, deterministic=False)
         return (output * weights).sum(), (output, nnx.state(model, nnx.RngCount))
@@ -131,6 +131,6 @@ def test_another_seed_gives_another_gradient(form: str) -> None:
 
 
 def test_nnx_counts_every_mask_once() -> None:
-    """A layer has three dropouts, and each of them a stream of its own."""
+    """A layer has three dropouts, each with its own stream."""
     assert list(in_nnx(False, "offload").draws.values()) == [1] * 3 * s.LAYERS
     assert list(in_nnx(True, "offload").draws.values()) == [[1] * s.LAYERS] * 3

@@ -1,6 +1,6 @@
-"""Gradients and memory of both frameworks on a GPU. A few of the gradients' tests run on the CPU too, by the same code.
+"""Gradients and memory of both frameworks on a GPU. A few gradient tests run the same code on the CPU too.
 
-On a GPU every run is a process of its own: the frameworks do not share the memory, and a peak is of one run alone.
+On a GPU every run is a separate process: the frameworks do not share the memory, and a peak belongs to one run.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SECONDS = 300.0
 
 
 def on_devices(cases: list[Any], on_cpu: list[Any]) -> Any:
-    """The cases on the GPU, and some of them on the CPU: there the parity matrix has them all, in one process."""
+    """The cases on the GPU, and some on the CPU, where the parity matrix covers all of them in one process."""
     parameters = [pytest.param(*case, "cpu", id="-".join((*case, "cpu"))) for case in on_cpu]
     parameters += [pytest.param(*case, "cuda", id="-".join((*case, "cuda")), marks=on_gpu) for case in cases]
     return pytest.mark.parametrize(("framework", "form", "mode", "device"), parameters)
 
 
-# Activations of several gigabytes beside 0.6 GB of weights and optimizer state, so that what a mode does is seen.
+# Activations of several gigabytes beside 0.6 GB of weights and optimizer state, so that a mode's effect is visible.
 LARGE = Size(layers=8, d_model=1024, heads=8, batch=16, length=512)
 
 
@@ -88,7 +88,7 @@ def test_every_gradient_passes_the_parity_rule_in_float32(
 
 
 def test_gradients_of_another_layer_are_seen(folder: Path) -> None:
-    """The control: what a scanned offload gives whose copy back reads the wrong slot (openxla/xla#46231)."""
+    """The control: a scanned offload whose copy back reads the wrong slot (openxla/xla#46231)."""
     right = reference(folder)
     first = {name: right[name] for name in right if name.startswith("layers_0/")}
     wrong = right | {name.replace("layers_0/", "layers_1/"): gradient for name, gradient in first.items()}
@@ -104,7 +104,7 @@ def memory(folder: Path, framework: str, form: str, mode: str) -> dict[str, Any]
 @pytest.mark.parametrize(("framework", "form", "mode"), JAX)
 def test_the_device_needs_what_the_compiler_says(folder: Path, framework: str, form: str, mode: str) -> None:
     row = memory(folder, framework, form, mode)
-    # Above the executable's own need: the batches of the other steps, and blocks rounded up by the allocator.
+    # Above the executable's own need: the batches of the other steps, and the allocator's rounding.
     assert row["compiled_device_bytes"] * 0.95 <= row["measured_peak_bytes"]
     assert row["measured_peak_bytes"] <= row["compiled_device_bytes"] * 1.05 + 2**26
 
@@ -129,5 +129,5 @@ def test_pytorch_gives_device_memory_back_likewise(folder: Path) -> None:
     peak = {mode: memory(folder, "torch", "eager", mode)["measured_peak_bytes"] for mode in ("off", "checkpoint", "offload")}
     inputs = LARGE.layers * LARGE.tokens * LARGE.d_model * 2
     assert peak["checkpoint"] < peak["off"] / 2
-    # The block that is being computed again has its input back on the device, and the copy of another may be on its way.
+    # The recomputed block has its input on the device again, and the copy of another block may be in flight.
     assert inputs / 2 < peak["checkpoint"] - peak["offload"] <= inputs

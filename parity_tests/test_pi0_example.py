@@ -1,4 +1,4 @@
-"""`examples/pi0.py`: photographs that tell where to go, every form of both frameworks, the command."""
+"""`examples/pi0.py`: photographs that show where to go, every form of both frameworks, the command."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_actions_follow_from_what_is_seen_and_told() -> None:
 
 
 def _sign(batch: Batch, row: int) -> float:
-    """What the prompt says; for π0.5 the state follows, one token for each of its numbers."""
+    """The prompt's text; for π0.5 the state follows, one token per number."""
     prompt = batch.observation.prompt[row][batch.observation.prompt_mask[row]]
     levels = (prompt[-8:] - 201 + 0.5) / LEVELS * 2 - 1
     assert np.abs(levels - batch.observation.state[row]).max() <= 1 / LEVELS

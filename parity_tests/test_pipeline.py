@@ -1,7 +1,7 @@
-"""One `model_fn`, as a diffusion pipeline has it, run by both frameworks with the same arguments.
+"""One `model_fn`, as in a diffusion pipeline, run by both frameworks with the same arguments.
 
-Its blocks take everything by keyword: two streams, a dictionary, a pair of arrays, a plain number and None; they return
-both streams. Only the function that is called for each block differs between the frameworks.
+Its blocks take everything by keyword: two streams, a dictionary, a pair of arrays, a plain number and None; they return both
+streams. The frameworks differ only in the function that calls each block.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def model_fn(
 
 
 def block_fn(layers: Any, tanh: Callable, image: Any, text: Any, conditions: Any, rotary: Any, strength: float) -> Any:
-    """The mathematics of a block, in the operators that both frameworks share."""
+    """The mathematics of a block, in operators that both frameworks have."""
     assert conditions["guidance"] is None and type(strength) is float
     modulation = layers.modulate(conditions["time"])
     cos, sin = rotary
@@ -128,7 +128,7 @@ FORMS = {"linen": through_linen, "nnx": through_nnx, "functions": through_functi
 
 @functools.cache
 def arrays() -> tuple[list[dict[str, np.ndarray]], tuple[np.ndarray, ...], np.ndarray]:
-    """Kernels (in, out) of every block; image, text, time, cos, sin; and the weights that make a scalar of the output."""
+    """Kernels (in, out) of every block; image, text, time, cos, sin; and the weights that reduce the output to a scalar."""
     random = np.random.default_rng(4)
     kernels = [{name: random.normal(size=size) * 0.4 for name, size in LINEARS.items()} for _ in range(BLOCKS)]
     stream = (BATCH, TIME, WIDTH)
@@ -181,7 +181,7 @@ def _named(output: Any, weights: list[dict[str, Any]], gradients: Sequence[Any])
     return {name: np.asarray(x) for name, x in (named | {"output": output}).items()}
 
 
-# Per block three products forward and six backward; the second run leaves out the last product, whose value nobody reads:
+# Per block three products forward and six backward. The recomputation leaves out the last product, whose value nobody reads:
 # PyTorch stops before it, JAX removes it.
 MATMULS_PER_BLOCK = {"off": 9, "checkpoint": 11, "offload": 11}
 STREAMS, SHARED = 2 * BATCH * TIME * WIDTH * 8, (BATCH + 2 * TIME) * WIDTH * 8
@@ -194,8 +194,8 @@ def test_the_same_arguments_give_the_same_results(form: str, mode: str) -> None:
     assert len(found.tensors) == BLOCKS * len(LINEARS) + 6
     assert float64_error(plain.tensors, found.tensors)[0] <= s.LIMIT
     assert found.matmuls == in_torch(mode).matmuls == BLOCKS * MATMULS_PER_BLOCK[mode]
-    # What all blocks are given, PyTorch copies once. In JAX it stays on the device: the copy that the first block makes, before
-    # another one is known, is for the compiler to drop.
+    # PyTorch copies shared arguments once. In JAX they stay on the device: the compiler drops the copy that the first block
+    # makes before another block is known.
     assert found.to_host == (BLOCKS * STREAMS + SHARED if mode == "offload" else 0)
 
 

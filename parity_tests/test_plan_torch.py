@@ -1,4 +1,4 @@
-"""The benchmark of plans against PyTorch's `activation_memory_budget`: its parts, and that a plan which loses shows."""
+"""The benchmark of plans against PyTorch's `activation_memory_budget`: its parts, and that a losing plan is reported."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_layers_as_blocks_keep_what_is_outside_of_them() -> None:
     assert layers.within(0) is None
     with pytest.raises(InfeasibleBudget):
         plan_torch.solver.solve(layers.stack, layers.stack.fixed_bytes)
-    # Not the logits' product, whatever is kept: what it makes is outside.
+    # Not the logits' product, whatever is kept: its result is outside the layers.
     found = layers.within(10**9)
     assert found is not None and found[1] == 0
 
@@ -69,7 +69,7 @@ def test_a_plan_that_loses_fails_the_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert holds(ROW) and not any(holds(ROW | change) for change in LOST)
     assert table([ROW]).splitlines()[1].split() == "demo 0.5 1.0 MiB 10.00 1.0 MiB 10.00 none fits yes".split()
     for found, code in (([ROW], 0), ([ROW, ROW | LOST[0]], 1)):
-        monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # main sets it; so it is put back
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # main sets it, so the test restores it
         monkeypatch.setattr(plan_torch, "rows", lambda name, sizes, budgets, found=found: found)
         assert main(["--only", "long", "--output", str(tmp_path)]) == code
     assert "NO" in capsys.readouterr().out and (tmp_path / "plan_torch.json").exists()

@@ -1,4 +1,4 @@
-"""One policy text, two readers: `remat_jax.policy` and `torch_ref.policy` agree on every text and every array."""
+"""One policy text, two parsers: `remat_jax.policy` and `torch_ref.policy` agree on every text and every array."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rules(draw: Any) -> str:
 
 
 wrong_texts = st.lists(rules(), max_size=4).map(";".join) | st.text(max_size=8)
-# Most texts of `rules` are malformed; these are mostly well-formed, so that what they select is compared as well.
+# Most texts of `rules` are malformed; these are mostly well-formed, so that their selections are compared too.
 good_selectors = st.sampled_from([*GLOBS, *AT[:5], *NAMES[:6]])
 good_rules = st.tuples(st.sampled_from(["save", "offload", "recompute"]), st.lists(good_selectors, min_size=1, max_size=3))
 good_texts = st.lists(good_rules.map(lambda rule: f"{rule[0]}: {', '.join(rule[1])}"), min_size=1, max_size=3).map("; ".join)

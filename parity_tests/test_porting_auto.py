@@ -1,4 +1,4 @@
-"""`porting.propose`: maps found by names and shapes, decided by running both models, and refused where that cannot decide."""
+"""`porting.propose`: maps found by names and shapes, decided by running both models, and refused if that cannot decide."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("first", "second", "third")
 
 
 def found(rules: porting.Rules, module: torch.nn.Module) -> dict[str, tuple[str, str]]:
-    """Where every tensor goes, and by which transform."""
+    """Each tensor's place and transform."""
     links = links_of_tensors(rules, module.state_dict())
     return {name: (", ".join(map(str, link.flax)), str(link.rule.transform)) for name, link in links.items()}
 
@@ -47,7 +47,7 @@ class SquareTorch(torch.nn.Module):
 
 
 class Kernel(nn.Module):
-    """A dense layer whose kernel lies as Flax has it, or as PyTorch has it."""
+    """A dense layer whose kernel has Flax's layout, or PyTorch's."""
 
     turned: bool
 
@@ -59,7 +59,7 @@ class Kernel(nn.Module):
 
 
 class SquareFlax(nn.Module):
-    """The same, the layer that is called k-th under the name `order[k]`, and lying as `turned[k]` says."""
+    """The same; the k-th called layer has the name `order[k]` and the layout `turned[k]`."""
 
     order: tuple[str, ...]
     turned: tuple[bool, ...]
@@ -73,7 +73,7 @@ class SquareFlax(nn.Module):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(NAMES)))
 def test_a_mistake_among_square_layers_is_impossible(order: tuple[str, ...]) -> None:
-    """Whatever the names say, and however each kernel lies: the models decide."""
+    """Whatever the names and the kernels' layouts are, the models decide."""
     module, x = SquareTorch(), random_input(3, 4)
     number = list(itertools.permutations(NAMES)).index(order)
     turned = tuple(bool((number >> bit) % 2) for bit in range(3))
@@ -84,7 +84,7 @@ def test_a_mistake_among_square_layers_is_impossible(order: tuple[str, ...]) -> 
 
 
 class Sum(torch.nn.Module):
-    """A sum of two branches, which may be exchanged; each has two layers."""
+    """A sum of two exchangeable branches with two layers each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def test_modules_that_the_outputs_do_not_depend_on_are_named() -> None:
 
 
 class DeepTorch(torch.nn.Module):
-    """Stages of blocks, a list in a list, as a residual network has them, and a table that is not trained."""
+    """Stages of blocks, a list in a list, as in a residual network, and a table that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class DeepTorch(torch.nn.Module):
 
 
 class DeepFlax(nn.Module):
-    """The same with numbers as names, the norms counted from one, and the table behind a stop."""
+    """The same with numbers as names, the norms counted from one, and the table behind a stopped gradient."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -339,7 +339,7 @@ def test_nested_numbers_become_placeholders_and_a_frozen_weight_is_mapped() -> N
 
 
 class TwoAttentions(torch.nn.Module):
-    """One with a fused projection and one without, as SigLIP has them."""
+    """One model with a fused projection and one without, as in SigLIP."""
 
     def __init__(self) -> None:
         super().__init__()

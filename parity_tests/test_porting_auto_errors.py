@@ -1,4 +1,4 @@
-"""What `porting.propose` takes for a model, what it refuses, and that an error says whose it is."""
+"""The models that `porting.propose` accepts and refuses, and that an error names the framework."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_casts_from_float64_are_left_out() -> None:
 
 
 def angles() -> Any:
-    """Of a rotation, by position and pair of features."""
+    """A table of rotations, by position and pair of features."""
     return np.outer(np.arange(4), 1 / 3 ** np.arange(4))
 
 
@@ -72,7 +72,7 @@ def turned(x: Any, sin: Any, cos: Any, stack: Any) -> Any:
 
 
 class TurnedTorch(torch.nn.Module):
-    """Attention with rotated queries and keys; weights as small as those of an untrained model hide the rotation."""
+    """Attention with rotated queries and keys; weights as small as at initialisation hide the rotation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def x64() -> Iterator[None]:
 
 
 class Answer(NamedTuple):
-    """What a layer computes, and the gradients of its parameters and of its input."""
+    """A layer's output, and the gradients of its parameters and of its input."""
 
     output: Any
     gradients: Any
@@ -60,7 +60,7 @@ def torch_answer(layer: Layer, model: torch.nn.Module) -> Answer:
 
 
 def flax_model(layer: Layer) -> tuple[Any, Callable[..., Any]]:
-    """Its variables as shapes, and how it is called with them."""
+    """Its variables as shapes, and its call with them."""
     if isinstance(layer.flax, nn.Module):
         x = jnp.asarray(make_input(layer))
         shapes = jax.eval_shape(lambda: nn.init(layer.flax_call, layer.flax)(jax.random.key(0), x))
@@ -119,7 +119,9 @@ def test_values_and_gradients_are_those_of_pytorch(name: str) -> None:
 
 
 def test_batch_norm_in_training_and_what_its_running_variance_differs_by() -> None:
-    """PyTorch's momentum is the share of the new, Flax's of the old; PyTorch keeps the unbiased variance, Flax the biased."""
+    """PyTorch's momentum is the share of the new value, Flax's of the old; PyTorch keeps the unbiased variance, Flax the
+    biased.
+    """
     layer = Layer(lambda: torch.nn.BatchNorm1d(6, momentum=0.2), None, BATCH_NORM, (5, 6))
     flax = nn.BatchNorm(use_running_average=False, momentum=0.8, **NORM_OPTIONS)
     model, x = make_torch(layer), jnp.asarray(make_input(layer))

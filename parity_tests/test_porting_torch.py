@@ -143,7 +143,7 @@ def test_safetensors_of_pytorch_are_read_in_every_dtype(tmp_path: Path) -> None:
 
 
 class Attack:
-    """What runs code when a pickle is read."""
+    """Runs code when its pickle is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -30,7 +30,7 @@ def test_executions_and_bytes(rows):
     found = {key: (row["matmuls"], row["host"]) for key, row in rows.items() if "reentrant" not in key[1]}
     expected = {"plain": (17, 0), "dots": (17, 0), "offload": (23, stream)}
     assert found == {key: expected.get(key[1], (23, 0)) for key in found}
-    # Beside the block the loss keeps: in PyTorch its two operands, in JAX their difference.
+    # Besides the block, the loss keeps its two operands in PyTorch, and their difference in JAX.
     assert rows["torch", "checkpoint"]["device"] == 3 * stream and rows["jax", "checkpoint"]["device"] == stream
     assert rows["torch", "offload"]["device"] == 2 * stream
 

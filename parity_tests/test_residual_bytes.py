@@ -1,4 +1,4 @@
-"""What the graph keeps between the passes, in bytes: JAX under scan and PyTorch side by side.
+"""Bytes that the graph keeps between the passes: JAX under scan and PyTorch side by side.
 
 PyTorch: the storages that the graph holds, parameters excluded, an argument that it keeps included: its first block keeps
 the batch itself, where a scan stacks a copy of it with the inputs of the other layers. JAX: the arrays that leave the
@@ -25,7 +25,7 @@ BATCH, TIME, WIDTH, LAYERS, VOCAB = 3, 64, 64, 4, 256
 SIZES = {"num_layers": LAYERS, "d_model": WIDTH, "nhead": 4}
 STREAM = BATCH * TIME * WIDTH * 4
 LOGITS = BATCH * TIME * VOCAB * 4
-# Outside the blocks: the loss keeps the difference for the mean square; the decoder its head's input and, for the cross
+# Outside the blocks the loss keeps the difference for the mean square; the decoder keeps its head's input and, for the cross
 # entropy, one array of the logits' shape.
 AROUND = {"DecoderStack": STREAM, "ByteDecoder": STREAM + LOGITS}
 BYTES = {"checkpoint": (LAYERS * STREAM, 0), "offload": (0, LAYERS * STREAM)}
@@ -81,7 +81,7 @@ def jax_kept(kind: str, framework: str, policy: str, scan: bool = True) -> Kept:
 
 
 def agree(found: Kept, expected: Kept) -> bool:
-    """Whether both are within 1 % of what is expected; nothing expected on the host means nothing there."""
+    """Whether both are within 1 % of the expected bytes; no expected host bytes means exactly none."""
     return all(abs(a - b) <= 0.01 * b for a, b in zip(found, expected, strict=True))
 
 
@@ -121,7 +121,7 @@ def test_everything_offloaded_is_in_host_memory_and_nowhere_else(framework: str)
     assert not [row.name for row in table if row.action == "save" and row.shape[:1] == (LAYERS,)]
 
 
-# Negative controls: a policy that does not do what its mode says is far outside the one per cent.
+# Negative controls: a policy with another effect than its mode's is far outside the one per cent.
 
 
 @kinds

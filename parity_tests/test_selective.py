@@ -1,4 +1,4 @@
-"""One policy text in both frameworks, on the decoder: the same products run again, the same bytes are kept, the same gradients.
+"""One policy text in both frameworks, on the decoder: the same recomputed products, kept bytes and gradients.
 
 Products and bytes are counted in units of one layer, and both frameworks are held to the same closed form. What `remat_jax`
 knows as `@dots` and `@dots_with_no_batch_dims` are the six and the four products of a layer: q/k/v in one (three times the
@@ -24,12 +24,12 @@ from parity_tests import support as s
 from parity_tests import test_residual_bytes as kept
 
 STREAM = kept.STREAM
-# Heads · time is as long as the layer is wide, times the time over the width of a head: the scores are so many streams.
+# Heads · time is the layer's width times time over a head's width: the scores are that many streams.
 SCORES = kept.SIZES["nhead"] * kept.TIME // kept.WIDTH
 
 
 class Row(NamedTuple):
-    """What one layer keeps on the device and on the host, in streams, and how many of its products run again."""
+    """A layer's kept streams on the device and on the host, and the number of its recomputed products."""
 
     device: int
     host: int
@@ -56,7 +56,7 @@ frameworks = pytest.mark.parametrize("framework", ["torch", "linen", "nnx"])
 
 @functools.cache
 def bytes_kept(kind: str, framework: str, policy: str) -> kept.Kept:
-    """What a training step keeps between the passes; the batch counts where PyTorch's first block keeps it."""
+    """Bytes that a training step keeps between the passes; the batch counts if PyTorch's first block keeps it."""
     if framework != "torch":
         return kept.jax_kept(kind, framework, policy)
     model = getattr(pytorch, kind)(**kept.SIZES, **({"max_len": kept.TIME} if kind == "ByteDecoder" else {}))
@@ -141,7 +141,7 @@ def test_jax_s_gradients_are_plain_pytorch_s(framework: str, kind: str, layers: 
 
 
 def test_a_policy_that_is_ignored_or_another_one_is_seen() -> None:
-    """The negative control: whatever stands in a policy's place, one of the three comparisons above turns red."""
+    """The negative control: with any other policy one of the three comparisons above fails."""
     for framework in ("torch", "linen", "nnx"):
         for policy, row in TABLE.items():
             for other in ("full", "offload_inputs", "dots", "offload_dot_with_no_batch_dims"):
@@ -164,10 +164,10 @@ def test_everything_saves_what_is_computed_in_pytorch_and_what_backward_reads_in
     torch_side, jax_side = (bytes_kept("DecoderStack", side, "everything") for side in ("torch", framework))
     plain = kept.jax_kept("DecoderStack", framework, "off")
     assert jax_side.device == plain.device < torch_side.device
-    # Five copies into another layout, q/k/v as a product and as a sum, the scaled queries, scores and
-    # softmax, the mixed values, the output, the hidden units before and after the ReLU, the last product, two sums, two
-    # norms with their means and deviations (one number for each row of WIDTH). A layer's output is the next one's input, so
-    # that beside these there is only the batch; and what the loss keeps.
+    # Five copies into another layout, q/k/v as a product and as a sum, the scaled queries, scores and softmax, the mixed
+    # values, the output, the hidden units before and after the ReLU, the last product, two sums, two norms with their means
+    # and deviations (one number for each row of WIDTH). A layer's output is the next layer's input, so besides these there are
+    # only the batch and the loss's arrays.
     streams = 5 + 3 + 3 + 1 + 2 * SCORES + 1 + 1 + 4 + 4 + 1 + 2 + 2
     norms = 4 * STREAM // kept.WIDTH
     assert torch_side == kept.Kept(kept.LAYERS * (streams * STREAM + norms) + 2 * STREAM, 0)
@@ -176,7 +176,7 @@ def test_everything_saves_what_is_computed_in_pytorch_and_what_backward_reads_in
 
 @pytest.mark.parametrize(("index", "elements"), [(0, 3), (1, 4), (2, 6), (3, 5)])
 def test_arguments_have_the_same_numbers(index: int, elements: int) -> None:
-    """Dictionaries by their order in PyTorch and by their keys in JAX; keywords by their names in both."""
+    """Dictionaries in their own order in PyTorch and by their keys in JAX; keywords by their names in both."""
     sizes = {"a": 3, "b": 4, "y": 6, "z": 5}
     values = {name: np.ones(size, "float32") for name, size in sizes.items()}
     policy = f"offload: *:input#{index}; recompute: *"

@@ -1,4 +1,4 @@
-"""One policy text in both frameworks, on the deep perceptron: the same products run again, the same bytes, the same gradients.
+"""One policy text in both frameworks, on the deep perceptron: the same recomputed products, kept bytes and gradients.
 
 A block is a product and its ReLU. What backward needs of it is its input and its product, so that every policy is one of four
 cases, times where the two are. The head is outside the blocks; it keeps its input, and the loss the difference for the mean
@@ -36,7 +36,7 @@ FORMS = ["torch", "linen", "linen-scan", "nnx", "nnx-scan"]
 
 
 class Row(NamedTuple):
-    """Where a block's input and its product are between the passes, and how often the product runs again."""
+    """Where a block's input and its product are between the passes, and how often the product is recomputed."""
 
     input: str
     product: str
@@ -87,7 +87,7 @@ def jax_job(form: str) -> tuple[Any, Any, type]:
 
 @functools.cache
 def cost(form: str, policy: str) -> tuple[int, Kept]:
-    """Matrix multiplications of a training step whose batch has a gradient, and what is kept between its passes."""
+    """Matrix products of a training step whose batch has a gradient, and the bytes kept between its passes."""
     if form == "torch":
         model, (x, y) = torch_model(torch.float32), (torch.tensor(array) for array in arrays("float32"))
         x.requires_grad_()
@@ -176,7 +176,7 @@ def test_a_gradient_that_is_a_little_off_is_seen() -> None:
 
 @pytest.mark.parametrize(("read", "by_torch", "by_jax"), [(False, ACTIVATION, 0), (True, ACTIVATION, ACTIVATION)])
 def test_pytorch_keeps_a_last_product_that_backward_does_not_read(read: bool, by_torch: int, by_jax: int) -> None:
-    """Written once for both frameworks; with a sine behind the product, backward reads it, and both keep it."""
+    """Written once for both frameworks; with a sine after the product, backward reads the product, and both keep it."""
     x, weight = np.ones((BATCH, WIDTH), "float32"), np.ones((WIDTH, WIDTH), "float32")
 
     def block(x: Any, weight: Any) -> Any:

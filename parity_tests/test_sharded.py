@@ -32,7 +32,7 @@ every_mode = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes found."""
+    """The results of both processes."""
     folder = tmp_path_factory.mktemp("ranks")
     batch = s.data(KIND)
     model = s.torch_model(KIND)
@@ -47,7 +47,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The ranks as processes, which do not outlive the tests."""
+    """Run the ranks as processes, which end with the tests."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
@@ -66,7 +66,7 @@ def started(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss and the gradients of one process that has the whole batch."""
+    """The loss and the gradients of one process with the whole batch."""
     model, batch = s.make_torch(KIND), s.data(KIND)
     loss = model.loss(torch.tensor(batch.x).long(), torch.tensor(batch.target).long())
     loss.backward()
@@ -117,7 +117,7 @@ def test_each_rank_keeps_half_of_parameters_and_gradients(ranks: list[dict[str, 
 
 @every_mode
 def test_each_rank_runs_and_keeps_what_it_would_without_fsdp(ranks: list[dict[str, Any]], name: str) -> None:
-    """Of its own rows: every block twice where it is checkpointed, the same products, bytes kept, and bytes on the host."""
+    """For its own rows: every checkpointed block twice, the same products, kept bytes, and bytes on the host."""
     executions = 1 if name in ("off", "flags off") else 2
     for rank in ranks:
         found, alone = rank["sharded"][name], rank["alone"][name]
@@ -131,7 +131,7 @@ def test_each_rank_runs_and_keeps_what_it_would_without_fsdp(ranks: list[dict[st
 
 
 def test_a_policy_around_a_sharded_block_is_refused(ranks: list[dict[str, Any]]) -> None:
-    """What FSDP gathers would be a part of the block, and it is not gathered again within the recomputation."""
+    """The arrays that FSDP gathers would be part of the block, and the recomputation would not gather them again."""
     assert {rank["refused"].startswith("the recomputation of FSDPDecoderLayer computes") for rank in ranks} == {True}
     assert "where its forward pass computed :all_gather_copy_in#0" in ranks[0]["refused"]
 

@@ -20,8 +20,8 @@ from parity_tests import support as s
 
 STEPS = 4
 BATCHES = text.batches(seed=5, batch=4, length=9, steps=STEPS)
-# Equal hyperparameters, weight_decay among them (1e-2 by default in torch, 1e-4 in optax). The true gradient of a key's bias is
-# 0: divided by an eps of 1e-8, rounding of 1e-17 in it would be an update.
+# Equal hyperparameters, also weight_decay (1e-2 by default in torch, 1e-4 in optax). The true gradient of a key's bias is 0:
+# with an eps of 1e-8 its rounding of 1e-17 would become an update.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], Any]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, optax.sgd(0.1, momentum=0.9)),
     "adam": (torch.optim.Adam, {"lr": 0.02, "eps": 1e-6}, optax.adam(0.02, eps=1e-6)),
@@ -95,7 +95,7 @@ def test_offloaded_optimizers_train_the_same_model(name: str, fraction: float) -
 
 
 def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Eight rows of text, of which 1 to 9 bytes are targets, so that every micro-batch has another number of them."""
+    """Eight rows of text with 1 to 9 target bytes each, so that every micro-batch has a different number of targets."""
     tokens, targets = text.batches(seed=7, batch=8, length=9, steps=1)[0]
     kept = np.arange(tokens.shape[1]) < np.array([9, 8, 1, 2, 5, 1, 1, 3])[:, None]
     return tokens, targets, kept

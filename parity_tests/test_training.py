@@ -1,4 +1,4 @@
-"""Twenty steps of Adam on real text: the losses of both frameworks stay together in every mode."""
+"""Twenty steps of Adam on real text: the losses of both frameworks stay equal in every mode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCHES = text.batches(seed=3, batch=4, length=12, steps=STEPS)
 
 @functools.cache
 def torch_losses(mode: str, frozen: str = "") -> np.ndarray:
-    """The losses in PyTorch; `frozen` names a parameter that the optimizer is not given."""
+    """The losses in PyTorch; `frozen` names a parameter that the optimizer does not get."""
     model = s.make_torch("ByteDecoder", DTYPE)
     optimizer = torch.optim.Adam([p for name, p in model.named_parameters() if name != frozen], lr=LEARNING_RATE)
     losses = []

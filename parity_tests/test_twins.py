@@ -1,4 +1,4 @@
-"""The Flax twins: their weight map, and what the matrix of modes does not show of them."""
+"""The Flax counterparts: their weight map, and properties that the matrix of modes does not test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of models that compute the same, as the arguments of `compare`."""
+"""Pairs of equivalent models, as the arguments of `compare`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GPT2, LLAMA = test_gpt2.PORT, test_llama.PORTS["llama"]
 
 @functools.cache
 def original(name: str) -> Any:
-    """The PyTorch model in float32, one for all tests; `compare` does not change it."""
+    """The PyTorch model in float32, shared by all tests; `compare` does not change it."""
     return s.make_torch("DecoderStack", "float32") if name == "stack" else p.make_torch(GPT2, "float32")
 
 

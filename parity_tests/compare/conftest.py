@@ -1,4 +1,4 @@
-"""Comparisons in tests are compiled quickly in every dtype: what XLA spends on fast code is lost here."""
+"""Comparisons in tests compile without XLA's optimisations: fast code would not pay here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: each is a clear error, or a report that has not passed."""
+"""Bad input: each is a clear error, or a report that does not pass."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_lower_precision_is_found_first() -> None:
 
 
 class Untied(nn.Module):
-    """An embedding and a head that are one tensor in PyTorch and two arrays here."""
+    """An embedding and a head that are one tensor in PyTorch and two arrays in Flax."""
 
     @nn.compact
     def __call__(self, tokens: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`remat-jax parity` on what people give it by mistake: an error of ours with the remedy, and no traceback."""
+"""`remat-jax parity` with mistaken arguments: our own error with the remedy, and no traceback."""
 
 from __future__ import annotations
 

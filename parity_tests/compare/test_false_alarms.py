@@ -1,4 +1,4 @@
-"""Right pairs that a comparison once called wrong; each beside a wrong pair of the same kind, which is named."""
+"""Right pairs that a comparison once called wrong, each beside a wrong pair of the same kind, which is named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check(report: ParityReport, name: str) -> rj.parity.Check:
 
 
 class DroppingBlock(torch.nn.Module):
-    """A block that drops out by a function, of which only its own mode says whether it does."""
+    """A block with functional dropout, which only its own mode switches on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_running_statistics_pass_in_evaluation_in_every_dtype() -> None:
 
 @pytest.mark.parametrize(("momentum", "named"), [(0.9, False), (0.8, True)])
 def test_the_convention_of_statistics_is_named(momentum: float, named: bool) -> None:
-    """PyTorch keeps the unbiased variance, of 7 / 6 the size; a momentum of 0.8 moves twice as far as one of 0.9."""
+    """PyTorch keeps the unbiased variance, larger by 7 / 6; a momentum of 0.8 moves twice as far as one of 0.9."""
     report = run(norms(train=True, momentum=momentum))
     found = check(report, "batch statistics")
     assert not found.passed
@@ -136,7 +136,7 @@ def test_statistics_that_differ_otherwise_are_not_explained() -> None:
 
 
 class BucketsTorch(torch.nn.Module):
-    """Distances in logarithmic buckets, each with a number that is learnt."""
+    """Distances in logarithmic buckets, each with a learnt number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class BucketsTorch(torch.nn.Module):
 
 
 class Buckets(nn.Module):
-    """The same, the distances in float32; with `after`, what is learnt goes through it as well."""
+    """The same with distances in float32; with `after`, the learnt numbers are cast too."""
 
     after: bool = False
 
@@ -182,7 +182,7 @@ def test_a_cast_counts_only_where_what_is_compared_flows_through_it(after: bool)
 
 
 class Settings(torch.nn.Module):
-    """A convolution of one pixel with a stride, an activation, functional dropout, and a number to mask with."""
+    """A convolution of one pixel with a stride, an activation, functional dropout, and a masking constant."""
 
     def __init__(self, act: Any) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def test_settings_that_do_not_differ_are_not_told_and_quick_gelu_is(theirs: bool
 
 
 class Wrapper:
-    """As a library wraps a module with its weights."""
+    """A module with its weights, wrapped as libraries do."""
 
     def __init__(self) -> None:
         self.module, self.params = Stack(), {}
@@ -316,7 +316,7 @@ def test_float32_that_is_written_into_a_model_is_widened_where_it_is_meant() -> 
     assert max(row.error or 0 for row in report.rows) < 1e-13
     wrong = run({**case, "flax_module": Scaled(1e-4)}, keep_float64=True, **FLOAT64)
     assert wrong.divergences["forward"]["flax_path"] == "norm"
-    alone = run(case, dtypes="float32", memory=False)  # the widening has left no trace
+    alone = run(case, dtypes="float32", memory=False)  # widening has left no trace
     assert alone.passed, str(alone)
 
 

@@ -1,4 +1,4 @@
-"""What a report says of a fault: which tensors are wrong, in which dtype, and which setting differs."""
+"""A report about a fault: the wrong tensors, their dtypes, and the setting that differs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def failed(report: ParityReport) -> dict[str, list[str]]:
 
 
 def test_the_weight_that_is_planted_may_be_the_one_at_fault() -> None:
-    """A square kernel that the map forgot to transpose is right when it is transposed as a planted fault."""
+    """A square kernel that the map forgot to transpose is right when a planted fault transposes it."""
     x = np.random.default_rng(0).normal(size=(4, 3))
     pair = {"torch_module": torch.nn.Linear(3, 3), "flax_module": nn.Dense(3), "inputs": x}
     report = run({**pair, "rules": "weight -> params/kernel\nbias -> params/bias"}, **c.QUICK)
@@ -40,7 +40,7 @@ def test_the_weight_that_is_planted_may_be_the_one_at_fault() -> None:
 
 
 def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
-    """A generator of its own is not set back by PyTorch's checkpoint, which keeps the state of the global one."""
+    """PyTorch's checkpoint restores the global generator's state, not that of the module's own generator."""
     model, random = copy.deepcopy(c.original("stack")), np.random.default_rng(0)
 
     def seed(*_: Any) -> None:
@@ -62,7 +62,7 @@ def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
 
 
 def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's checkpoint draws anew, and the model refuses to be looked into: that it draws anew is told all the same."""
+    """PyTorch's checkpoint draws again, and the model refuses to be inspected; the report still says that it draws again."""
     layer, random = torch.nn.Linear(3, 3), np.random.default_rng(0)
 
     class Block(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Correct pairs pass, and what a report says of them is right."""
+"""Correct pairs pass, with a correct report."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_what_only_one_framework_keeps_is_the_whole_difference(stack: ParityRepo
             if row.mode == mode
         }
         assert rest["PyTorch"] == rest["JAX"]
-    # The loss stands alone: JAX keeps the distance that it squares, PyTorch the same and, of the norm in a layer, nothing more.
+    # Only the loss differs: JAX keeps the distance that it squares, PyTorch keeps that too and one array less in a layer's
+    # norm.
     names = {one.name for one in stack.kept_alone if one.mode == "off" and one.framework == "JAX"}
     assert any(name.startswith("DecoderStack/layers_1/norm2:") for name in names), names
     assert "Kept by only one framework" in str(stack)
@@ -113,7 +114,9 @@ def test_both_frameworks_peaks_are_told_in_every_mode(stack: ParityReport) -> No
 
 
 def test_pytorchs_peak_is_that_of_its_mode() -> None:
-    """A batch so large that the peak is in the last layer: elsewhere it is at the end, where all gradients are."""
+    """A batch so large that the peak is in the last layer; with a smaller one it is at the end, where all gradients are
+    alive.
+    """
     options = {name: one.default for name, one in inspect.signature(compare).parameters.items()}
     given = {field.name: options[field.name] for field in dataclasses.fields(Case)}
     module = pytorch.DecoderStack(num_layers=6, d_model=16, nhead=4)
@@ -125,7 +128,7 @@ def test_pytorchs_peak_is_that_of_its_mode() -> None:
     for mode in ("off", "checkpoint", "offload"):
         peaks[mode], _ = torch_peak(side, "float32", mode)
     stream = inputs.nbytes
-    # At the peak, in the last layer's backward pass, the other layers' inputs are there, or on the host.
+    # At the peak, in the last layer's backward pass, the other layers' inputs are on the device, or on the host.
     assert peaks["off"] > peaks["checkpoint"] + 4 * 10 * stream
     assert peaks["checkpoint"] - peaks["offload"] == pytest.approx(5 * stream, rel=0.2)
 
@@ -165,7 +168,7 @@ def test_a_target_is_compiled_for() -> None:
     assert [theirs.peak_from, ours.peak_from] == [
         f"{how}, without an optimizer" for how in ("tracked on fake tensors", "compiled for h200")
     ]
-    # Parameters, their gradients and what a checkpoint keeps are there at least; a whole step without one needs more.
+    # At least the parameters, their gradients and a checkpoint's kept arrays; a whole step without checkpoints needs more.
     floor = 2 * sum(int(np.prod(x.shape)) * 4 for x in c.original("stack").parameters()) + ours.device_bytes
     assert ours.peak_bytes is not None and floor <= ours.peak_bytes <= 4 * floor
 
@@ -212,7 +215,7 @@ def test_a_proposed_map_and_a_loss_of_ones_own() -> None:
 
 
 def test_tables_in_float32_want_a_function_that_builds_the_model() -> None:
-    """Rotary frequencies keep their rounding through `.double()`; the report says so, and what to do."""
+    """`.double()` keeps the rounding of rotary frequencies; the report says so, with the remedy."""
     port = c.LLAMA
     case = {
         "flax_module": port.make_flax(port.config),
@@ -230,7 +233,7 @@ def test_tables_in_float32_want_a_function_that_builds_the_model() -> None:
 
 
 def test_statistics_that_a_forward_pass_writes_are_compared() -> None:
-    """Of the variance PyTorch keeps the unbiased one and Flax the biased one: the rows say so, and the mean agrees."""
+    """PyTorch keeps the unbiased variance, Flax the biased one: the rows say so, and the mean agrees."""
     x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     rules = """
         weight -> params/scale

@@ -1,4 +1,4 @@
-"""What people see of a comparison: the page, the message of an assertion, the command line."""
+"""The visible results of a comparison: the page, the message of an assertion, the command line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wrong() -> ParityReport:
 
 
 class Page(HTMLParser):
-    """The tags of a page, the rows of its tables, and whatever it would load."""
+    """The tags of a page, the rows of its tables, and its requests."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What pairs of others' models showed (docs/notes/pairs.md), each in a few lines: false alarms, and names that were wrong."""
+"""Finds of the pairs of others' models (docs/notes/pairs.md), each in a few lines: false alarms, and wrong names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = np.random.default_rng(0).normal(size=(6, 5, 4)).astype(np.float32)
 
 
 def test_the_sum_of_a_loss_rounds_no_more_than_pytorch_s() -> None:
-    """Term after term, as XLA adds 31 × 31 of them, it is up to 5.9 ε off, and PyTorch's within 1."""
+    """Summed term by term, as XLA adds 31 × 31 terms, it is up to 5.9 ε off; PyTorch's sum is within 1."""
     worst = 0.0
     random = np.random.default_rng(0)
     for _ in range(10):
@@ -33,7 +33,7 @@ def test_the_sum_of_a_loss_rounds_no_more_than_pytorch_s() -> None:
     assert worst < 2
 
 
-# A list of one block, which is called several times.
+# A list of one block that is called several times.
 
 
 class Shared(torch.nn.Module):
@@ -65,11 +65,11 @@ def test_a_list_of_one_block_is_checkpointed() -> None:
     assert report.passed, str(report)
 
 
-# A query whose scores are next to nothing.
+# A query with negligible scores.
 
 
 class Faint(torch.nn.Module):
-    """Three linear layers; the one whose weight is neither the smallest nor the largest hardly matters."""
+    """Three linear layers; the layer whose weight is neither the smallest nor the largest hardly matters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_a_planted_weight_that_hardly_matters_gives_way_to_another() -> None:
     assert "too small to tell: params/faint/kernel transposed" in found.found
 
 
-# What is added in place takes a view's cotangent away.
+# An in-place addition removes a view's cotangent.
 
 
 class InPlace(torch.nn.Module):
@@ -190,7 +190,7 @@ def test_a_shared_table_is_not_blamed_for_a_gradient_that_another_call_lost(deta
         assert (found["torch_path"], found["what"]) == ("before", "gradient of input 0")
 
 
-# Which module is which.
+# Matching modules.
 
 
 def modules(*entries: tuple[str, str, bool, bool]) -> list[MatchedModule]:
@@ -257,7 +257,7 @@ def test_a_gelu_is_told_by_its_values(approximate: bool) -> None:
     assert [one.torch for one in found if one.what == "GELU"] == ([] if approximate else ["by tanh"])
 
 
-# A table of NumPy's.
+# A NumPy table.
 
 
 class Rotated(nn.Module):
@@ -299,7 +299,7 @@ def test_without_a_loss_nothing_is_accused_where_all_agrees() -> None:
 
 
 class Tabled(torch.nn.Module):
-    """Positions by a table that is made in float32, as a parameter; a random number that only training would use."""
+    """Positions by a float32 table that is a parameter; a random number that only training would use."""
 
     def __init__(self) -> None:
         super().__init__()

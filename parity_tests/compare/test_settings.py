@@ -1,4 +1,4 @@
-"""What both models say before either is run: told in every report, harmful or not; and which way masks are read."""
+"""Settings of both models, read before either runs and listed in every report; and the direction of masks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_settings_that_matter_are_named_beside_the_tensors() -> None:
 
 
 class Attends(nn.Module):
-    """An attention with the padding as PyTorch has it, or as Flax has."""
+    """An attention with a padding mask in PyTorch's or in Flax's convention."""
 
     true_hides: bool = True
 
@@ -108,7 +108,7 @@ ATTENTION = """
 
 
 def in_flax(call: Any, *arguments: Any) -> Signs:
-    """How the last argument gets into the softmaxes of a function."""
+    """How the last argument enters the softmaxes of a function."""
     step = trace_step(Called(call), {}, arguments, backward=False)
     return flax_masks(step.jaxpr, {len(step.jaxpr.jaxpr.invars) - 1: "mask"}, step.recorder.paths)
 
@@ -217,7 +217,7 @@ def test_the_way_of_a_mask_to_be_added_in_pytorch(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bool"])
 def test_a_mask_to_be_added_that_is_read_the_other_way_is_told(dtype: str) -> None:
-    """Flax takes a mask for one of true and false: of PyTorch's, which is added, the true ones are hidden."""
+    """Flax reads a mask as true and false: the true entries of PyTorch's additive mask are hidden."""
     mask = ADDED if dtype == "float32" else HIDDEN
     report = compare(TorchAttends(), Attends(False), {"x": X, "hidden": mask}, rules=ATTENTION, **c.QUICK)
     which = 0 if dtype == "float32" else 1

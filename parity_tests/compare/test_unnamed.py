@@ -20,7 +20,7 @@ X = np.random.default_rng(0).normal(size=(6, 5, 4)).astype(np.float32)
 
 
 class BiasTorch(torch.nn.Module):
-    """What is added to scores: a learnt bias, and the least number where a key comes after its query."""
+    """Terms added to scores: a learnt bias, and the least number where a key follows its query."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ BIAS = """
 
 @pytest.mark.parametrize(("wrong", "named"), [({}, None), ({"epsilon": 1e-3}, "norm"), ({"scale": 0.999}, "bias")])
 def test_a_mask_of_the_least_number_hides_no_fault(wrong: dict[str, float], named: str | None) -> None:
-    """Its own size is none to measure errors by, its own or others'."""
+    """Errors are not measured relative to its own size or another tensor's."""
     report = run({"torch_module": BiasedTorch(), "flax_module": Biased(**wrong), "inputs": X, "rules": BIAS, **FLOAT64})
     assert report.passed == (not wrong), str(report)
     found = report.divergences.get("forward")
@@ -87,7 +87,7 @@ def test_a_mask_of_the_least_number_hides_no_fault(wrong: dict[str, float], name
 
 
 class RootTorch(torch.nn.Module):
-    """Tokens with positions, of which the first is pooled; tokens and mask are of one shape and type."""
+    """Tokens with positions, the first of which is pooled; tokens and mask have one shape and type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ MASK = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
     ],
 )
 def test_a_fault_at_the_root_is_named_by_its_tensor(wrong: dict[str, Any], what: str | None) -> None:
-    """Not as other inputs: keywords are paired by their names."""
+    """Not reported as other inputs: keywords are paired by their names."""
     case = {"torch_module": RootTorch(), "flax_module": Root(**wrong), "inputs": {"tokens": TOKENS, "mask": MASK}}
     report = run(case, rules=ROOT, **FLOAT64)
     assert report.passed == (not wrong), str(report)

@@ -1,4 +1,4 @@
-"""Weights that neither model uses are set aside with a note; a gradient that happens to be 0 shows nothing, and fails."""
+"""Weights that neither model uses are listed with a note; a gradient that is 0 by chance shows nothing, and fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
 
 class Torch(torch.nn.Module):
-    """A token for masked patches, as DINOv2 has it, and no mask that asks for it."""
+    """A token for masked patches, as in DINOv2, without a mask that uses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class TorchTimesZero(Torch):
 
 
 class Flax(nn.Module):
-    """As `Torch`; its mask token is multiplied by `share` and added, where there is one."""
+    """As `Torch`; its mask token, if any, is multiplied by `share` and added."""
 
     share: float | None = None
     name_of_token: str = "mask_token"
@@ -150,7 +150,7 @@ def test_what_only_flax_has_is_named_by_a_rule() -> None:
 
 
 class Gated(torch.nn.Module):
-    """A gate as small models of convolutions have it: with these weights its ReLU gives 0 for every input."""
+    """A gate as in small convolutional models: with these weights its ReLU is 0 for every input."""
 
     def __init__(self) -> None:
         super().__init__()

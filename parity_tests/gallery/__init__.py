@@ -1,1 +1,1 @@
-"""The models of `examples/others`, small, under policies: gradients, products and residuals beside the model as written."""
+"""The models of `examples/others` at a small size, under policies: gradients, products and residuals."""

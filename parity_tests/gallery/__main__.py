@@ -31,7 +31,7 @@ SHORTEST = 60
 
 
 def main(arguments: list[str]) -> int:
-    """Check the models that are named, and write their rows into the note."""
+    """Check the named models, and write their rows into the note."""
     folders = dict(one.partition("=")[::2] for one in arguments)
     unknown = [name for name in folders if name not in EXAMPLES]
     if unknown or not folders:
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _in_a_process(name: str, folder: str) -> list[Row]:
-    """What a model's own process found; nothing where it failed, which it says itself."""
+    """The rows of a model's process; empty if it failed, which it prints itself."""
     path = os.pathsep.join(filter(None, (str(ROOT), folder, os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-W", "ignore", "-m", "parity_tests.gallery", "--one", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
@@ -72,7 +72,7 @@ def as_line(name: str, version: str, row: Row) -> str:
 
 
 def with_lines(note: str, name: str, lines: list[str]) -> str:
-    """The note with `lines` in the place of the rows of this model, in the order of `EXAMPLES`.
+    """The note with `lines` instead of this model's rows, in the order of `EXAMPLES`.
 
     >>> with_lines(BEGIN + "| gemma | old |\\n| easylm | kept |\\nThe end.\\n", "gemma", ["| gemma | new |\\n"])[len(BEGIN):]
     '| easylm | kept |\\n| gemma | new |\\nThe end.\\n'
@@ -86,7 +86,7 @@ def with_lines(note: str, name: str, lines: list[str]) -> str:
 
 
 def _version(name: str, folder: str) -> str:
-    """The commit of a checkout, or the release that is installed."""
+    """The commit of a checkout, or the installed release."""
     for root in (Path(folder).resolve(), Path(folder).resolve().parent) if folder else ():
         if (found := commit(root)) != "not known":
             return found

@@ -1,4 +1,4 @@
-"""One workload under the policies: its gradients, matrix products and residuals, beside the model as written."""
+"""Checks one workload under the policies: its gradients, matrix products and residuals, against the model as written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from remat_jax.parity.tolerances import TOLERANCES
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one policy.
+    """The results of one policy.
 
     Attributes:
       policy: its name, or `plan` with its text.
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether all four hold."""
+        """Whether all four checks pass."""
         exact = self.error64 <= TOLERANCES["float64"].value and self.ratio <= TOLERANCES["error_ratio"].value
         return exact and self.again_is_right and tuple(self.table) == tuple(self.kept)
 
@@ -72,7 +72,7 @@ class Step:
         return jax.grad(self.loss)(trained, frozen, *batch)
 
     def gradients(self, arguments: Any) -> dict[str, np.ndarray]:
-        """What one call computes, by the paths of the parameters."""
+        """The results of one call, by the paths of the parameters."""
         return _by_path(jax.jit(self.gradient)(*arguments))
 
     def gradients64(self, arguments: Any) -> dict[str, np.ndarray]:
@@ -83,7 +83,7 @@ class Step:
         return {name: np.asarray(one) for name, one in zip(names, found, strict=True)}
 
     def kept(self, arguments: Any) -> list[Any]:
-        """The arrays that are there between the passes, but for the arguments."""
+        """The arrays that live between the passes, without the arguments."""
         trained, *rest = arguments
         _, pullback = jax.vjp(lambda trained: self.loss(trained, *rest), trained)
         given = {id(one) for one in jax.tree.leaves(arguments)}
@@ -92,10 +92,11 @@ class Step:
 
 
 def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any) -> tuple[int, int]:
-    """Device and host bytes of what `step` keeps: of what is in the table, and of what is neither constant nor a copy.
+    """Device and host bytes of the arrays that `step` keeps: those in the table, and the others that are neither constants nor
+    copies.
 
-    To the table a transposed or cast parameter is an argument, and what goes into several inner `jit`s one array; where nothing
-    is compiled each is an array of its own. A constant is the same with `others` in the place of `arguments`.
+    The table counts a transposed or cast parameter as an argument, and an array that enters several inner `jit`s once; without
+    compilation each is a separate array. A constant is the same with `others` instead of `arguments`.
     """
     kept, given = step.kept(arguments), jax.tree.leaves(arguments)
     told = Counter(dict.fromkeys(map(_kind, kept), 0))
@@ -105,7 +106,7 @@ def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any)
     pairs = list(zip(kept, step.kept(others), strict=True))
     first = {(_kind(one), _numbers(one).tobytes()): at for at, (one, _) in reversed(list(enumerate(pairs)))}
     total = [0, 0]
-    # What is there a second time comes last, and is a residual only where the table has as many.
+    # Duplicates come last; they are residuals only as often as the table has them.
     for at in sorted(range(len(pairs)), key=lambda at: at not in first.values()):
         one, again = pairs[at]
         kind, is_constant = _kind(one), np.array_equal(_numbers(one), _numbers(again))
@@ -125,7 +126,7 @@ def _kind(array: Any) -> tuple[tuple[int, ...], str, bool]:
 
 
 def _is_copy(array: Any, argument: Any) -> bool:
-    """Whether `array` has the numbers of `argument`, or of some rows of it, in any order and dtype."""
+    """Whether `array` has the numbers of `argument`, or of some of its rows, in any order and dtype."""
     keys = any(jnp.issubdtype(one.dtype, jax.dtypes.prng_key) for one in (array, argument))
     if keys or not argument.size or not argument.ndim or not array.size:
         return False
@@ -134,7 +135,7 @@ def _is_copy(array: Any, argument: Any) -> bool:
     if count * rows.shape[1] != array.size:
         return False
     numbers = np.sort(np.asarray(array), axis=None)
-    # A table of an embedding has a quarter of a million rows: only rows of the same sum are sorted.
+    # An embedding table has a quarter of a million rows, so only rows of equal sums are sorted.
     before = np.concatenate([[0.0], np.cumsum(rows.sum(axis=1, dtype=np.float64))])
     sums = before[count:] - before[:-count]
     near = np.abs(sums - numbers.sum(dtype=np.float64)) <= 1e-9 * np.abs(rows).sum(dtype=np.float64)
@@ -146,7 +147,7 @@ def _by_path(tree: Any) -> dict[str, np.ndarray]:
 
 
 def randomised(arguments: Any, seed: int = 0) -> Any:
-    """Arrays for shapes: every number random, so that no gradient is 0 because a parameter is."""
+    """Arrays for shapes, with random numbers, so that no gradient is 0 because a parameter is."""
     random = np.random.default_rng(seed)
 
     def array(leaf: Any) -> Any:
@@ -160,7 +161,7 @@ def randomised(arguments: Any, seed: int = 0) -> Any:
 
 
 class Beside:
-    """A workload as written, and the step that keeps everything: what rows are compared with."""
+    """A workload as written, and the step that keeps everything: the references of the rows."""
 
     def __init__(self, workload: rj.Workload) -> None:
         self.workload = workload
@@ -169,13 +170,13 @@ class Beside:
         self.own, self.exact = written.gradients(self.arguments), written.gradients64(self.arguments)
 
     def row(self, policy: str, workload: rj.Workload, again: int, *, table: rj.ResidualTable | None = None) -> Row:
-        """A named policy, which must compute `again` products again."""
+        """A named policy, which must recompute `again` products."""
         step = Step(workload, policy)
         found = step.products - self.everything.products
         return self._row(policy, step, str(again), found == again, table or rj.residuals(workload, policy))
 
     def planned(self, plan: rj.Plan, most: int) -> Row:
-        """A plan, which computes at most as much again as `full`, and as much as it says."""
+        """A plan, which recomputes at most as much as `full`, and as much as it reports."""
         step = Step(self.workload.with_loss(plan.apply(self.workload.own_loss or self.workload.loss)), "off")
         found, flops = step.products - self.everything.products, step.flops - self.everything.flops
         text = f"plan: {' and '.join(dict.fromkeys(plan.texts.values()))}"
@@ -191,7 +192,7 @@ class Beside:
         return Row(policy, error64, tensor64, ratio, tensor, again, expected, is_right, *sizes)
 
     def _worst_ratio(self, found: dict[str, Any]) -> tuple[float, str]:
-        """The largest ratio of the parity rule, dtype by dtype, and the tensor that has it."""
+        """The largest ratio of the parity rule over all dtypes, and its tensor."""
         worst = (0.0, "")
         for dtype in {one.dtype.name for one in found.values()}:
             names = [name for name, one in found.items() if one.dtype.name == dtype]
@@ -202,7 +203,7 @@ class Beside:
 
 
 def check(workload: rj.Workload, again: Mapping[str, int]) -> list[Row]:
-    """A row for each policy and one for a plan; `again` has the products that each policy must compute again."""
+    """A row for each policy and one for a plan; `again` is the number of products that each policy must recompute."""
     beside = Beside(workload)
     rows = [beside.row(policy, workload, again[policy]) for policy in POLICIES]
     return [*rows, beside.planned(plan_of(workload), again["full"])]

@@ -1,7 +1,7 @@
-"""The models of `examples/others`, and what each policy must compute again of their small forms, counted by hand.
+"""The models of `examples/others`, and the products that each policy must recompute in their small forms, counted by hand.
 
-A layer computes its products in one pass; under `full` all of them again but the last ones, whose results are only added to the
-stream. Under `dots…` policies the scores and the context of attention are computed again: both have batch dimensions.
+Under `full` a layer recomputes all products of its forward pass except the last ones, whose results are only added to the
+stream. Under the `dots…` policies it recomputes the scores and the context of attention, which have batch dimensions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Example:
 
     @property
     def again(self) -> dict[str, int]:
-        """The products that each policy computes again."""
+        """The number of products that each policy recomputes."""
         return {FULL: self.full, DOTS: self.dots, OFFLOAD: self.dots}
 
     def workload(self) -> Any:
@@ -50,9 +50,9 @@ EXAMPLES: Mapping[str, Example] = MappingProxyType(
         # Gemma's 4 layers: query, key-and-value and output of two experts, scores, context, three of each perceptron.
         # SigLIP's 2 layers, for each of three cameras: query, key, value, scores, context, output, two of the perceptron.
         "openpi": Example("openpi_pi0", "openpi", 4 * 12 + 3 * 2 * 7, 4 * 2 + 3 * 2 * 2),
-        # 3 layers: as EasyLM's, and two norms whose `einsum` with the scale is a product that has batch dimensions alone.
+        # 3 layers: as EasyLM's, and two norms whose `einsum` with the scale is a product with batch dimensions only.
         "maxtext": Example("maxtext_llama", "maxtext", 3 * 10, 3 * 4),
-        # 2 layers: one product makes query, key and value.
+        # 2 layers: one product computes query, key and value.
         "transformers": Example("transformers_gpt2", "transformers", 2 * 5, 2 * 2),
         "bonsai": Example("bonsai_vit", "bonsai", 2 * 7, 2 * 2),
         "big_vision": Example("big_vision_vit", "big_vision", 3 * 7, 3 * 2),

@@ -1,4 +1,4 @@
-"""The machinery of the gallery on a toy: right policies pass, planted faults do not, float64 is float64."""
+"""The gallery's checks on a toy: right policies pass, planted faults do not, and float64 is float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AGAIN = {"full": LAYERS, "dots_with_no_batch_dims": 0, "offload_dot_with_no_batc
 
 
 class Layer(nn.Module):
-    """A perceptron in bfloat16, its last kernel zero at the beginning."""
+    """A perceptron in bfloat16, whose last kernel is initialised with zeros."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 class Toy(nn.Module):
-    """Scanned layers under a checkpoint of their own."""
+    """Scanned layers under their own checkpoint."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -62,7 +62,7 @@ def test_right_policies_pass(beside: Beside) -> None:
     rows = [beside.row(policy, beside.workload, AGAIN[policy]) for policy in POLICIES]
     assert all(row.passed for row in rows), [row for row in rows if not row.passed]
     assert [row.again for row in rows] == list(AGAIN.values())
-    # Of each layer the product in bfloat16, 4 times as wide as the stream; the second product's result nobody reads.
+    # Of each layer the product in bfloat16, 4 times as wide as the stream; nobody reads the second product's result.
     full, dots, offload = rows
     product = LAYERS * ROWS * 4 * WIDTH * 2
     assert dots.kept[0] - full.kept[0] == product
@@ -112,7 +112,7 @@ def test_a_widened_program_is_the_program_in_float64() -> None:
     narrow = jax.make_jaxpr(lambda x: jax.jit(program)(x))(jnp.float32(1.5))
     with jax.enable_x64(True):
         (found,) = widened(narrow)(jnp.float32(1.5))
-        # Of constants that float32 holds exactly.
+        # With constants that float32 holds exactly.
         np.testing.assert_allclose(found, program(jnp.float64(1.5)), rtol=1e-15)
         assert found.dtype == jnp.float64 and float(found) != float(jnp.float32(found))
 

@@ -1,4 +1,4 @@
-"""A traced program in float64, whatever dtypes its author fixed: the reference for models that cannot be made in float64."""
+"""A traced program in float64, whatever dtypes its author fixed: the reference for models that have no float64 form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CALLS = {
     "remat",
     "remat2",
 }
-"""What runs its one body once."""
+"""Primitives that run their one body once."""
 
 
 def widened(jaxpr: Any) -> Callable[..., list[Any]]:
@@ -64,7 +64,7 @@ def _visit(eqn: Any, inputs: list[Any]) -> list[Any]:
     if name == "reduce_precision":
         return inputs
     if name == "bitcast_convert_type":
-        # The bits of a number mean another number in float64: as for random numbers, which are made of bits.
+        # The bits of a number mean another number in float64, so bit casts stay, as for random numbers.
         inputs = [jnp.asarray(one, atom.aval.dtype) for one, atom in zip(inputs, eqn.invars, strict=True)]
         return [_wide(one) for one in compat.bind(eqn, inputs)]
     if bodies(eqn) and not name.startswith("scatter"):

@@ -1,4 +1,4 @@
-"""Pairs of models for the localisation: what is right, and what people get wrong, planted one at a time."""
+"""Pairs of models for the localisation: right ones, and common faults, planted one at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from remat_jax.parity.localise import Divergences, first_divergences
 
 
 def changed(tree: Any, path: str, change: Any) -> Any:
-    """The tree with `change` applied to what is at `path`."""
+    """The tree with `change` applied to the item at `path`."""
     first, _, rest = path.partition("/")
     return {**tree, first: changed(tree[first], rest, change) if rest else change(tree[first])}
 
 
 def of_port(port: Port, *, scan: bool = False, mode: str = "off", variables: Any = None, **options: Any) -> Divergences:
-    """What is found between an original and its port as it is now, with these weights or the right ones."""
+    """The divergences between an original and its port in its present state, with these weights or the right ones."""
     model = p.make_torch(port, "float64")
     with jax.enable_x64(True):
         variables = p.variables(port, scan, "float64") if variables is None else variables
@@ -41,7 +41,7 @@ def of_port(port: Port, *, scan: bool = False, mode: str = "off", variables: Any
 
 
 def of_decoder(*, scan: bool = False, change: Any = None, loss: Any = None, **options: Any) -> Divergences:
-    """What is found between the decoder of `torch_ref` and its Linen twin."""
+    """The divergences between the decoder of `torch_ref` and its Linen counterpart."""
     tree = s.parameters("ByteDecoder", scan)
     variables = {"params": change(tree) if change else tree}
     model = linen.ByteDecoder(**s.SIZES["ByteDecoder"], scan=scan)
@@ -53,11 +53,11 @@ def tokens() -> np.ndarray:
 
 
 def shown(found: Divergences) -> tuple[str | None, str | None]:
-    """The Flax modules that are named, in the forward and in the backward pass."""
+    """The named Flax modules, in the forward and in the backward pass."""
     return found.forward and found.forward.flax_path, found.backward and found.backward.flax_path
 
 
-# Functions that are right forwards and wrong backwards.
+# Functions with a right forward pass and a wrong derivative.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -70,7 +70,7 @@ times_backwards.defvjp(lambda x, factor: (x, None), lambda factor, _, cotangent:
 
 
 class DoubledNorm(nn.LayerNorm):
-    """A layer norm whose gradient is twice what it should be."""
+    """A layer norm whose gradient is doubled."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return times_backwards(super().__call__(x), 2.0)

@@ -1,4 +1,4 @@
-"""What the captures see, in numbers: each call once, also through checkpoints and loops, and what it got of the loss."""
+"""The captures in numbers: each call once, also through checkpoints and loops, and its share of the loss."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Slope(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers, as they are asked for."""
+    """Two layers, by name."""
 
     form: str
 
@@ -157,7 +157,7 @@ def test_a_function_that_was_jitted_and_traced_before_is_seen_again() -> None:
 
 
 class Looped(nn.Module):
-    """x times what a loop, in which the slope is added until the sum is 9 or more, makes of x; no gradient goes through it."""
+    """x times a number from a loop over x that adds the slope until the sum is 9 or more; no gradient passes through it."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -179,7 +179,7 @@ def test_what_runs_in_a_while_loop_is_said_to_be_hidden() -> None:
 
 
 class Branched(nn.Module):
-    """x times what a loop makes of x; the slope is added in a branch inside the loop."""
+    """x times a number from a loop over x; the slope is added in a branch inside the loop."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Faults planted one at a time, each named in the module and in the pass in which it is; and no alarm where there is none."""
+"""Faults planted one at a time, each named with its module and its pass; and no alarm for right pairs."""
 
 from __future__ import annotations
 
@@ -121,14 +121,14 @@ def test_a_gradient_doubled_in_one_module(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_cotangent_lost_between_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No module has a wrong derivative: the model detaches what its embedding gives."""
+    """No module has a wrong derivative: the model detaches its embedding's output."""
     right = linen.run_layers
     monkeypatch.setattr(linen, "run_layers", lambda n, x, **kwargs: right(n, jax.lax.stop_gradient(x), **kwargs))
     found = of_decoder()
     assert shown(found) == (None, "") and found.backward is not None and "'embed'" in found.backward.note
 
 
-# What the user says.
+# Errors of use.
 
 
 def test_a_mapping_wins(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""Settings that differ between twins, each told with both values; none where the twins are alike."""
+"""Settings that differ between two models, each listed with both values; none if the models are equal."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_running_statistics_and_those_of_the_batch() -> None:
 
 
 class Upsampling(nn.Module):
-    """Modules that have the names of others and not their attributes."""
+    """Modules with the names of others but not their attributes."""
 
     strides: int = 2
 
@@ -127,7 +127,7 @@ class FrozenBatchNorm(torch.nn.Module):
 
 
 class CausalConv(torch.nn.Module):
-    """As in ports of state-space models: a kernel, and no settings to read."""
+    """As in ports of state-space models: a kernel, and no readable settings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_nnx() -> None:
     ]
 
 
-# Inputs that bring faults to light.
+# Inputs that reveal faults.
 
 
 def test_without_exciting_a_missing_bias_is_missed() -> None:

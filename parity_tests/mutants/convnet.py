@@ -56,7 +56,7 @@ class TorchConvNet(torch.nn.Module):
 
 
 class BatchNorm(nn.BatchNorm):
-    """Flax's batch norm; with `unbiased` it keeps n / (n - 1) times the variance of a batch, as PyTorch's does."""
+    """Flax's batch norm; with `unbiased` it keeps n / (n - 1) times a batch's variance, as PyTorch does."""
 
     unbiased: bool = True
 

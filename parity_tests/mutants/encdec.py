@@ -1,7 +1,8 @@
-"""A small encoder and decoder, written once in each framework: what conv nets and decoders alone do not have.
+"""A small encoder and decoder, written once in each framework, with parts that convolutional nets and decoders alone do not
+have.
 
-Relative positions fall into buckets, which are computed through float32, and one table of biases serves both stacks. Dropout
-is a function that asks `self.training`, as in BART. The inputs are keywords of one shape and type, in another order in Flax.
+Relative positions fall into buckets, which are computed in float32, and one table of biases serves both stacks. Dropout is a
+function that reads `self.training`, as in BART. The inputs are keywords of one shape and type, in another order in Flax.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RULES = """
 
 
 def texts() -> dict[str, np.ndarray]:
-    """Tokens with padding at their ends, the mask that says so, and what is to be decoded."""
+    """Tokens with padding at their ends, the padding mask, and the target tokens."""
     random = np.random.default_rng(0)
     mask = (np.arange(6) < np.array([[6], [4]])).astype(np.int64)
     return {"tokens": random.integers(0, TOKENS, (2, 6)), "mask": mask, "targets": random.integers(0, TOKENS, (2, 6))}
@@ -69,7 +70,7 @@ class TorchAttention(torch.nn.Module):
 
 
 class TorchLayer(torch.nn.Module):
-    """Attention to itself, in a decoder to the encoder's states as well, and a feed-forward part, each behind a norm."""
+    """Attention to itself, in a decoder also to the encoder's states, and a feed-forward layer, each after a norm."""
 
     def __init__(self, crosses: bool) -> None:
         super().__init__()
@@ -128,12 +129,12 @@ def buckets(distance: jax.Array, count: int = BUCKETS) -> jax.Array:
 
 
 def padding_bias(mask: jax.Array, dtype: Any) -> jax.Array:
-    """What is added to the scores of keys that pad: the least number."""
+    """The mask for padding keys: the least number."""
     return jnp.where(mask == 0, jnp.finfo(dtype).min, jnp.zeros((), dtype))[:, None, None]
 
 
 def causal_bias(near: jax.Array) -> jax.Array:
-    """The least number where a key comes after its query."""
+    """The causal mask: the least number where a key follows its query."""
     return jnp.where(jnp.tri(*near.shape[1:], dtype=bool), near, jnp.finfo(near.dtype).min)
 
 

@@ -1,4 +1,4 @@
-"""The right pairs, as the arguments of `compare`; what is right in a pair of these passes and raises no alarm."""
+"""The right pairs, as the arguments of `compare`; right settings pass and raise no alarm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parity_tests.third_party import test_gpt2, test_llama
 from parity_tests.third_party.ports import Port
 
 QUICK: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
-"""A comparison of a second: what is wrong in float64 needs no other dtype and no other mode to be found."""
+"""A comparison of one second: faults in float64 need no other dtype or mode."""
 
 DECODER = """
     embedding.weight -> params/embed/embedding

@@ -1,4 +1,4 @@
-"""Ways to plant a fault in the Flax model of a comparison from outside: the model's own code stays as it is."""
+"""Ways to plant a fault in the Flax model of a comparison from outside, without changing the model's code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Case = dict[str, Any]
 """The arguments of `compare`."""
 Plant = Callable[[Case], Case]
 Change = Callable[[Call, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""Called in the place of a module's method, with the method, the module and the arguments."""
+"""Replaces a module's method; called with the method, the module and the arguments."""
 
 
 def plain(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -26,7 +26,7 @@ def plain(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def at(path: str, change: Change) -> Plant:
-    """What stands at a path is called through `change`."""
+    """Calls to the module at a path go through `change`."""
 
     running: list[nn.Module] = []  # a class that calls its base's `__call__` is called once
 
@@ -57,7 +57,7 @@ def given(**changes: Any) -> Plant:
 
 
 def mapped(*rules: str) -> Plant:
-    """Rules that win over those of the weight map."""
+    """Rules that override those of the weight map."""
     return lambda case: {**case, "rules": "\n".join((*rules, str(case["rules"])))}
 
 
@@ -88,7 +88,7 @@ def fields(**values: Any) -> Change:
 
 
 def inside(owner: Any, name: str, change: Callable[[Call], Call]) -> Change:
-    """While the module is called, a function that its code uses is another one."""
+    """While the module is called, a function that its code uses is replaced."""
 
     def changed(method: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         with mock.patch.object(owner, name, change(getattr(owner, name))):
@@ -104,7 +104,7 @@ def detached(method: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def skipped(method: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The module gives its input back."""
+    """The module returns its input."""
     method(*args, **kwargs)
     return args[0] if args else kwargs["x"]
 
@@ -136,9 +136,9 @@ def swapped_queries_and_keys(fused: jax.Array) -> jax.Array:
 
 
 def noise_of_the_host(torch_path: str, path: str) -> Plant:
-    """A module's output times noise from a generator on the host, which a step seeds: a recomputation draws anew.
+    """A module's output times noise from a generator on the host, which a step seeds: a recomputation draws again.
 
-    In PyTorch it is the noise that a step draws first, always.
+    In PyTorch it is always the noise that a step draws first.
     """
     random = np.random.default_rng(0)
 
@@ -151,7 +151,7 @@ def noise_of_the_host(torch_path: str, path: str) -> Plant:
         return random.normal(size=shape)
 
     def host(function: Call, x: jax.Array) -> jax.Array:
-        # A callback may run on a thread on which 64-bit types are off, and JAX would narrow what it returns: bits pass.
+        # A callback may run on a thread without 64-bit types, where JAX would narrow its result, so it returns bits.
         shape, dtype = x.shape, np.dtype(x.dtype)
         words = (2,) if dtype.itemsize == 8 else ()
         bits = jax.ShapeDtypeStruct((*shape, *words), np.uint32 if words else f"uint{8 * dtype.itemsize}")

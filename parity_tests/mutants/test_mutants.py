@@ -1,4 +1,4 @@
-"""Faults that people make in ports, planted one at a time: each is found, and named in its pass and in its module."""
+"""Common faults of ports, planted one at a time: each is found, and named with its pass and module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from remat_jax.parity import ParityReport, compare
 
 
 class Mutant(NamedTuple):
-    """A fault in a model, how it is planted, and what must be named: the pass, PyTorch's module, the array, more in words."""
+    """A fault in a model: how to plant it, and what the report must name: the pass, PyTorch's module, the array, and further
+    words.
+    """
 
     model: str
     plant: Plant
@@ -30,7 +32,7 @@ class Mutant(NamedTuple):
 
 
 def only_the_future(right: Any) -> Any:
-    """A causal mask inverted, but for the diagonal, is a causal one over the text backwards."""
+    """An inverted causal mask, except for the diagonal, is a causal mask over the reversed text."""
     return lambda qkv, nhead, **options: jnp.flip(right(jnp.flip(qkv, 1), nhead, **options), 1)
 
 
@@ -39,7 +41,7 @@ def inverted(right: Any) -> Any:
 
 
 def interleaved(right: Any) -> Any:
-    """The rotation of the papers, of neighbours, where the weights are for halves."""
+    """The papers' rotation of neighbours, although the weights are for halves."""
 
     def rotate(x: jax.Array, rotation: Any) -> jax.Array:
         (cos, sin), first, second = rotation, x[..., 0::2], x[..., 1::2]
@@ -49,7 +51,7 @@ def interleaved(right: Any) -> Any:
 
 
 def inverted_bias(right: Any) -> Any:
-    """What is masked is seen, and what is seen is masked."""
+    """Masked entries are seen, and the others are masked."""
 
     def attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
         return right(query, key, value, bias.min() - bias)
@@ -79,7 +81,7 @@ def fewer_buckets(right: Any) -> Any:
 
 
 def all_seen(right: Any) -> Any:
-    """What pads is a token like any other."""
+    """Padding is a token like any other."""
     return lambda mask, dtype: right(jnp.ones_like(mask), dtype)
 
 
@@ -99,7 +101,7 @@ def mean_square(y: Any) -> Any:
 
 
 def per_example(y: Any) -> Any:
-    """The sum over all but the first axis, as a loss is that divides by the batch and not by the tokens."""
+    """The sum over all but the first axis, as in a loss that divides by the batch and not by the tokens."""
     y = y["logits"] if isinstance(y, dict) else y
     return (y**2).sum() / len(y)
 
@@ -306,7 +308,7 @@ def report_of(mutant: Mutant) -> ParityReport:
 def test_a_fault_is_found_and_named(fault: str, mutant: Mutant) -> None:
     report = report_of(mutant)
     assert not report.passed and report.proves, report.verdict()
-    # By its value: another shape or dtype would be found without any arithmetic.
+    # Found by its value: another shape or dtype would be found without any arithmetic.
     assert all(" off in float64" in problem for row in report.failed_rows for problem in row.problems)
     assert any(row.kind == "output" for row in report.failed_rows) == (
         mutant.where == FORWARD and "afterwards" not in mutant.what

@@ -1,4 +1,4 @@
-"""Right pairs raise no alarm: every tensor agrees, and no module is named, in train mode and through checkpoints as well."""
+"""Right pairs raise no alarm: every tensor agrees, and no module is named, also in train mode and through checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_right_pair_raises_no_alarm(name: str) -> None:
     comparison = Comparison(Case(**{**UNUSED, **make(), **options}), lambda *progress: None)
     report = comparison.report(memory=False, target=None)
     assert report.passed and report.differences == (), str(report)
-    # Nothing is sought where all agrees; here it is, and no module may be named.
+    # Where everything agrees nothing is searched; here a search runs, and must name no module.
     before = len(comparison.checks)
     assert comparison.explain(mode) == {"forward": None, "backward": None}
     assert comparison.checks[before:] == []

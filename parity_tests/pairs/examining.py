@@ -1,4 +1,4 @@
-"""One pair: what `compare` says of it, and of every fault that is planted in it."""
+"""One pair: its comparison, and that of every fault planted in it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from parity_tests.pairs import faults, models
 
 QUICK: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
-"""What is wrong in float64 needs no other dtype and no other mode to be found."""
+"""Faults in float64 need no other dtype or mode."""
 WRONG = {"mistral": "model/layers/0/self_attn"}
-"""Pairs that are not the same: the module of PyTorch's that must be named."""
+"""Pairs that differ: the module of PyTorch's that must be named."""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """What became of a fault: the pass and the module that must be named, and those that were."""
+    """The result of a fault: the pass and the module that must be named, and the named ones."""
 
     name: str
     expected: str
@@ -29,7 +29,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a pair."""
+    """The result of a pair."""
 
     name: str
     passed: bool
@@ -48,7 +48,7 @@ class Result:
 
 
 def examine(name: str) -> Result:
-    """Compare a pair by the default call; then, where it is one of the six, with every fault, in float64 alone."""
+    """Compare a pair by the default call; then, for the six pairs with faults, with every fault, in float64 alone."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)  # machine code that runs once

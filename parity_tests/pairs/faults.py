@@ -1,4 +1,4 @@
-"""Ten faults that people make in ports, planted one at a time in the Flax side of six pairs."""
+"""Ten common faults of ports, planted one at a time in the Flax side of six pairs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class Fault(NamedTuple):
-    """What is planted, and the pass and PyTorch's modules of which one must be named.
+    """A fault, the pass, and the modules of PyTorch's of which one must be named.
 
-    There are two where the fault is between a module and the one inside that it hands something wrong.
+    There are two modules if the fault is between a module and an inner module that gets a wrong input.
     """
 
     name: str
@@ -48,13 +48,13 @@ def unscaled(right: Any) -> Any:
 
 
 def left_out(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A layer that gives its first argument back, beside what else it gives."""
+    """A layer that returns its first argument, besides its other outputs."""
     made = method(*args, **kwargs)
     return (args[0], *made[1:]) if isinstance(made, tuple) else args[0]
 
 
 def of_the_batch(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A batch norm by the statistics of its input."""
+    """A batch norm that uses its input's statistics."""
     if "params" not in module.variables:
         return method(*args, **kwargs)
     x = args[0]

@@ -1,6 +1,6 @@
-"""Pairs of models that nobody here wrote: transformers' Flax modules beside its PyTorch modules, tiny, with random weights.
+"""Pairs of models that nobody here wrote: transformers' Flax modules and its PyTorch modules, tiny, with random weights.
 
-Releases of transformers from 5 on have no Flax classes: `make test-pairs` runs 4.56.2 in an environment of its own.
+Releases of transformers from 5 on have no Flax classes: `make test-pairs` runs 4.56.2 in its own environment.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Pair(NamedTuple):
 
 
 def both_places(**inputs: Any) -> dict[str, Any]:
-    """What Flax's encoders with decoders have no default for: positions from 0, and a mask that hides nothing."""
+    """Arguments without a default in Flax's encoder-decoders: positions from 0, and a mask that hides nothing."""
     read, written = inputs["input_ids"], inputs["decoder_input_ids"]
     return {
         "position_ids": places(read),
@@ -123,7 +123,7 @@ PAIRS: dict[str, Pair] = {
         torch_only=NO_CACHE,
     ),
     "electra": Pair("ElectraModel", WIDTHS | TEXT | {"embedding_size": 8}, WITH_TYPES, STATES[:1]),
-    # Its positions begin behind the one that pads.
+    # Its positions begin after the padding position.
     "roberta": Pair("RobertaModel", WIDTHS | TEXT, WITH_TYPES | {"position_ids": PLACES + 2}, STATES),
     "albert": Pair("AlbertModel", WIDTHS | TEXT | {"embedding_size": 8}, WITH_TYPES, STATES),
     "bloom": Pair(
@@ -140,7 +140,7 @@ PAIRS: dict[str, Pair] = {
         options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
     ),
-    # A true fault of theirs: Flax's sliding window is one token too long.
+    # A real fault of the library: Flax's sliding window is one token too long.
     "mistral": Pair(
         "MistralForCausalLM",
         WIDTHS | TEXT | {"num_key_value_heads": 1, "sliding_window": 3, "attn_implementation": "eager"},
@@ -213,13 +213,13 @@ PAIRS: dict[str, Pair] = {
         torch_only=NO_CACHE,
         flax_only=hides_nothing,
     ),
-    # Its mask token is used by neither model: no patch is masked.
+    # Neither model uses its mask token: no patch is masked.
     "dinov2": Pair("Dinov2Model", WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": PIXELS}, STATES),
 }
 
 
 def has_flax_classes() -> bool:
-    """Whether a release of transformers is installed that has Flax classes."""
+    """Whether the installed release of transformers has Flax classes."""
     try:
         return importlib.util.find_spec("transformers.modeling_flax_utils") is not None
     except ModuleNotFoundError:
@@ -266,7 +266,7 @@ def make(name: str) -> dict[str, Any]:
 
 
 def old_jax() -> Any:
-    """The names of `jnp.clip`'s arguments that JAX 0.10 has no more and transformers 4.56 writes."""
+    """The arguments of `jnp.clip` that JAX 0.10 no longer has and transformers 4.56 uses."""
     clip = jnp.clip
 
     @functools.wraps(clip)

@@ -1,4 +1,4 @@
-"""A small π0 and π0.5 with the same weights in both frameworks, and data that excite every part of them."""
+"""A small π0 and π0.5 with the same weights in both frameworks, and data that use every part of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from remat_jax import porting
 POLICIES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
 BLOCKS = (pi0.JointLayer, SiglipBlock)
 FAITHFUL = ("enabled", "disabled")
-# No two sizes are alike, so that a tensor in a wrong place does not fit.
+# All sizes differ, so that a misplaced tensor does not fit.
 CONFIGS = {
     name: Pi0Config(widths=(24, 20), mlp_dims=(40, 36), depth=2, num_heads=4, num_kv_heads=2, head_dim=6, adaptive=adaptive)
     for name, adaptive in (("pi0", False), ("pi05", True))
@@ -31,7 +31,7 @@ CONFIGS = {
 
 
 class Step(NamedTuple):
-    """What a step computed, by PyTorch's names; what is not used has a gradient of zero."""
+    """The results of a step, by PyTorch's names; unused parameters have a gradient of zero."""
 
     loss: np.ndarray
     gradients: dict[str, np.ndarray]
@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
 @functools.cache
 def batch(config: Pi0Config, dtype: str = "float64") -> tuple[Any, ...]:
-    """Observation, actions, noise and time; one camera is not there, prompts are padded, times are at both ends."""
+    """Observation, actions, noise and time; one camera is missing, prompts are padded, times are at both ends."""
     random, size, n = np.random.default_rng(0), config.image_size, 3
     images = random.normal(size=(n, config.num_images, size, size, 3))
     present = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 1]], bool)
@@ -59,7 +59,7 @@ def as_torch(given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @functools.cache
 def weights(config: Pi0Config) -> dict[str, torch.Tensor]:
-    """The state dict that all tests use, in float64: at their initial 0 gates and scales would hide a wrong map."""
+    """The state dict of all tests, in float64: at their initial 0 gates and scales would hide a wrong map."""
     torch.manual_seed(0)
     model = pytorch.Pi0(config).double()
     with torch.no_grad():
@@ -86,7 +86,7 @@ def faithful(model: pytorch.Pi0, switch: str) -> PI0Pytorch:
 
 @functools.cache
 def torch_step(config: Pi0Config, form: str = "off", dtype: str = "float64") -> Step:
-    """PyTorch's step: a mode of the right form, or a switch of OpenPI's."""
+    """PyTorch's step: in a mode of the correct form, or under OpenPI's switch."""
     model = make_torch(config, dtype)
     if form in FAITHFUL:
         loss = faithful(model, form).loss(*as_torch(batch(config, dtype)))

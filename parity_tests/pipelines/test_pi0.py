@@ -1,4 +1,4 @@
-"""π0 and π0.5: PyTorch, OpenPI's own flow and Flax compute one loss and one gradient, in every mode."""
+"""π0 and π0.5: PyTorch, OpenPI's own flow and Flax compute the same loss and gradient, in every mode."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_flax_computes_that_of_pytorch(variant: str, form: str, mode: str) -> No
 
 
 def test_only_what_the_actions_do_not_read_has_no_gradient() -> None:
-    """The last layer of the prefix makes keys and values; what follows them nothing reads."""
+    """The last layer of the prefix computes keys and values; nothing reads its later results."""
     config = p.CONFIGS["pi05"]
     unused = {name for name, gradient in p.torch_step(config).gradients.items() if not gradient.any()}
     last = f"layers.{config.depth - 1}.experts.0"
@@ -71,8 +71,9 @@ def test_float32_by_the_parity_rule() -> None:
 
 @variants
 def test_a_checkpoint_runs_each_layer_once_more(variant: str) -> None:
-    """A joint layer multiplies 16 times, two of them for outputs that no derivative reads: 14 run again. A layer of the
-    tower does so 8 times, and 7 run again. In π0.5 the expert's gates read its last product, and two norms have one."""
+    """A joint layer has 16 products, two of them for outputs that no derivative reads: 14 are recomputed. A layer of the tower
+    has 8, and 7 are recomputed. In π0.5 the expert's gates read its last product, and two norms have one.
+    """
     config, per_layer = p.CONFIGS[variant], {"pi0": 14, "pi05": 14 + 1 + 2}[variant]
     with jax.enable_x64(True):
         counts = {}
@@ -86,7 +87,7 @@ def test_a_checkpoint_runs_each_layer_once_more(variant: str) -> None:
 
 @pytest.mark.parametrize(("config", "millions"), [(Pi0Config.pi0(), 3_238), (Pi0Config.pi05(), 3_353)], ids=["pi0", "pi05"])
 def test_published_sizes(config: Pi0Config, millions: int) -> None:
-    """The same parameters on paper: as many in both frameworks, each with a place in the map."""
+    """The same parameters on paper: equally many in both frameworks, each with a place in the map."""
     with torch.device("meta"):
         original = {name: tuple(x.shape) for name, x in pytorch.Pi0(config).named_parameters()}
     observation, actions, time, _ = config.shapes(1)
@@ -97,7 +98,7 @@ def test_published_sizes(config: Pi0Config, millions: int) -> None:
 
 
 def test_who_sees_whom() -> None:
-    """Cameras and prompt see each other, the state them and itself, the actions everything; padding nobody."""
+    """Cameras and prompt attend to each other, the state to them and itself, the actions to everything; padding to nothing."""
     config = Pi0Config(image_size=14, num_images=2, prompt_length=2, horizon=2)
     seen = Observation(None, np.array([[True, False]]), None, np.array([[True, False]]), None)
     valid, visible = pi0.see(config, seen)

@@ -13,7 +13,7 @@ from torch_ref.host import live_host_copies
 
 
 class Gate(nn.Module):
-    """Takes two tensors; the last operator is a matrix multiplication."""
+    """Takes two tensors; the last operator is a matrix product."""
 
     def __init__(self) -> None:
         super().__init__()

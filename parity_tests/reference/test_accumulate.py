@@ -1,4 +1,6 @@
-"""Gradient accumulation in PyTorch: the right loop against the whole batch, and a tutorial's with its faults in numbers."""
+"""Gradient accumulation in PyTorch: the right loop against the whole batch, and a tutorial's loop with its faults in
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def test_it_is_the_whole_batchs_gradient() -> None:
 
 def test_the_tutorials_mean_of_means_is_another_gradient() -> None:
     class Kept(torch.optim.SGD):
-        """Keeps the gradient of its only step."""
+        """Stores the gradient of its only step."""
 
         def step(self, closure: Any = None) -> None:
             self.seen = torch.cat([p.grad.flatten() for group in self.param_groups for p in group["params"]])
@@ -76,14 +78,14 @@ def test_the_tutorials_mean_of_means_is_another_gradient() -> None:
     )
     assert error(optimizer.seen[:32], expected) <= 1e-12, "it does what its text says"
     assert error(optimizer.seen, whole_batch()[1]) > 0.1, "which is off by more than a tenth of the gradient"
-    # The loss that is printed is that of the last five targets of eighteen.
+    # The printed loss is that of the last five targets of eighteen.
     last = nn.functional.cross_entropy(faithful(data()[-1][0]), data()[-1][1]).item()
     assert [(line.epoch, line.step) for line in log] == [(0, 5)] and abs(log[0].loss - last) <= 1e-12
     assert abs(log[0].loss - whole_batch()[0]) > 0.01
 
 
 def test_the_tutorial_never_steps_an_incomplete_last_group() -> None:
-    """Six micro-batches in groups of four: two of them are dropped, and an epoch of three changes nothing at all."""
+    """Six micro-batches in groups of four: two are dropped, and an epoch of three changes nothing."""
     dropping, four = model(), model()
     for one, batches in ((dropping, data()), (four, data()[:4])):
         log = train(one, torch.optim.SGD(one.parameters(), lr=0.5), nn.CrossEntropyLoss(), batches, 4, epochs=2)

@@ -78,7 +78,7 @@ def test_the_block_sees_the_callers_own_objects():
     y = call("offload", collect, x, store=store, marker=marker)
     assert len(store) == 1
     y.sum().backward()
-    assert len(store) == 1  # the recomputation has a list of its own
+    assert len(store) == 1  # the recomputation has its own list
     assert seen == [id(marker)] * 2
 
 
@@ -181,7 +181,7 @@ def test_layout_survives_the_host():
         with torch_ref.receipt() as r:
             call("offload", look, torch.ones(1, requires_grad=True), x=variant).sum().backward()
         assert seen[0] is variant and torch.equal(seen[1], variant)
-        # Only where elements are skipped is there another layout: the copy has no gaps.
+        # The layout differs only if elements are skipped: the copy has no gaps.
         assert seen[1].stride() == ((3, 1) if variant.shape == (4, 3) else variant.stride())
         assert r.bytes_on_host == 4 + (20 if variant.shape == (3, 5) else variant.nbytes)
 

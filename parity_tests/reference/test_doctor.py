@@ -1,4 +1,4 @@
-"""Every trap planted and found, its remedy followed, and nothing found in models that are right."""
+"""Every trap is planted and found, its remedy removes it, and correct models have none."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BoundNow(Stack):
 
 
 class Nested(Stack):
-    """A checkpoint around all layers, and one around each, which is given a list."""
+    """One checkpoint around all layers, and one around each layer, which gets a list."""
 
     def forward(self, x):
         return keep(self.whole, x)
@@ -186,7 +186,7 @@ def test_a_planted_trap_is_found_and_its_remedy_makes_it_go_away(trap, wrong, me
 
 
 def test_the_rebound_variable_is_a_wrong_gradient_and_no_error():
-    """In the faithful form with offload: the relative error of field notes, and zero where the variable is bound."""
+    """In the faithful form with offload: the relative error that field notes report, and zero if the variable is bound."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6).double() for _ in range(4)]
     x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
@@ -286,7 +286,7 @@ def test_models_that_are_right(name):
 
 
 def test_openpis_form():
-    """Flags that nothing reads, and layers that are nested with a list; in the right form nothing."""
+    """Flags that nothing reads, and layers that are nested with a list; nothing in the correct form."""
     model = faithful.Pi0(pytorch.JointDecoder(3))
     model.gradient_checkpointing_enable()
     inputs = (torch.randn(2, 5, 48), torch.randn(2, 4, 8))
@@ -325,7 +325,7 @@ def test_the_model_is_left_as_it_was():
 
 
 class ByType(nn.Module):
-    """Asks for its own class, and for attributes in a way of its own."""
+    """Reads its own class, and attributes in its own way."""
 
     def __init__(self):
         super().__init__()
@@ -376,7 +376,7 @@ GLOBAL = nn.Linear(4, 4)
 
 
 def test_a_profiler_in_c_is_named():
-    if sys.version_info >= (3, 12):  # there they have a way of their own into the interpreter
+    if sys.version_info >= (3, 12):  # there they have their own hook in the interpreter
         return
     with cProfile.Profile(), pytest.raises(torch_ref.InvalidArgumentError, match="Call doctor outside cProfile"):
         torch_ref.doctor(nn.Linear(4, 4), X)

@@ -10,8 +10,8 @@ from examples import pytorch
 from parity_tests.reference.blocks import call
 
 L = 3
-# A layer multiplies six times: q/k/v, scores, values, output, and the two of the feed-forward network. Backward takes
-# two for each. The head is one more matrix multiplication. Without a gradient for the input one falls away.
+# A layer has six products: q/k/v, scores, values, output, and two in the feed-forward network. Backward takes two for each.
+# The head is one more product. Without a gradient for the input there is one less.
 FORWARD, BACKWARD = 6, 12
 
 
@@ -27,12 +27,12 @@ def test_matmuls_of_the_decoder(mode, executions, early_stop):
     torch.manual_seed(0)
     model = pytorch.ByteDecoder(d_model=16, nhead=2, num_layers=L, max_len=8)
     tokens = torch.randint(0, 256, (2, 8))
-    # The last operator is a norm, whose statistics backward needs: stopping early saves no multiplication.
+    # The last operator is a norm, whose statistics backward needs: stopping early saves no product.
     with set_checkpoint_early_stop(early_stop), torch_ref.count_calls(pytorch.DecoderLayer) as calls:
         count = run(model.loss, tokens, tokens, **torch_ref.mode_flags(mode))
     assert count.total == L * (executions * FORWARD + BACKWARD) + 3
     assert count.per_operator["bmm"] == L * (executions * 2 + 4)
-    # Only the first multiplication of a layer reads a transposed view, which PyTorch takes apart into `mm` and `add`.
+    # Only the first product of a layer reads a transposed view, which PyTorch splits into `mm` and `add`.
     assert count.per_operator["addmm"] == L * executions * 3 + 1
     assert count.per_operator["mm"] == L * (executions + 8) + 2
     assert calls.total == L * executions

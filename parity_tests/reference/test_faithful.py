@@ -114,7 +114,7 @@ def test_deepspeed_loses_keyword_names_and_the_offload(deepspeed):
     one, two = torch.ones(1, requires_grad=True), torch.full((1,), 2.0)
     with torch_ref.receipt() as r:
         y = faithful(subtract, True, True, second=two, first=one)
-    assert y.item() == 1.0  # 2 - 1: the names are gone, the order is what counts
+    assert y.item() == 1.0  # 2 - 1: names are lost, only the order counts
     assert len(deepspeed.calls) == 1
     assert r.bytes_on_host == 0
     assert r.warnings == (r.warnings[0],)
@@ -134,7 +134,7 @@ def test_deepspeed_is_not_used_otherwise(deepspeed, flags, configured):
     assert deepspeed.calls == []
 
 
-# What is given as either flag, and whether DiffSynth-Studio, which only tests its truth, takes it for True.
+# A value for either flag, and whether DiffSynth-Studio, which only tests its truth, takes it for True.
 TRUTH = [(1, True), (0, False), (None, False), ("yes", True), ("", False), (torch.tensor(1), True), ([], False)]
 
 

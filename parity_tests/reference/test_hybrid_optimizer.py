@@ -1,4 +1,6 @@
-"""The hybrid optimizer in PyTorch: the plain optimizer's results to the bit, what is where, and its life between steps."""
+"""The hybrid optimizer in PyTorch: the plain optimizer's results to the bit, the placement of its state, and its life between
+steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from examples.pytorch import HybridOptimizer
 from torch_ref.errors import InvalidArgumentError, NothingToOffloadError
 
 LEARNING_RATE = 0.1
-"""Ten steps of it move every parameter by far more than rounding: an optimizer that does nothing is seen."""
+"""Ten steps move every parameter far more than rounding: an optimizer that does nothing would be seen."""
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
     "sgd": (torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}, 1),
@@ -132,7 +134,7 @@ def test_schedulers_and_hyperparameters_reach_the_optimizers_inside() -> None:
 
 @pytest.mark.parametrize("fraction", [0, 0.5, 1.0])
 def test_bfloat16_parameters_follow_a_float32_run(fraction: float) -> None:
-    """Small steps that bfloat16 itself would round away are kept in the masters."""
+    """The masters keep small steps that bfloat16 would round away."""
     kind, rate, steps = torch.optim.SGD, 2.0**-12, 64
     trained = model(torch.bfloat16)
     start = [parameter.detach().float().clone() for parameter in trained.parameters()]

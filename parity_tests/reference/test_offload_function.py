@@ -1,4 +1,4 @@
-"""`OffloadFunction`: the general form, and the tutorial's, which doubles the gradient."""
+"""`OffloadFunction`: the general form, and the tutorial's form, which doubles the gradient."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_the_tutorials_function_doubles_the_gradient_and_frees_nothing():
     expected = torch.autograd.grad(plain.square().sum(), model.layer1.weight)[0]
     assert torch.equal(found, 2 * expected)
     assert ((found - expected).norm() / expected.norm()).item() == pytest.approx(1.0, abs=1e-15)
-    # The next layer keeps its input, which is what was copied: the device holds as much as before.
+    # The next layer keeps its input, which is the copied tensor: the device holds as much as before.
     kept = torch_ref.saved_for_backward(model, x).device_bytes
     without = torch_ref.saved_for_backward(nn.Sequential(model.layer1, model.layer2), x).device_bytes
-    assert kept == without + x.nbytes  # the copy, which without an accelerator is device memory too
+    assert kept == without + x.nbytes  # the copy, which without an accelerator is in device memory too
 
 
 def test_the_general_form_around_the_same_layer():
@@ -109,7 +109,7 @@ def test_what_views_one_storage_is_copied_once():
         torch_ref.OffloadFunction(block)(w, **views).sum().backward()
     assert r.bytes_on_host == base.nbytes + w.nbytes == r.bytes_brought_back
     assert all(torch.equal(seen[1][name], view) for name, view in views.items())
-    # Alone a view takes its own elements with it, not the storage.
+    # A view alone moves its own elements, not the storage.
     with torch_ref.receipt() as r:
         torch_ref.OffloadFunction(block)(w, every=base[:, ::2], rows=base[1:3])
     assert r.bytes_on_host == (24 + 16 + 1) * 8
@@ -204,7 +204,7 @@ def test_on_a_gpu_copies_are_pinned_and_back_before_they_are_used():
             x = torch.tanh(wrap(layer)(x))
         return x
 
-    for _ in range(3):  # streams, pools and prefetched copies of the round before must not show
+    for _ in range(3):  # streams, pools and prefetched copies of the previous round must not show
         found = torch.autograd.grad(forward(x, torch_ref.OffloadFunction).square().sum(), x)[0]
         assert torch.equal(found, torch.autograd.grad(forward(x, lambda layer: layer).square().sum(), x)[0])
     with torch_ref.receipt() as r:

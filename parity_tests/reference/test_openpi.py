@@ -1,4 +1,4 @@
-"""OpenPI's switch: what the original does, in numbers, and the right form of each part beside it."""
+"""OpenPI's switch: the original's behaviour in numbers, and the correct form of each part."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def openpi(model, *, enable=True, disable=False):
 
 
 def run(model, layers):
-    """How many of the layers' outputs live between the passes, how often each layer is executed, and the gradients."""
+    """The number of layer outputs alive between the passes, each layer's executions, and the gradients."""
     references = []
 
     def remember(layer, args, output):
@@ -58,7 +58,7 @@ def run(model, layers):
 
 
 def nested(model, call):
-    """The right model with a checkpoint around all layers, and `call` around each."""
+    """The correct model with a checkpoint around all layers, and `call` around each."""
 
     def forward(patches, actions):
         streams = [model.vision_tower(patches), model.action_in(actions)]
@@ -100,7 +100,7 @@ def test_the_values_are_those_of_the_plain_model():
     ("call", "alive"), [(with_a_list, 11), (by_position, 1), (right, 1)], ids=["list", "positional", "right"]
 )
 def test_nested_with_a_list_nothing_is_freed(call, alive):
-    """12 outputs: 6 layers of two streams. The last prefix dies in any case, the last suffix is what is returned."""
+    """12 outputs: 6 layers of two streams. The last prefix dies in any case, the last suffix is returned."""
     model = decoder()
     found = run(nested(model, call), model.layers)
     assert found[:2] == (alive, [3, 3, 3, 3, 3, 2])
@@ -110,9 +110,9 @@ def test_nested_with_a_list_nothing_is_freed(call, alive):
 
 def test_openpi_pays_for_two_checkpoints_and_frees_as_if_there_were_one():
     model = decoder()
-    # Its final norms, checkpointed with a list as well, hold the outputs of the last layer too.
+    # Its final norms, also checkpointed with a list, hold the outputs of the last layer too.
     assert run(openpi(model), model.layers)[:2] == (12, [3, 3, 3, 3, 3, 2])
-    # The right form: one checkpoint for each layer keeps the same and executes twice.
+    # The correct form: one checkpoint per layer keeps the same and executes each layer twice.
     checkpointed = run(lambda p, a: model(p, a, use_gradient_checkpointing=True), model.layers)
     assert checkpointed[:2] == (11, [2] * LAYERS)
 
@@ -122,7 +122,7 @@ def test_disabling_does_not_disable(caplog):
     with caplog.at_level(logging.INFO):
         outer = openpi(model, disable=True)
         found = run(outer, model.layers)
-    assert found[1] == [2] * LAYERS  # the layers are checkpointed all the same, the outer model is not
+    assert found[1] == [2] * LAYERS  # the layers are still checkpointed, the outer model is not
     assert outer.transformer.expert.gradient_checkpointing and not outer.gradient_checkpointing_enabled
     assert [record.message for record in caplog.records] == [
         "Enabled gradient checkpointing for PI0Pytorch model",
@@ -133,7 +133,7 @@ def test_disabling_does_not_disable(caplog):
         "Gemma expert model has gradient_checkpointing attr: True",
         "Gemma expert model gradient_checkpointing value: True",
     ]
-    # What was never enabled is checkpointed too. The right switch is off when it is off.
+    # Checkpoints that were never enabled run too. The correct switch is off when it is off.
     assert run(openpi(model, enable=False), model.layers)[1] == [2] * LAYERS
     torch_ref.gradient_checkpointing_enable(model)
     assert run(model, model.layers)[1] == [2] * LAYERS
@@ -235,7 +235,7 @@ class Leafy(nn.Module):
 
 
 class Headed(nn.Module):
-    """Blocks that hold a layer of the class that its heads are of."""
+    """Blocks that contain a layer of the class of their heads."""
 
     def __init__(self):
         super().__init__()

@@ -48,9 +48,9 @@ def test_every_mode_lowers_the_device_peak(peaks):
 
 
 def test_offload_moves_the_peak_to_the_other_end(peaks):
-    # With checkpointing it is in the backward pass of the last block: the inputs of all blocks and the output are
-    # there, and no gradient of an earlier one. With offload it is in that of the first block: one input was brought
-    # back, and the gradients of all later blocks are there.
+    # With checkpoints the peak is in the backward pass of the last block: the inputs of all blocks and the output are alive,
+    # and no gradient of an earlier block. With offload it is in that of the first block: one input was fetched, and the
+    # gradients of all later blocks are alive.
     later_gradients = (L - 1) * PARAMETERS // L
     assert peaks["checkpoint"].device_bytes - peaks["offload"].device_bytes == L * ACTIVATION - later_gradients
     assert peaks["offload"].breakdown["gradients"] - peaks["checkpoint"].breakdown["gradients"] == later_gradients
@@ -87,7 +87,7 @@ def test_a_linear_model_by_hand():
         return None
 
     peak = torch_ref.peak_bytes(build)
-    # Parameter, its gradient, the batch; the output lives on in the caller's hands only until it is summed.
+    # Parameter, its gradient, the batch; only the caller holds the output until it is summed.
     assert peak.breakdown["parameters"] == 20000
     assert peak.breakdown["batch"] == 4000
     assert peak.device_bytes == 20000 + 4000 + 20000 + 4 + 4  # the loss and the seed of its gradient

@@ -1,4 +1,4 @@
-"""π0 in PyTorch: how often each part runs, in the right form and in OpenPI's, and its parts against `transformers`."""
+"""π0 in PyTorch: each part's executions in the correct form and in OpenPI's, and its parts against `transformers`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ variants = pytest.mark.parametrize("config", [PI0, PI05], ids=["pi0", "pi05"])
 
 
 def executions(model, loss_of, **flags):
-    """How often each part of the model is started in a step, by name."""
+    """The executions of each part of the model in a step, by name."""
     with torch_ref.count_calls(torch.nn.Module) as calls:
         loss_of(*p.as_torch(p.batch(model.config)), **flags).backward()
     names = {module: name for name, module in model.named_modules()}
@@ -55,7 +55,9 @@ def test_the_switch_does_the_same_from_outside(config):
 
 @variants
 def test_how_often_openpi_runs_each_part(config):
-    """A layer three times but the last, a recomputation of which the outer one ends; a layer of the tower twice a camera."""
+    """Each layer but the last runs three times, because the outer checkpoint ends one recomputation early; a layer of the
+    tower twice per camera.
+    """
     model = p.make_torch(config)
     found = executions(model, p.faithful(model, "enabled").loss)
     assert layers_of(found) == [[3, 2], [6, 6]]
@@ -63,7 +65,7 @@ def test_how_often_openpi_runs_each_part(config):
     mlp = ("time_mlp_in",) if config.adaptive else ("state_proj", "action_time_mlp_in")
     parts = ("embed_tokens", "action_in_proj", "action_out_proj", "prefix_norm", "suffix_norm", *mlp)
     assert {found[name] for name in parts} == {2}
-    # Switched off: what is outside the transformer runs once, the layers and the norms are checkpointed all the same.
+    # Switched off: code outside the transformer runs once, but the layers and the norms are still checkpointed.
     found = executions(model, p.faithful(model, "disabled").loss)
     assert layers_of(found) == [[2, 2], [3, 3]]
     assert {found[name] for name in ("prefix_norm", "suffix_norm")} == {2}
@@ -75,7 +77,9 @@ def test_how_often_openpi_runs_each_part(config):
 
 
 def test_openpi_keeps_no_less_for_its_third_run():
-    """Of the two layers' four outputs the right form keeps all but the last prefix, which nothing reads; OpenPI all."""
+    """Of the two layers' four outputs the correct form keeps all except the last prefix, which nothing reads; OpenPI keeps
+    all.
+    """
     model, kept = p.make_torch(PI0), []
     for layer in model.layers:
         layer.register_forward_hook(lambda layer, args, output: kept.extend(map(weakref.ref, output)))
@@ -152,7 +156,7 @@ def test_an_adaptive_norm_scales_shifts_and_gates():
     assert gate.tolist() == [[[1.0, 0.5]]]
 
 
-# Against `transformers`: the prefix never sees the suffix, and a suffix whose prefix is all padding is alone.
+# Against `transformers`: the prefix never attends to the suffix, and a suffix with a fully padded prefix is alone.
 
 
 def gemma(index):
@@ -199,7 +203,7 @@ def test_the_language_model_is_gemma():
     found, expected, _ = run_both(0, observation, noise, time)
     images = observation.image_mask.repeat_interleave(PI0.image_tokens // PI0.num_images, dim=1)
     present = torch.cat([images, observation.prompt_mask], dim=1)
-    # What padding computes is read by nobody, and differs: it looks at everything alike, at the suffix too.
+    # Nobody reads the results at padding, and they differ: padding attends to everything equally, also to the suffix.
     assert torch.allclose(found[present], expected[present], rtol=1e-11, atol=1e-11)
 
 

@@ -1,4 +1,4 @@
-"""Reentrant and non-reentrant checkpointing: where they really differ, and what is said of them that is not so.
+"""Reentrant and non-reentrant checkpointing: where they really differ, and common claims about them that are false.
 
 | | reentrant | non-reentrant |
 | --- | --- | --- |
@@ -82,7 +82,7 @@ def test_tensors_in_containers():
     assert x.grad.tolist() == [8.0] * 3
     with pytest.warns(UserWarning, match="None of the inputs"):
         assert not run(True, product, [x, x * 2])["product"].requires_grad
-    # With a tensor beside the dict it is lost without a word.
+    # With a tensor beside the dict it is silently lost.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not run(True, lambda x: {"square": x * x}, x)["square"].requires_grad
@@ -92,7 +92,7 @@ def test_tensors_in_containers():
 def test_a_region_that_changes_its_input_in_place_is_refused(reentrant, message):
     with pytest.raises(RuntimeError, match=message):
         run(reentrant, lambda x: x.mul_(3).exp(), leaf() * 1).sum().backward()
-    # In the reference's offload the copy on the host is not changed with it.
+    # In the reference's offload the copy on the host does not change with it.
     x = leaf()
     torch_ref.gradient_checkpoint_forward(lambda x: x.mul_(3).exp(), False, True, x * 1).sum().backward()
     assert x.grad.tolist() == pytest.approx([3 * math.exp(6)] * 3, rel=1e-14)
@@ -100,7 +100,7 @@ def test_a_region_that_changes_its_input_in_place_is_refused(reentrant, message)
 
 @forms
 def test_in_place_elsewhere(reentrant):
-    """No gradient is silently wrong in either form: what cannot be right is refused, the rest is right."""
+    """No gradient is silently wrong in either form: impossible cases are refused, the rest is right."""
     h = leaf() * 1
     y = run(reentrant, torch.exp, h)
     h.mul_(5)
@@ -113,7 +113,7 @@ def test_in_place_elsewhere(reentrant):
 
 @forms
 def test_control_flow_that_depends_on_values(reentrant):
-    """Neither form analyses a static graph: the region is Python, and runs again as Python."""
+    """Neither form analyses a static graph: the region is Python code, and runs again as Python."""
 
     def collatz(x):
         while x.sum() > 1:
@@ -145,7 +145,7 @@ def saved(forward):
 
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_memory_falls_by_a_factor_and_not_to_a_constant(count):
-    """N checkpointed layers keep N inputs: O(N), as without, with a smaller factor. Both forms keep the same."""
+    """N checkpointed layers keep N inputs: O(N), as without checkpoints, with a smaller factor. Both forms keep the same."""
     layers = pytorch.DecoderStack(count, WIDTH, 4).layers
     plain = saved(nn.Sequential(*layers))
     assert saved(stack(True, layers)) == saved(stack(False, layers)) == count * STREAM
@@ -154,7 +154,7 @@ def test_memory_falls_by_a_factor_and_not_to_a_constant(count):
 
 @pytest.mark.parametrize("count", [4, 8])
 def test_one_region_around_all_layers_moves_the_peak_into_the_backward_pass(count):
-    """Kept between the passes: one input, whatever the depth. But the recomputation keeps everything at once."""
+    """Between the passes one input is kept, whatever the depth. But the recomputation keeps everything at once."""
 
     def peak(forward):
         def build():

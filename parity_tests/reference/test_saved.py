@@ -26,10 +26,10 @@ def saved_by(model: pytorch.ByteDecoder, tokens: torch.Tensor, mode: str) -> tor
     return torch_ref.saved_for_backward(lambda x, y: model.loss(x, y, **flags), tokens, tokens.roll(-1, 1))
 
 
-# Elements that the head and the loss hold: the head's input, the log-probabilities, the weight of the mean.
+# Elements that the head and the loss keep: the head's input, the log-probabilities, the weight of the mean.
 HEAD = ACTIVATION + N * V + 1
-# What a layer holds: its input as the attention takes it, q, k, v, the softmax, the mixed values, the input and output
-# of the first norm, the input of the second, the hidden units (four wide), means and deviations of both norms.
+# Arrays that a layer keeps: its input as the attention takes it, q, k, v, the softmax, the mixed values, the input and output
+# of the first norm, the input of the second, the hidden units (four times as wide), means and deviations of both norms.
 LAYER = 12 * ACTIVATION + B * H * T * T + 4 * N
 
 
@@ -112,7 +112,7 @@ def test_what_is_not_held_by_the_graph_does_not_count():
         return ((x + scale) * weight * constant).sum() + cache[-1].detach().sum()
 
     saved = torch_ref.saved_for_backward(fn, torch.ones(3), torch.ones(3))
-    # The sum and the product, each made here, and the constant; not the arguments, which an addition does not need.
+    # The sum and the product, both computed here, and the constant; not the arguments, which an addition does not need.
     assert sorted((e.operator, e.nbytes) for e in saved.entries) == [
         ("aten.add.Tensor", 12),
         ("aten.full.default", 12),

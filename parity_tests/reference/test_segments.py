@@ -1,4 +1,4 @@
-"""Cuts into segments: closed forms against what is measured, and every fault of the tutorial's experiment by its numbers."""
+"""Cuts into segments: closed forms against measurements, and every fault of the tutorial's experiment in numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACTIVATION = BATCH * 64 * 4
 
 @functools.cache
 def measured(num_layers: int, segments: Segments, batch: int = BATCH, **sizes: int) -> pytorch.SegmentCost:
-    """Everything that a closed form says, measured on fake tensors."""
+    """All figures of a closed form, measured on fake tensors."""
     sizes = sizes or SIZES
 
     def build() -> torch_ref.TrainingStep:
@@ -44,7 +44,7 @@ def measured(num_layers: int, segments: Segments, batch: int = BATCH, **sizes: i
 
 
 def cuts(num_layers: int) -> dict[str, tuple[Segments, tuple[int, ...]]]:
-    """What the model is given, and the same as boundaries."""
+    """The model's argument, and the same as boundaries."""
     sqrt, best = pytorch.sqrt_segments(num_layers), pytorch.optimal_segments(num_layers)
     by_hand = pytorch.decreasing_boundaries(num_layers)
     return {
@@ -101,7 +101,7 @@ def test_the_peak_holds_for_any_cut_and_shape(segments: Segments, batch: int, hi
 
 @pytest.mark.parametrize("cut", ["plain", "three", "sqrt", "by hand"])
 def test_the_peak_of_the_activations_alone(cut: str) -> None:
-    # So large a batch that no gradient shifts the moment of the peak to where fewer activations are alive.
+    # So large a batch that no gradient moves the peak to where fewer activations are alive.
     segments, boundaries = cuts(16)[cut]
     sizes = {"hidden_size": 4, "in_features": 4, "out_features": 2}
     found = measured(16, segments, 4096, **sizes)
@@ -161,7 +161,7 @@ def test_layers_that_are_functions_can_be_cut_too() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, cut, strict=True))
 
 
-# The tutorial's experiment: one fault a test.
+# The tutorial's experiment: one fault per test.
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -187,7 +187,7 @@ def test_fault_1_checkpoint_sequential_over_bare_linears_loses_every_relu(tutori
         affine = layer(affine)
     assert torch.equal(found, affine)
     assert relative(found, plain) > 0.1
-    # An affine function: the middle of two inputs goes to the middle of their outputs.
+    # An affine function maps the midpoint of two inputs to the midpoint of their outputs.
     middle = tutorial(((x[:8] + x[8:]) / 2).detach().requires_grad_(), use_checkpoint=True)
     assert relative((found[:8] + found[8:]) / 2, middle) < 1e-14
 
@@ -201,7 +201,7 @@ def test_fault_2_the_reentrant_form_trains_the_last_segment_only(tutorial, x) ->
 def test_fault_2_nothing_is_computed_again(tutorial, x) -> None:
     with torch_ref.count_calls(nn.Linear) as calls, pytest.warns(UserWarning):
         tutorial(x, use_checkpoint=True).sum().backward()
-    assert calls.total == 9  # whatever time it took, it was not that of checkpointing: with recomputation 15
+    assert calls.total == 9  # whatever time it took, it was not the time of checkpointing: with recomputation 15
 
 
 def test_fault_3_segments_by_hand_lose_the_relu_at_their_ends(tutorial, x) -> None:
@@ -221,7 +221,7 @@ def test_fault_4_detached_segments_cut_the_gradient(tutorial, x) -> None:
     with torch_ref.count_calls(nn.Linear) as calls:
         found.sum().backward()
     assert [layer.weight.grad is None for layer in tutorial.layers] == [True] * 6 + [False] * 3
-    assert calls.total == 0  # nothing is computed again, so nothing was checkpointed
+    assert calls.total == 0  # nothing is recomputed, so nothing was checkpointed
 
 
 def test_the_right_forms_have_none_of_these_faults(tutorial, x) -> None:
@@ -238,7 +238,7 @@ def test_the_right_forms_have_none_of_these_faults(tutorial, x) -> None:
 
 @pytest.mark.parametrize("segments", [None, 3])
 def test_fault_5_what_is_held_after_forward_is_not_the_peak(segments: int | None) -> None:
-    """At the tutorial's sizes: what it would read in a step by itself, and the peak of that step, optimizer left out."""
+    """At the tutorial's sizes: its reading of a single step, and that step's peak, without the optimizer."""
 
     def build() -> torch_ref.TrainingStep:
         model = pytorch.DeepMLP(20, 1024)
@@ -252,7 +252,7 @@ def test_fault_5_what_is_held_after_forward_is_not_the_peak(segments: int | None
     after_forward = parameters + sum(tensor.nbytes for tensor in step.batch) + held.device_bytes
     peak = torch_ref.peak_bytes(build)
     assert peak.device_bytes - after_forward == {None: 77_450_028, 3: 78_760_748}[segments]
-    # Most of what is missed are gradients; checkpointing moves the reading, and not the peak.
+    # Most of the missed memory is gradients; checkpointing changes the reading, not the peak.
     assert peak.breakdown["gradients"] == parameters - 4 * 1024 * 1025
     assert peak.device_bytes == 159_883_608
 
@@ -273,7 +273,7 @@ def test_fault_6_the_second_reading_has_gradients_and_moments_in_it() -> None:
         readings = faithful.memory_readings()
     parameters = sum(parameter.nbytes for parameter in faithful.DeepMLP(20, 1024).parameters())
     assert (readings.standard, readings.checkpoint) == (82_433_584, 320_423_752)
-    # Three times the parameters, less what the first forward pass kept more than the second.
+    # Three times the parameters, minus what the first forward pass kept more than the second.
     assert 2.9 * parameters < -readings.reduction < 3 * parameters
 
 

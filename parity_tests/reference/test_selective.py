@@ -26,7 +26,7 @@ B, T, D, H = 2, 8, 16, 4
 # One array of the layer's width, in elements; the scores are B·H·T·T.
 S, SCORES = B * T * D, B * H * T * T
 
-# What each policy keeps on the device and on the host, in elements, and how many of the six products run again.
+# Each policy's kept elements on the device and on the host, and the number of recomputed products of six.
 POLICIES = {
     "full": (0, 0, 6),
     "offload_inputs": (0, S, 6),
@@ -102,7 +102,7 @@ def parse(policy: str) -> torch_ref.Policy:
 
 @pytest.mark.parametrize(("policy", "products", "kept"), [("MUST_SAVE", 18, 10 * S + SCORES), ("MUST_CPU_OFFLOAD", 24, 0)])
 def test_pytorch_recomputes_what_it_is_asked_to_offload(policy, products, kept):
-    """Why the copies are ours. Should this fail, PyTorch has learnt it."""
+    """The reason for our own copies. If this fails, PyTorch supports it."""
     block, x = layer()
     dots = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")]
 
@@ -237,9 +237,9 @@ def test_the_device_gives_back_what_is_offloaded_and_views_are_not_moved():
     with torch_ref.receipt() as r:
         output = selective_checkpoint(block, "offload: *", x)
         assert r.bytes_released == r.bytes_on_host - x.nbytes - output.nbytes  # the caller has these
-    # Of the layer's width: the argument, five copies into another layout, q/k/v as a product and as a sum (three each), the
-    # scaled queries, the mixed values, the output, the hidden units before and after the ReLU (four each), the last
-    # product, two sums, two norms. Beside them the scores and the softmax, and means and deviations of the norms.
+    # Arrays of the layer's width: the argument, five copies into another layout, q/k/v as a product and as a sum (three each),
+    # the scaled queries, the mixed values, the output, the hidden units before and after the ReLU (four each), the last
+    # product, two sums, two norms. Also the scores and the softmax, and means and deviations of the norms.
     width = 1 + 5 + 3 + 3 + 1 + 1 + 1 + 4 + 4 + 1 + 2 + 2
     assert r.bytes_on_host == (width * S + 2 * SCORES + 4 * B * T) * 8
 
@@ -279,7 +279,7 @@ def test_backward_on_another_thread():
 
 @pytest.mark.gpu
 def test_on_a_gpu_gradients_agree_and_the_device_gives_back_what_is_moved():
-    """Autograd recomputes on a thread of its own there; the copies are pinned and run beside the computation."""
+    """Autograd recomputes on its own thread there; the copies are pinned and run beside the computation."""
     block, x = layer(dropout=0.4)
     block, x = block.cuda(), x.detach().cuda().requires_grad_()
     for policy in [*POLICIES, "everything", "offload: *"]:

@@ -1,4 +1,4 @@
-"""`checkpoint_blocks`: policies on a finished model, put there and taken away from outside."""
+"""`checkpoint_blocks`: policies on a finished model, applied and removed from outside."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_several_classes_and_blocks_inside_blocks():
     plain = gradients(model, model, x)
     with checkpoint_blocks(model, {ExplicitMultiheadAttention: "dots", nn.Sequential: "full"}):
         assert all_equal(gradients(model, model, x), plain)
-        # The second product of the feed-forward network is its output: backward does not wait for it.
+        # The second product of the feed-forward network is its output: backward does not need it.
         assert products(model, x) == PLAIN + LAYERS
     with checkpoint_blocks(model, {DecoderLayer: "full", nn.Sequential: "dots"}):
         assert all_equal(gradients(model, model, x), plain)
@@ -243,7 +243,7 @@ def test_the_peak_of_a_step_with_everything_on_the_host_is_that_of_recomputing_e
     scores = 4 * batch * time * time * 4
     assert moved.host_bytes == 4 * (11 * stream + scores) and again.host_bytes == 4 * stream
     assert moved.device_bytes == again.device_bytes < kept.device_bytes
-    # When backward begins, the saved products of all layers are there.
+    # When backward begins, the saved products of all layers are alive.
     assert kept.breakdown["activations"] > 4 * (10 * stream + scores) > moved.breakdown["activations"]
 
 
@@ -254,7 +254,7 @@ def test_a_selector_for_one_layer_is_enough():
 
 
 def test_a_model_inside_a_checkpoint():
-    """Its recomputation stops before the last blocks, which is no reason to complain of their selectors."""
+    """Its recomputation stops before the last blocks; that is no error of their selectors."""
     model, x = stack()
     plain = gradients(model, model, x)
     with checkpoint_blocks(model, {DecoderLayer: "save: layers/2/norm2*; recompute: *"}):

@@ -1,4 +1,4 @@
-"""Where keeping an array could go wrong: changes in place, random numbers, nesting, autocast, two backward passes."""
+"""Hazards of keeping an array: in-place changes, random numbers, nesting, autocast, two backward passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def under(policy: str, block: Any) -> Any:
 
 
 class InPlace(nn.Module):
-    """Changes the first product, or a view of it, in place; not idempotent, so that a second change would show."""
+    """Changes the first product, or a view of it, in place; not idempotent, so a second change would show."""
 
     def __init__(self, view: bool) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_a_random_operator_cannot_be_kept(action):
         selective_checkpoint(noisy, f"{action}: *native_dropout*", x)
     with torch_ref.receipt() as r:
         selective_checkpoint(noisy, "offload: *", x)
-    # The argument, sine, cosine, sigmoid, two products and the exponential: not the masks and what they leave.
+    # The argument, sine, cosine, sigmoid, two products and the exponential: not the masks and their results.
     assert r.bytes_on_host == 7 * 20
 
 
@@ -207,8 +207,8 @@ def test_autocast(policy):
         return gradients(fn, block, x)
 
     assert all_equal(run(under(policy, block), 1), run(block, 1))
-    # Blocks that share weights: the cast of a weight is not remembered from one call to the next, so that gradients are
-    # summed in float32 and not in bfloat16. (PyTorch's own context_fn fails here.)
+    # Blocks that share weights: the cast of a weight is not cached between calls, so gradients are summed in float32 and not
+    # in bfloat16. (PyTorch's own context_fn fails here.)
     for found, expected in zip(run(under(policy, block), 3), run(block, 3), strict=True):
         assert (found - expected).norm() <= 2**-8 * expected.norm() + 1e-6
 

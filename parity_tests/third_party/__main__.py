@@ -1,4 +1,4 @@
-"""The figures behind the tests, as two tables: `python -m parity_tests.third_party [NAME …]`."""
+"""Prints the figures behind the tests, as two tables: `python -m parity_tests.third_party [NAME …]`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def agreement(name: str, port: Port) -> list[object]:
 
 
 def bytes_kept(name: str, port: Port) -> list[list[object]]:
-    """Device + host bytes that `LAYERS` layers and what stands around them keep, in every mode and form."""
+    """Device + host bytes that `LAYERS` layers and the code around them keep, in every mode and form."""
     rows = []
     for mode in p.MODES:
         kept = [checks.kept(port, form, mode, LAYERS) for form in ("torch", "unrolled", "scan")]

@@ -1,4 +1,4 @@
-"""What every port is held to. A check says what is wrong with a port, in words; nothing where all is right."""
+"""The checks of every port. A check describes what is wrong with a port, in words, or returns nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from remat_jax.parity import float64_error, judge
 from remat_jax.parity.memory import kept_alone
 from remat_jax.porting.links import fit
 
-# Scanned layers are the quickest to compile.
+# Scanned layers compile fastest.
 CASES = [
     *(Case("torch", mode, "float64") for mode in ("checkpoint", "offload")),
     *(Case("unrolled", mode, "float64") for mode in p.MODES),
@@ -32,7 +32,7 @@ CASES = [
     *(Case(form, mode, "bfloat16") for form, mode in (("unrolled", "off"), ("scan", "checkpoint"), ("scan", "offload"))),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
-# For models whose steps take long to compile: one of each kind in the working dtypes.
+# For models with slow compilations: one of each kind in the working dtypes.
 FEWER = [case for case in CASES if case.dtype == "float64" or case.mode == "offload"]
 fewer_cases = pytest.mark.parametrize("case", FEWER, ids=str)
 
@@ -45,7 +45,7 @@ def step_differs(port: Port, case: Case) -> list[str]:
 
 
 def differences(port: Port, found: Result, dtype: str) -> list[str]:
-    """Float64 by the largest error per tensor, the rest by the parity rule, PyTorch's own error being the measure."""
+    """Float64 by the largest error per tensor, other dtypes by the parity rule with PyTorch's own error as the measure."""
     exact, plain = p.torch_step(port, "off", "float64"), p.torch_step(port, "off", dtype)
     wrong = []
     for group, reference, candidate, yardstick in zip(Result._fields, exact, found, plain, strict=True):
@@ -92,7 +92,7 @@ def published_differs(port: Port) -> list[str]:
 
 
 def paper_inputs(port: Port, config: Any) -> dict[str, Any]:
-    """Inputs of the right shapes: images are of the size that the configuration says."""
+    """Inputs of the right shapes: images have the size of the configuration."""
     given = port.inputs if port.paper is None else port.paper(config)
     found = {name: jax.ShapeDtypeStruct(x.shape, s.in_dtype(x[:0], "float32").dtype) for name, x in given.items()}
     if "pixel_values" in found:
@@ -105,14 +105,14 @@ def paper_inputs(port: Port, config: Any) -> dict[str, Any]:
 
 
 class Kept(NamedTuple):
-    """Bytes between the passes, an argument that is kept as it is left out."""
+    """Bytes between the passes; an argument that is kept unchanged is left out."""
 
     device: int
     host: int
 
 
 def kept(port: Port, form: str, mode: str, num_layers: int) -> Kept:
-    """What a training step of so many layers keeps in float32, in PyTorch or in JAX, unrolled or scanned."""
+    """The arrays that a training step with a number of layers keeps in float32, in PyTorch or in JAX, unrolled or scanned."""
     found = arrays_kept(port, form, mode, num_layers)
     return Kept(found.device_bytes, found.host_bytes)
 
@@ -130,7 +130,7 @@ def _torch_kept(port: Port, mode: str, config: Any) -> torch_ref.SavedBytes:
     def loss(inputs: Any) -> torch.Tensor:
         return p.torch_loss(p.torch_outputs(port, model, inputs), targets)
 
-    gc.freeze()  # the count collects garbage, and need not look through all that was imported
+    gc.freeze()  # the count collects garbage, and need not scan all imports
     try:
         with p.in_mode(port, model, mode):
             return torch_ref.saved_for_backward(loss, p.tensors(port.inputs, "float32"))
@@ -145,7 +145,8 @@ def _jax_kept(port: Port, mode: str, config: Any, scan: bool) -> rj.ResidualTabl
 
 
 def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str]:
-    """What one more layer keeps: a checkpoint its input, in both frameworks, an offload the same on the host, and nothing else.
+    """One more layer keeps its input under a checkpoint, in both frameworks, or the same on the host under an offload, and
+    nothing else.
 
     What stands around the layers differs (PyTorch's fused layer norm keeps its input where JAX keeps what it made of it):
     arrays that one framework alone keeps, which are the same for any number of layers. Without them both keep the same bytes.
@@ -164,7 +165,7 @@ def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str
 
 
 def _unexplained(port: Port, form: str, mode: str, few: int, many: int) -> list[str]:
-    """What the arrays that one framework alone keeps do not explain of the difference."""
+    """The difference that the arrays kept by one framework alone do not explain."""
     alone, wrong = {}, []
     for layers in (few, many):
         theirs, ours = (arrays_kept(port, side, mode, layers) for side in ("torch", form))
@@ -175,7 +176,7 @@ def _unexplained(port: Port, form: str, mode: str, few: int, many: int) -> list[
                 for name, side in (("PyTorch", theirs), ("JAX", ours))
             ]
             wrong += [f"{layers} layers, {place}: {rest[0]} bytes in PyTorch, {rest[1]} in JAX"] if rest[0] != rest[1] else []
-        # An input beside the stream, such as a mask or an angle, is shared by the layers.
+        # An input besides the stream, such as a mask or an angle, is shared by the layers.
         inside = [one.name for one in found if one.framework == "JAX" and "layers" in one.name and ":input#" not in one.name]
         wrong += [f"{name} is in a layer" for name in inside]
     return wrong + [f"only with some number of layers: {one}" for one in {*alone[few]} ^ {*alone[many]}]

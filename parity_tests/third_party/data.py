@@ -1,4 +1,4 @@
-"""Inputs that excite faults: padding on either side, a padding token that is none, positions far out, labels left out."""
+"""Inputs that reveal faults: padding on either side, a padding token among the words, distant positions, omitted labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BATCH, LENGTH = 2, 19
 def text(vocab: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Tokens (B, T) with a mask of padding, at the end of the first sequence and at the start of the second; labels.
 
-    Token 0, which pads, stands among the words as well: there it is seen, but its embedding may not be trained by it.
+    Token 0, the padding token, also occurs among the words: there it is visible, but may not train its embedding.
     """
     random = np.random.default_rng(0)
     tokens = random.integers(1, vocab, (BATCH, LENGTH))

@@ -1,4 +1,4 @@
-"""A port and its original with the same weights and inputs, and one training step of either in every mode and dtype."""
+"""A port and its original with the same weights and inputs, and one training step of both in every mode and dtype."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from remat_jax.parity.compiling import compile_options
 
 MODES = torch_ref.MODES
 POLICIES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
-# PyTorch's default decay, where optax has another. The epsilon is above the rounding of float32 gradients, which the step
-# multiplies by learning rate / epsilon: with 1e-4 a correct port had up to 3 times PyTorch's error after it.
+# PyTorch's default decay; optax has another. The epsilon is above the rounding of float32 gradients, which the step multiplies
+# by learning rate / epsilon: with 1e-4 a correct port had up to 3 times PyTorch's error after it.
 ADAMW = {"weight_decay": 1e-2, "eps": 1e-3}
 LEARNING_RATE = 1e-2
-IGNORED = -100  # a label that counts for nothing
+IGNORED = -100  # an ignored label
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
 class Port:
-    """A model of `transformers` or `diffusers`, its Flax port, and data that excite both.
+    """A model of `transformers` or `diffusers`, its Flax port, and data that use all of both.
 
     Attributes:
         config: the port's small configuration.
@@ -85,7 +85,7 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a step computed, by PyTorch's names and in its shapes."""
+    """The results of a step, by PyTorch's names and in its shapes."""
 
     outputs: Arrays
     gradients: Arrays
@@ -97,7 +97,7 @@ class Result(NamedTuple):
 
 @functools.cache
 def weights(port: Port) -> dict[str, torch.Tensor]:
-    """The state dict that all tests use, in float64; nobody may change it."""
+    """The state dict of all tests, in float64; nobody may change it."""
     torch.manual_seed(0)
     with keep_float64():
         model = port.make_torch(port.config)
@@ -108,12 +108,12 @@ def weights(port: Port) -> dict[str, torch.Tensor]:
 
 
 def precisely(dtype: str) -> Any:
-    """Nothing falls to float32 where float64 is asked for; other dtypes run as a user runs them."""
+    """In float64 nothing may fall back to float32; other dtypes run as a user runs them."""
     return keep_float64() if dtype == "float64" else contextlib.nullcontext()
 
 
 def make_torch(port: Port, dtype: str, config: Any = None) -> torch.nn.Module:
-    """A fresh original in training mode; with the port's own configuration it has the weights of all tests."""
+    """A new original in training mode; with the port's own configuration it has the weights of all tests."""
     with precisely(dtype):
         model = port.make_torch(config or port.config).to(getattr(torch, dtype)).train()
         if config is None:
@@ -123,7 +123,7 @@ def make_torch(port: Port, dtype: str, config: Any = None) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def in_mode(port: Port, model: torch.nn.Module, mode: str) -> Iterator[None]:
-    """Checkpoint by the library's own switch, offload by `torch_ref`: its own offload wants an accelerator."""
+    """Checkpoint by the library's own switch, offload by `torch_ref`, because the library's offload needs an accelerator."""
     if mode == "checkpoint":
         # The same switch in `transformers` and in `diffusers`.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.enable_gradient_checkpointing
@@ -164,8 +164,8 @@ def torch_step(port: Port, mode: str, dtype: str) -> Result:
         outputs = torch_outputs(port, model, tensors(port.inputs, dtype))
         torch_loss(outputs, tensors(port.targets, dtype)).backward()
     for parameter in model.parameters():
-        # What the loss does not reach, as the text behind Qwen-Image's last attention, has no gradient in PyTorch, and AdamW
-        # leaves it alone; in JAX it has zeros, and decays. Here both have zeros.
+        # Parameters that the loss does not reach, such as the text stream after Qwen-Image's last attention, have no gradient
+        # in PyTorch, and AdamW leaves them alone; in JAX they have zeros, and decay. Here both have zeros.
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     gradients = numpy({name: parameter.grad for name, parameter in model.named_parameters()})
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **ADAMW).step()
@@ -229,7 +229,7 @@ def adamw_step() -> Callable[[Any, Any], Any]:
 
 
 def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any = None) -> Result:
-    """The port's step; or that of another model in its place, or with other variables."""
+    """The port's step, or that of another model, or with other variables."""
     scan = case.form == "scan"
     loss = loss_of(port, model or port.make_flax(port.config, scan=scan))
     if case.mode != "off":

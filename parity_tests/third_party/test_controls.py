@@ -1,4 +1,4 @@
-"""Faults that people make in ports, planted one at a time: each must be found in float64, and some in float32 too."""
+"""Common faults of ports, planted one at a time: each must be found in float64, and some in float32 too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QWEN_IMAGE, WAN = test_qwen_image.PORT, test_wan.PORT
 
 
 class Fault(NamedTuple):
-    """A wrong configuration, wrong arguments or wrong weights of a port, and what has to be named as wrong."""
+    """A wrong configuration, wrong arguments or wrong weights of a port, and the tensors that must be named."""
 
     port: Port
     named: str
@@ -41,7 +41,7 @@ class Fault(NamedTuple):
 
 
 def changed(change: Callable[[Any], Any], *path: str) -> Callable[[Any], Any]:
-    """Weights of which the array or the module at `path` is another."""
+    """Weights with another array or module at `path`."""
 
     def replace(tree: Any, path: tuple[str, ...]) -> Any:
         return {**tree, path[0]: replace(tree[path[0]], path[1:])} if path else change(tree)
@@ -50,12 +50,12 @@ def changed(change: Callable[[Any], Any], *path: str) -> Callable[[Any], Any]:
 
 
 def rolled(by: int, *path: str) -> Callable[[Any], Any]:
-    """Weights of which the outputs of one dense layer have moved on by so many."""
+    """Weights with the outputs of one dense layer shifted."""
     return changed(lambda module: jax.tree.map(lambda x: jnp.roll(x, by, axis=-1), module), *path)
 
 
 def swapped(one: str, other: str, *path: str) -> Callable[[Any], Any]:
-    """Weights in which two modules of the same shapes have changed places."""
+    """Weights with two modules of equal shapes exchanged."""
     return changed(lambda module: {**module, one: module[other], other: module[one]}, *path)
 
 

@@ -70,7 +70,9 @@ def test_layers_keep_the_same_bytes() -> None:
 
 
 def test_with_its_norms_checkpointed_too_the_whole_model_keeps_the_same_bytes() -> None:
-    """PyTorch's layer norm keeps its input and two numbers a row; JAX keeps what it made of it, unless it is a block."""
+    """PyTorch's layer norm keeps its input and two numbers per row; JAX keeps intermediate arrays, unless the norm is a
+    block.
+    """
     config = dataclasses.replace(SMALL, num_layers=6)
     inputs, targets = ports.batch(PORT, "float32")
     model = gpt2.GPT2(config)

@@ -1,4 +1,4 @@
-"""`keep_float64`: nothing of a third-party model falls to float32, in either pass, and only inside."""
+"""`keep_float64`: nothing in a third-party model falls back to float32, in either pass, and only inside the context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parity_tests.third_party import ports as p
 from parity_tests.third_party.test_llama import PORTS
 from remat_jax.parity import float64_error, keep_float64
 
-# No padding: cast to float32, the mask's least float64 is minus infinity, and a query that may look nowhere gives NaN.
+# No padding: cast to float32, the mask's least float64 is minus infinity, and a query without visible keys gives NaN.
 PORT = dataclasses.replace(
     PORTS["llama"], inputs={"input_ids": data.text(97)[0]["input_ids"]}, arguments=lambda x: (x["input_ids"],)
 )
@@ -27,7 +27,7 @@ def logits(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def plainly_doubled() -> torch.nn.Module:
-    """Llama as one makes it float64 without more ado."""
+    """Llama converted to float64 in the obvious way."""
     torch.manual_seed(0)
     model = PORT.make_torch(PORT.config).double()
     model.load_state_dict(p.weights(PORT))
@@ -112,7 +112,7 @@ WAYS = {
 }
 
 
-# A reentrant checkpoint refuses `autograd.grad` and `inputs=` by itself.
+# A reentrant checkpoint itself refuses `autograd.grad` and `inputs=`.
 CHECKPOINTS = [*((way, False) for way in WAYS), ("tensor.backward", True), ("autograd.backward", True)]
 
 

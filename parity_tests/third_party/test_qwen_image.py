@@ -11,7 +11,7 @@ from examples.models.rules.qwen_image import rules
 from parity_tests.third_party import checks
 from parity_tests.third_party.ports import Arrays, Case, Port
 
-# Two images of odd sizes: one that is made, one that it is made from.
+# Two images of odd sizes: a generated one, and the one that it is generated from.
 GRIDS = ((1, 3, 5), (1, 2, 3))
 BATCH, TOKENS, WORDS = 2, 21, 7
 RANDOM = np.random.default_rng(0)
@@ -38,7 +38,7 @@ def inputs(config: qwen_image.QwenImageConfig) -> Arrays:
         "hidden_states": RANDOM.normal(size=(BATCH, TOKENS, config.in_channels)),
         "encoder_hidden_states": RANDOM.normal(size=(BATCH, WORDS, config.text_width)),
         "encoder_hidden_states_mask": mask,
-        # Exact in bfloat16, where the original rounds a time before it turns it by up to 1000 radians.
+        # Exact in bfloat16: the original rounds a time before it rotates by up to 1000 radians.
         "timestep": np.array([0.875, 0.3125]),
     }
 

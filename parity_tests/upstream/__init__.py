@@ -1,1 +1,1 @@
-"""The ports beside the code of the projects that they come from, which is imported from a checkout of theirs."""
+"""Compares the ports with the projects that they come from, which are imported from checkouts."""

@@ -91,7 +91,7 @@ def note(rows: list[Row], commits: dict[str, str]) -> str:
 
 
 def run(pairs: list[Pair]) -> list[Row]:
-    """Compare pairs, and say of each row whether it passes."""
+    """Compare pairs, and print whether each row passes."""
     rows = []
     for pair in pairs:
         for row in comparing.compare(pair):
@@ -108,7 +108,7 @@ def run(pairs: list[Pair]) -> list[Row]:
 
 
 def main(arguments: list[str]) -> int:
-    """Compare with the checkouts that are given."""
+    """Compare with the given checkouts."""
     parser = argparse.ArgumentParser(
         prog="python -m parity_tests.upstream", description="Ports beside the code they come from."
     )

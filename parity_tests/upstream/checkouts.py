@@ -1,4 +1,4 @@
-"""A checkout of another project: imported from where it is, with placeholders for packages that it does not compute with."""
+"""Imports a checkout of another project in place, with placeholders for packages that it does not compute with."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from examples.others.shared import without
 
 
 class CheckoutError(Exception):
-    """A checkout cannot be used; the message says why and what to do."""
+    """A checkout cannot be used; the message says why, and the remedy."""
 
 
 def use(path: str, folder: str, needs: Iterable[str], spared: Iterable[str]) -> Path:
-    """Let the packages of the checkout at `path` be imported from its `folder`.
+    """Make the packages of the checkout at `path` importable from its `folder`.
 
     Args:
         needs: packages that must be installed.
@@ -37,7 +37,7 @@ def use(path: str, folder: str, needs: Iterable[str], spared: Iterable[str]) -> 
 
 
 def commit(root: Path) -> str:
-    """The commit of a checkout and its date, or that it is not known."""
+    """The commit of a checkout and its date, or "not known"."""
     command = ["git", "-C", str(root), "log", "-1", "--format=%h, %cs"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     top = subprocess.run([*command[:3], "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False)

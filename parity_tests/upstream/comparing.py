@@ -1,4 +1,4 @@
-"""One training step of another project's model and of a port with its weights, in every mode: how far they are apart."""
+"""One training step of another project's model and of its port with the same weights, in every mode, compared."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from remat_jax.parity.rule import global_norm, judge
 from remat_jax.parity.tolerances import TOLERANCES
 
 MODES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
-"""Every mode, and the policy of the port in it."""
+"""Every mode, and the port's policy in it."""
 LIMITS = {"float32": 1e-6, "float64": 1e-12}
-"""The largest relative error of the output and of the gradient as a whole that passes; in float64 also of every tensor."""
+"""The largest allowed relative error of the output and of the whole gradient; in float64 also of every tensor."""
 FLOOR = 1e-3
-"""Of the whole gradient's norm: a tensor's error is never relative to less, as the gradients of some are 0 exactly."""
+"""A share of the whole gradient's norm: a tensor's error is never relative to less, because some gradients are exactly 0."""
 
 Arrays = Mapping[str, np.ndarray]
 
 
 class Step(NamedTuple):
-    """What one step computes: the output, and the gradients under the names of the original."""
+    """The results of one step: the output, and the gradients under the names of the original."""
 
     output: np.ndarray
     gradients: Arrays
@@ -66,7 +66,7 @@ class Pair:
     everywhere: bool = True
 
     def exact(self) -> Step:
-        """The step in float64: the original's, or the port's where the original has none."""
+        """The step in float64: the original's, or the port's if the original has none."""
         return self.original("off", "float64") if "float64" in self.dtypes else self.port(True, "off", "float64")
 
     def port(self, scan: bool, mode: str, dtype: str) -> Step:
@@ -87,14 +87,14 @@ class Pair:
 
 
 class Errors(NamedTuple):
-    """Relative errors of the output and of the gradient as a whole."""
+    """Relative errors of the output and of the whole gradient."""
 
     output: float
     gradient: float
 
 
 class Row(NamedTuple):
-    """How far a port is from its original, relative to the original.
+    """The errors of a port relative to its original.
 
     Attributes:
         tensor: the largest error of a tensor of the gradient.
@@ -124,7 +124,7 @@ class Row(NamedTuple):
 
 
 def compare(pair: Pair) -> list[Row]:
-    """Compare all modes in float32, the layers unrolled and stacked; in float64, where the original has it, one of these."""
+    """Compare all modes in float32 with layers unrolled and stacked; in float64, if the original has it, one of these."""
     rows, exact = [], pair.exact()
     for dtype in pair.dtypes:
         for mode in MODES if dtype == "float32" and pair.everywhere else ("off",):

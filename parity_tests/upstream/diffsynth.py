@@ -22,7 +22,7 @@ from parity_tests.upstream.comparing import MODES, Pair, Step
 from remat_jax.parity import keep_float64
 
 NEEDS = ("einops", "transformers")
-# Readers of pictures, videos and sound, clouds, parts of other models: imported on the way, and not run.
+# Readers of pictures, videos and sound, clouds, parts of other models: imported, but not run.
 SPARED = ("accelerate", "av", "controlnet_aux", "cv2", "ftfy", "imageio", "librosa", "modelscope", "pandas", "peft")
 SPARED += ("sentencepiece", "soundfile", "torchaudio", "torchvision")
 
@@ -30,15 +30,15 @@ QWEN_IMAGE = qwen_image.QwenImageConfig(activation="quick_gelu")
 # Heads of 20: the original takes a third of a head, which must be even.
 WAN = wan.WanConfig(hidden_size=40, channels=4)
 WORDS, GRID, VIDEO = 7, (3, 5), (2, 4, 6)
-# In thousandths. PyTorch rounds two of Qwen-Image's 128 frequencies otherwise, by the last bit, which turns features at 500 by
-# 1e-5: the port's are as near to those in float64 as the original's.
+# In thousandths. PyTorch rounds the last bit of two of Qwen-Image's 128 frequencies differently, which changes features at 500
+# by 1e-5; the port's features are as near to float64 as the original's.
 EARLY, LATE, WAN_TIMES = 62.5, 500.0, (900.0, 312.0)
 LATE_NAME = f"Qwen-Image of DiffSynth-Studio, time {LATE:.0f}"
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
 def use(path: str) -> Path:
-    """Let the checkout at `path` be imported."""
+    """Make the checkout at `path` importable."""
     return checkouts.use(path, "diffsynth", NEEDS, SPARED)
 
 
@@ -56,7 +56,7 @@ class OneImage(qwen_image.QwenImage):
 
 
 def qwen_image_pair(at: float, name: str, **options: Any) -> Pair:
-    """Qwen-Image at a time: `model_fn_qwen_image` around a small model of the modules that `QwenImageDiT` is made of."""
+    """Qwen-Image at a time: `model_fn_qwen_image` around a small model, assembled from the modules of `QwenImageDiT`."""
     dit = importlib.import_module("diffsynth.models.qwen_image_dit")
     model_fn = importlib.import_module("diffsynth.pipelines.qwen_image").model_fn_qwen_image
     random, (rows, columns) = np.random.default_rng(0), GRID
@@ -83,7 +83,7 @@ def qwen_image_pair(at: float, name: str, **options: Any) -> Pair:
 
 
 def small_qwen_image(dit: Any, config: qwen_image.QwenImageConfig) -> torch.nn.Module:
-    """`QwenImageDiT` of a configuration: its own constructor has the published widths alone."""
+    """`QwenImageDiT` of a configuration: its own constructor supports only the published widths."""
     width, model = config.hidden_size, dit.QwenImageDiT.__new__(dit.QwenImageDiT)
     torch.nn.Module.__init__(model)
     blocks = [dit.QwenImageTransformerBlock(width, config.num_heads, config.head_dim) for _ in range(config.num_layers)]
@@ -144,7 +144,7 @@ def small_wan(dit: Any, config: wan.WanConfig) -> torch.nn.Module:
 
 
 def _pair(name: str, make: Callable[[], torch.nn.Module], forward: Forward, given: Mapping[str, Any], **port: Any) -> Pair:
-    """A pair whose original is a model in PyTorch with DiffSynth-Studio's pair of flags."""
+    """A pair whose original is a PyTorch model with DiffSynth-Studio's two flags."""
     tensors = randomised(make()).state_dict()
 
     def original(mode: str, dtype: str) -> Step:
@@ -159,7 +159,7 @@ def _pair(name: str, make: Callable[[], torch.nn.Module], forward: Forward, give
 
 
 def torch_step(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> Step:
-    """The output of a model in training mode, and the gradients of its mean square; 0 where there is none."""
+    """The output of a model in training mode, and the gradients of its mean square; 0 for missing gradients."""
     model.train()
     output = forward()
     output.square().mean().backward()
@@ -180,7 +180,7 @@ def randomised(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def spread(rank: int) -> float:
-    """By how much parameters are perturbed: matrices so little that they do not multiply the rounding of every layer."""
+    """The size of the perturbation: for matrices so small that they do not amplify the rounding of every layer."""
     return 0.1 if rank < 2 else 0.03
 
 

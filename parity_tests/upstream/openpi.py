@@ -1,8 +1,8 @@
 """OpenPI's π0 and π0.5: its JAX model under our switch, and its PyTorch model under its own.
 
-OpenPI fixes the size of the images and of the vision tower: small ones are put in their place. Its JAX model fixes the dtype of
-the rotations, and so has no float64. It rounds the angles of the time in float32, by 1e-4 late in the flow: here it draws early
-times.
+OpenPI fixes the size of the images and of the vision tower; the test replaces them by small ones. Its JAX model fixes the
+dtype of the rotations, and so has no float64. It rounds the angles of the time in float32, by 1e-4 late in the flow: here it
+draws early times.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ from remat_jax.parity import keep_float64
 NEEDS = ("augmax", "beartype", "chex", "einops", "jaxtyping", "ml_collections", "numpydantic", "safetensors", "transformers")
 SPARED = ("fsspec", "gcsfs", "tqdm_loggable", "tyro")  # progress bars, command lines, cloud files
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
-# The original stands with its small transformers, `dummy`, behind the small tower of the port's configuration.
+# The original with its small transformers, `dummy`, after the small tower of the port's configuration.
 SIZES = Pi0Config()
 JAX_LIMIT = 4e-6
-"""In float32 the JAX model and the port are both up to half of this off the port in float64; the note has the figures."""
+"""In float32 the JAX model and the port both differ from the port in float64 by up to half of this; the note has the
+figures.
+"""
 EARLY = jnp.array([0.0, 0.0005], jnp.float32)
 
 
 def use(path: str) -> Path:
-    """Let the checkout at `path` be imported, with images and towers of the small size."""
+    """Make the checkout at `path` importable, with small images and towers."""
     root = checkouts.use(path, "src/openpi", NEEDS, SPARED)
     model, siglip, gemma = (importlib.import_module(f"openpi.models.{name}") for name in ("model", "siglip", "gemma"))
     size = (SIZES.image_size, SIZES.image_size)
@@ -63,13 +65,13 @@ def use(path: str) -> Path:
 
 
 def pairs() -> list[Pair]:
-    """π0 and π0.5, in JAX and, where its files stand in the place of those of `transformers`, in PyTorch."""
+    """π0 and π0.5, in JAX and, if OpenPI's files replace those of `transformers`, in PyTorch."""
     both = [jax_pair(adaptive) for adaptive in (False, True)]
     return both + [torch_pair(adaptive) for adaptive in (False, True)] if has_replaced_files() else both
 
 
 def has_replaced_files() -> bool:
-    """Whether OpenPI's files are in `transformers`, which has none of this name."""
+    """Whether OpenPI's files are installed in `transformers`, which has no file of this name."""
     return importlib.util.find_spec("transformers.models.siglip.check") is not None
 
 
@@ -88,7 +90,7 @@ def config_of(adaptive: bool) -> Any:
 
 
 def inputs() -> tuple[Observation, np.ndarray]:
-    """An observation of two with a camera that is not there and padding, and actions."""
+    """An observation of two with a missing camera and padding, and actions."""
     random = np.random.default_rng(0)
     images = random.uniform(-1, 1, size=(2, SIZES.num_images, SIZES.image_size, SIZES.image_size, 3)).astype(np.float32)
     prompt = random.integers(0, SIZES.vocab_size, size=(2, SIZES.prompt_length)).astype(np.int32)
@@ -100,10 +102,10 @@ def inputs() -> tuple[Observation, np.ndarray]:
 
 
 def _pair(name: str, adaptive: bool, names: str, noise: Any, time: Any, each: Callable[[Any], Any], **original: Any) -> Pair:
-    """A pair whose port is given actions between `noise` and themselves; the output is `each` of the squared errors."""
+    """A pair whose port gets actions between `noise` and the actions; the output is `each` of the squared errors."""
     config = Pi0Config(adaptive=adaptive)
     observation, actions = inputs()
-    # In float64, which is cast to what is asked for.
+    # In float64, cast to the requested dtype.
     noise, actions, at = noise.astype(np.float64), actions.astype(np.float64), time.astype(np.float64)[:, None, None]
 
     def loss(velocity: Any) -> tuple[Any, Any]:
@@ -144,7 +146,7 @@ def jax_pair(adaptive: bool) -> Pair:
         tokenized_prompt_mask=observation.prompt_mask,
     )
     key = jax.random.key(2)
-    # As `compute_loss` draws it.
+    # Drawn as in `compute_loss`.
     noise = np.asarray(jax.random.normal(jax.random.split(key, 3)[1], actions.shape))
     time = np.asarray(EARLY * 0.999 + 0.001)
 
@@ -167,7 +169,7 @@ def jax_pair(adaptive: bool) -> Pair:
 
 
 def torch_pair(adaptive: bool) -> Pair:
-    """OpenPI's PyTorch model; it has a switch for checkpointing, and none for offload."""
+    """OpenPI's PyTorch model, which has a switch for checkpointing but none for offload."""
     tensors = randomised(small_torch(adaptive)).state_dict()
     observation, actions = inputs()
     random = np.random.default_rng(3)
@@ -178,7 +180,7 @@ def torch_pair(adaptive: bool) -> Pair:
         with keep_float64() if dtype == "float64" else contextlib.nullcontext():
             model = small_torch(adaptive).to(kind)
             model.load_state_dict(tensors)
-            # In training its forward pass switches the checkpoints of the expert on.
+            # In training its forward pass switches the expert's checkpoints on.
             model.train(mode == "checkpoint")
             if mode == "checkpoint":
                 model.gradient_checkpointing_enable()
@@ -211,7 +213,7 @@ def _given(observation: Observation, dtype: torch.dtype) -> SimpleNamespace:
 
 
 def small_torch(adaptive: bool) -> torch.nn.Module:
-    """`PI0Pytorch` with the small tower, and without a draw in what it does to images."""
+    """`PI0Pytorch` with the small tower, and without randomness in its image processing."""
     gemma = importlib.import_module("openpi.models_pytorch.gemma_pytorch")
     module = importlib.import_module("openpi.models_pytorch.pi0_pytorch")
     preprocess = importlib.import_module("openpi.models_pytorch.preprocessing_pytorch").preprocess_observation_pytorch

@@ -1,4 +1,4 @@
-"""What needs no checkout: the activation against PyTorch, the command's words, the comparison itself."""
+"""Tests without a checkout: the activation against PyTorch, the command's words, the comparison itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parity_tests.upstream import __main__ as command
 from parity_tests.upstream import checkouts, comparing
 from parity_tests.upstream.comparing import Row
 
-# DiffSynth-Studio's formula, in its own words.
+# DiffSynth-Studio's formula, verbatim.
 IN_TORCH = {
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -80,7 +80,7 @@ def test_errors_above_the_limit_fail() -> None:
 
 @pytest.mark.parametrize(("tensor", "other", "ratio"), [("w", 1e-6, 1.0), ("w", 1e-5, 10.0), ("output", 1e-5, 10.0)])
 def test_float32_is_judged_by_the_original_s_own_error(tensor: str, other: float, ratio: float) -> None:
-    """The original is 1e-6 off the run in float64, the port 1e-6 or ten times as much."""
+    """The original is 1e-6 off the float64 run, the port 1e-6 or ten times as much."""
 
     def step(error: float, dtype: str) -> comparing.Step:
         one, same = np.full(1000, 1 + error).astype(dtype), np.full(1000, 1 + min(error, 1e-6)).astype(dtype)
