@@ -1,7 +1,7 @@
-"""`python examples/deep_mlp.py`: what cutting a deep perceptron into checkpointed segments saves and what it costs.
+"""`python examples/deep_mlp.py`: what cutting a deep perceptron into checkpointed segments saves and costs.
 
-Prints a table of every form in PyTorch and in JAX, memory against depth, and two rules of thumb beside what is measured, and
-draws pictures into build/deep_mlp. `--json` prints one JSON object instead; `--quick` takes a small model.
+Prints a table of every form in PyTorch and in JAX, memory against depth, and two rules of thumb beside the measured shares,
+and draws pictures into build/deep_mlp. `--json` prints one JSON object instead; `--quick` uses a small model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the experiment; the exit status is 0, 1 when a figure is not what its closed form says, 2 for bad usage."""
+    """Run the experiment; the exit status is 0, 1 if a figure differs from its closed form, 2 for bad usage."""
     if importlib.util.find_spec("torch") is None:
         print(
             "error: the experiment compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'",

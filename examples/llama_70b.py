@@ -77,10 +77,10 @@ def decoder_job(
 
 
 def dividing(devices: int) -> Callable[[str, Any], P]:
-    """Every parameter is split over so many devices: a matrix by what it sums over, another by its last dimension.
+    """Partition every parameter over so many devices: a matrix along its contracted dimension, others along their last.
 
-    Where that does not divide, it is the last dimension that does. A matrix that is split by what it makes is gathered into
-    another order than it lies in; XLA would copy the whole stack into that order, and keep both until the step ends.
+    If that does not divide, the last dimension is used. A matrix that is partitioned along its output dimension is gathered in
+    another order than its memory order: XLA would copy the whole stack into that order, and keep both until the step ends.
 
     >>> head = jax.ShapeDtypeStruct((8192, 128256), jnp.bfloat16)
     >>> [tuple(dividing(devices)(name, head)) for devices, name in [(64, "lm_head/kernel"), (64, "embed"), (512, "embed")]]
@@ -97,7 +97,7 @@ def dividing(devices: int) -> Callable[[str, Any], P]:
 
 
 def by_features(path: str, leaf: Any) -> P:
-    """What a projection makes is split over `tensor`, or what it sums over; the other side over `fsdp`."""
+    """Partition a projection's output or contracted dimension over `tensor`, and the other dimension over `fsdp`."""
     if len(leaf.shape) < 2 or "norm" in path:
         return P()
     sums = any(name in path for name in ("o_proj", "down_proj", "embed"))

@@ -35,7 +35,7 @@ def job() -> Workload:
 
 
 def job_on(hosts: int, config: moe.MoeConfig | None = None, length: int = LENGTH, dtype: Any = jnp.bfloat16) -> Workload:
-    """Return the same on so many hosts, one sequence for each GPU."""
+    """Return the same on a number of hosts, one sequence per GPU."""
     config = moe.MoeConfig.qwen3_235b() if config is None else config
     model = moe.Moe(config, True, dtype, P(EVERYWHERE), P("data", "fsdp"))
     tokens = jax.ShapeDtypeStruct((hosts * GPUS, length), jnp.int32)

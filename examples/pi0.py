@@ -15,7 +15,7 @@ NEEDED = {"torch": "pip install 'remat_jax[torch]'", "sklearn": "pip install sci
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train and compare; the exit status is 0, 1 when the forms differ or nothing is learnt, 2 for bad usage."""
+    """Train and compare; the exit status is 0, 1 if the forms differ or nothing is learnt, 2 for bad usage."""
     for name, remedy in NEEDED.items():
         if importlib.util.find_spec(name) is None:
             print(f"error: this needs {name}, which is not installed: {remedy}", file=sys.stderr)

@@ -37,7 +37,7 @@ def job() -> Workload:
 
 
 def adaptive_job() -> Workload:
-    """Return π0.5: prompts of 200 tokens, and an expert whose norms the time sets."""
+    """Return π0.5: prompts of 200 tokens, and an expert whose norms depend on the time."""
     return _workload(Pi0Config.pi05(), "π0.5")
 
 

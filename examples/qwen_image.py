@@ -22,7 +22,7 @@ ADAPTED = ("*/attention/*", "*/image_mlp/fc2", "*/text_mlp/fc2", "*/image_modula
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the training; the exit status is 0, 1 when losses differ, or 2 for bad usage."""
+    """Run the training; the exit status is 0, 1 if losses differ, or 2 for bad usage."""
     missing = [source for module, source in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         print(f"error: this compares with diffusers on photographs: pip install {' '.join(missing)}", file=sys.stderr)
@@ -48,7 +48,7 @@ def job() -> Any:
 
 
 def lora_job() -> Any:
-    """Return the step that trains adapters alone, with AdamW: the model is frozen, the image and the text as above.
+    """Return the step that trains only adapters, with AdamW: the model is frozen, image and text are as above.
 
     Where the adapters are, their rank of 32 and the learning rate are those of DiffSynth-Studio's script.
 
@@ -59,7 +59,7 @@ def lora_job() -> Any:
 
 
 def edit_lora_job() -> Any:
-    """Return the same of an image that is made from another of 1024²: its tokens stand behind those of the noisy one.
+    """Return the same for an image that is made from another of 1024²: its tokens follow those of the noisy image.
 
     >>> edit_lora_job().batch[0].shape
     (1, 10985, 64)

@@ -1,4 +1,4 @@
-"""`python examples/recompute.py`: one decoder layer trained with recomputation, in every form of PyTorch's and JAX's.
+"""`python examples/recompute.py`: one decoder layer trained with recomputation, in every form of PyTorch and JAX.
 
 Prints losses, kept bytes and executed products of each. `--json` prints one JSON object instead.
 """

@@ -1,8 +1,7 @@
-"""One decoder layer trained with recomputation, in every form of PyTorch's and JAX's.
+"""One decoder layer trained with recomputation, in every form of PyTorch and JAX.
 
-A layer maps the bytes of a text, one vector for each, to the vectors of the bytes that follow. Every form starts from
-the same weights and sees the same batches, so the losses must be the same; what differs is what is kept between the
-passes and what is executed.
+The layer maps the bytes of a text, one vector each, to the vectors of the following bytes. Every form starts from the same
+weights and gets the same batches, so the losses must be equal; the kept bytes and the executions differ.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ def batches(steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def initial() -> dict[str, torch.Tensor]:
-    """The weights that every form starts from."""
+    """The initial weights of every form."""
     torch.manual_seed(0)
     return pytorch.DecoderLayer(WIDTH, HEADS).state_dict()
 
 
 def train_torch(run: Torch, data: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-    """Train in PyTorch; the losses, and what the last step kept and executed."""
+    """Train in PyTorch; returns the losses, and the kept bytes and executions of the last step."""
     layer = pytorch.DecoderLayer(WIDTH, HEADS)
     layer.load_state_dict(initial())
     optimizer = torch.optim.Adam(layer.parameters(), lr=LEARNING_RATE)
@@ -81,7 +80,7 @@ def train_torch(run: Torch, data: list[tuple[np.ndarray, np.ndarray]]) -> dict[s
 
 
 def train_jax(policy: str, data: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-    """Train the Linen twin under a policy; the same fields."""
+    """Train the Linen layer under a policy; returns the same fields."""
     model, kind = linen.DecoderLayer(WIDTH, HEADS), "DecoderLayer"
     params = weights.from_torch(initial(), kind, scan=False)
     optimizer = optax.adam(LEARNING_RATE)
@@ -117,11 +116,11 @@ def run_all(steps: int, progress: Callable[[str], None]) -> list[dict[str, Any]]
         row: dict[str, Any] = {"framework": framework, "form": name, "error": None}
         try:
             with warnings.catch_warnings():
-                # What the reentrant form warns of is an error a line later, and stands in the table.
+                # The reentrant form's warning is an error one line later, and the table reports it.
                 warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
                 row |= train_torch(how, data) if framework == "torch" else train_jax(how, data)
         except RuntimeError as error:
-            # The reentrant form cannot train a layer whose input needs no gradient, as that of a first layer never does.
+            # The reentrant form cannot train a layer whose input needs no gradient, such as a first layer.
             row |= {"losses": [], "device": None, "host": None, "matmuls": None, "error": str(error).split(". ")[0]}
         rows.append(row)
     plain = np.array(rows[0]["losses"])

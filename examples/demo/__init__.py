@@ -1,6 +1,6 @@
 """The main job: one model trained in both frameworks, in every mode, from the same weights on real text.
 
-`run` trains, measures and judges; `tables` and `reading` say what came out. `remat-jax demo` is its command line.
+`run` trains, measures and judges; `tables` and `reading` show the results. `remat-jax demo` is its command line.
 """
 
 from __future__ import annotations

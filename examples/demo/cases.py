@@ -27,7 +27,7 @@ TorchLoss = Callable[..., torch.Tensor]
 
 
 class JaxJob(NamedTuple):
-    """A Flax model as a workload, with the arrays that the workload only describes.
+    """A Flax model as a workload, with values for the arrays that the workload describes by shape.
 
     `extra` are the arguments of the loss between the parameters and the batch; `to_torch` turns a gradient into PyTorch's
     names and shapes.
@@ -43,11 +43,11 @@ class Case(ABC):
     """One model in both frameworks."""
 
     blocks: tuple[type[torch.nn.Module], ...]
-    """PyTorch's block; it is called `layers` times in a forward pass."""
+    """PyTorch's block; a forward pass calls it `layers` times."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        # Drawn once: PyTorch's generator is shared by all threads.
+        # Drawn once, because all threads share PyTorch's generator.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setting.seed)
             self.state = self.module().state_dict()
@@ -70,10 +70,10 @@ class Case(ABC):
 
     @abstractmethod
     def module(self) -> torch.nn.Module:
-        """The model in PyTorch, in float32 and at whatever weights."""
+        """The model in PyTorch, in float32, with arbitrary weights."""
 
     def torch_model(self) -> torch.nn.Module:
-        """The model in PyTorch, in float32 and at its initial weights, the same in every call."""
+        """The model in PyTorch, in float32 with its initial weights, the same in every call."""
         model = self.module()
         model.load_state_dict(self.state)
         return model
@@ -84,14 +84,14 @@ class Case(ABC):
 
     @abstractmethod
     def jax_job(self, form: Form, dtype: str) -> JaxJob:
-        """The model in Flax, in `dtype`, at PyTorch's initial weights."""
+        """The model in Flax, in `dtype`, with PyTorch's initial weights."""
 
     @abstractmethod
     def begins_block(self, eqn: Any) -> bool:
-        """Whether an equation of a jaxpr is the one that a block's forward pass begins with, which no other one looks like."""
+        """Whether an equation of a jaxpr is the first of a block's forward pass; no other equation matches."""
 
     def optimizer(self) -> optax.GradientTransformation:
-        """PyTorch's Adam: the same defaults."""
+        """The defaults of PyTorch's Adam."""
         return optax.adam(self.learning_rate)
 
     def _arrays(self, dtype: str) -> dict[str, np.ndarray]:
@@ -162,7 +162,7 @@ class ByteDecoder(Case):
 class _Regression(Case):
     """A model behind an element-wise weight, which learns random targets by mean squared error.
 
-    The weight is there so that the first block's input is computed like every other one, and not simply the batch.
+    With the weight, the first block's input is computed like every other block's input, and is not the batch itself.
     """
 
     @abstractmethod
@@ -177,7 +177,7 @@ class _Regression(Case):
         size = self.setting
         shape = (size.batch, size.length, size.d_model)
         random = np.random.default_rng(size.seed)
-        # One batch again and again: there is nothing in random targets but to be learnt by heart.
+        # The same batch again and again: random targets can only be memorised.
         batch = tuple(random.normal(size=shape).astype(np.float32) for _ in range(2))
         return [batch] * size.steps
 
@@ -236,7 +236,7 @@ class ToyModel(_Regression):
 
     @property
     def learning_rate(self) -> float:
-        # There is only the weight to learn, and nothing that could go astray: larger steps, so that it shows.
+        # Only the weight is trained, and training cannot diverge: larger steps show an effect.
         return 100 * self.setting.learning_rate
 
     def inner(self) -> torch.nn.Module:
@@ -250,7 +250,7 @@ class ToyModel(_Regression):
 
 
 class Weighted(torch.nn.Module):
-    """An element-wise weight, and a model that takes the two flags behind it."""
+    """An element-wise weight, and a model that takes the two flags after it."""
 
     def __init__(self, inner: torch.nn.Module, d_model: int) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Weighted(torch.nn.Module):
 
 
 class Checkpointed(torch.nn.Module):
-    """A block that is called in the mode that the flags select; it has no parameters of its own."""
+    """A block that is called in the mode of the flags; it has no parameters of its own."""
 
     def __init__(self, block: torch.nn.Module) -> None:
         super().__init__()

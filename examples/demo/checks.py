@@ -1,4 +1,4 @@
-"""What has to hold, computed from the evidence: one function per check, each with its figure and its bound."""
+"""The checks, computed from the evidence: one function per check, each with its figure and its bound."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from remat_jax.parity import LOSS_STEPS, TOLERANCES, float64_error, judge
 from .outcome import Check, Evidence
 from .torch_rows import FRAMEWORK as TORCH
 
-# Both frameworks keep the same arrays of blocks; beside these JAX keeps a few integers per token (indices, masks).
+# Both frameworks keep the same arrays of blocks; JAX also keeps a few integers per token (indices, masks).
 RESIDUAL_BYTES = 0.01
 SCANNED = ("JAX Linen", "JAX NNX")
 
 
 def reference_of(evidence: Sequence[Evidence], model: str) -> Evidence:
-    """PyTorch without checkpointing, which every other row of the model is compared with."""
+    """PyTorch without checkpointing, the reference of every other row of the model."""
     return next(one for one in evidence if (one.framework, one.model, one.mode) == (TORCH, model, "off"))
 
 
@@ -29,7 +29,7 @@ def grad_error(reference: Evidence, one: Evidence) -> float:
 
 
 def judged(evidence: Sequence[Evidence]) -> tuple[Check, ...]:
-    """All checks, in the order in which a reader wants them."""
+    """All checks, in the order of the report."""
     found = [
         gradients_in_float64(evidence),
         gradients_in_float32(evidence),
@@ -46,13 +46,13 @@ def judged(evidence: Sequence[Evidence]) -> tuple[Check, ...]:
 
 
 def gradients_in_float64(evidence: Sequence[Evidence]) -> Check:
-    """Every gradient of every row is PyTorch's plain one, in float64."""
+    """In float64 every row has PyTorch's plain gradients."""
     errors = {one.label: grad_error(reference_of(evidence, one.model), one) for one in evidence}
     return _at_most("gradients in float64: largest relative error", errors, TOLERANCES["float64"].value)
 
 
 def gradients_in_float32(evidence: Sequence[Evidence]) -> Check:
-    """In float32 no row is farther from float64 than a few times PyTorch itself."""
+    """In float32 no row is farther from float64 than a few times PyTorch's own error."""
     ratios = {}
     for one in evidence:
         plain = reference_of(evidence, one.model)
@@ -73,20 +73,20 @@ def losses_agree(evidence: Sequence[Evidence]) -> Check:
 
 
 def losses_fall(evidence: Sequence[Evidence]) -> Check:
-    """Every row learns; two that learnt nothing would agree as well."""
+    """Every row learns; two rows that learnt nothing would agree as well."""
     ratios = {one.label: one.losses[-1] / one.losses[0] for one in evidence}
     check = _at_most("training: last loss over first loss", ratios, 1.0)
     return replace(check, holds=check.figure < 1.0)
 
 
 def block_executions(evidence: Sequence[Evidence]) -> Check:
-    """Every block runs as often as its mode says."""
+    """Every block runs as often as its mode requires."""
     wrong = {one.label: float(abs(one.block_executions - one.expected_executions)) for one in evidence}
     return _at_most("block executions: largest deviation from what the mode promises", wrong, 0.0)
 
 
 def residual_bytes(evidence: Sequence[Evidence]) -> Check:
-    """With checkpoint and with offload, scanned JAX keeps what PyTorch keeps, on the device and on the host."""
+    """With checkpoint and with offload, scanned JAX keeps the same bytes as PyTorch, on the device and on the host."""
     deviations = {}
     torch_rows = {(one.model, one.mode): one for one in evidence if one.framework == TORCH}
     for one in evidence:
@@ -102,7 +102,7 @@ def residual_bytes(evidence: Sequence[Evidence]) -> Check:
 
 
 def offload_offers(evidence: Sequence[Evidence]) -> Check:
-    """Every row that is to offload puts something on the host, and no other row does."""
+    """Every row that must offload has bytes on the host, and no other row has."""
     wrong = {one.label: float(one.offloads != (one.residual_host_bytes > 0)) for one in evidence}
     return replace(
         _at_most("offload: rows whose residuals are not where the mode puts them", wrong, 0.0), figure=sum(wrong.values())
@@ -110,7 +110,7 @@ def offload_offers(evidence: Sequence[Evidence]) -> Check:
 
 
 def host_bytes(evidence: Sequence[Evidence]) -> Check:
-    """Compiled for the target, the step keeps on the host exactly the bytes that were to go there."""
+    """Compiled for the target, the step has exactly the offered bytes on the host."""
     missing = {
         one.label: float(abs(one.host_bytes - one.residual_host_bytes)) for one in evidence if one.host_bytes is not None
     }
@@ -118,7 +118,7 @@ def host_bytes(evidence: Sequence[Evidence]) -> Check:
 
 
 def sign_flips_are_caught(evidence: Sequence[Evidence]) -> Check:
-    """A negative control: with the sign of a single gradient turned around, both gradient checks must fail."""
+    """A negative control: with the sign of a single gradient flipped, both gradient checks must fail."""
     plain = reference_of(evidence, evidence[0].model)
     one = next(one for one in evidence if one.framework != TORCH and one.model == plain.model)
     missed = [
@@ -138,20 +138,20 @@ def sign_flips_are_caught(evidence: Sequence[Evidence]) -> Check:
 
 
 def flipped(one: Evidence, name: str) -> Evidence:
-    """`one` with the sign of the gradient `name` turned around."""
+    """`one` with the sign of the gradient `name` flipped."""
     gradients64 = {**one.gradients64, name: -one.gradients64[name]}
     gradients32 = {**one.gradients32, name: -one.gradients32[name]}
     return replace(one, gradients64=gradients64, gradients32=gradients32)
 
 
 def _telling(one: Evidence) -> list[str]:
-    """The gradients that are hardest and easiest to notice, and one between: by their norms."""
+    """The gradients with the largest, the smallest and a middle norm."""
     ranked = sorted(one.gradients64, key=lambda name: float(np.linalg.norm(one.gradients64[name])))
     return list(dict.fromkeys((ranked[0], ranked[len(ranked) // 2], ranked[-1])))
 
 
 def _at_most(name: str, figures: dict[str, float], bound: float) -> Check:
-    """The worst of `figures` against `bound`; what is not a number is the worst of all, and so is nothing at all."""
+    """The worst of `figures` against `bound`; NaN is worst, and so is an empty list."""
     if not figures:
         return Check(name, math.inf, bound, False, "nothing to check")
     where = max(figures, key=lambda label: math.inf if math.isnan(figures[label]) else figures[label])

@@ -1,4 +1,4 @@
-"""Compiling every JAX step for the target, in processes of their own beside everything else."""
+"""Compiles every JAX step for the target, in separate processes beside everything else."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from remat_jax.memory.measure import measure_many
 from .cases import Case
 from .setting import Asked, Form
 
-# Each holds a compiler; more than the machine has cores only take turns.
+# Each process holds a compiler; more processes than cores only take turns.
 PROCESSES = 2
 Key = tuple[str, str, str]
 """Model, framework, mode."""
 
 
 class Compiling:
-    """The reports of all rows for one target, being made in the background."""
+    """The reports of all rows for one target, made in the background."""
 
     def __init__(self, cases: list[Case], target: str | None, timeout: float, on_done: Callable[[], None]) -> None:
         self.target, self.timeout, self.on_done = target, timeout, on_done
@@ -45,7 +45,7 @@ class Compiling:
         return reports
 
     def reports(self) -> dict[Key, MemoryReport]:
-        """All reports, once they are there; empty where there is no compiler for the target."""
+        """All reports, once they are complete; empty if there is no compiler for the target."""
         return {
             (case.name, form.framework, one.mode): report
             for case, form, asked, future in self.jobs
@@ -54,7 +54,7 @@ class Compiling:
 
 
 def _by_size(cases: list[Case]) -> list[tuple[Case, Form, tuple[Asked, ...]]]:
-    """What one process compiles, the longest first, so that both processes end at about the same time."""
+    """The rows that one process compiles, the longest first, so that both processes end at about the same time."""
     batches = [
         (case, form, part)
         for case in cases

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: train, compile for the GPU meanwhile, time when it is quiet, judge."""
+"""The whole demo: train, compile for the GPU meanwhile, time when it is quiet, judge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .setting import Setting
 from .timing import Trainer, relative_times
 
 Tell = Callable[[str, int, int], None]
-"""`tell(what, done, total)`: `what` is being done, and `done` of `total` parts are behind."""
+"""`tell(what, done, total)`: `what` is in progress, and `done` of `total` parts are complete."""
 Trained = list[tuple[Evidence, Trainer]]
 
 
@@ -35,7 +35,7 @@ def run(setting: Setting | None = None, tell: Tell | None = None) -> Outcome:
 
 
 def collect(setting: Setting, tell: Tell | None = None) -> tuple[list[Evidence], tuple[str, ...]]:
-    """Everything that `run` measures, and what a reader of the figures has to know."""
+    """All measurements of `run`, and the remarks that a reader needs."""
     compat.keep_to_cpu_without_gpu()
     cases = [CASES[name](setting) for name in setting.models]
     progress = _Progress(tell)
@@ -74,7 +74,7 @@ def _jax_rows(cases: Sequence[Case], progress: _Progress) -> Trained:
 
 
 def _times(trained: Trained, cases: Sequence[Case], progress: _Progress) -> dict[Key, float]:
-    """The relative step time of every row; all rows of one framework and model are timed in turn."""
+    """The relative step time of every row; all rows of one framework and model are timed alternately."""
     groups: dict[tuple[str, str], dict[str, Trainer]] = {}
     for one, trainer in trained:
         groups.setdefault((one.model, one.framework), {})[one.mode] = trainer
@@ -116,7 +116,7 @@ def rows_of(evidence: Sequence[Evidence]) -> tuple[Row, ...]:
 
 
 def _notes(unavailable: str, reports: Mapping[Key, MemoryReport]) -> tuple[str, ...]:
-    """What a reader has to know: why there are no figures for the GPU, and each warning of a report once."""
+    """Remarks for the reader: why there are no figures for the GPU, and each warning of a report once."""
     notes = [f"Nothing was compiled for a GPU. {unavailable}"] if unavailable else []
     said: dict[str, list[str]] = {}
     for (model, framework, mode), report in reports.items():
@@ -129,7 +129,7 @@ def _notes(unavailable: str, reports: Mapping[Key, MemoryReport]) -> tuple[str, 
 
 
 class _Progress:
-    """Counts the parts that are done and tells of them, from whatever thread."""
+    """Counts the completed parts and reports them, from any thread."""
 
     def __init__(self, tell: Tell | None) -> None:
         self._tell, self._lock = tell, threading.Lock()

@@ -1,4 +1,4 @@
-"""What is measured in JAX: gradients, training, executions, residuals and compiled memory under a policy."""
+"""Measurements in JAX: gradients, training, executions, residuals and compiled memory under a policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class JaxTrainer:
         step = self.job.workload.step(policy)
         self.traced = jax.jit(step.function, donate_argnums=step.donate_argnums).trace(*step.arguments)
         self.compiled = self.traced.lower().compile(compiler_options=KEEP_BARRIERS)
-        # Copies: the step may write over what it is given.
+        # Copies, because the step may overwrite its arguments.
         self.params = jax.tree.map(jnp.array, self.job.params)
         self.state = case.optimizer().init(self.params)
 
@@ -46,7 +46,7 @@ class JaxTrainer:
 
 
 def measure(case: Case, form: Form, asked: Asked, trainer: JaxTrainer) -> Evidence:
-    """Train with `trainer` and measure everything but the step time and the memory on the target."""
+    """Train with `trainer` and measure everything except the step time and the memory on the target."""
     kept = residuals(trainer.job.workload, asked.policy)
     return Evidence(
         framework=form.framework,
@@ -60,7 +60,7 @@ def measure(case: Case, form: Form, asked: Asked, trainer: JaxTrainer) -> Eviden
         offloads=asked.offloads,
         residual_device_bytes=kept.device_bytes,
         residual_host_bytes=kept.host_bytes,
-        # Of unrolled layers XLA's CPU compiler says nothing: its scheduler does not care for memory.
+        # XLA's CPU compiler says nothing about unrolled layers: its scheduler ignores memory.
         peak_bytes={"torch": None, "cpu": trainer.cpu_bytes() if form.scan else None, "h200": None},
     )
 

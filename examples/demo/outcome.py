@@ -1,4 +1,4 @@
-"""What the demo measures, what it shows of it, and what it concludes: plain data."""
+"""The demo's measurements, tables and conclusions as plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Gradients = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that was measured of one row.
+    """All measurements of one row.
 
     Attributes:
       losses: the loss of every step of the float32 training, before its update.
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that has to hold.
+    """One check.
 
     Attributes:
       name: what is checked.
@@ -90,7 +90,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rows, the checks, and remarks that a reader of the figures must know."""
+    """The rows, the checks, and the remarks that a reader needs."""
 
     rows: tuple[Row, ...]
     checks: tuple[Check, ...]

@@ -1,4 +1,4 @@
-"""How large the demo is, and which rows its table has."""
+"""The size of the demo, and the rows of its table."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Setting:
                 raise ValueError(f"{argument}={given}: expected one or more of {', '.join(known)}")
 
     def forms(self, model: str) -> tuple[Form, ...]:
-        """The ways in which a model is written in Flax, each with its rows."""
+        """The forms of a Flax model, each with its rows."""
         return tuple(form for form in FORMS[model] if form.framework in self.frameworks)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A JAX row that is asked for.
+    """A JAX row.
 
     Attributes:
       mode: what the table calls it.
@@ -77,7 +77,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Form:
-    """A way to write the model in Flax, and the rows that it gets.
+    """A form of the Flax model, and its rows.
 
     Attributes:
       framework: what the table calls it.
@@ -94,9 +94,9 @@ class Form:
 BLOCK_RUNS = dict(zip(MODES, (1, 2, 2), strict=True))
 THREE_MODES = tuple(Asked(mode, mode, BLOCK_RUNS[mode], mode == "offload") for mode in MODES)
 
-# Save the products of the weights, but the widest of them to the host: no policy of JAX's own can say this.
+# Save the products with weights, but offload the widest of them: no policy of JAX's own can express this.
 COMPOSED = "offload: *ffn/up:dot_general#0; save: @dots_with_no_batch_dims"
-# All of these keep the product that a block begins with, so that it is not computed twice.
+# All of these keep a block's first product, so that it is not computed twice.
 POLICIES = (
     Asked("dots", "dots", 1, False),
     Asked("offload_dot_with_no_batch_dims", "offload_dot_with_no_batch_dims", 1, True),
@@ -118,6 +118,6 @@ FORMS: dict[str, tuple[Form, ...]] = {
 MODELS = tuple(FORMS)
 FRAMEWORKS = tuple(form.framework for form in FORMS["ByteDecoder"])
 FULL = Setting(models=MODELS, frameworks=FRAMEWORKS, steps=20)
-"""Every model in every form, and trained longer."""
+"""Every model in every form, with longer training."""
 QUICK = {"num_layers": 2, "length": 16, "batch": 4, "steps": 6, "rounds": 3}
 """A small model and few steps, to see that everything works."""

@@ -1,4 +1,4 @@
-"""The outcome for people: a table per model, the checks, and what the figures say in plain words."""
+"""The outcome for people: a table per model, the checks, and the meaning of the figures in words."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tables(outcome: Outcome) -> list[Table]:
 
 
 def reading(outcome: Outcome) -> list[str]:
-    """What the first model's figures say, a sentence or two each."""
+    """The meaning of the first model's figures, in a sentence or two each."""
     model = outcome.rows[0].model
     rows = {(row.framework, row.mode): row for row in outcome.rows if row.model == model}
     frameworks = [name for name in (TORCH, "JAX Linen") if (name, "off") in rows]
@@ -77,7 +77,7 @@ def _of_model(model: str, rows: Sequence[Row]) -> Table:
 
 
 def _indented(mode: str) -> str:
-    """A mode below its framework; the rules of a long policy one below the other."""
+    """A mode on the line below its framework; the rules of a long policy on separate lines."""
     return f"  {mode}" if len(mode) < 32 else "  " + mode.replace("; ", ";\n    ")
 
 

@@ -1,4 +1,4 @@
-"""Step times, taken in turn so that whatever else the machine does falls on all modes alike."""
+"""Step times, measured alternately, so that other work on the machine affects all modes alike."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Protocol
 
 from .cases import Batch
 
-# XLA takes the barriers of `jax.checkpoint` away on the CPU, and then merges what is computed again with what was computed
-# before: an unrolled form would run no longer than plain, and save nothing. Without this pass it runs what it says.
+# On the CPU XLA removes the barriers of `jax.checkpoint` and merges the recomputation with the forward pass: an unrolled form
+# would take no longer than the plain form, and save nothing. Without this pass it runs as written.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 MOST_ROUNDS = 100
 ENOUGH_SECONDS = 1.0
 
 
 class Trainer(Protocol):
-    """Something that makes a training step."""
+    """An object that runs a training step."""
 
     def step(self, batch: Batch) -> tuple[float, float]: ...
 

@@ -1,4 +1,4 @@
-"""What is measured in PyTorch: gradients, training, executions, residuals and peak memory of a mode."""
+"""Measurements in PyTorch: gradients, training, executions, residuals and peak memory of a mode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TorchTrainer:
 
 
 def measure(case: Case, mode: str, trainer: TorchTrainer) -> Evidence:
-    """Train with `trainer` and measure everything but the step time, which needs a quiet machine."""
+    """Train with `trainer` and measure everything except the step time, which needs a quiet machine."""
     batches = case.batches()
     loss_of = case.torch_loss(model := case.torch_model(), mode)
     tensors = to_tensors(batches[0])
@@ -66,7 +66,7 @@ def measure(case: Case, mode: str, trainer: TorchTrainer) -> Evidence:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute in one thread: several wait for each other by spinning, which stalls them where the machine does other work."""
+    """Compute in one thread: several threads wait for each other by spinning, which stalls them on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -83,12 +83,12 @@ def gradients(case: Case, mode: str, dtype: torch.dtype) -> dict[str, np.ndarray
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """The gradients that a backward pass has left."""
+    """The gradients that a backward pass has stored."""
     return {name: as_numpy(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 def to_tensors(batch: Batch, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """Copies as tensors: integers as int64, which PyTorch's losses ask for, the rest in `dtype`."""
+    """Copies as tensors: integers as int64, which PyTorch's losses require, other arrays in `dtype`."""
     return tuple(torch.tensor(x, dtype=torch.int64 if x.dtype.kind == "i" else dtype) for x in batch)
 
 
@@ -96,7 +96,7 @@ def _step(case: Case, mode: str) -> Callable[[], Any]:
     batch = case.batches()[0]
 
     def build() -> torch_ref.TrainingStep:
-        # Under fake tensors: made from shapes, values have no meaning there.
+        # Under fake tensors: only shapes matter there.
         model = case.module()
         optimizer = torch.optim.Adam(model.parameters(), case.learning_rate)
         integer = [x.dtype.kind == "i" for x in batch]

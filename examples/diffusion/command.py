@@ -16,7 +16,7 @@ COLUMNS = ("framework", "mode", "first loss", "last loss", "off plain by", "devi
 
 
 def main(model: str, arguments: list[str] | None = None) -> int:
-    """Train `model` and print the table, or one JSON object; exit status 0, 1 when losses differ, 2 for bad usage."""
+    """Train `model` and print the table, or one JSON object; exit status 0, 1 if losses differ, 2 for bad usage."""
     parser = argparse.ArgumentParser(
         prog=f"{model}.py",
         description="A short training on parts of two photographs, in PyTorch and in JAX, in every mode: the same losses.",

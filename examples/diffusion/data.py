@@ -10,14 +10,16 @@ CAPTIONS = ("a Chinese temple", "a dahlia in flower")  # of the photographs, in 
 
 
 class Words(NamedTuple):
-    """A caption's bytes as embeddings (T, width) in float32, and which of them are no padding (T,)."""
+    """A caption's bytes as embeddings (T, width) in float32, and a mask (T,) that is false for padding."""
 
     embeddings: np.ndarray
     mask: np.ndarray
 
 
 def photographs(shrink: int = 4) -> np.ndarray:
-    """Return both photographs as numbers from -1 to 1, (2, 427 // shrink, 640 // shrink, 3), `shrink` pixels a side as one."""
+    """Return both photographs as numbers from -1 to 1, (2, 427 // shrink, 640 // shrink, 3), averaged over squares of `shrink`
+    pixels.
+    """
     from sklearn.datasets import load_sample_images
 
     pixels = np.stack(load_sample_images().images).astype(np.float32) / 127.5 - 1
@@ -40,7 +42,7 @@ def crops(random: np.random.Generator, images: np.ndarray, which: np.ndarray, he
 
 
 def captions(width: int) -> Words:
-    """Return both captions, of equal length through padding; a fixed random table stands in for a frozen text encoder."""
+    """Return both captions, padded to equal length; a fixed random table stands in for a frozen text encoder."""
     length = max(map(len, CAPTIONS))
     tokens = np.array([list(caption.ljust(length, "\0").encode()) for caption in CAPTIONS])
     table = np.random.default_rng(0).normal(size=(128, width)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Qwen-Image's `model_fn` in both frameworks: checkpoints around the blocks, and no line of the model's own code changed."""
+"""Qwen-Image's `model_fn` in both frameworks: checkpoints around the blocks, without a change to the model's own code."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def flax_model_fn(
 
 
 def batches(steps: int) -> list[Batch]:
-    """Noisy parts of the photographs as tokens, their captions and masks, times, and the velocities to learn."""
+    """Noisy parts of the photographs as tokens, their captions and masks, times, and the target velocities."""
     random, images, words = np.random.default_rng(0), data.photographs(), data.captions(CONFIG.text_width)
     found = []
     for _ in range(steps):
@@ -100,7 +100,7 @@ def batches(steps: int) -> list[Batch]:
 
 
 def make_torch(config: QwenImageConfig = CONFIG) -> torch.nn.Module:
-    """Return a fresh model of `diffusers`, always with the same weights."""
+    """Return a new model of `diffusers`, always with the same weights."""
     from diffusers import QwenImageTransformer2DModel
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""One training of a model in both frameworks and every mode, from the same weights and on the same batches."""
+"""Trains one model in both frameworks and every mode, from the same weights and on the same batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODES = ("off", "checkpoint", "offload")
 
 @dataclass(frozen=True)
 class Pair:
-    """A PyTorch model and its Flax port, run by a `model_fn` each, which puts a checkpoint around every block.
+    """A PyTorch model and its Flax port, each run by a `model_fn` that puts a checkpoint around every block.
 
     Attributes:
         name: of the model.
@@ -46,10 +46,11 @@ class Pair:
 
 
 def train_torch(pair: Pair, mode: str, checkpoint_forward: Callable[..., Any], batches: Sequence[Batch]) -> dict[str, Any]:
-    """Train in PyTorch; the losses, and what a step keeps between its passes."""
+    """Train in PyTorch; returns the losses, and what a step keeps between its passes."""
     model = pair.make_torch()
     loss_of = pair.torch_loss(model, checkpoint_forward, torch_ref.mode_flags(mode))
-    # What the loss does not reach, as the text behind the last attention, has no gradient here and zeros in JAX: no decay.
+    # Parameters that the loss does not reach, such as the text stream after the last attention, have no gradient here and
+    # zeros in JAX: no decay.
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     data = [tuple(map(torch.from_numpy, batch)) for batch in batches]
     saved = torch_ref.saved_for_backward(loss_of, *data[0])
@@ -91,8 +92,8 @@ def train_jax(pair: Pair, mode: str, batches: Sequence[Batch]) -> dict[str, Any]
 def run_all(pair: Pair, batches: Sequence[Batch], progress: Callable[[str], None]) -> list[dict[str, Any]]:
     """Train in every form; one dictionary each, the first is plain PyTorch.
 
-    `difference` is the largest relative one from its losses in the first `LOSS_STEPS` steps, for which
-    `TOLERANCES["loss"]` holds: what two frameworks round differently grows from step to step.
+    `difference` is the largest relative difference of a loss from plain PyTorch's in the first `LOSS_STEPS` steps, for which
+    `TOLERANCES["loss"]` holds: different roundings of the two frameworks grow from step to step.
     """
     right, faithful = torch_ref.gradient_checkpoint_forward, torch_ref.faithful.gradient_checkpoint_forward
     forms: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [

@@ -1,4 +1,4 @@
-"""Wan's `model_fn` in both frameworks: checkpoints around the blocks, and no line of the model's own code changed."""
+"""Wan's `model_fn` in both frameworks: checkpoints around the blocks, without a change to the model's own code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def torch_model_fn(
     if latents.ndim != 5 or latents.shape[1] != channels:
         expected = f"(batch, {channels}, frames, height, width)"
         raise ValueError(f"latents have shape {tuple(latents.shape)}, expected {expected}: the channels come first here")
-    # The convolution would leave out what fills no patch.
+    # The convolution would drop pixels that fill no patch.
     check_patches(tuple(latents.shape[2:]), patch)
     check_conditions(len(latents), model.config.text_dim, text, time)
     rotation = model.rope(latents)
@@ -92,7 +92,7 @@ def flax_model_fn(
 
 
 def batches(steps: int) -> list[Batch]:
-    """Noisy videos, pans to the right over parts of the photographs, their captions, times, and the velocities to learn."""
+    """Noisy videos that pan to the right over parts of the photographs, their captions, times, and the target velocities."""
     random, images, words = np.random.default_rng(0), data.photographs(), data.captions(CONFIG.text_width)
     found = []
     for _ in range(steps):
@@ -105,7 +105,7 @@ def batches(steps: int) -> list[Batch]:
 
 
 def make_torch(config: WanConfig = CONFIG) -> torch.nn.Module:
-    """Return a fresh model of `diffusers`, always with the same weights."""
+    """Return a new model of `diffusers`, always with the same weights."""
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)

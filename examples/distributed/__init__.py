@@ -1,1 +1,1 @@
-"""What `examples/train_anywhere.py` is made of: processes and mesh, the training step, checkpoints, metrics."""
+"""The parts of `examples/train_anywhere.py`: processes and mesh, the training step, checkpoints, metrics."""

@@ -1,8 +1,8 @@
 """Checkpoints that survive a kill, damage, and a change of mesh, by orbax.
 
-A checkpoint is written beside its place and renamed when it is whole, so that a kill leaves the one before it. With each go the
-setting that it was trained under, and a checksum of every array. The checksum is a sum of integers, the same on every mesh, so
-that what is read back can be compared wherever it is read: orbax reads a flipped bit back as another number.
+A checkpoint is written beside its final place and renamed when it is complete, so a kill leaves the previous one intact. It
+includes the training's setting and a checksum of every array. The checksum is a sum of integers, the same on every mesh, so it
+can be verified on any mesh. It is needed because orbax reads a flipped bit as another number.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .setting import differences
 
 Tell = Callable[[str], None]
 _LATE = (0.1, 0.5, 1.0, 2.0, 4.0)
-"""Seconds between looks for a file that another host has written."""
+"""Seconds between looks for a file that another host writes."""
 
 
 class CheckpointError(RematError, RuntimeError):
-    """Raised when there are checkpoints and none of them can be read."""
+    """Raised if there are checkpoints but none can be read."""
 
 
 class Checkpoints:
@@ -67,9 +67,9 @@ class Checkpoints:
         self._manager.save(step, args=saved, force=True)
 
     def restore(self, structs: Any, tell: Tell) -> tuple[int, Any] | None:
-        """The newest state that can be read, laid out as `structs` say, and its step; None where there are no checkpoints.
+        """The newest readable state, laid out like `structs`, and its step; None if there are no checkpoints.
 
-        `tell` is given a sentence about each one that cannot be read. These are put aside: their step comes again.
+        `tell` receives a sentence about each unreadable checkpoint. These are put aside, because their steps are repeated.
 
         Raises:
           ArgumentError: the newest is of another setting.
@@ -90,12 +90,12 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Wait until what was saved is written."""
+        """Wait until all saved data is written."""
         self._manager.wait_until_finished()
         self._manager.close()
 
     def _read(self, step: int, structs: Any) -> tuple[str, Any]:
-        """Why the checkpoint cannot be read, or nothing; and its state. The same in every process."""
+        """Why the checkpoint cannot be read (or nothing), and its state. The same in every process."""
         path = self._folder / str(step)
         why, about = _attempt(path, about=ocp.args.JsonRestore())
         if not why:
@@ -123,7 +123,7 @@ class Checkpoints:
 
 
 def _check_folder(folder: Path) -> None:
-    """Make the folder, and refuse one that is not the same in all processes: each would wait for files that are elsewhere."""
+    """Make the folder, and refuse one that differs between processes: each would wait for files that are elsewhere."""
     token = int(multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32)))
     file, why = folder.absolute() / f".process-0-was-here-{token}", ""
     try:
@@ -134,7 +134,7 @@ def _check_folder(folder: Path) -> None:
         why = f"{error.strerror}; give a folder that can be written to"
     if not all_agree(not why):
         raise ArgumentError(f"--checkpoint {folder}: {why or 'another process cannot write to it'}")
-    # All have come this far, so the file is there; a network's file system may be late.
+    # All processes have reached this point, so the file exists; a network file system may be late.
     for wait in _LATE:
         if file.exists():
             break
@@ -151,14 +151,14 @@ def _check_folder(folder: Path) -> None:
 
 
 def _attempt(path: Path, **item: Any) -> tuple[str, Any]:
-    """Read one item of a checkpoint: why that fails in some process, or nothing, and the item."""
-    # Each process for itself: where orbax makes them wait for each other, one that fails leaves the others waiting.
+    """Read one item of a checkpoint: the reason why that fails in some process (or nothing), and the item."""
+    # Each process by itself: where orbax lets processes wait for each other, a failing one would leave the others waiting.
     alone = MultiprocessingOptions(primary_host=None, active_processes={jax.process_index()})
     why, found = "", None
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as reader:
         try:
             found = reader.restore(path, args=ocp.args.Composite(**item))[next(iter(item))]
-        except Exception as error:  # of files that are damaged orbax raises a plain Exception
+        except Exception as error:  # for damaged files orbax raises a plain Exception
             _ignore_leftovers()
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     return (why, found) if all_agree(not why) else (why or "another process cannot read it", None)
@@ -169,12 +169,12 @@ def _digest(about: Mapping[str, Any]) -> str:
 
 
 def _is_whole(about: Any) -> bool:
-    """Whether it is what was saved, by its own digest."""
+    """Whether the data is what was saved, by its own digest."""
     return isinstance(about, dict) and about.get("digest") == _digest({name: about[name] for name in about if name != "digest"})
 
 
 def _ignore_leftovers() -> None:
-    """Where the reading of one array fails orbax leaves that of others behind, a page for each: they would hide the warning."""
+    """If reading one array fails, orbax logs a page for each other array, which would hide the warning."""
     before = sys.unraisablehook
 
     def told(about: Any) -> None:
@@ -192,7 +192,7 @@ def _free(path: Path) -> Path:
 
 
 def checksums(state: Any) -> dict[str, int]:
-    """A number for each array that another value in one of its elements would change, whatever the mesh.
+    """A number for each array that changes with any of its elements, whatever the mesh.
 
     Each element's bits and place, mixed by the finalizer of MurmurHash3, a bijection, and summed modulo 2³². A sum of integers
     does not depend on its order. Several changes at once go unseen with a probability of 2⁻³².
@@ -208,10 +208,10 @@ def checksums(state: Any) -> dict[str, int]:
 
 
 def _checksum(array: jax.Array) -> jax.Array:
-    if is_on_host(array):  # as rj.offload_optimizer keeps a state: nothing is computed there
+    if is_on_host(array):  # rj.offload_optimizer keeps a state there; nothing is computed there
         array = jax.device_put(array, jax.memory.Space.Device)
     width = array.dtype.itemsize
-    # Of eight bytes two numbers are made, in a dimension of their own.
+    # Eight bytes become two numbers, in a dimension of their own.
     bits = jax.lax.bitcast_convert_type(array, jnp.uint32 if width >= 4 else f"uint{8 * width}").astype(jnp.uint32)
     place, stride = jnp.zeros(bits.shape, jnp.uint32), 1
     for dimension in reversed(range(bits.ndim)):

@@ -27,11 +27,11 @@ FAILED, BAD_USAGE = 1, 2
 
 
 class TrainingError(RematError, RuntimeError):
-    """Raised when the training cannot go on."""
+    """Raised if the training cannot continue."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments. Those of `Setting` have its defaults."""
+    """The command-line arguments. Those of `Setting` have its defaults."""
     made = argparse.ArgumentParser(
         prog="train_anywhere.py",
         description="Train a decoder on the source of Python's standard library, on whatever devices there are. The same "
@@ -84,12 +84,12 @@ def _add_setting(group: Any) -> None:
 
 
 def setting_of(options: argparse.Namespace) -> Setting:
-    """What the arguments say is trained."""
+    """The setting that the arguments describe."""
     return Setting(**{name: getattr(options, name) for name in Setting.__dataclass_fields__})
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train; exit status 0, 1 when the training cannot go on or no checkpoint can be read, 2 for bad usage."""
+    """Train; exit status 0, 1 if the training cannot continue or no checkpoint can be read, 2 for bad usage."""
     options = parser().parse_args(arguments)
     try:
         _check_numbers(options)
@@ -116,10 +116,10 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def train(setting: Setting, options: argparse.Namespace) -> State:
-    """Train from the newest checkpoint, or from the start, to `options.steps`; gives the state."""
+    """Train from the newest checkpoint, or from the start, to `options.steps`; returns the state."""
     mesh = processes.make_mesh(None if options.mesh is None else processes.parsed_mesh(options.mesh))
     told = setting.told()
-    # What all of them do together: saving waits for every process.
+    # All processes do this together: saving waits for every process.
     alike = {name: getattr(options, name) for name in ("steps", "save_every", "keep", "wait")}
     alike |= {"policy": _content(options.policy), "checkpoint": options.checkpoint and str(options.checkpoint)}
     processes.check_same(told | {"mesh": dict(mesh.shape)} | alike)
@@ -150,14 +150,14 @@ def train(setting: Setting, options: argparse.Namespace) -> State:
     try:
         with ending:
             return _run(trainer, state, first, setting, options, saving, ending.is_due)
-    except Exception as error:  # what a lost process becomes in a step, in a collective of orbax, in its thread that writes
+    except Exception as error:  # the errors of a lost process: in a step, in a collective of orbax, in orbax's writing thread
         if jax.process_count() == 1 or isinstance(error, RematError):
             raise
         _end_alone(error)
 
 
 def _content(policy: str) -> str:
-    """A policy's text, or that of a plan's file, which each process reads for itself."""
+    """A policy's text, or that of a plan's file, which each process reads by itself."""
     try:
         return Path(policy).read_text(encoding="utf-8") if policy.endswith(".json") else policy
     except OSError:
@@ -165,14 +165,14 @@ def _content(policy: str) -> str:
 
 
 def chosen_policy(given: str, job: rj.Workload) -> tuple[Any, dict[str, str], Mapping[str, int]]:
-    """The policy for `Workload.step`, and what a plan says of it: its figures, and the options to compile with.
+    """The policy for `Workload.step`, the plan's figures, and its compiler options.
 
     Raises:
       PlanningError: the plan's file cannot be read, or is for another model.
       PolicyError: the text is no policy.
     """
     if not given.endswith(".json"):
-        job.with_policy(job.loss, given)  # refuses a text that is none
+        job.with_policy(job.loss, given)  # refuses a malformed text
         return given, {}, {}
     plan = rj.Plan.load(given, job)
     wanted = _devices_of(plan.target)
@@ -186,7 +186,7 @@ def chosen_policy(given: str, job: rj.Workload) -> tuple[Any, dict[str, str], Ma
 
 
 def _devices_of(name: str) -> int | None:
-    """How many devices a plan's target has; None where that is not known here, as of a target of a file that is gone."""
+    """The number of devices of a plan's target; None if it is unknown here, as for a target file that is missing."""
     try:
         return target(name).devices
     except RematError:
@@ -228,7 +228,7 @@ def _run(
 
 
 def _end_as_asked(step: int, saving: Checkpoints | None) -> NoReturn:
-    """End in all processes together, with what was saved written."""
+    """End in all processes together, after everything saved is written."""
     if saving:
         saving.close()
     if jax.distributed.is_initialized():
@@ -238,7 +238,7 @@ def _end_as_asked(step: int, saving: Checkpoints | None) -> NoReturn:
 
 
 def _end_alone(error: Exception) -> NoReturn:
-    """End this process when a step fails that several share: most likely another one is gone."""
+    """End this process if a shared step fails: most likely another process has died."""
     why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     print(
         f"error: process {jax.process_index()} of {jax.process_count()}: a step failed ({why}), most likely because another "
@@ -249,7 +249,7 @@ def _end_alone(error: Exception) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit at once: at a normal exit JAX waits for the other processes, which are gone, or wait for this one."""
+    """Exit at once: a normal exit of JAX waits for the other processes, which are dead, or wait for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

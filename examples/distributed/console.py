@@ -1,4 +1,4 @@
-"""Metrics: on the console by rich, and as JSON lines in a file, by the first process alone."""
+"""Metrics: on the console by rich, and as JSON lines in a file, written by the first process only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROW = "{:>8}  {:>10}  {:>10}  {:>10}"
 
 
 class Metrics:
-    """What the training says; every process has one, and only the first one's says anything.
+    """The training's output; every process has one, but only the first process's writes.
 
     Args:
       first, last: the steps that are to come, the last one excluded.
@@ -55,15 +55,15 @@ class Metrics:
         self._bar.stop()
 
     def add(self, step: int, loss: jax.Array) -> float | None:
-        """Note the loss of a step; where a row is due, write it and give the loss back.
+        """Note the loss of a step. If a row is due, write it and return the loss.
 
-        Between rows the processor runs ahead of the devices; to ask for a loss is to wait for it.
+        Between rows the processor runs ahead of the devices; reading a loss waits for it.
         """
         self._pending.append((step, loss))
         return self.flush() if (step + 1) % self._every == 0 or step + 1 == self._last else None
 
     def flush(self) -> float | None:
-        """Write what is pending; gives the last loss, None where nothing was pending."""
+        """Write the pending row; returns the last loss, or None if nothing was pending."""
         if not self._pending:
             return None
         losses = [(step, float(loss)) for step, loss in self._pending]
@@ -82,12 +82,12 @@ class Metrics:
 
 
 def _in_use() -> str:
-    """The peak of the first device's allocator, where it has one; a processor does not say."""
+    """The peak of the first device's allocator, if it has one; a processor does not report it."""
     return format_bytes((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"))
 
 
 def tell(facts: Mapping[str, Any]) -> None:
-    """Say what is about to run, a line for each fact."""
+    """Print the properties of the run, one per line."""
     console = Console(quiet=jax.process_index() != 0, highlight=False)
     width = max(map(len, facts))
     for name, value in facts.items():
@@ -96,13 +96,13 @@ def tell(facts: Mapping[str, Any]) -> None:
 
 
 def warn(sentence: str) -> None:
-    """Say on standard error that something is not as it should be."""
+    """Print a warning on standard error."""
     console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False)
     console.print(f"warning: {sentence}", style="yellow", markup=False, soft_wrap=True)
 
 
 def check_file(path: Path | None) -> None:
-    """Refuse a file that cannot be written before anything else is done.
+    """Refuse a file that cannot be written, before anything else is done.
 
     Raises:
       ArgumentError: naming it.

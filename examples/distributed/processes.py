@@ -1,4 +1,4 @@
-"""The processes and devices of a run: found, put into a mesh, and kept of one mind."""
+"""The processes and devices of a run: finding them, arranging them in a mesh, and keeping them consistent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from remat_jax.errors import ArgumentError
 
-# Over both the batch is divided; over fsdp parameters and the optimizer's state are, too.
+# Both axes partition the batch; fsdp also partitions parameters and optimizer state.
 AXES = ("data", "fsdp")
 
 
@@ -64,7 +64,7 @@ class Ending:
 
     def __init__(self, step: int) -> None:
         self._heard = False
-        # JAX takes the step after those that it was last told of; a run that goes on does not begin with the first.
+        # JAX takes the step after those last reported; a resumed run does not begin with the first.
         self.is_due(step)
 
     def __enter__(self) -> Ending:
@@ -145,12 +145,12 @@ def check_batch(batch: int, sizes: Any) -> None:
 
 
 def all_agree(holds: bool) -> bool:
-    """Whether `holds` is true in every process; each has to call this."""
+    """Whether `holds` is true in every process; each process must call this."""
     return bool(multihost_utils.process_allgather(np.array([holds])).all())
 
 
 def check_same(told: dict[str, Any]) -> None:
-    """Refuse processes that were told different things, or have another text: each would train on something else.
+    """Refuse processes with other arguments or another text: each would train on something else.
 
     Raises:
       ArgumentError: in every process, naming those that are not like the first.

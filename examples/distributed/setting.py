@@ -1,4 +1,4 @@
-"""What is trained, apart from where and how: everything that the losses depend on."""
+"""What is trained, without where and how: everything that the losses depend on."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Setting:
 
     @property
     def param_dtype(self) -> str:
-        """In which the parameters are kept."""
+        """The dtype of the parameters."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def told(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Setting:
 
 
 def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """What differs between two settings, a phrase each.
+    """The differences between two settings, a phrase each.
 
     >>> differences({"layers": 2, "seed": 0}, {"layers": 3, "seed": 0})
     ['layers: 2 here, 3 there']

@@ -21,12 +21,12 @@ from .processes import check_batch
 from .setting import Setting
 
 State = dict[str, Any]
-"""`params` and the optimizer's `state`: what a checkpoint holds."""
+"""`params` and the optimizer's `state`: the contents of a checkpoint."""
 VOCABULARY = 256  # bytes
 
 
 def workload(setting: Setting, mesh: Any) -> rj.Workload:
-    """The step as a workload on `mesh`: a `jax.sharding.Mesh`, or sizes by axis for devices that are not here.
+    """The step as a workload on `mesh`: a `jax.sharding.Mesh`, or sizes by axis for devices that are not present.
 
     The batch is divided over all axes, parameters and the optimizer's state over `fsdp`.
 
@@ -59,7 +59,7 @@ def workload(setting: Setting, mesh: Any) -> rj.Workload:
 
 
 def initial_params(setting: Setting) -> Callable[[], Any]:
-    """A function that draws the parameters: the same on every mesh, since JAX's random numbers do not depend on it."""
+    """A function that draws the parameters: the same on every mesh, because JAX's random numbers do not depend on it."""
     # The constraints on activations name a mesh, and there is none yet.
     model = _model(setting, activations=None)
     return lambda: model.init(jax.random.key(setting.seed), jnp.zeros((1, setting.length), jnp.int32))["params"]
@@ -74,7 +74,7 @@ def _model(setting: Setting, activations: P | None) -> llama.Llama:
 
 
 def over_fsdp(shape: tuple[int, ...], devices: int) -> P:
-    """The largest dimension that `devices` divide is divided over `fsdp`; an array without one is on every device.
+    """Partition the largest dimension that `devices` divides over `fsdp`; an array without such a dimension is replicated.
 
     >>> [tuple(over_fsdp(shape, 4)) for shape in ((8, 24), (3,))]
     [(None, 'fsdp'), ()]
@@ -87,7 +87,7 @@ def over_fsdp(shape: tuple[int, ...], devices: int) -> P:
 
 
 def batch_of(setting: Setting, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The whole batch of a step, tokens and targets. It depends on the step and the seed alone, not on what came before.
+    """The whole batch of a step, tokens and targets. It depends only on the step and the seed, not on earlier steps.
 
     >>> one, other = batch_of(Setting(), 7), batch_of(Setting(), 7)
     >>> one[0].shape, bool((one[0] == other[0]).all())
@@ -97,7 +97,7 @@ def batch_of(setting: Setting, step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Trainer:
-    """The step on a mesh whose devices are here, under a policy, compiled with a plan's options.
+    """The step on a mesh with devices, under a policy, compiled with a plan's options.
 
     Attributes:
       structs: the state as shapes, with where each array lies.
@@ -125,20 +125,20 @@ class Trainer:
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(job.params))
 
     def compile(self) -> tuple[int, int]:
-        """Compile the step, before the first; gives the bytes that one device, and the host for it, need."""
+        """Compile the step before the first use; returns the bytes that one device, and the host for it, need."""
         self._step = self._jitted.lower(*self._arguments).compile()
         sizes = self._step.memory_analysis()
         held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         return int(held + sizes.temp_size_in_bytes), int(sizes.host_temp_size_in_bytes)
 
     def initial(self) -> State:
-        """The state before the first step. Each device makes its own part of it."""
+        """The initial state. Each device makes its own part."""
         places = jax.tree.map(lambda struct: struct.sharding, self.structs)
         params = jax.jit(initial_params(self._setting), out_shardings=places["params"])()
         return {"params": params, "state": jax.jit(self._job.optimizer.init, out_shardings=places["state"])(params)}
 
     def step(self, state: State, number: int) -> tuple[State, jax.Array]:
-        """The state after the step, and the loss before it. What `state` held is used up."""
+        """The state after the step, and the loss before it. The step consumes `state`."""
         whole = batch_of(self._setting, number)
         batch = [
             jax.make_array_from_callback(array.shape, place, array.__getitem__)

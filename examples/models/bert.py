@@ -18,7 +18,7 @@ from .transformer import Attention, attention_bias, embed, run_blocks, unembed
 
 @dataclass(frozen=True)
 class BertConfig:
-    """The hyperparameters of a BERT; without arguments a small one, for trying things out.
+    """The hyperparameters of a BERT; the defaults are a small model for trials.
 
     `padding` is the token whose embedding is not trained by looking it up, PyTorch's `padding_idx`.
 

@@ -54,9 +54,9 @@ class DeepMLP(nn.Module):
 
     @nn.nowrap
     def parts(self) -> list[Any]:
-        """The layers as functions of one argument each, in order, bound inside a compact method.
+        """The layers in order as functions of one argument, bound inside a compact method.
 
-        Unrolled there are `num_layers`, modules all of them; scanned, three: all hidden layers are one function.
+        Unrolled there are `num_layers` of them, all modules; scanned there are three, of which one runs all hidden layers.
         """
         check_depth(self.num_layers)
         fields = {"features": self.hidden_size, "param_dtype": self.param_dtype}

@@ -14,7 +14,7 @@ from .functions import check_cut
 
 
 def fold_layers(tree: Mapping[str, Any], segments: int) -> dict[str, Any]:
-    """Return stacked layers, (hidden layers, …), as (segments, layers of a segment, …); the rest as it is.
+    """Return stacked layers, (hidden layers, …), as (segments, layers of a segment, …); other parameters are unchanged.
 
     Raises:
         ValueError: when `segments` does not divide the number of hidden layers.
@@ -35,9 +35,9 @@ def unfold_layers(tree: Mapping[str, Any]) -> dict[str, Any]:
 def nested_scan(params: Mapping[str, Any], x: jax.Array, *, policy: Any = "full") -> jax.Array:
     """The output of `DeepMLP`, (B, in_features) → (B, out_features), for its parameters after `fold_layers`.
 
-    The hidden layers run in a scan over segments, each segment a block under `policy`, and in a segment in a scan over its
-    layers. One segment is compiled, once. Unlike in `checkpoint_sequential` the last segment is checkpointed like every other
-    one, and the first layer and the head are in none, because a scan wants equal rounds.
+    The hidden layers run in a scan over segments, each segment a block under `policy` with a scan over its layers. One segment
+    is compiled, once. Unlike in `checkpoint_sequential`, the last segment is checkpointed too, and the first layer and the
+    head are in no segment, because a scan needs equal rounds.
 
     >>> layer = {"kernel": jnp.eye(2), "bias": jnp.zeros(2)}
     >>> hidden = {"linear": jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), layer)}

@@ -1,6 +1,6 @@
-"""What the ports of diffusion transformers share: patches, rotary positions on a grid, times, attention over long sequences.
+"""Shared parts of the diffusion transformers' ports: patches, rotary positions on a grid, times, attention over long sequences.
 
-Dtypes derive from the inputs, as in `transformer`: float64 stays float64, and what must not lose digits is float32 at least.
+Dtypes derive from the inputs, as in `transformer`: float64 stays float64, and precision-critical parts are at least float32.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pack(x: Any, patch: tuple[int, int]) -> Any:
 
 
 def unpack(x: Any, grid: tuple[int, int], patch: tuple[int, int]) -> Any:
-    """Return tokens (B, rows · columns, C·p·q) as images (B, rows·p, columns·q, C): what `pack` undoes.
+    """Return tokens (B, rows · columns, C·p·q) as images (B, rows·p, columns·q, C): the inverse of `pack`.
 
     >>> image = np.arange(48.0).reshape(1, 4, 6, 2)
     >>> bool((unpack(pack(image, (2, 2)), (2, 3), (2, 2)) == image).all())
@@ -63,7 +63,7 @@ def check_patches(size: tuple[int, ...], patch: tuple[int, ...]) -> None:
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Raise `ValueError` unless these numbers of a configuration are at least 1, and `query_chunk` is where it is given."""
+    """Raise `ValueError` unless these numbers of a configuration are at least 1, and `query_chunk` too if it is given."""
     for name in (*names, *(["query_chunk"] if config.query_chunk is not None else [])):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
@@ -111,9 +111,9 @@ def rotate_pairs(x: jax.Array, rotation: Rotation) -> jax.Array:
 def time_features(time: jax.Array, features: int, scale: float = 1.0, *, exact: bool = False) -> jax.Array:
     """Return cosines and then sines of a time at frequencies from 1 to 1/10000, (B,) → (B, features), float32 at least.
 
-    Vaswani et al., 2017, of `scale · time`. A time of 1000 is far out: in float32 the rounding of a frequency alone turns it by
-    6e-5. Frequencies are rounded where `diffusers` and DiffSynth-Studio's Qwen-Image round them; with `exact` the angles are
-    those of float64, as in DiffSynth-Studio's Wan.
+    Vaswani et al., 2017, of `scale · time`. At a time of 1000 the rounding of a frequency in float32 alone rotates it by 6e-5.
+    Frequencies are rounded where `diffusers` and DiffSynth-Studio's Qwen-Image round them; with `exact` the angles are those
+    of float64, as in DiffSynth-Studio's Wan.
 
     Raises:
         ValueError: when `features` is odd.
@@ -134,10 +134,10 @@ def time_features(time: jax.Array, features: int, scale: float = 1.0, *, exact: 
 
 
 def exact_angles(time: jax.Array, frequencies: np.ndarray) -> jax.Array:
-    """Return time (float32 or float64) times frequencies in radians, less whole turns: in float32 to 1e-6, however far out.
+    """Return time (float32 or float64) times frequencies in radians, minus whole turns: in float32 to 1e-6, for any time.
 
-    In float32 both are cut into parts of 12 bits, whose products are exact, as are these less whole turns (Dekker, A
-    floating-point technique for extending the available precision, 1971).
+    In float32 both factors are split into parts of 12 bits, whose products are exact, also after subtracting whole turns
+    (Dekker, A floating-point technique for extending the available precision, 1971).
     """
     if time.dtype != jnp.float32:
         return time * jnp.asarray(frequencies, time.dtype)
@@ -166,7 +166,7 @@ class TimeEmbedding(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Linear, one of `ACTIVATIONS`, linear: (B, T, E) → (B, T, width), by default as wide as it came."""
+    """Linear, one of `ACTIVATIONS`, linear: (B, T, E) → (B, T, width); the default width is E."""
 
     hidden: int
     width: int | None = None

@@ -1,4 +1,4 @@
-"""The mathematics that the Linen and the NNX models share. Dtypes derive from the inputs: float64 stays float64."""
+"""The mathematics that the Linen and NNX models share. Dtypes derive from the inputs: float64 stays float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attention(
     with jax.named_scope("scores"):
         scores = jnp.matmul(query * head_dim**-0.5, jnp.swapaxes(key, -1, -2))
     if causal:
-        # Added rather than selected: the backward pass of an addition keeps nothing, that of `where` keeps the mask.
+        # Added instead of selected: the backward pass of an addition keeps nothing, that of `where` keeps the mask.
         visible = jnp.tril(jnp.ones((length, length), bool))
         scores = scores + jnp.where(visible, 0.0, -jnp.inf).astype(scores.dtype)
     with jax.named_scope("softmax"):
@@ -67,7 +67,7 @@ def check_cut(layers: int, segments: int) -> None:
 
 
 def check_width(x: jax.Array, features: int) -> None:
-    """Raise `ValueError` when an input has another width than the model: Linen would make parameters of that width."""
+    """Raise `ValueError` if an input has another width than the model: Linen would create parameters of that width."""
     if x.shape[-1] != features:
         raise ValueError(f"x has {x.shape[-1]} features, expected in_features={features}")
 

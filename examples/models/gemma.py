@@ -17,7 +17,7 @@ from .transformer import attention, attention_bias, embed, rotate, rotations, ru
 
 @dataclass(frozen=True)
 class GemmaConfig:
-    """The hyperparameters of a Gemma; without arguments a small one, for trying things out.
+    """The hyperparameters of a Gemma; the defaults are a small model for trials.
 
     `padding` is the token whose embedding is not trained by looking it up, PyTorch's `padding_idx`.
 

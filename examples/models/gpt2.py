@@ -18,7 +18,7 @@ from .transformer import attention, attention_bias, run_blocks, split_heads, une
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The hyperparameters of a GPT-2; without arguments a small one, for trying things out.
+    """The hyperparameters of a GPT-2; the defaults are a small model for trials.
 
     >>> GPT2Config.gpt2().hidden_size
     768

@@ -29,7 +29,7 @@ from .transformer import (
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The hyperparameters of a Llama or a Qwen; without arguments a small one, for trying things out.
+    """The hyperparameters of a Llama or a Qwen; the defaults are a small model for trials.
 
     Attributes:
         rope_theta, rope_scaling: the base of the rotary frequencies, and how they are stretched.
@@ -149,7 +149,7 @@ class GatedFeedForward(nn.Module):
 class LlamaBlock(nn.Module):
     """One layer, (B, T, E) → the same: the class to checkpoint.
 
-    `activations` says how its input lies on the mesh that it is traced under; None leaves that to the compiler.
+    `activations` is the sharding constraint of its input on the mesh of the trace; None leaves it to the compiler.
     """
 
     config: LlamaConfig

@@ -1,6 +1,6 @@
-"""Low-rank adapters for a Flax Linen model as it stands: Hu et al., LoRA, 2021.
+"""Low-rank adapters for an unchanged Flax Linen model: Hu et al., LoRA, 2021.
 
-The factors lie beside the kernels that they change, as `lora_a` and `lora_b`; those of a scanned stack are stacked like it.
+The factors are beside the kernels that they change, as `lora_a` and `lora_b`; in a scanned stack they are stacked too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flax import traverse_util
 
 FIRST, SECOND = "lora_a", "lora_b"
 TRAINED = "*/lora_[ab]"
-"""What is trained, as `Workload` takes it."""
+"""The trainable parameters, as `Workload` takes them."""
 
 
 def with_adapters(key: jax.Array, params: Any, modules: Sequence[str], rank: int) -> Any:
@@ -53,7 +53,7 @@ def with_adapters(key: jax.Array, params: Any, modules: Sequence[str], rank: int
 
 @contextmanager
 def adapters() -> Iterator[None]:
-    """While it holds, every `nn.Dense` that has factors beside its kernel adds their product, of what it is given."""
+    """A context in which every `nn.Dense` with factors beside its kernel adds the product of its input with them."""
     with nn.intercept_methods(_adapted):
         yield
 

@@ -1,7 +1,8 @@
 """A decoder with a mixture of experts in each layer (Qwen 3 MoE's layout), in Flax Linen: top-k routing with a capacity.
 
-Attention is that of `llama`. A router sends each token to `num_active` of `num_experts` gated feed-forwards. In each row of the
-batch an expert has room for `capacity` tokens, first come, first served, as in GShard; what finds no room passes the layer by.
+Attention is that of `llama`. A router sends each token to `num_active` of `num_experts` gated feed-forwards. In each row of
+the batch an expert has room for `capacity` tokens, first come, first served, as in GShard; tokens without room bypass the
+layer.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from .llama import LlamaConfig, RMSNorm, SelfAttention
 from .transformer import attention_bias, embed, rotations, run_blocks, wide
 
 BALANCE = 1e-3
-"""The weight of the balance in the loss, as Qwen 3 MoE has it."""
+"""The weight of the balance in the loss, as in Qwen 3 MoE."""
 
 
 @dataclass(frozen=True)
 class MoeConfig(LlamaConfig):
-    """The hyperparameters; without arguments those of a small model.
+    """The hyperparameters; the defaults are a small model.
 
     Attributes:
         num_experts, num_active: of each layer, and of each token.
@@ -46,12 +47,12 @@ class MoeConfig(LlamaConfig):
         return cls(151936, 4096, 1536, **sizes, rope_theta=1e6, rms_norm_eps=1e-6, qk_norm=True)
 
     def capacity(self, tokens: int) -> int:
-        """How many of a row's `tokens` an expert has room for; a token goes to an expert once."""
+        """The number of a row's `tokens` that an expert has room for; a token goes to an expert once."""
         return min(tokens, math.ceil(tokens * self.num_active * self.capacity_factor / self.num_experts))
 
 
 def route(logits: jax.Array, config: MoeConfig) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Each token's experts, its place in each, its weights, and how unevenly the tokens are spread.
+    """Each token's experts, its place in each, its weights, and the imbalance of the routing.
 
     Shapes: `logits` (B, T, num_experts); the first three are (B, T, num_active). A place at or beyond the capacity is none. The
     last is the scalar Σ fraction · mean probability · num_experts of the Switch Transformer, 1 where all experts get the same.
@@ -66,7 +67,7 @@ def route(logits: jax.Array, config: MoeConfig) -> tuple[jax.Array, jax.Array, j
         weights = weights / weights.sum(axis=-1, keepdims=True)
     rows, tokens, _ = logits.shape
     chosen = jax.nn.one_hot(experts.reshape(rows, tokens * config.num_active), config.num_experts, dtype=jnp.int32)
-    # How many came to the same expert before: tokens in their order, and of one token its first choice first.
+    # The number of earlier tokens at the same expert: tokens in their order, and of one token its first choice first.
     before = jnp.take_along_axis(jnp.cumsum(chosen, axis=1) - 1, experts.reshape(rows, -1, 1), axis=-1)
     fractions = chosen.sum(axis=(0, 1)) / chosen.sum()
     balance = config.num_experts * jnp.sum(fractions.astype(chances.dtype) * chances.mean(axis=(0, 1)))
@@ -74,10 +75,11 @@ def route(logits: jax.Array, config: MoeConfig) -> tuple[jax.Array, jax.Array, j
 
 
 class Experts(nn.Module):
-    """The gated feed-forwards of all experts, each on the tokens that were sent to it, (B, T, E) → the same and a scalar.
+    """The gated feed-forwards of all experts, each on its tokens, (B, T, E) → the same and a scalar.
 
-    `over` says how what is sent, (B, num_experts, capacity, E), lies on a mesh: with its second entry experts are on several
-    devices, and tokens travel to them and back. Before and after, it lies as `activations` says: a device sorts its own tokens.
+    `over` is the sharding constraint of the experts' inputs, (B, num_experts, capacity, E): if its second entry is an axis,
+    experts are on several devices, and tokens travel to them and back. Before and after, arrays have the constraint
+    `activations`: a device sorts its own tokens.
     """
 
     config: MoeConfig
@@ -107,18 +109,18 @@ class Experts(nn.Module):
             return jnp.einsum("bxcw,xwf->bxcf", x, kernel)
 
 
-# Of one row: mapped over rows, these are the batch of the scatter and of the gather, so that the partitioner sees that devices
-# with rows of their own exchange nothing. Were the row an index among others, a policy might keep it, and nobody would know any
-# more what it was: XLA gathered all tokens of all devices, 17 GB a layer and pass for `examples/moe_235b.py`.
+# For one row: mapped over rows, these are the batch of the scatter and of the gather, so the partitioner sees that devices
+# with their own rows exchange nothing. If the row were one of several indices, a policy might keep it, and XLA would no longer
+# know what it is: it gathered all tokens of all devices, 17 GB per layer and pass for `examples/moe_235b.py`.
 
 
 def _sort(room: jax.Array, experts: jax.Array, places: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Every token at its place; what has one beyond the capacity is dropped."""
+    """Every token at its place; tokens beyond the capacity are dropped."""
     return room.at[experts, places].set(tokens, mode="drop", unique_indices=True)
 
 
 def _collect(made: jax.Array, experts: jax.Array, places: jax.Array) -> jax.Array:
-    """What each of a token's experts made of it, zero where there was no room."""
+    """The results of each token's experts, zero where there was no room."""
     return made.at[experts, places].get(mode="fill", fill_value=0)
 
 
@@ -127,7 +129,7 @@ def _at(x: jax.Array, place: PartitionSpec | None) -> jax.Array:
 
 
 class MoeBlock(nn.Module):
-    """One layer, ((B, T, E), scalar) → the same, the scalar with the layer's balance added: the class to checkpoint."""
+    """One layer, ((B, T, E), scalar) → the same, the scalar plus the layer's balance: the class to checkpoint."""
 
     config: MoeConfig
     param_dtype: Any = jnp.float32
@@ -153,8 +155,8 @@ class MoeBlock(nn.Module):
 class Moe(nn.Module):
     """A causal language model: tokens (B, T) → logits (B, T, vocab_size), and the mean of the layers' balance.
 
-    `scan` stacks the layers' parameters on axis 0. `activations` and `over` say how what goes from layer to layer, and what is
-    sent to the experts, lie on a mesh.
+    `scan` stacks the layers' parameters on axis 0. `activations` and `over` are the sharding constraints of the arrays between
+    layers and of the experts' inputs.
 
     >>> model = Moe(MoeConfig())
     >>> tokens = jnp.zeros((2, 5), jnp.int32)

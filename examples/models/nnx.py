@@ -42,7 +42,7 @@ class SelfAttention(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table that is looked up, in the dtype of its parameter: `nnx.Embed` keeps the dtype that it was made with."""
+    """A lookup table in the dtype of its parameter: `nnx.Embed` keeps the dtype of its construction."""
 
     def __init__(self, size: int, features: int, *, param_dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
         self.embedding = nnx.Embed(size, features, param_dtype=param_dtype, rngs=rngs).embedding
@@ -111,7 +111,7 @@ def make_layers(num_layers: int, *, scan: bool, rngs: nnx.Rngs, **fields: Any) -
 
 
 def run_layers(layers: Any, x: jax.Array, *, scan: bool, deterministic: bool) -> jax.Array:
-    """Apply what `make_layers` made. `DecoderLayer` is called once per layer either way."""
+    """Apply the layers of `make_layers`. `DecoderLayer` is called once per layer in both forms."""
     if not scan:
         for layer in layers:
             x = layer(x=x, deterministic=deterministic)

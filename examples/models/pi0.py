@@ -50,7 +50,7 @@ class AdaptiveRMSNorm(nn.Module):
 
 
 class Stream(nn.Module):
-    """The weights of one stream in one layer: into the shared attention and out of it, and a feed-forward."""
+    """The weights of one stream in one layer: projections into the shared attention and out of it, and a feed-forward layer."""
 
     config: Pi0Config
     index: int
@@ -73,7 +73,7 @@ class Stream(nn.Module):
         return tuple(split_heads(project(normed), count) for project, count in projections), gate
 
     def finish(self, x: jax.Array, mixed: jax.Array, gate: jax.Array | None, condition: jax.Array | None) -> jax.Array:
-        """Return what follows the attention: the gated residual, and a feed-forward with its own."""
+        """Return the part after the attention: the gated residual, and a gated feed-forward layer."""
         x = gated_residual(x, self.o_proj(mixed), gate)
         normed, gate = self.post_attention_norm(x, condition)
         return gated_residual(x, self.mlp(normed), gate)
@@ -147,7 +147,7 @@ class Pi0(nn.Module):
             return JointLayer(config, self.param_dtype, name=name)
 
         streams = run_blocks(block, config.depth, (prefix, suffix), rotation, bias, condition, scan=self.scan)
-        # Nothing reads the normed prefix; the checkpoint has the norm's weight all the same.
+        # Nothing reads the normed prefix; the checkpoint still has the norm's weight.
         AdaptiveRMSNorm(False, self.param_dtype, name="prefix_norm")(streams[0], None)
         normed, _ = AdaptiveRMSNorm(config.adaptive, self.param_dtype, name="suffix_norm")(streams[1], condition)
         return self._linear(config.action_dim, "action_out_proj")(normed[:, -config.horizon :])
@@ -163,7 +163,7 @@ class Pi0(nn.Module):
         return jnp.concatenate([seen.reshape(batch, -1, width), words * jnp.asarray(width**0.5, words.dtype)], axis=1)
 
     def _suffix(self, observation: Observation, actions: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """π0: a token of the state, and actions that know the time. π0.5: actions, and the condition of the norms."""
+        """π0: a state token, and actions with the time. π0.5: actions, and the condition of the norms."""
         width = self.config.widths[1]
         actions = self._linear(width, "action_in_proj")(actions)
         if self.config.adaptive:
@@ -205,7 +205,7 @@ def time_embedding(config: Pi0Config, time: jax.Array) -> jax.Array:
 
 
 def see(config: Pi0Config, observation: Observation) -> tuple[jax.Array, jax.Array]:
-    """Return which tokens are no padding (B, T), and which a token sees (B, T, T).
+    """Return a mask that is false for padding (B, T), and the tokens that each token attends to (B, T, T).
 
     A token sees its own block and the blocks before it; padding sees nothing and is not seen. The prefix is a block, the
     state one, the actions one.

@@ -39,7 +39,7 @@ TIME_FEATURES, TIME_SCALE = 256, 1000.0
 
 @dataclass(frozen=True)
 class QwenImageConfig:
-    """The hyperparameters of a Qwen-Image transformer; without arguments a small one, for trying things out.
+    """The hyperparameters of a Qwen-Image transformer; the defaults are a small model for trials.
 
     Attributes:
         in_channels, out_channels: numbers in a token of a packed image, given and returned.
@@ -85,12 +85,12 @@ class QwenImageConfig:
 
     @classmethod
     def published(cls, query_chunk: int | None = None, activation: str = "gelu_tanh") -> QwenImageConfig:
-        """Return the published model's: 60 layers, 3072 wide."""
+        """Return the published model's hyperparameters: 60 layers, width 3072."""
         return cls(3072, 60, 24, 64, 64, 3584, (16, 56, 56), query_chunk, activation)
 
 
 class JointAttention(nn.Module):
-    """Attention of text and image tokens to all of both; each stream has projections of its own."""
+    """Attention of text and image tokens to all tokens; each stream has its own projections."""
 
     config: QwenImageConfig
     param_dtype: Dtype = jnp.float32
@@ -143,7 +143,7 @@ class QwenImageBlock(nn.Module):
         return self._fed("image", image, image_mod[3:]), self._fed("text", text, text_mod[3:])
 
     def _modulation(self, stream: str, time: jax.Array) -> list[jax.Array]:
-        """Shift, scale and gate of either half of the block, each (B, 1, E)."""
+        """Shift, scale and gate of both halves of the block, each (B, 1, E)."""
         made = nn.Dense(6 * self.config.hidden_size, param_dtype=self.param_dtype, name=f"{stream}_modulation")(nn.silu(time))
         return jnp.split(made[:, None], 6, axis=-1)
 
@@ -209,7 +209,7 @@ class QwenImage(nn.Module):
     def embed(
         self, latents: jax.Array, text: jax.Array, time: jax.Array, grids: tuple[Grid, ...], mask: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[tuple[Rotation, Rotation], jax.Array | None]]:
-        """Return what the first block is given: image, text, time, and what all blocks share, the rotations and the bias."""
+        """Return the inputs of the first block: image, text, time, and the inputs that all blocks share, rotations and bias."""
         check_shapes(self.config.in_channels, self.config.text_width, latents, text, time, grids, mask)
         image = self.image_in(latents)
         text = self.text_in(self.text_norm(text))
@@ -218,7 +218,7 @@ class QwenImage(nn.Module):
         return image, text, self.time_in(features.astype(image.dtype)), (rotation, _joint_bias(mask, image))
 
     def velocity(self, image: jax.Array, time: jax.Array) -> jax.Array:
-        """Return the output of what the last block returned as the image."""
+        """Return the output from the last block's image stream."""
         scale, shift = jnp.split(self.modulation(nn.silu(time))[:, None], 2, axis=-1)
         return self.out(plain_norm(image, EPSILON) * (1 + scale) + shift)
 
@@ -226,7 +226,7 @@ class QwenImage(nn.Module):
 def check_shapes(
     in_channels: int, text_width: int, latents: Any, text: Any, time: Any, grids: Sequence[Grid], mask: Any = None
 ) -> None:
-    """Raise `ValueError` where shapes do not fit; the axis that is wrong would broadcast, or fail far from here.
+    """Raise `ValueError` where shapes do not fit; a wrong axis would broadcast, or fail far from here.
 
     Takes arrays of NumPy, JAX and PyTorch alike: the original asks for the same.
     """
@@ -258,7 +258,7 @@ def qwen_rotations(grids: tuple[Grid, ...], words: int, axes: tuple[int, int, in
 
 
 def _joint_bias(mask: jax.Array | None, image: jax.Array) -> jax.Array | None:
-    """What is added to the scores of all queries, (B, 1, 1, T + N): every token of an image is seen."""
+    """The bias of the scores of all queries, (B, 1, 1, T + N): every image token is visible."""
     if mask is None:
         return None
     seen = jnp.concatenate([mask.astype(bool), jnp.ones(image.shape[:2], bool)], axis=1)

@@ -1,4 +1,4 @@
-"""A residual block in PyTorch, Linen and NNX, x + down(gelu(up(x))), and a row of them: what `docs/porting.md` runs on."""
+"""A residual block in PyTorch, Linen and NNX, x + down(gelu(up(x))), and a row of them: the models of `docs/porting.md`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .transformer import Attention, run_blocks
 
 @dataclass(frozen=True)
 class SiglipConfig:
-    """The hyperparameters of a SigLIP vision tower; without arguments a small one, for trying things out.
+    """The hyperparameters of a SigLIP vision tower; the defaults are a small model for trials.
 
     >>> SiglipConfig.so400m_patch14_384().num_patches
     729
@@ -34,7 +34,7 @@ class SiglipConfig:
 
     @property
     def num_patches(self) -> int:
-        """Patches of one image; pixels at the right and lower edge that fill none are left out."""
+        """Patches of one image; pixels at the right and lower edge that fill no patch are left out."""
         return (self.image_size // self.patch_size) ** 2
 
     @classmethod

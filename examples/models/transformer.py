@@ -1,4 +1,4 @@
-"""What the ports of well-known transformers share. Dtypes derive from the inputs: float64 stays float64.
+"""Shared parts of the well-known transformers' ports. Dtypes derive from the inputs: float64 stays float64.
 
 A norm, a softmax or a rotation is computed in float32 at least and rounded to the dtype of its input afterwards, as in
 the PyTorch originals; `jax.nn.dot_product_attention` would make float32 of float64 too.
@@ -19,7 +19,7 @@ Dtype = Any
 
 
 def wide(dtype: Dtype) -> Dtype:
-    """Return the dtype of sums that must not lose digits: `dtype`, at least float32.
+    """Return the dtype of precision-critical sums: `dtype`, at least float32.
 
     >>> wide(jnp.bfloat16).__name__, wide(jnp.float64).__name__
     ('float32', 'float64')
@@ -42,7 +42,7 @@ def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: Any, *shared:
 
 
 def scan_block(block: nn.Module, num_layers: int, x: Any, *shared: Any, spread: bool = False) -> Any:
-    """Apply a bound block `num_layers` times, each time with parameters of its own; they are stacked on axis 0.
+    """Apply a bound block `num_layers` times, each time with its own parameters, which are stacked on axis 0.
 
     It is called as `block(x, *shared)`; with `spread` as `block(*x, *shared)`, where `x` is a tuple of streams.
     """
@@ -65,7 +65,7 @@ def embed(table: nn.Embed, tokens: jax.Array, padding: int | None) -> jax.Array:
     x = table(tokens)
     if padding is None:
         return x
-    # Multiplied rather than selected: the backward pass of `where` keeps arrays of the size of x, this one keeps (B, T, 1).
+    # Multiplied instead of selected: the backward pass of `where` keeps arrays of the size of x, this one keeps (B, T, 1).
     trained = (tokens != padding)[..., None].astype(x.dtype)
     return x * trained + jax.lax.stop_gradient(x * (1 - trained))
 
@@ -76,7 +76,7 @@ def unembed(table: nn.Embed, x: jax.Array) -> jax.Array:
 
 
 def attention_bias(mask: jax.Array | None, length: int, dtype: Dtype, *, causal: bool) -> jax.Array | None:
-    """Return what is added to attention scores, (B or 1, 1, T, T): 0 where a query may look, else the least number of `dtype`.
+    """Return the bias of attention scores, (B or 1, 1, T, T): 0 for visible keys, else the least number of `dtype`.
 
     `mask` (B, T) is true, or 1, for tokens and false for padding. The least number and not minus infinity: a query that
     may look nowhere then looks everywhere alike, where minus infinity would give NaN. None where nothing is hidden.
@@ -155,7 +155,7 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 stretches the rotations of slow frequencies, for texts longer than those of its first training.
+    """Llama 3.1's stretched rotations of slow frequencies, for texts longer than those of its first training.
 
     Attributes:
         factor: how many times longer the texts may be.

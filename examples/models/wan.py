@@ -36,7 +36,7 @@ THETA = 10000.0  # the base of the rotary frequencies
 
 @dataclass(frozen=True)
 class WanConfig:
-    """The hyperparameters of a Wan transformer; without arguments a small one, for trying things out.
+    """The hyperparameters of a Wan transformer; the defaults are a small model for trials.
 
     Attributes:
         channels: of a video's latents, given and returned.
@@ -83,7 +83,7 @@ class WanConfig:
 
     @property
     def rope_axes(self) -> Grid:
-        """How many dimensions of a head turn with frame, row and column."""
+        """The number of a head's dimensions that rotate with frame, row and column."""
         third = 2 * (self.head_dim // 6)
         return (self.head_dim - 2 * third, third, third)
 
@@ -97,7 +97,7 @@ class WanConfig:
 
 
 class WanAttention(nn.Module):
-    """Attention of `x` (B, T, E) to itself, turned by `rotation`, or to the prompt `to`; queries and keys are normed."""
+    """Attention of `x` (B, T, E) to itself, rotated by `rotation`, or to the prompt `to`; queries and keys are normalised."""
 
     config: WanConfig
     param_dtype: Dtype = jnp.float32
@@ -210,7 +210,7 @@ class Wan(nn.Module):
         return cut.reshape(len(cut), -1, cut.shape[-1]), self.text_in(text), conditioning, modulation, rotation
 
     def velocity(self, x: jax.Array, time: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return the output (of `shape`, that of the latents) of what the last block returned."""
+        """Return the output, of the latents' `shape`, from the last block's result."""
         shift, scale = jnp.split((self.modulation + time[:, None]).astype(wide(x.dtype)), 2, axis=1)
         tokens = self.out(_modulated(x, (shift, scale), self.config.norm_eps))
         counts = [size // patch for size, patch in zip(shape[1:4], self.config.patch, strict=True)]

@@ -1,4 +1,4 @@
-"""Weights and gradients from the PyTorch reference models into their Flax twins, as a table.
+"""A table that maps weights and gradients of the PyTorch reference models to their Flax counterparts.
 
 Parameters have one form here: Linen's tree of nested dictionaries, `layers_0/…` unrolled or `layers/…` stacked on axis
 0. `load_nnx` and `nnx_tree` carry that form into an NNX model and back.
@@ -41,7 +41,7 @@ def same(x: np.ndarray) -> np.ndarray:
 
 
 def _linear(torch: str, flax: str, weight: str = ".weight", bias: str = ".bias") -> tuple[Entry, Entry]:
-    # PyTorch keeps (out, in), Flax (in, out); on a square weight nothing but the numbers shows a missing transpose.
+    # PyTorch stores (out, in), Flax (in, out); for a square weight only the values show a missing transpose.
     kernel = Entry(f"{torch}{weight}", f"{flax}/kernel", np.transpose, np.transpose)
     return kernel, Entry(f"{torch}{bias}", f"{flax}/bias", same, same)
 
@@ -122,7 +122,7 @@ def from_torch(state_dict: Mapping[str, Any], model_kind: str, *, scan: bool = F
 
 
 def gradients_from_torch(named_gradients: Mapping[str, Any], model_kind: str, *, scan: bool = False, like: Any = None) -> Tree:
-    """Return PyTorch gradients, name → gradient, where and how Flax has them.
+    """Return PyTorch gradients, name → gradient, under Flax's paths and in Flax's shapes.
 
     Gradients travel by the inverse of the adjoint. Every transform of this table is a permutation, for which that is
     the transform itself; a table with a scaled entry would need the difference.
@@ -145,7 +145,7 @@ def gradients_to_torch(tree: Mapping[str, Any], model_kind: str) -> dict[str, np
 
 
 def _count_layers(pattern: str, names: Iterable[str]) -> int:
-    """Return one more than the highest layer number, so that a layer left out in between is missed; at least one."""
+    """Return one more than the highest layer number, so that a missing layer in between is noticed; at least one."""
     return max((int(match[1]) for name in names if (match := re.match(pattern, name))), default=0) + 1
 
 

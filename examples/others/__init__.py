@@ -1,1 +1,1 @@
-"""Models of other projects, unedited: a measure, a plan and a training step of each. Each needs a clone of the project."""
+"""Models of other projects, unedited: a measurement, a plan and a training step of each. Each needs a clone of the project."""

@@ -1,4 +1,4 @@
-"""Write the table of README.md from what the files say that they printed: `python -m examples.others`."""
+"""Write the table of README.md from the printed figures in the files' docstrings: `python -m examples.others`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIGURES = (
 
 
 def row(name: str) -> str:
-    """The row of one file: what its docstring says that it printed, and a dash for what it did not.
+    """The row of one file: the figures in its docstring, and a dash for missing figures.
 
     >>> row("equinox_decoder").split(" | ")[1:3]
     ['a decoder written with Equinox', 'Equinox 0.13.2']
@@ -55,7 +55,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """README.md with the table in the place of the one that it has."""
+    """README.md with the new table instead of its old one."""
     before, _, rest = text.partition("| file |")
     after = rest.partition("\n\n")[2]
     return f"{before}{table()}\n{after}"

@@ -70,13 +70,13 @@ class Output:
 
 
 def updated(config: Any, updates: Any) -> Any:
-    """The options with others in their place."""
+    """The options, with some replaced."""
     config.update(ConfigDict(updates or {}).copy_and_resolve_references())
     return config
 
 
 def module(name: str, **contents: Any) -> None:
-    """Have `import` find a module of these contents."""
+    """Let `import` find a module with these contents."""
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__dict__.update(contents)
 
@@ -86,7 +86,7 @@ module("transformers.configuration_utils", PretrainedConfig=PretrainedConfig)
 module("transformers.modeling_flax_outputs", FlaxBaseModelOutput=Output, FlaxCausalLMOutput=Output)
 module("transformers.modeling_flax_utils", FlaxPreTrainedModel=object)
 module("mlxu", config_dict=lambda **k: ConfigDict(k), config_placeholder=config_dict.placeholder, update_config_dict=updated)
-# JAX has taken it away; EasyLM asks it for the axes of its mesh, of which there are none here.
+# JAX has removed it; EasyLM asks it for the axes of its mesh, of which there are none here.
 pxla.thread_resources = types.SimpleNamespace(env=types.SimpleNamespace(physical_mesh=types.SimpleNamespace(axis_names=())))
 
 from EasyLM.models.llama import llama_model  # noqa: E402

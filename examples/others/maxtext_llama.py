@@ -45,7 +45,7 @@ from remat_jax.cost.count import matmuls
 
 from .shared import show, without
 
-# What reads data, talks to clusters, and kernels for TPUs (hyper-connections among them, in the syntax of Python 3.12).
+# Packages for reading data, for clusters, and for TPU kernels (hyper-connections among them, in the syntax of Python 3.12).
 without("grain", "drjax", "pathwaysutils", "tiktoken", "sentencepiece", "tokamax", "maxtext.kernels.mhc")
 
 import maxtext  # noqa: E402

@@ -51,7 +51,7 @@ def job(batch: int = 32, **settings: Any) -> rj.Workload:
 
 
 def small() -> rj.Workload:
-    """OpenPI's own `dummy` towers, with two layers of width 32 in the place of the vision tower that it fixes."""
+    """OpenPI's own `dummy` towers, with two layers of width 32 instead of its fixed vision tower."""
     published = siglip.decode_variant
     shallow = published("mu/14") | {"depth": 2}
     with mock.patch.object(siglip, "decode_variant", lambda _: shallow):

@@ -1,4 +1,4 @@
-"""What the examples share: packages that a model's files import and its training step does not need, and what is printed."""
+"""Shared by the examples: placeholders for packages that a training step does not need, and the printed report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICIES = ("off", "full", "dots_with_no_batch_dims")
 
 
 def without(*packages: str) -> None:
-    """Have `import` give modules of placeholders for `packages`: readers of data, tokenizers, checkpoint services.
+    """Let `import` return placeholder modules for `packages`: readers of data, tokenizers, checkpoint services.
 
     A placeholder can be a base class, a decorator, a default and a part of an annotation; calling it does nothing.
     """
@@ -63,11 +63,11 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run."""
+        """Do nothing."""
 
 
 def show(job: Callable[[], rj.Workload], small: Callable[[], rj.Workload], budget: str) -> rj.Plan:
-    """Print what policies take of `job`, the plan within `budget`, and a training step of `small` under some policies.
+    """Print the cost of policies for `job`, the plan within `budget`, and a training step of `small` under some policies.
 
     The command line takes another target (`--target cpu`), another budget, and `--small`: `small` in the place of `job`.
 
@@ -92,13 +92,13 @@ def show(job: Callable[[], rj.Workload], small: Callable[[], rj.Workload], budge
 
 
 def amounts(size: int, seconds: float | None, how: str = "") -> str:
-    """Device memory, and the time of a step where it is known, with `how` it is."""
+    """Device memory, and the time of a step if it is known; `how` marks the time."""
     shown = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
     return shown if seconds is None else f"{shown}, {how}{seconds * 1e3:.{0 if seconds >= 0.01 else 2}f} ms"
 
 
 def show_plan(job: rj.Workload, budget: str, target: str) -> rj.Plan:
-    """Make and print the plan of `job`: how long it took to find, what it needs, and what stands beside it."""
+    """Make and print the plan of `job`: the time to find it, its needs, and other policies."""
     begin, first_fit = time.perf_counter(), 0.0
 
     def progress(what: str, _done: int, _of: int) -> None:
@@ -120,14 +120,14 @@ def show_plan(job: rj.Workload, budget: str, target: str) -> rj.Plan:
 
 
 def beside(point: Any) -> str:
-    """A policy that stands beside a plan, its time by the plan's estimate."""
+    """Another policy, with its time by the plan's estimate."""
     name = "" if point.name == "as written" else f"{point.name}, "
     known = point.device_bytes is not None
     return name + (amounts(point.device_bytes, point.seconds, "estimated ") if known else "not compiled")
 
 
 def runs(plan: rj.Plan) -> str:
-    """How many layers in a row do the same, block by block.
+    """The numbers of consecutive layers under one policy, block by block.
 
     >>> part = lambda block, layers: types.SimpleNamespace(block=block, layers=layers)
     >>> runs(types.SimpleNamespace(parts=(part("Layer", 24), part("Layer", 7), part("Layer", 1), part("Head", 1))))
@@ -154,7 +154,7 @@ def show_steps(small: Callable[[], rj.Workload], plan: rj.Plan) -> None:
 
 
 def step(job: rj.Workload, policy: Any) -> str:
-    """Run one training step on random parameters: the loss, and the norm of what the parameters changed by."""
+    """Run one training step on random parameters; returns the loss, and the norm of the parameters' change."""
     made = job.step(policy)
     keys = iter(jax.random.split(jax.random.key(0), 10_000))
 

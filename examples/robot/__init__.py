@@ -1,3 +1,3 @@
-"""π0 trained on photographs: what `examples/pi0.py` runs."""
+"""Trains π0 on photographs; `examples/pi0.py` runs it."""
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LEGEND = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table, or with `--json` one JSON object; the exit status is 0, 1 where a form fails, 2 for bad usage."""
+    """Print the table, or with `--json` one JSON object; the exit status is 0, 1 if a form fails, 2 for bad usage."""
     parser = argparse.ArgumentParser(prog="pi0.py", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help="steps of training (default 40)")
     parser.add_argument("--batch", type=int, default=16, help="observations of a step (default 16)")
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def problems(rows: list[training.Row]) -> list[str]:
-    """What is wrong with the forms: one that differs from plain PyTorch, one that has not learnt."""
+    """The failures of the forms: a form that differs from plain PyTorch, or has not learnt."""
     limit = TOLERANCES["float64_step"].value
     wrong = [f"{row.framework} {row.form} is {row.difference:.1e} off" for row in rows if not row.difference <= limit]
     wrong += [

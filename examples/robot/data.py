@@ -1,8 +1,8 @@
 """Observations of photographs, and actions that can be read from them.
 
-Each camera shows a random square of one of scikit-learn's two photographs; the third camera is sometimes not there. The
-prompt says whether to reach for what the first camera shows or to leave it, and the actions go in a straight line from
-the state to a goal made of that camera's mean colour, or to the opposite goal.
+Each camera shows a random square of one of scikit-learn's two photographs; the third camera is sometimes missing. The prompt
+says whether to reach for the content of the first camera or to avoid it. The actions go in a straight line from the state to a
+goal made of that camera's mean colour, or to the opposite goal.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from ..models.pi0_config import Observation, Pi0Config
 
 PROMPTS = {"reach": 1.0, "leave it": -1.0}
-LEVELS = 16  # of each number of the state, where it is told in the prompt
+LEVELS = 16  # of each number of the state in the prompt
 FIRST_LEVEL = 201  # tokens 1 to 200 are bytes, 0 is padding
 
 
 class Batch(NamedTuple):
-    """What a training step reads, as NumPy arrays; images have their channels last."""
+    """The inputs of a training step as NumPy arrays; images have their channels last."""
 
     observation: Observation
     actions: np.ndarray
@@ -75,7 +75,7 @@ def _batch(config: Pi0Config, random: np.random.Generator, batch: int) -> Batch:
 
 
 def sample_time(random: np.random.Generator, batch: int) -> np.ndarray:
-    """Return times of the flow, Beta(1.5, 1) · 0.999 + 0.001: nearer to the noise, and never the actions themselves.
+    """Return times of the flow, Beta(1.5, 1) · 0.999 + 0.001: nearer to the noise, and never exactly the actions.
 
     >>> bool(abs(sample_time(np.random.default_rng(0), 100_000).mean() - (0.6 * 0.999 + 0.001)) < 0.003)
     True
@@ -85,7 +85,7 @@ def sample_time(random: np.random.Generator, batch: int) -> np.ndarray:
 
 @functools.cache
 def goals(action_dim: int) -> np.ndarray:
-    """Return how a goal depends on a colour: (3, action_dim)."""
+    """Return the map from a colour to a goal: (3, action_dim)."""
     return np.random.default_rng(0).normal(size=(3, action_dim))
 
 

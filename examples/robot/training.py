@@ -1,4 +1,4 @@
-"""One policy trained in both frameworks, in every mode, from the same weights and on the same batches."""
+"""Trains one policy in both frameworks, in every mode, from the same weights and on the same batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEARNING_RATE, EPSILON = 2e-3, 1e-4
 
 @dataclass
 class Row:
-    """What one form gave.
+    """The results of one form.
 
     Attributes:
         losses: of each step of training.
@@ -58,18 +58,18 @@ class Row:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether the loss on what was not trained on has fallen by a third at least."""
+        """Whether the loss on held-out data has fallen by at least a third."""
         return self.held_out[1] < self.held_out[0] * 2 / 3
 
 
 def torch_model(config: Pi0Config) -> pytorch.Pi0:
-    """The policy with the weights that every form starts from, in float64 and in training mode."""
+    """The policy with the initial weights of every form, in float64 and in training mode."""
     torch.manual_seed(0)
     return pytorch.Pi0(config).double().train()
 
 
 def tensors(batch: Batch) -> tuple[Any, ...]:
-    """A batch as PyTorch takes it: channels first."""
+    """A batch for PyTorch: channels first."""
     observation = batch.observation._replace(images=np.moveaxis(batch.observation.images, -1, 2).copy())
     return pytorch.Observation(*map(torch.from_numpy, observation)), *map(torch.from_numpy, batch[1:])
 
@@ -141,7 +141,7 @@ def _compile(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 
 def diagnose(config: Pi0Config, batch: Batch) -> list[str]:
-    """What the doctor says of OpenPI's own checkpoints, one line for each finding; and of the right ones: nothing."""
+    """The doctor's findings on OpenPI's own checkpoints, one line each; on correct checkpoints there are none."""
     observation, _, noise, time = tensors(batch)
     faithful = PI0Pytorch(torch_model(config)).train()
     faithful.gradient_checkpointing_enable()
@@ -151,7 +151,7 @@ def diagnose(config: Pi0Config, batch: Batch) -> list[str]:
 
 
 def run_all(config: Pi0Config, data: list[Batch], held_out: Batch, progress: Callable[[str], None]) -> list[Row]:
-    """Train every form; plain PyTorch comes first and is what the others are compared with."""
+    """Train every form; plain PyTorch comes first and is the reference."""
     rows = []
     for form in ("off", "checkpoint", "offload", FAITHFUL):
         progress(f"PyTorch: {form}")

@@ -24,7 +24,7 @@ Tell = Callable[[str, int, int], None]
 
 
 def torch_row(setting: Setting, name: str, cut: tuple[int, ...], plain: dict[str, Any]) -> Row:
-    """One form of PyTorch, its time not yet taken."""
+    """One form of PyTorch, not yet timed."""
     from .. import pytorch
 
     segments = torch_forms.segments_of(name, cut)
@@ -45,7 +45,7 @@ def torch_row(setting: Setting, name: str, cut: tuple[int, ...], plain: dict[str
 
 
 def jax_row(setting: Setting, name: str, form: jax_forms.Form, plain: dict[str, Any], state: dict[str, Any]) -> Row:
-    """One form of JAX, its time not yet taken."""
+    """One form of JAX, not yet timed."""
     matmuls = jax_forms.matmul_count(setting, form)
     backward = 2 * setting.num_layers - 1
     return Row(
@@ -62,7 +62,7 @@ def jax_row(setting: Setting, name: str, form: jax_forms.Form, plain: dict[str, 
 
 
 def run(setting: Setting, tell: Tell) -> dict[str, Any]:
-    """Measure all forms at `setting` and all depths; plain data, but for the rows."""
+    """Measure all forms at `setting` and all depths; plain data, except for the rows."""
     done, parts = 0, len(cuts(setting.num_layers)) + len(jax_forms.forms(setting)) + 2 * len(setting.depths) + 2
 
     def next_part(what: str) -> None:
@@ -84,7 +84,7 @@ def run(setting: Setting, tell: Tell) -> dict[str, Any]:
         times = {}
         for framework, its_steppers in steppers.items():
             next_part(f"{framework}: step times")
-            # The timing calls what all others are relative to `off`.
+            # The timing calls the reference `off`.
             in_turn = {"off" if name == "plain" else name: one for name, one in its_steppers.items()}
             times[framework] = relative_times(in_turn, [()], setting.rounds)
         rows = [_timed(row, times[row.framework], steppers[row.framework][row.form]) for row in rows]
@@ -105,7 +105,7 @@ def _timed(row: Row, times: dict[str, float], stepper: Any) -> Row:
 
 
 def problems(found: dict[str, Any]) -> list[str]:
-    """Where a figure is not what its closed form says, or a gradient not that of the plain model."""
+    """The figures that differ from their closed forms, and the gradients that differ from the plain model's."""
     said = [f"{row.framework}, {row.form}: {', '.join(row.wrong)}" for row in found["rows"] if row.wrong]
     limit = TOLERANCES["float64"].value
     said += [f"{row.framework}, {row.form}: gradients" for row in found["rows"] if not row.gradient_error <= limit]

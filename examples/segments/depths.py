@@ -1,4 +1,4 @@
-"""Memory against depth, and the two rules of thumb: the shares that they claim beside those that are measured.
+"""Memory against depth, and the two rules of thumb: claimed shares and measured shares.
 
 The rules are 1 − √L / L for the memory that √L segments save, and 2√L / L for the computation that they add.
 """
@@ -19,7 +19,7 @@ from .torch_forms import segments_of
 
 
 def short(name: str) -> str:
-    """A form's name without its number of segments, which differs from depth to depth."""
+    """A form's name without its number of segments, which changes with the depth."""
     return name.rpartition(", ")[0] or name
 
 
@@ -36,7 +36,7 @@ def kept_at(setting: Setting, num_layers: int) -> dict[str, dict[str, int]]:
             measured = torch_ref.saved_for_backward(lambda x, segments=segments: model(x, segments=segments), x).device_bytes
             expected = pytorch.deep_mlp_cost(num_layers, cut, batch=setting.batch, **setting.widths).saved_bytes
             found[f"PyTorch, {short(name)}"] = {"measured": measured, "closed_form": expected}
-    # A scan wants equal rounds: it runs over the layers between the first and the head, and these can be cut evenly.
+    # A scan needs equal rounds: it covers the layers between the first and the head, which can be cut evenly.
     for name, form in jax_forms.forms(setting, num_layers + 2).items():
         if form.stacked:
             measured = jax_forms.saved_bytes(setting, form, num_layers + 2)
@@ -48,7 +48,7 @@ def kept_at(setting: Setting, num_layers: int) -> dict[str, dict[str, int]]:
 
 
 def rule_at(setting: Setting, num_layers: int, kept: dict[str, dict[str, int]]) -> dict[str, float]:
-    """What the rules claim of √L segments, and what PyTorch keeps (`kept_at` of this depth) and executes with them."""
+    """The rules' claims for √L segments, and PyTorch's kept bytes (`kept_at` of this depth) and executions with them."""
     root, flops = math.sqrt(num_layers), []
     with FakeTensorMode():
         x = torch.zeros(setting.batch, setting.in_features)

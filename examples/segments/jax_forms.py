@@ -1,4 +1,4 @@
-"""The forms in JAX, what is measured of each, and what its closed form says."""
+"""The forms in JAX, their measurements, and their closed forms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ FRAMEWORK = "JAX Linen"
 
 
 class Form(NamedTuple):
-    """A form: its forward pass, how its parameters come from Linen's tree and gradients go back, and its closed forms."""
+    """A form: its forward pass, the conversion of its parameters from Linen's tree and of its gradients back, and its closed
+    forms.
+    """
 
     apply: Callable[[Any, jax.Array], jax.Array]
     stacked: bool
@@ -36,7 +38,7 @@ class Form(NamedTuple):
 
 
 def same(tree: Any) -> Any:
-    """The tree as it is."""
+    """The tree itself."""
     return tree
 
 

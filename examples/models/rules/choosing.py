@@ -1,4 +1,4 @@
-"""The choice between the names that several projects give to the weights of one model."""
+"""The choice between several projects' names for the weights of one model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def named(names: str, choices: Mapping[str, T]) -> T:
-    """Return what `choices` has for `names`.
+    """Return the entry of `choices` for `names`.
 
     Raises:
         ValueError: `names` is none of the choices.

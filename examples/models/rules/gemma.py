@@ -1,4 +1,4 @@
-"""The weights of `GemmaForCausalLM`. The port multiplies by 1 + scale as the original does: the map has nothing to add."""
+"""The weights of `GemmaForCausalLM`. The port multiplies by 1 + scale like the original, so the map adds nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of `GPT2LMHeadModel`, whose `Conv1D` keeps its kernels (in, out) as Flax does."""
+"""The weights of `GPT2LMHeadModel`, whose `Conv1D` stores its kernels as (in, out), like Flax."""
 
 from __future__ import annotations
 

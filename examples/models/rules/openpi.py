@@ -11,7 +11,7 @@ from remat_jax.porting import Rules
 from ..pi0_config import Pi0Config
 from .siglip import ENCODER
 
-# The sizes between percent signs are those of a configuration.
+# Names between percent signs are sizes of the configuration.
 JAX_AROUND = """
     PaliGemma/img/embedding/kernel -> params/vision/patches/kernel
     PaliGemma/img/embedding/bias -> params/vision/patches/bias
@@ -28,7 +28,7 @@ JAX_AROUND = """
     {name}/kernel -> params/{name}/kernel
     {name}/bias -> params/{name}/bias
 """
-# Of one layer: OpenPI's name, the port's names, and the axes. The axis c is that of several arrays in one.
+# For one layer: OpenPI's name, the port's names, and the axes. The axis c separates several arrays in one.
 JAX_VISION = {
     "LayerNorm_0/scale": ("layer_norm1/scale", "e -> e"),
     "LayerNorm_0/bias": ("layer_norm1/bias", "e -> e"),
@@ -107,7 +107,7 @@ def pytorch_rules(config: Pi0Config, scan: bool = False) -> Rules:
 
 
 def jax_rules(config: Pi0Config, scan: bool = False) -> Rules:
-    """Return the map of the parameters of OpenPI's JAX `Pi0`, from layers that are stacked there.
+    """Return the map of the parameters of OpenPI's JAX `Pi0`, whose layers are stacked.
 
     >>> found = jax_rules(Pi0Config(), scan=True)
     >>> print(next(rule for rule in found.rules if "q_einsum_1" in str(rule)))
@@ -126,7 +126,7 @@ def jax_rules(config: Pi0Config, scan: bool = False) -> Rules:
 
 
 def _layers(source: str, target: str, table: dict[str, tuple[str, str]], depth: int | None) -> list[str]:
-    """One rule for each stack of OpenPI's: to stacks of ours, or to so many layers by themselves."""
+    """One rule for each of OpenPI's stacks: to our stacks, or to single layers."""
     lines = []
     for theirs, (ours, axes) in table.items():
         arrays = [f"{target}/{name}" for name in ours.split(", ")]
