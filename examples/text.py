@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Modules that are one source file in every Python from 3.11 on.
+# Modules that are a single source file in every Python from 3.11 on.
 MODULES = (
     "argparse",
     "ast",
@@ -70,7 +70,7 @@ def batches(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return `steps` batches (tokens, targets), each int32 of shape (batch, length); a target is the byte that follows.
 
-    Windows start at random places drawn from `seed`, and may overlap. `data` is `corpus()` unless given.
+    Windows start at random places drawn from `seed`, and may overlap. `data` defaults to `corpus()`.
 
     Raises:
         ValueError: when the data is not longer than `length`.

@@ -33,7 +33,7 @@ from typing import Any
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train; the exit status is 0, 1 when the training cannot go on or no checkpoint can be read, 2 for bad usage."""
+    """Train; the exit status is 0, 1 if the training cannot continue or no checkpoint can be read, 2 for bad usage."""
     if importlib.util.find_spec("orbax") is None:
         print("error: checkpoints are written by orbax: pip install 'remat_jax[train]'", file=sys.stderr)
         return 2

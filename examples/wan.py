@@ -22,7 +22,7 @@ ADAPTED = ("*_attention/*", "*/mlp/fc?")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the training; the exit status is 0, 1 when losses differ, or 2 for bad usage."""
+    """Run the training; the exit status is 0, 1 if losses differ, or 2 for bad usage."""
     missing = [source for module, source in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         print(f"error: this compares with diffusers on photographs: pip install {' '.join(missing)}", file=sys.stderr)
@@ -57,7 +57,7 @@ def job_720p() -> Any:
 
 
 def lora_job() -> Any:
-    """Return the step that trains adapters alone, with AdamW: the model is frozen, the video of 832 x 480.
+    """Return the step that trains only adapters, with AdamW: the model is frozen, the video has 832 x 480 pixels.
 
     Where the adapters are, their rank of 32 and the learning rate are those of DiffSynth-Studio's script.
 

@@ -115,7 +115,7 @@ def problems(found: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the arguments, run, and print; the exit status."""
+    """Parse the arguments, run, and print; returns the exit status."""
     parser = argparse.ArgumentParser(prog="deep_mlp.py", description="A deep perceptron in checkpointed segments.")
     parser.add_argument("--output", type=Path, default=Path("build/deep_mlp"), help="folder for the pictures (build/deep_mlp)")
     parser.add_argument("--layers", type=int, help="layers of the model in the table (62, or 14 with --quick)")

@@ -121,23 +121,23 @@ def workload(setting: Setting, form: Form, num_layers: int | None = None) -> rj.
 
 
 def saved_bytes(setting: Setting, form: Form, num_layers: int | None = None) -> int:
-    """What JAX keeps between the passes; the form checkpoints itself, so that no policy is asked for."""
+    """The bytes that JAX keeps between the passes; the form has its own checkpoints, so no policy is applied."""
     return rj.residuals(workload(setting, form, num_layers), "off").device_bytes
 
 
 def peak_bytes(setting: Setting, form: Form) -> int | None:
-    """What the step needs when compiled for the target; None without one."""
+    """The memory of the step compiled for the target; None without a target."""
     return None if setting.target is None else rj.measure(workload(setting, form), "off", target=setting.target).device_bytes
 
 
 def matmul_count(setting: Setting, form: Form, num_layers: int | None = None) -> int:
-    """The matrix multiplications of a step that gives the loss and the gradients, after dead code is gone."""
+    """The matrix products of a step that computes the loss and the gradients, after dead-code elimination."""
     job = workload(setting, form, num_layers)
     return matmuls(jax.value_and_grad(loss_of(form)), job.params, *job.batch)
 
 
 class Stepper:
-    """Makes one step after the other and says how long each takes."""
+    """Runs steps and measures the time of each."""
 
     def __init__(self, setting: Setting, form: Form, state: dict[str, Any]) -> None:
         self._params = jax.tree.map(jnp.asarray, parameters(setting, form, state))
@@ -147,7 +147,7 @@ class Stepper:
         self._stacked = form.stacked
 
     def compiled_matmuls(self) -> int | None:
-        """How many matrix multiplications the compiled program has; None for a scan, whose body stands there once."""
+        """The number of matrix products in the compiled program; None for a scan, whose body appears once."""
         return None if self._stacked else len(re.findall(r" dot\(", self._step.as_text()))
 
     def step(self, batch: object) -> tuple[float, float]:

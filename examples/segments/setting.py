@@ -1,4 +1,4 @@
-"""The sizes of the experiment, the cuts that it compares, and what a row of its table holds."""
+"""The sizes of the experiment, its cuts, and the fields of a table row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .. import pytorch
 
 @dataclass(frozen=True)
 class Setting:
-    """The model, its batch, and how much is measured.
+    """The model, its batch, and the number of measurements.
 
     A batch larger than `hidden_size` makes an activation larger than a layer's gradient, so that there is something to
     save: see `pytorch.deep_mlp_cost`.
@@ -47,7 +47,7 @@ class Setting:
         return {"hidden_size": self.hidden_size, "in_features": self.in_features, "out_features": self.out_features}
 
     def data(self, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
-        """A batch, and the weights by which the outputs are summed into a loss."""
+        """A batch, and the weights of the outputs in the loss."""
         random = np.random.default_rng(self.seed)
         shapes = ((self.batch, self.in_features), (self.batch, self.out_features))
         x, weights = (random.normal(size=shape).astype(dtype) for shape in shapes)
@@ -58,7 +58,7 @@ QUICK = Setting(num_layers=14, hidden_size=16, in_features=12, out_features=3, b
 
 
 def cuts(num_layers: int) -> dict[str, tuple[int, ...]]:
-    """The cuts that are compared, by name; a hand-written one beside those of `checkpoint_sequential`.
+    """The cuts by name: a handwritten one, and those of `checkpoint_sequential`.
 
     >>> cuts(62)["plain"], cuts(62)["checkpoint_sequential, 3"]
     ((), (20, 40))
@@ -75,7 +75,7 @@ def cuts(num_layers: int) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Row:
-    """A form, and what was measured of it beside what its closed form says.
+    """A form, its measurements and its closed form.
 
     Attributes:
         saved_bytes: kept between the passes.
@@ -100,7 +100,7 @@ class Row:
 
     @property
     def wrong(self) -> list[str]:
-        """Where what was measured is not what the closed form says."""
+        """The measurements that differ from the closed form."""
         return [name for name, value in self.closed_form.items() if getattr(self, name) != value]
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The experiment for people: tables, what they say in plain words, and pictures."""
+"""The experiment for people: tables, their meaning in words, and pictures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LEGEND = (
 
 
 def report(setting: Setting, found: dict[str, Any], pictures: list[str], wrong: list[str]) -> list[Any]:
-    """Everything that is printed, in order."""
+    """The whole printed output, in order."""
     parts: list[Any] = [*(_of_framework(setting, found["rows"], name) for name in PEAKS), LEGEND, ""]
     parts += [_depths(found["depths"]), _rules(found["rules"]), *(f"• {sentence}" for sentence in reading(found)), ""]
     if pictures:
@@ -57,7 +57,9 @@ def saved_share(row: Row, plain: Row) -> float:
 
 
 def trade_off(row: Row, plain: Row) -> float | None:
-    """The share of kept bytes saved for each share of step time added; None for a form that costs no time or saves nothing."""
+    """The saved share of kept bytes divided by the added share of step time; None for a form that costs no time or saves
+    nothing.
+    """
     if row.relative_time is None:
         return None
     added, saved = row.relative_time - 1, saved_share(row, plain)
@@ -107,7 +109,7 @@ def _rules(rules: list[dict[str, float]]) -> Table:
 
 
 def reading(found: dict[str, Any]) -> list[str]:
-    """What the figures say."""
+    """The meaning of the figures in words."""
     rows, said = found["rows"], []
     for framework in PEAKS:
         its_rows = [row for row in rows if row.framework == framework]
@@ -131,7 +133,7 @@ def reading(found: dict[str, Any]) -> list[str]:
 
 
 def pictures(setting: Setting, found: dict[str, Any], folder: Path) -> list[str]:
-    """Memory, time, trade-off, depth and the rules, each as SVG in `folder`; the paths."""
+    """Draw memory, time, trade-off, depth and the rules, each as SVG in `folder`; returns the paths."""
     drawn = [
         {
             "framework": row.framework,

@@ -1,4 +1,4 @@
-"""The forms in PyTorch, and what is measured of each."""
+"""The forms in PyTorch, and their measurements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model_of(setting: Setting, num_layers: int | None = None) -> pytorch.DeepMLP
 
 
 def segments_of(name: str, boundaries: Sequence[int]) -> Segments:
-    """What `DeepMLP` is given for a cut: PyTorch's own function makes the uniform ones."""
+    """The argument of `DeepMLP` for a cut: PyTorch's own function makes the uniform ones."""
     if name.startswith("by hand"):
         return tuple(boundaries)
     return len(boundaries) + 1 if boundaries else None
@@ -48,7 +48,7 @@ def gradients(setting: Setting, segments: Segments) -> dict[str, np.ndarray]:
 
 
 def saved_bytes(setting: Setting, segments: Segments, num_layers: int | None = None) -> int:
-    """What the graph keeps of the model between the passes, the batch left out."""
+    """The bytes that the graph keeps of the model between the passes, without the batch."""
     model = model_of(setting, num_layers)
     return torch_ref.saved_for_backward(lambda x: model(x, segments=segments), torch.tensor(setting.data()[0])).device_bytes
 
@@ -65,7 +65,7 @@ def peak_bytes(setting: Setting, segments: Segments, num_layers: int | None = No
 
 
 def counts(setting: Setting, segments: Segments) -> tuple[int, int]:
-    """How often a layer runs forward in a step, and the matrix multiplications of the step."""
+    """A layer's forward executions in a step, and the matrix products of the step."""
     model = model_of(setting)
     loss = loss_of(model, segments)
     with torch_ref.count_calls(torch.nn.Linear) as calls, torch_ref.count_matmuls() as matmuls:
@@ -74,7 +74,7 @@ def counts(setting: Setting, segments: Segments) -> tuple[int, int]:
 
 
 class Stepper:
-    """Makes one step after the other and says how long each takes."""
+    """Runs steps and measures the time of each."""
 
     def __init__(self, setting: Setting, segments: Segments) -> None:
         self._model = model_of(setting)
