@@ -26,19 +26,19 @@ def main() -> None:
     data = json.loads(LAYER.read_text())
     residuals = tuple(ResidualCosts(**{**one, "parents": tuple(one["parents"])}) for one in data["residuals"])
     stack = Stack((Block("layer", residuals, repeats=data["repeats"], **data["block"]),), None, data["fixed_bytes"])
-    known = {one["budget_bytes"]: one for one in data["known"]}
+    entries = {one["budget_bytes"]: one for one in data["known"]}
     begin = time.perf_counter()
     solver = Solver(stack)
     prepared = time.perf_counter() - begin
     table = Table("budget", "extra", "bound", "above the bound", "of the step", "peak", "runs", "seconds", "exact programme")
     worst = 0.0
-    for budget in sorted([*known, *np.linspace(*BUDGETS)]):
+    for budget in sorted([*entries, *np.linspace(*BUDGETS)]):
         begin = time.perf_counter()
         plan = solver.plan(budget)
         took = time.perf_counter() - begin
         bound = plan.lower_bound - stack.base_seconds
         worst = max(worst, took)
-        exact = known.get(budget, {}).get("exact_programme", "")
+        exact = entries.get(budget, {}).get("exact_programme", "")
         table.add_row(
             f"{budget / 1e9:.1f} GB",
             f"{plan.extra_seconds * 1e3:.2f} ms",

@@ -87,8 +87,8 @@ def _workload(name: str, sides: list[int], rank: int | None = None) -> Any:
 
     def loss(params, latents, text, time, velocity):
         with lora.adapters():
-            found = model.apply(params, latents, text, time, grids)[:, :made]
-        return jnp.mean(jnp.square((found - velocity).astype(jnp.float32)))
+            outputs = model.apply(params, latents, text, time, grids)[:, :made]
+        return jnp.mean(jnp.square((outputs - velocity).astype(jnp.float32)))
 
     batch = (latents, text, time, target)
     if rank is None:

@@ -95,8 +95,8 @@ def _workload(name: str, height: int, width: int, rank: int | None = None) -> An
 
     def loss(params, latents, text, time, velocity):
         with lora.adapters():
-            found = model.apply(params, latents, text, time)
-        return jnp.mean(jnp.square((found - velocity).astype(jnp.float32)))
+            outputs = model.apply(params, latents, text, time)
+        return jnp.mean(jnp.square((outputs - velocity).astype(jnp.float32)))
 
     batch = (latents, text, time, latents)
     if rank is None:

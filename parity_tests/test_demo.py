@@ -99,8 +99,8 @@ def test_json_and_tables_say_the_same(outcome: Outcome) -> None:
     assert all(list(one) == ROW_KEYS for one in data["rows"])
     shown = "\n".join(render(one, width=120) for one in demo.tables(outcome))
     assert "…" not in shown and setting.COMPOSED.split("; ")[0] in shown and "FAILS" not in shown
-    said = " ".join(demo.reading(outcome))
-    assert "checkpoint runs blocks 4 times in a step instead of 2" in said and "All 7 rows compute the same" in said
+    text = " ".join(demo.reading(outcome))
+    assert "checkpoint runs blocks 4 times in a step instead of 2" in text and "All 7 rows compute the same" in text
 
 
 # Planted faults.

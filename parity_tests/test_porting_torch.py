@@ -32,9 +32,9 @@ def tensor(dtype: str, *shape: int) -> torch.Tensor:
 def test_every_dtype_goes_there_and_back_bit_by_bit(dtype: str) -> None:
     x = tensor(dtype, 3, 5).T
     with jax.enable_x64(True):
-        found = porting.from_torch({"a": x}, {"params": {"a": np.zeros((3, 5))}}, "a -> params/a | linear")
-        array = found["params"]["a"]
-        back = porting.to_torch(found, "a -> params/a | linear")["a"]
+        converted = porting.from_torch({"a": x}, {"params": {"a": np.zeros((3, 5))}}, "a -> params/a | linear")
+        array = converted["params"]["a"]
+        back = porting.to_torch(converted, "a -> params/a | linear")["a"]
     assert array.dtype.name == dtype and np.array_equal(np.asarray(array).astype(float), x.T.to(torch.float64).numpy())
     assert (
         back.dtype == x.dtype and back.is_contiguous() and torch.equal(back.view(torch.uint8), x.contiguous().view(torch.uint8))
@@ -43,11 +43,11 @@ def test_every_dtype_goes_there_and_back_bit_by_bit(dtype: str) -> None:
 
 def test_what_a_tensor_becomes_does_not_change_with_it() -> None:
     weight = torch.zeros(1 << 16)
-    found = porting.from_torch({"a": weight}, {"params": {"a": np.zeros(1 << 16)}}, BIAS)
-    back = porting.to_torch(found, BIAS)["a"]
+    converted = porting.from_torch({"a": weight}, {"params": {"a": np.zeros(1 << 16)}}, BIAS)
+    back = porting.to_torch(converted, BIAS)["a"]
     weight += 1
     back += 2
-    assert not np.asarray(found["params"]["a"]).any() and weight.eq(1).all()
+    assert not np.asarray(converted["params"]["a"]).any() and weight.eq(1).all()
 
 
 def test_gradients_and_lazy_tensors_are_read_and_others_are_named() -> None:
@@ -72,15 +72,15 @@ def test_tied_parameters_are_one_leaf_and_one_gradient() -> None:
     model, shapes = Tied(), {"params": {"embedding": np.zeros((5, 3), np.float32)}}
     text = "embed.weight -> params/embedding\ntie: embed.weight = head.weight"
     model.head(model.embed(torch.arange(5))).square().sum().backward()
-    found = porting.from_torch(model.state_dict(), shapes, text)
-    assert np.array_equal(found["params"]["embedding"], model.embed.weight.detach())
+    converted = porting.from_torch(model.state_dict(), shapes, text)
+    assert np.array_equal(converted["params"]["embedding"], model.embed.weight.detach())
     both = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     assert len(both) == 2
     for gradients in (both, {"embed.weight": model.embed.weight.grad}):
         there = porting.gradients_from_torch(gradients, shapes, text)["params"]["embedding"]
         assert np.array_equal(there, model.embed.weight.grad)
     again = Tied()
-    again.load_state_dict(porting.to_torch(found, text))
+    again.load_state_dict(porting.to_torch(converted, text))
     assert torch.equal(again.head.weight, model.head.weight)
     untied = "embed.weight -> params/embedding\nhead.weight -> params/head | linear"
     wide = {"params": shapes["params"] | {"head": np.zeros((3, 5))}}
@@ -132,9 +132,9 @@ def make_other(scan: bool) -> Any:
 def test_safetensors_of_pytorch_are_read_in_every_dtype(tmp_path: Path) -> None:
     tensors = {name: tensor(name, 2, 3) for name in KINDS if "float8" not in name} | {"empty": torch.zeros(0, 3)}
     save_file(tensors, tmp_path / "a.safetensors")
-    found = porting.load(tmp_path)
-    assert found.keys() == tensors.keys() and found["bfloat16"].dtype == jnp.bfloat16
-    assert all(np.array_equal(found[name], porting.as_numpy(each)) for name, each in tensors.items())
+    loaded = porting.load(tmp_path)
+    assert loaded.keys() == tensors.keys() and loaded["bfloat16"].dtype == jnp.bfloat16
+    assert all(np.array_equal(loaded[name], porting.as_numpy(each)) for name, each in tensors.items())
     save_file({"a": tensor("float8_e5m2", 2)}, tmp_path / "b.safetensors")
     with pytest.raises(PortingError, match=r"NumPy's reader does not have this float dtype: a \(F8_E5M2\)"):
         porting.load(tmp_path / "b.safetensors")

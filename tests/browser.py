@@ -143,10 +143,10 @@ class Tab:
     @property
     def console(self) -> list[str]:
         """The errors and warnings in the page's console, from the browser and from scripts."""
-        said = [event["params"] for event in self.events if event["method"] == "Runtime.consoleAPICalled"]
-        told = [event["params"]["entry"] for event in self.events if event["method"] == "Log.entryAdded"]
-        found = [str(one["args"]) for one in said if one["type"] in ("error", "warning", "assert")]
-        return found + [one["text"] for one in told if one["level"] in ("error", "warning")]
+        calls = [event["params"] for event in self.events if event["method"] == "Runtime.consoleAPICalled"]
+        entries = [event["params"]["entry"] for event in self.events if event["method"] == "Log.entryAdded"]
+        found = [str(one["args"]) for one in calls if one["type"] in ("error", "warning", "assert")]
+        return found + [one["text"] for one in entries if one["level"] in ("error", "warning")]
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command of the protocol to this page."""

@@ -51,11 +51,11 @@ def run(text: str, name: str, namespace: dict[str, Any]) -> int:
 
 
 def _run_doctest(block: Fenced, name: str, namespace: dict[str, Any]) -> None:
-    told: list[str] = []
+    report: list[str] = []
     test = doctest.DocTestParser().get_doctest(block.text, {}, name, name, block.line - 1)
     test.globs = namespace
-    failed = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(test, out=told.append, clear_globs=False).failed
-    assert not failed, "".join(told)
+    failed = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(test, out=report.append, clear_globs=False).failed
+    assert not failed, "".join(report)
 
 
 def commands(text: str) -> list[str]:
@@ -74,5 +74,5 @@ def anchors(text: str) -> set[str]:
 
 def links(text: str) -> list[str]:
     """The addresses of a page's links and pictures, without those of the web."""
-    found = re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", text))
-    return [one for one in found if not re.match(r"\w+:", one)]
+    matches = re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", text))
+    return [one for one in matches if not re.match(r"\w+:", one)]

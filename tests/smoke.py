@@ -126,13 +126,13 @@ def main(wheel: str) -> None:
     subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", path], check=True)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(USE)
-        said, where = output(python, "train.py", cwd=folder).split()
-        assert said == version and Path(where).is_relative_to(VENV), (said, where, version)
+        printed, where = output(python, "train.py", cwd=folder).split()
+        assert printed == version and Path(where).is_relative_to(VENV), (printed, where, version)
         check_page(Path(folder, "page.html").read_text(encoding="utf-8"), Path(where).parent / "report")
         assert output(command, "--version", cwd=folder) == f"remat-jax {version}\n"
         assert "doctor" in output(command, "--help", cwd=folder)
-        told = json.loads(output(command, "doctor", "--json", cwd=folder))
-        assert (told["versions"]["remat_jax"], told["versions"]["torch"]) == (version, None), told
+        findings = json.loads(output(command, "doctor", "--json", cwd=folder))
+        assert (findings["versions"]["remat_jax"], findings["versions"]["torch"]) == (version, None), findings
         measured = ("measure", "train.py:job", "--target", "cpu", "--policy", "full", "--json")
         assert '"device_bytes"' in output(command, *measured, cwd=folder)
         jax, both = seconds(python, "import jax", folder), seconds(python, "import jax, remat_jax", folder)

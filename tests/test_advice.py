@@ -117,8 +117,8 @@ def assert_compiled_as(before: rj.Workload, after: rj.Workload, what: str, targe
 
 def test_a_head_in_chunks() -> None:
     before = job(vocabulary=8192)
-    found = assert_mended(before, job(vocabulary=8192, chunks=8), HEAD, 0.02)
-    assert "rj.in_chunks(head_loss, 8" in found.how and "[4, 512, 8192]" in found.why and "test_advice.py" in found.why
+    reports = assert_mended(before, job(vocabulary=8192, chunks=8), HEAD, 0.02)
+    assert "rj.in_chunks(head_loss, 8" in reports.how and "[4, 512, 8192]" in reports.why and "test_advice.py" in reports.why
     # The advice is printed with the report. The CPU target reports no buffers and gives none.
     assert "head in chunks: 82.5 MiB less (estimated)" in " ".join(str(rj.measure(before, "full", "h200")).split())
     assert rj.measure(before, "full", "cpu").advice == ()
@@ -147,8 +147,8 @@ def test_a_head_on_a_mesh_is_that_of_one_device() -> None:
 def test_attention_in_a_kernel() -> None:
     """The Pallas kernel stands for cuDNN's: neither computes the scores in memory."""
     before, after = job(attention="scores"), job(attention="kernel")
-    found = assert_mended(before, after, SCORES, 0.1)
-    assert "[4, 2, 512, 512]" in found.why and "dot_product_attention" in found.how
+    reports = assert_mended(before, after, SCORES, 0.1)
+    assert "[4, 2, 512, 512]" in reports.why and "dot_product_attention" in reports.how
     assert_compiled_as(before, after, SCORES, "h200")
 
 
@@ -190,10 +190,10 @@ def test_donation_of_a_finished_step() -> None:
     def made(**donated: Any) -> rj.Workload:
         return rj.Workload.from_step(step.function, *step.arguments, blocks=Block, **donated)
 
-    found = assert_mended(made(), made(donate_argnums=(0, 1)), DONATION, 0.1, policy="off")
-    assert "donate_argnums=(0, 1)" in found.how
+    reports = assert_mended(made(), made(donate_argnums=(0, 1)), DONATION, 0.1, policy="off")
+    assert "donate_argnums=(0, 1)" in reports.how
     (advice,) = (one for one in rj.doctor(made(), "off", "h200").advice if one.what == DONATION)
-    assert advice.compiled and advice.bytes == pytest.approx(found.bytes, rel=0.1)
+    assert advice.compiled and advice.bytes == pytest.approx(reports.bytes, rel=0.1)
 
 
 def test_the_doctor_compiles_what_it_advises() -> None:
@@ -249,11 +249,11 @@ def test_products_that_a_softmax_reads_are_found_in_loops_and_calls() -> None:
         x = x + jnp.tanh(x @ jnp.ones((8, 8)))  # no softmax
         return jax.nn.logsumexp(x @ kernel, axis=-1).sum()
 
-    found = softmax_products(jax.make_jaxpr(loss)(jnp.ones((2, 16, 8)), jnp.ones((8, 50))))
-    assert {(one.is_head, one.shape) for one in found} == {(False, (2, 16, 16)), (True, (2, 16, 50))}
+    products = softmax_products(jax.make_jaxpr(loss)(jnp.ones((2, 16, 8)), jnp.ones((8, 50))))
+    assert {(one.is_head, one.shape) for one in products} == {(False, (2, 16, 16)), (True, (2, 16, 50))}
     chunked = rj.in_chunks(loss, 2, axis=(0, None))
-    found = softmax_products(jax.make_jaxpr(chunked)(jnp.ones((4, 16, 8)), jnp.ones((8, 50))))
-    assert {(one.is_head, one.shape) for one in found} == {(False, (2, 16, 16))}
+    products = softmax_products(jax.make_jaxpr(chunked)(jnp.ones((4, 16, 8)), jnp.ones((8, 50))))
+    assert {(one.is_head, one.shape) for one in products} == {(False, (2, 16, 16))}
 
 
 def test_a_head_whose_last_logits_the_loss_drops_is_found() -> None:
@@ -265,8 +265,8 @@ def test_a_head_whose_last_logits_the_loss_drops_is_found() -> None:
         x = x + mixed + (jax.nn.sigmoid(x @ up) * (x @ up))[..., :8]
         return jax.nn.logsumexp((x @ kernel)[:, :-1], axis=-1).sum()
 
-    found = softmax_products(jax.make_jaxpr(loss)(jnp.ones((2, 16, 8)), jnp.ones((8, 50)), jnp.ones((8, 32))))
-    assert {(one.is_head, one.shape, one.read) for one in found} == {
+    products = softmax_products(jax.make_jaxpr(loss)(jnp.ones((2, 16, 8)), jnp.ones((8, 50)), jnp.ones((8, 32))))
+    assert {(one.is_head, one.shape, one.read) for one in products} == {
         (False, (2, 2, 16, 16), 2 * 2 * 16 * 16),
         (True, (2, 16, 50), 2 * 15 * 50),
     }

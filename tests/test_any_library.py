@@ -183,14 +183,14 @@ def test_an_offload_of_equinox_blocks_is_tied_where_they_are_unrolled():
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_an_offload_of_equinox_blocks_is_compiled_for_a_gpu():
-    found = rj.measure(job(Model), "offload_inputs", "h200")
-    assert found.host_bytes >= found.receipt.offered_bytes == LAYERS * 4 * X[0] * X[1] * X[2]
+    report = rj.measure(job(Model), "offload_inputs", "h200")
+    assert report.host_bytes >= report.receipt.offered_bytes == LAYERS * 4 * X[0] * X[1] * X[2]
 
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_the_doctor_compiles_a_scanned_stack_of_equinox():
-    found = rj.doctor(job(Scanned), "full", "h200")
-    assert found.ok and found.regions == 1 and all(one.compiled for one in found.advice)
+    diagnosis = rj.doctor(job(Scanned), "full", "h200")
+    assert diagnosis.ok and diagnosis.regions == 1 and all(one.compiled for one in diagnosis.advice)
 
 
 def test_only_floating_point_arrays_are_parameters():

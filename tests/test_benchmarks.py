@@ -239,8 +239,8 @@ def test_more_flops_or_more_memory_than_by_hand_is_a_problem_and_time_is_not() -
     peer = cpu.Measured("linen scan full", "nn.remat", False, 1.0, 100, 1000, 1000, 1.0)
     ours = dataclasses.replace(peer, contender="rj.remat", is_ours=True, trace_seconds=9.0, cpu_temp_bytes=1020)
     assert cpu.problems(ours, peer) == []
-    found = cpu.problems(dataclasses.replace(ours, matmul_flops=101, h200_temp_bytes=1001, cpu_temp_bytes=1021), peer)
-    assert len(found) == 3 and found[0] == "linen scan full rj.remat: matmul FLOPs 101 against 100 of nn.remat"
+    problems = cpu.problems(dataclasses.replace(ours, matmul_flops=101, h200_temp_bytes=1001, cpu_temp_bytes=1021), peer)
+    assert len(problems) == 3 and problems[0] == "linen scan full rj.remat: matmul FLOPs 101 against 100 of nn.remat"
     assert cpu.problems(dataclasses.replace(peer, matmul_flops=101), peer) == []
     assert "× 9.000" in cpu.table([[peer, ours]])
 
@@ -272,14 +272,14 @@ def test_the_command_writes_one_file_of_what_was_estimated_and_measured(
     """Run in this process on its processor: the rest only starts processes."""
     options = steps_command.parse(["--dry-run", "--only", "mlp", "torch", "--output", str(tmp_path), "--commit", "abc"])
     run = steps_command.Run(options, tmp_path)
-    told = [("mlp", "off"), ("mlp", "full"), ("mlp", PLAN)]
+    order = [("mlp", "off"), ("mlp", "full"), ("mlp", PLAN)]
     targets = {"calibrated": "cpu"}
 
     def tell(line: dict[str, Any]) -> None:
         with run.told.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    step_predict.predict(told, TINY, targets, tell)
+    step_predict.predict(order, TINY, targets, tell)
     ran: list[str] = []
 
     def in_this_process(module: str, job: Any, seconds: float, env: dict[str, str]) -> dict[str, Any]:
@@ -292,23 +292,23 @@ def test_the_command_writes_one_file_of_what_was_estimated_and_measured(
     monkeypatch.setattr(child, "run_child", in_this_process)
     run.run_peers()
     run.run_steps(subprocess.Popen(["true"]))
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    rows = {(row["model"], row["policy"]): row for row in found["rows"]}
+    data = json.loads((tmp_path / "gpu.json").read_text())
+    rows = {(row["model"], row["policy"]): row for row in data["rows"]}
     assert [row for row in rows if row[0] == "torch"] == [("torch", mode) for mode in ("off", "checkpoint", "offload")]
     off, full = rows["mlp", "off"], rows["mlp", "full"]
     assert full["loss"] == pytest.approx(off["loss"], rel=1e-2) and full["compiled_device_bytes"] == full["device_bytes"]
     assert full["estimated_seconds"]["calibrated"] > off["estimated_seconds"]["calibrated"] > 0
     assert rows["mlp", PLAN]["error"] == rows["mlp", "offload_inputs"]["error"] == "not reached in time"
-    assert found["judged"]["ratio_error"].keys() == set(targets) and found["provenance"]["commit"] == "abc"
+    assert data["judged"]["ratio_error"].keys() == set(targets) and data["provenance"]["commit"] == "abc"
 
 
 def test_a_plan_that_loses_or_needs_more_than_its_budget_is_told() -> None:
     named = {"model": "mlp", "policy": "dots", "device_bytes": 10, "step_seconds": 1.0, "estimated_seconds": {"nominal": 1.0}}
     plan = named | {"policy": "plan", "budget": 12, "step_seconds": 1.01, "measured_peak_bytes": 12}
     other = named | {"policy": "full", "step_seconds": 3.0, "estimated_seconds": {"nominal": 0.5}}
-    found = judge.judged([named, other, plan])
-    assert found["slower"] == found["over_budget"] == [] and found["rank_correlation"]["nominal"] < 0
-    assert found["memory_error"] == pytest.approx(1 / 6) and judge.judged([])["rank_correlation"] == {}
+    judged = judge.judged([named, other, plan])
+    assert judged["slower"] == judged["over_budget"] == [] and judged["rank_correlation"]["nominal"] < 0
+    assert judged["memory_error"] == pytest.approx(1 / 6) and judge.judged([])["rank_correlation"] == {}
 
     lost = judge.judged([named, plan | {"step_seconds": 1.03, "measured_peak_bytes": 13}])
     assert lost["slower"] == ["mlp, plan: dots is faster"] and lost["over_budget"] == ["mlp, plan"]

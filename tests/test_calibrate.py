@@ -80,16 +80,16 @@ def quick(tmp_path_factory):
 
 
 def test_the_command_writes_a_target_whose_rates_are_the_measured_ones(quick):
-    path, said, progress = quick
-    assert said["target"] == f"{path}:here" and said["out_bytes_per_s"] is None and said["hidden_share"] is None
-    assert list(said["flops"]) == ["bfloat16", "float16", "float32", "float64"]
-    described = target(said["target"])
-    assert described.kind == "cpu" and described.measured["source"] == said["source"]
-    rates = Rates.of(said["target"])
-    assert {dtype: list(curve)[0] for dtype, curve in rates.products.items()} == dict.fromkeys(said["flops"], 128)
-    assert rates.launch_seconds == said["launch_seconds"] > 0
-    assert dict(rates.flops) == said["flops"] and rates.hbm_bytes_per_s == said["hbm_bytes_per_s"] > 0
-    assert rates.source["flops"] == said["source"] and "calibrate" in said["source"]
+    path, printed, progress = quick
+    assert printed["target"] == f"{path}:here" and printed["out_bytes_per_s"] is None and printed["hidden_share"] is None
+    assert list(printed["flops"]) == ["bfloat16", "float16", "float32", "float64"]
+    described = target(printed["target"])
+    assert described.kind == "cpu" and described.measured["source"] == printed["source"]
+    rates = Rates.of(printed["target"])
+    assert {dtype: list(curve)[0] for dtype, curve in rates.products.items()} == dict.fromkeys(printed["flops"], 128)
+    assert rates.launch_seconds == printed["launch_seconds"] > 0
+    assert dict(rates.flops) == printed["flops"] and rates.hbm_bytes_per_s == printed["hbm_bytes_per_s"] > 0
+    assert rates.source["flops"] == printed["source"] and "calibrate" in printed["source"]
     assert rates.out_bytes_per_s is None
     assert re.search(r"\[1/5, \d+ s\] products in float16", progress) and "A CPU has one memory" in progress
 
@@ -99,19 +99,19 @@ def test_the_command_overwrites_nothing_unasked(quick):
     before = path.read_text()
     done = CliRunner().invoke(app, ["calibrate", "-o", str(path), "--seconds", "0.2"])
     assert done.exit_code == 2 and "exists already" in done.stderr and path.read_text() == before
-    found = Calibration("here", "cpu", {"float32": 1.0}, 2.0, source="x")
+    calibration = Calibration("here", "cpu", {"float32": 1.0}, 2.0, source="x")
     with pytest.raises(TargetError, match="exists already"):
-        found.save(path)
-    assert Rates.of(found.save(path, overwrite=True)).hbm_bytes_per_s == 2.0
+        calibration.save(path)
+    assert Rates.of(calibration.save(path, overwrite=True)).hbm_bytes_per_s == 2.0
     with pytest.raises(TargetError, match="cannot be written"):
-        found.save(path.parent / "no" / "folder.toml")
+        calibration.save(path.parent / "no" / "folder.toml")
 
 
 def test_a_gpu_of_the_table_keeps_what_is_known_of_it(tmp_path):
-    found = Calibration("mine", "NVIDIA H200", {"bfloat16": 7.5e14}, 4.1e12, 5.5e10, 5.4e10, 0.75, "timed")
-    name = found.save(tmp_path / "mine.toml")
-    described, known = target(name), target("h200")
-    assert (described.memory_bytes, described.compiler_description) == (known.memory_bytes, known.compiler_description)
+    calibration = Calibration("mine", "NVIDIA H200", {"bfloat16": 7.5e14}, 4.1e12, 5.5e10, 5.4e10, 0.75, "timed")
+    name = calibration.save(tmp_path / "mine.toml")
+    described, h200 = target(name), target("h200")
+    assert (described.memory_bytes, described.compiler_description) == (h200.memory_bytes, h200.compiler_description)
     rates = Rates.of(name)
     assert (rates.flops["bfloat16"], rates.hbm_bytes_per_s) == (7.5e14, 4.1e12)
     assert (rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share) == (5.5e10, 5.4e10, 0.75)

@@ -66,9 +66,9 @@ def sizes(workload: rj.Workload, change: Any, policy: str) -> set[int]:
 @pytest.mark.parametrize("flipped", [False, True])
 def test_a_changed_head_makes_one_chunk_of_logits(flipped: bool, policy: str) -> None:
     """63 tokens are padded to 64. Attention still computes its scores, which `off` keeps for all 3 layers."""
-    found = sizes(job(flipped=flipped), head_in_chunks(8), policy)
-    assert ROWS * LENGTH // 8 * CLASSES in found and ROWS * (LENGTH - 1) * CLASSES not in found
-    assert max(found) == ROWS * HEADS * LENGTH**2 * (3 if policy == "off" else 1)
+    compiled = sizes(job(flipped=flipped), head_in_chunks(8), policy)
+    assert ROWS * LENGTH // 8 * CLASSES in compiled and ROWS * (LENGTH - 1) * CLASSES not in compiled
+    assert max(compiled) == ROWS * HEADS * LENGTH**2 * (3 if policy == "off" else 1)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

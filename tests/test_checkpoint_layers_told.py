@@ -25,8 +25,8 @@ def test_offloaded_layers_and_their_neighbours_are_linked() -> None:
 
     def links(policies: str) -> list[int]:
         fn = rj.checkpoint_blocks(loss, {Mlp: policies})
-        found = equations(lambda *args: jax.jvp(fn, args, args), params, x)
-        return [len(eqn.params["before"]) for eqn, _ in found if eqn.primitive.name == "tied_linear"]
+        traced_equations = equations(lambda *args: jax.jvp(fn, args, args), params, x)
+        return [len(eqn.params["before"]) for eqn, _ in traced_equations if eqn.primitive.name == "tied_linear"]
 
     assert links("5 x offload_inputs") == [0, 1, 1, 1, 1]
     # The first block that keeps its residuals fetches for the block before it; the next block has nothing to fetch.
@@ -133,8 +133,8 @@ def test_workloads_take_policies_by_layer() -> None:
     tables = [rj.residuals(job, policy) for policy in ({Mlp: text}, "full")]
     assert tables[0].device_bytes == report.residual_device_bytes > tables[1].device_bytes
     assert rj.doctor(job, text).ok
-    found = rj.doctor(job, "2 x full | 1 x save: *exp*").findings
-    assert [one.trap for one in found] == ["unmatched_name"]
+    diagnosis = rj.doctor(job, "2 x full | 1 x save: *exp*").findings
+    assert [one.trap for one in diagnosis] == ["unmatched_name"]
 
 
 def test_the_layers_of_an_equation_are_no_part_of_its_path() -> None:

@@ -85,8 +85,8 @@ def shell(*arguments, cwd=ROOT):
 
 
 def test_help_lists_the_commands_that_work_and_no_other():
-    found = run("--help")
-    assert found.exit_code == 0
+    result = run("--help")
+    assert result.exit_code == 0
     assert [info.callback.__name__ for info in app.registered_commands] == [
         "calibrate",
         "demo",
@@ -98,7 +98,7 @@ def test_help_lists_the_commands_that_work_and_no_other():
         "report",
         "targets",
     ]
-    assert all(f" {name} " in found.stdout for name in ("demo", "doctor", "measure", "plan", "policies", "targets"))
+    assert all(f" {name} " in result.stdout for name in ("demo", "doctor", "measure", "plan", "policies", "targets"))
 
 
 def test_help_loads_neither_torch_nor_plotting():
@@ -110,10 +110,10 @@ def test_help_loads_neither_torch_nor_plotting():
 
 
 def test_policies_lists_every_named_policy_with_its_text():
-    found = json.loads(run("policies", "--json").stdout)["policies"]
-    assert {row["name"]: row["text"] for row in found} == {name: str(policy) for name, policy in NAMED.items()}
-    assert {alias: row["name"] for row in found for alias in row["aliases"]} == ALIASES
-    assert all(len(row["meaning"]) > 20 for row in found)
+    data = json.loads(run("policies", "--json").stdout)["policies"]
+    assert {row["name"]: row["text"] for row in data} == {name: str(policy) for name, policy in NAMED.items()}
+    assert {alias: row["name"] for row in data for alias in row["aliases"]} == ALIASES
+    assert all(len(row["meaning"]) > 20 for row in data)
     shown = run("policies").stdout
     assert all(name in shown for name in [*NAMED, *ALIASES]) and "…" not in shown
 
@@ -131,24 +131,24 @@ def test_targets_lists_every_target():
 def test_measure_says_what_the_library_says_as_one_json_object_and_nothing_else(folder):
     done = shell("measure", "train.py:job", "-p", "full", "-p", "save: @dots", "--residuals", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    data = json.loads(done.stdout)
     job = workloads.load_workload(f"{folder}/train.py:job")
-    assert found["workload"] == "three blocks" and found["target"] == "cpu"
-    assert [report["policy"] for report in found["reports"]] == ["full", "dots"]
-    assert found["reports"][0] == rj.measure(job, "full").to_dict()
-    assert [one["policy"] for one in found["residuals"]] == ["recompute: *", "save: @dots"]
-    assert {row["name"]: row["bytes"] for row in found["residuals"][1]["rows"]}["block_2/up:dot_general#0"] == 4 * 32 * 4
+    assert data["workload"] == "three blocks" and data["target"] == "cpu"
+    assert [report["policy"] for report in data["reports"]] == ["full", "dots"]
+    assert data["reports"][0] == rj.measure(job, "full").to_dict()
+    assert [one["policy"] for one in data["residuals"]] == ["recompute: *", "save: @dots"]
+    assert {row["name"]: row["bytes"] for row in data["residuals"][1]["rows"]}["block_2/up:dot_general#0"] == 4 * 32 * 4
     # Backward reads the first product of each of three blocks (4 rows, 32 wide); it does not read products that are only added.
-    assert found["reports"][1]["residual_device_bytes"] - found["reports"][0]["residual_device_bytes"] == 3 * 4 * 32 * 4
+    assert data["reports"][1]["residual_device_bytes"] - data["reports"][0]["residual_device_bytes"] == 3 * 4 * 32 * 4
     assert "a line of the user's own" in done.stderr and "compiled full for cpu" in done.stderr
 
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_measure_asks_about_a_memory_limit(folder):
     limited = ["measure", f"{folder}/train.py:job", "--target", "h200", "--memory-limit", "10%", "--diff", "full", "dots"]
-    found = run(*limited, "--json")
-    assert found.exit_code == 0, found.output
-    for report in json.loads(found.stdout)["reports"]:
+    result = run(*limited, "--json")
+    assert result.exit_code == 0, result.output
+    for report in json.loads(result.stdout)["reports"]:
         # A tenth of the device's memory is an eighth of the memory that XLA uses, 80 % of it.
         assert report["memory_limit"] == 15_075_482_009
         assert report["compiler_options"] == {"xla_gpu_memory_limit_slop_factor": 12}
@@ -156,22 +156,22 @@ def test_measure_asks_about_a_memory_limit(folder):
 
 
 def test_measure_prints_a_table_and_warns(folder):
-    found = run("measure", f"{folder}/train.py:job", "-p", "offload_inputs", "--residuals")
-    assert found.exit_code == 0, found.output
-    assert "three blocks: one training step compiled for cpu" in found.stdout
-    assert "block_1:input#0" in found.stdout and "384 B" in found.stdout
-    assert "warning: a CPU has one memory" in found.stdout
+    result = run("measure", f"{folder}/train.py:job", "-p", "offload_inputs", "--residuals")
+    assert result.exit_code == 0, result.output
+    assert "three blocks: one training step compiled for cpu" in result.stdout
+    assert "block_1:input#0" in result.stdout and "384 B" in result.stdout
+    assert "warning: a CPU has one memory" in result.stdout
 
 
 def test_measure_compares_off_and_full_unless_told(folder):
-    found = json.loads(run("measure", f"{folder}/train.py:job", "--json").stdout)
-    assert [report["policy"] for report in found["reports"]] == ["off", "full"] and "residuals" not in found
+    data = json.loads(run("measure", f"{folder}/train.py:job", "--json").stdout)
+    assert [report["policy"] for report in data["reports"]] == ["off", "full"] and "residuals" not in data
 
 
 def test_measure_tells_what_moves_between_two_policies(folder):
-    found = run("measure", f"{folder}/train.py:job", "--diff", "full", "save: @dots", "--json")
-    assert found.exit_code == 0, found.output
-    data = json.loads(found.stdout)
+    result = run("measure", f"{folder}/train.py:job", "--diff", "full", "save: @dots", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
     assert [report["policy"] for report in data["reports"]] == ["full", "dots"], "those two, and no others"
     job = workloads.load_workload(f"{folder}/train.py:job")
     assert data["diff"] == json.loads(json.dumps(compare_policies(job, "full", "dots").to_dict()))
@@ -184,9 +184,9 @@ def test_measure_tells_what_moves_between_two_policies(folder):
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
     picture = tmp_path / "new" / "memory.svg"
-    found = run("measure", f"{folder}/train.py:job", "-p", "full", "--target", "h200", "--plot", picture, "--json")
-    assert found.exit_code == 0, found.output
-    assert json.loads(found.stdout)["picture"] == str(picture)
+    result = run("measure", f"{folder}/train.py:job", "-p", "full", "--target", "h200", "--plot", picture, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["picture"] == str(picture)
     drawn = picture.read_text()
     assert drawn.startswith("<svg") and "three blocks: one training step compiled for h200" in drawn
 
@@ -229,25 +229,25 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
 )
 def test_wrong_use_ends_with_2_and_a_message(folder, monkeypatch, arguments, message):
     monkeypatch.chdir(folder)
-    found = run("measure", *arguments)
-    assert found.exit_code == 2 and "Traceback" not in found.output
-    assert found.stdout.replace("a line of the user's own\n", "") == ""
-    assert message in found.stderr
+    result = run("measure", *arguments)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert result.stdout.replace("a line of the user's own\n", "") == ""
+    assert message in result.stderr
     as_json = run("measure", *arguments, "--json")
     assert as_json.exit_code == 2 and message in json.loads(as_json.stdout)["error"]
 
 
 def test_wrong_options_end_with_2():
     for arguments in (["measure"], ["measure", "x.py:y", "--polcy", "full"], ["no-such-command"], ["demo", "--steps", "0"]):
-        found = run(*arguments)
-        assert found.exit_code == 2 and found.stdout == "" and "Traceback" not in found.stderr, arguments
+        result = run(*arguments)
+        assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.stderr, arguments
 
 
 def test_a_compiler_that_does_not_end_ends_the_command_with_1(folder):
     cache.forget()
-    found = run("measure", f"{folder}/train.py:job", "-p", "full", "--timeout", "0.05", "--json")
-    assert found.exit_code == 1
-    assert "not done after timeout=0.05 s" in json.loads(found.stdout)["error"]
+    result = run("measure", f"{folder}/train.py:job", "-p", "full", "--timeout", "0.05", "--json")
+    assert result.exit_code == 1
+    assert "not done after timeout=0.05 s" in json.loads(result.stdout)["error"]
 
 
 # Finding workloads.
@@ -281,9 +281,9 @@ def test_the_example_of_the_command_line_is_a_workload():
 
 def test_demo_without_torch_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = run("demo", "--json")
-    assert found.exit_code == 1 and "pip install 'remat_jax[torch]'" in json.loads(found.stdout)["error"]
-    assert "Traceback" not in found.stderr
+    result = run("demo", "--json")
+    assert result.exit_code == 1 and "pip install 'remat_jax[torch]'" in json.loads(result.stdout)["error"]
+    assert "Traceback" not in result.stderr
 
 
 def test_json_has_no_numbers_that_json_does_not_know():

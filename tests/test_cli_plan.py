@@ -66,9 +66,9 @@ def test_the_file_of_a_plan_is_a_policy(file, tmp_path):
     def asked(*arguments):
         return CliRunner().invoke(app, [*map(str, arguments)])
 
-    found = asked("measure", f"{file}:job", "-p", saved, "-p", "full", "--diff", "full", saved, "--residuals", "--json")
-    data = json.loads(found.stdout)
-    assert found.exit_code == 0 and [one["policy"] for one in data["reports"]] == [str(saved), "full"]
+    result = asked("measure", f"{file}:job", "-p", saved, "-p", "full", "--diff", "full", saved, "--residuals", "--json")
+    data = json.loads(result.stdout)
+    assert result.exit_code == 0 and [one["policy"] for one in data["reports"]] == [str(saved), "full"]
     assert data["reports"][0]["device_bytes"] == made.device_bytes > data["reports"][1]["device_bytes"]
     assert data["residuals"][0]["policy"] == data["diff"]["after"] == str(saved)
     assert data["diff"]["device_bytes"] == made.device_bytes - data["reports"][1]["device_bytes"]

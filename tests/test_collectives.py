@@ -53,8 +53,8 @@ metadata={op_name="jit(step)/transpose(jvp(Model))/while"}, backend_config={"kno
 
 
 def test_loops_count_as_often_as_they_run_and_combined_calls_by_their_arrays():
-    found = read_collectives(textwrap.dedent(TEXT))
-    assert found == (
+    collectives = read_collectives(textwrap.dedent(TEXT))
+    assert collectives == (
         Collective("all-gather", "recomputed", 5 * 2, 5 * FLOAT * (8 * 4 + 12 * 4)),
         # XLA made it from a sum and a slice; it has no name, and belongs to the phase of its loop.
         Collective("reduce-scatter", "backward", 5, 5 * FLOAT * 8 * 4),

@@ -72,8 +72,8 @@ def test_figures_that_are_not_the_closed_form_s_are_named_and_fail(monkeypatch, 
     assert command.problems(off) == ["4 layers, PyTorch, plain"]
     monkeypatch.setattr(command, "run", lambda setting, tell: off)
     assert command.main(["--quick", "--output", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "NOT EQUAL to the closed form: 4 layers, PyTorch, plain" in said and "NOT PASSED" in said
+    printed = capsys.readouterr().out
+    assert "NOT EQUAL to the closed form: 4 layers, PyTorch, plain" in printed and "NOT PASSED" in printed
 
 
 def test_shares_and_the_trade_off() -> None:

@@ -131,8 +131,8 @@ def test_words_stand_beyond_the_largest_image_and_images_are_centred() -> None:
 
 
 def test_times_turn_by_their_frequencies(x64: None) -> None:
-    found = time_features(jnp.array([0.5]), 4, scale=1000.0)[0]
-    np.testing.assert_allclose(found, [np.cos(500), np.cos(5), np.sin(500), np.sin(5)], atol=1e-12)
+    features = time_features(jnp.array([0.5]), 4, scale=1000.0)[0]
+    np.testing.assert_allclose(features, [np.cos(500), np.cos(5), np.sin(500), np.sin(5)], atol=1e-12)
 
 
 def test_the_activation_is_the_one_that_is_asked_for(x64: None) -> None:

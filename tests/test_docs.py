@@ -107,5 +107,5 @@ def test_blocks_share_their_names_and_what_they_print_is_compared() -> None:
 
 
 def test_headings_are_linked_as_on_github() -> None:
-    found = anchors("## 2. `torch.utils.checkpoint.checkpoint`\n```python\n# no heading\n```\n### Is it, really?\n")
-    assert found == {"2-torchutilscheckpointcheckpoint", "is-it-really"}
+    found_anchors = anchors("## 2. `torch.utils.checkpoint.checkpoint`\n```python\n# no heading\n```\n### Is it, really?\n")
+    assert found_anchors == {"2-torchutilscheckpointcheckpoint", "is-it-really"}

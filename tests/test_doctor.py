@@ -59,10 +59,10 @@ def scanned(block: Any, x: Any, layers: int = 3, **options: Any) -> Any:
 
 
 def test_a_selector_that_matches_nothing_is_named_with_all_others_of_its_kind():
-    found = doctor(small(), "save: atention_out, @dots; offload: *Linear_2*")
-    assert traps(found) == ["unmatched_name"] * 2
-    assert ["'atention_out'" in found.findings[0].problem, "'*Linear_2*'" in found.findings[1].problem] == [True, True]
-    assert found.findings[0].block == "layer_0, layer_1"
+    diagnosis = doctor(small(), "save: atention_out, @dots; offload: *Linear_2*")
+    assert traps(diagnosis) == ["unmatched_name"] * 2
+    assert ["'atention_out'" in diagnosis.findings[0].problem, "'*Linear_2*'" in diagnosis.findings[1].problem] == [True, True]
+    assert diagnosis.findings[0].block == "layer_0, layer_1"
     assert doctor(small(), "save: @dots").ok
 
 
@@ -107,9 +107,9 @@ def test_a_name_that_only_another_region_gives_is_no_trap():
 
 
 def test_policy_none_is_told_and_what_is_meant():
-    found = doctor(small(), None)
-    assert traps(found) == ["policy_none"] and found.policy == "None"
-    assert '"full"' in found.findings[0].remedy
+    diagnosis = doctor(small(), None)
+    assert traps(diagnosis) == ["policy_none"] and diagnosis.policy == "None"
+    assert '"full"' in diagnosis.findings[0].remedy
     assert traps(doctor(small(), {Mlp: None})) == ["policy_none"]
     # The trap: in JAX this policy recomputes everything.
     loss, params, x = make_loss()
@@ -124,9 +124,9 @@ def test_a_block_that_is_never_called():
         def __call__(self, x: Any) -> Any:
             return x
 
-    found = doctor(small(), {Mlp: "full", Elsewhere: "full", "layers_*": "full"})
-    assert traps(found) == ["unreached_block"] * 2
-    assert [one.block for one in found.findings] == ["Elsewhere", "layers_*"]
+    diagnosis = doctor(small(), {Mlp: "full", Elsewhere: "full", "layers_*": "full"})
+    assert traps(diagnosis) == ["unreached_block"] * 2
+    assert [one.block for one in diagnosis.findings] == ["Elsewhere", "layers_*"]
     assert doctor(small(), {"layer_*": "full"}).ok
 
 
@@ -190,8 +190,8 @@ def test_the_same_in_a_scan_of_the_users_own():
 
         return job(Own(), Own)
 
-    found = doctor(workload("block_out"), "off")
-    assert traps(found) == ["named_output"] and "scan" in found.findings[0].problem
+    diagnosis = doctor(workload("block_out"), "off")
+    assert traps(diagnosis) == ["named_output"] and "scan" in diagnosis.findings[0].problem
     assert doctor(workload("block_in"), "off").ok
     bytes_of = [rj.residuals(workload(name), "off").host_bytes for name in ("block_out", "block_in")]
     ignored = compat.remat3() and compat.JAX_VERSION < (0, 11, 2)
@@ -200,8 +200,8 @@ def test_the_same_in_a_scan_of_the_users_own():
 
 def test_an_offload_of_what_the_backward_pass_does_not_read():
     # Flax numbers modules in the order of their creation: Linear_1 comes first in a block.
-    found = doctor(small(), "offload: */Linear_0:dot_general*")
-    assert traps(found) == ["offload_without_effect"]
+    diagnosis = doctor(small(), "offload: */Linear_0:dot_general*")
+    assert traps(diagnosis) == ["offload_without_effect"]
     assert doctor(small(), "offload: */Linear_1:dot_general*").ok
     loss, params, x = make_loss()
     with pytest.raises(PolicyError, match="offloads nothing"):
@@ -215,10 +215,10 @@ def test_the_pinned_pool(monkeypatch):
     x = jax.ShapeDtypeStruct((2**27, WIDTH), jnp.float32)  # 4 GiB for each array of this shape; none is allocated
     workload = job(Layers(Output, scan=False), Output, x)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "11")
-    found = doctor(workload, "offload_inputs")
-    assert traps(found) == ["pinned_pool"] and "12.0 GiB" in found.findings[0].problem
+    diagnosis = doctor(workload, "offload_inputs")
+    assert traps(diagnosis) == ["pinned_pool"] and "12.0 GiB" in diagnosis.findings[0].problem
     assert rj.residuals(workload, "offload_inputs").host_bytes == 12 * 2**30
-    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=13" in found.findings[0].remedy
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=13" in diagnosis.findings[0].remedy
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "13")
     assert doctor(workload, "offload_inputs").ok
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
@@ -255,8 +255,8 @@ class Checkpointed(nn.Module):
 
 def test_one_checkpoint_around_all_others_runs_everything_three_times():
     nested, single = job(Checkpointed(True), Checkpointed), job(Checkpointed(False), Checkpointed)
-    found = doctor(nested, "off")
-    assert traps(found) == ["nested_checkpoint"]
+    diagnosis = doctor(nested, "off")
+    assert traps(diagnosis) == ["nested_checkpoint"]
     assert doctor(single, "off").ok
     assert executed(nested) - executed(single) == 4  # both products of the first two blocks once more
     # A policy of the workload is such a checkpoint too.
@@ -294,8 +294,8 @@ def test_a_checkpoint_of_the_models_own_throws_away_what_the_policy_keeps_inside
 
     replaced, free = job(Model(True), Mlp), job(Model(False), Mlp)
     overruled = rj.Workload(replaced.loss, replaced.params, replaced.batch, Mlp, own_checkpoints="keep")
-    found = doctor(overruled, "dots")
-    assert "overruled_policy" in traps(found) and "policy=None" in found.findings[0].problem
+    diagnosis = doctor(overruled, "dots")
+    assert "overruled_policy" in traps(diagnosis) and "policy=None" in diagnosis.findings[0].problem
     assert doctor(free, "dots").ok and doctor(replaced, "dots").ok
     products = 3 * ROWS * 3 * 4  # of width 3, one for each of three blocks
     kept = [rj.residuals(one, "dots").device_bytes for one in (overruled, free)]
@@ -304,8 +304,8 @@ def test_a_checkpoint_of_the_models_own_throws_away_what_the_policy_keeps_inside
 
 def test_remat_scan_of_one_length_applies_no_checkpoint():
     one, two = (nn.remat_scan(Mlp, lengths=lengths)() for lengths in ((4,), (2, 2)))
-    found = doctor(job(one, Mlp), "off")
-    assert traps(found) == ["remat_scan_of_one_length"]
+    diagnosis = doctor(job(one, Mlp), "off")
+    assert traps(diagnosis) == ["remat_scan_of_one_length"]
     losses = [job(model, Mlp) for model in (one, two)]
     assert [count_regions(jax.make_jaxpr(made.loss)(made.params, *made.batch)) for made in losses] == [0, 1]
     assert doctor(job(two, Mlp), "off").ok
@@ -347,8 +347,8 @@ def with_flag(index: int) -> rj.Workload:
 
 def test_a_flag_that_is_traced_because_its_index_is_wrong():
     wrong, right = with_flag(2), with_flag(3)
-    found = doctor(wrong, "off")
-    assert traps(found) == ["traced_flag"] and "self as argument 0" in found.findings[0].remedy
+    diagnosis = doctor(wrong, "off")
+    assert traps(diagnosis) == ["traced_flag"] and "self as argument 0" in diagnosis.findings[0].remedy
     assert doctor(right, "off").ok
     assert executed(wrong) > executed(right)
 
@@ -357,15 +357,15 @@ def test_a_flag_that_is_traced_because_its_index_is_wrong():
 
 
 def test_the_diagnosis_is_plain_data_and_prints():
-    found = doctor(small(), "save: atention_out")
-    plain = json.loads(json.dumps(found.to_dict()))
+    diagnosis = doctor(small(), "save: atention_out")
+    plain = json.loads(json.dumps(diagnosis.to_dict()))
     assert plain["ok"] is False and plain["target"] is None and plain["policy"] == "save: atention_out"
     assert plain["findings"][0]["trap"] == "unmatched_name" and plain["regions"] == 1
-    assert not found and "unmatched_name" in str(found) and "layer_0" in str(found)
+    assert not diagnosis and "unmatched_name" in str(diagnosis) and "layer_0" in str(diagnosis)
     well = doctor(small(), "full")
     assert well and "no traps; 1 different checkpointed region.\nName a GPU as the target" in str(well)
     assert "no traps; nothing is checkpointed." in str(doctor(small(), "off"))
-    assert "(traced, not compiled): 1 trap " in str(found)
+    assert "(traced, not compiled): 1 trap " in str(diagnosis)
 
 
 def test_bad_arguments_are_errors_and_no_findings():

@@ -131,8 +131,8 @@ CLEAN: dict[str, tuple[Callable[[], rj.Workload], Any]] = {
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_clean_workload_has_no_finding(name):
     make, policy = CLEAN[name]
-    found = rj.doctor(make(), policy)
-    assert found.ok, str(found)
-    assert found.regions == (0 if name == "no checkpoint" else found.regions) and (found.regions > 0) == (
+    diagnosis = rj.doctor(make(), policy)
+    assert diagnosis.ok, str(diagnosis)
+    assert diagnosis.regions == (0 if name == "no checkpoint" else diagnosis.regions) and (diagnosis.regions > 0) == (
         name != "no checkpoint"
     )

@@ -94,10 +94,10 @@ def test_without_a_workload_it_says_what_this_machine_is_and_cannot_do(monkeypat
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done = run("--json")
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert set(told) == {"python", "platform", "versions", "gpus", "attached", "flags", "limits"}
-    assert told["versions"]["jax"] == jax.__version__ and told["versions"]["remat_jax"] == rj.__version__
-    assert (told["gpus"], told["attached"], told["flags"]["JAX_PLATFORMS"]) == ([], None, "cpu")
+    report = json.loads(done.stdout)
+    assert set(report) == {"python", "platform", "versions", "gpus", "attached", "flags", "limits"}
+    assert report["versions"]["jax"] == jax.__version__ and report["versions"]["remat_jax"] == rj.__version__
+    assert (report["gpus"], report["attached"], report["flags"]["JAX_PLATFORMS"]) == ([], None, "cpu")
     shown = run().stdout
     assert f"│ {jax.__version__} " in shown and "GPU" in shown and "JAX_PLATFORMS" in shown
 
@@ -110,8 +110,8 @@ def test_a_gpu_that_jax_cannot_use_is_told_with_the_reason(monkeypatch):
 
     monkeypatch.setattr(environment, "gpus", lambda: [driver])
     monkeypatch.setattr(environment, "device_kind", none_there)
-    told = json.loads(run("--json").stdout)
-    assert told["gpus"] == [driver] and "libcudnn.so.9 is missing" in told["attached"]
+    report = json.loads(run("--json").stdout)
+    assert report["gpus"] == [driver] and "libcudnn.so.9 is missing" in report["attached"]
 
 
 def test_what_this_jax_cannot_do_is_told_with_the_remedy(monkeypatch):

@@ -83,11 +83,11 @@ def with_memory(nbytes: int) -> Any:
 @pytest.mark.skipif(compat.remat3() and compat.JAX_VERSION < (0, 12, 0), reason="there a policy of names by hand keeps nothing")
 def test_an_unrolled_offload_by_hand_leaves_most_on_the_device_and_replan_moves_it_all():
     by_hand = job(by_hand_policy())
-    found = rj.doctor(by_hand, "off", target="h200")
-    assert traps(found) == ["offload_without_effect"] and found.target == "h200"
+    diagnosis = rj.doctor(by_hand, "off", target="h200")
+    assert traps(diagnosis) == ["offload_without_effect"] and diagnosis.target == "h200"
     receipt = rj.measure(by_hand, "off", target="h200").receipt
     assert receipt is not None and receipt.offered_bytes is not None
-    assert f"only {receipt.host_bytes} of {receipt.offered_bytes} offered bytes" in found.findings[0].problem
+    assert f"only {receipt.host_bytes} of {receipt.offered_bytes} offered bytes" in diagnosis.findings[0].problem
     assert receipt.host_bytes <= receipt.offered_bytes - PRODUCT
     cured = job(by_hand_policy(), change=lambda loss: rj.replan(loss, OFFLOAD))
     assert rj.doctor(cured, "off", target="h200").ok
@@ -97,9 +97,9 @@ def test_an_unrolled_offload_by_hand_leaves_most_on_the_device_and_replan_moves_
 @needs_gpu_compiler
 def test_the_last_block_is_kept_where_nothing_hides_its_copies(monkeypatch):
     workload = job()
-    found = rj.doctor(workload, OFFLOAD, target="h200")
-    assert traps(found) == ["last_block_offloaded"] and found.findings[0].block == "block_5"
-    assert f"{PRODUCT} bytes" in found.findings[0].problem
+    diagnosis = rj.doctor(workload, OFFLOAD, target="h200")
+    assert traps(diagnosis) == ["last_block_offloaded"] and diagnosis.findings[0].block == "block_5"
+    assert f"{PRODUCT} bytes" in diagnosis.findings[0].problem
     cured = {"block_5": "full", Block: OFFLOAD}
     assert rj.doctor(workload, cured, target="h200").ok
     kept = [rj.measure(workload, policy, target="h200").host_bytes for policy in (OFFLOAD, cured)]
@@ -126,13 +126,13 @@ def test_xlas_own_rematerialization_is_told_and_switched_off(monkeypatch):
     workload = job()
     needed = rj.measure(workload, "off", target="h200").device_bytes
     small = with_memory(int(0.8 * needed))
-    found = rj.doctor(workload, "off", target=small)
-    assert traps(found) == ["xla_rematerialization"]
+    diagnosis = rj.doctor(workload, "off", target=small)
+    assert traps(diagnosis) == ["xla_rematerialization"]
     assert rj.measure(workload, "off", target=small).device_bytes < 0.99 * needed
     # An array that is already left out stays left out.
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes='dynamic-slice-annotator,other' --xla_disable_hlo_passes=third")
-    (told,) = rj.doctor(workload, "off", target=small).findings
-    assert "--xla_disable_hlo_passes=dynamic-slice-annotator,other,third,rematerialization;" in told.remedy
+    (finding,) = rj.doctor(workload, "off", target=small).findings
+    assert "--xla_disable_hlo_passes=dynamic-slice-annotator,other,third,rematerialization;" in finding.remedy
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=rematerialization")
     assert rj.doctor(workload, "off", target=small).ok
     assert rj.measure(workload, "off", target=small).device_bytes == needed
@@ -149,8 +149,8 @@ def test_the_latency_hiding_scheduler_is_named_where_it_costs_memory(monkeypatch
     # step needs less without it.
     sizes = Sizes(int(plain / 1.2), 0, 0, 0, 0, 0, 0, 0)
     monkeypatch.setattr(compiled, "_compiled", lambda *_: sizes)
-    found = rj.doctor(workload, "full", target="h200")
-    assert traps(found) == ["latency_hiding_scheduler"] and flag in found.findings[0].remedy
+    diagnosis = rj.doctor(workload, "full", target="h200")
+    assert traps(diagnosis) == ["latency_hiding_scheduler"] and flag in diagnosis.findings[0].remedy
     monkeypatch.setenv("XLA_FLAGS", f"{flag}=true {flag}=false")
     assert rj.doctor(workload, "full", target="h200").ok
 
@@ -168,11 +168,11 @@ def test_copies_that_only_the_latency_hiding_scheduler_hides(monkeypatch):
     # No block follows the last block.
     policy = {"*layers_4": "full", Wide: "offload_inputs"}
     assert rj.doctor(workload, policy, target="h200").ok
-    found = rj.doctor(workload, policy, target="a100")
-    assert traps(found) == ["copies_not_hidden"] and "covers 0.0 %" in found.findings[0].problem
+    diagnosis = rj.doctor(workload, policy, target="a100")
+    assert traps(diagnosis) == ["copies_not_hidden"] and "covers 0.0 %" in diagnosis.findings[0].problem
     before = rj.measure(workload, policy, target="a100").overlap
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=true")
-    assert "XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true" in found.findings[0].remedy
+    assert "XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true" in diagnosis.findings[0].remedy
     assert rj.doctor(workload, policy, target="a100").ok
     after = rj.measure(workload, policy, target="a100").overlap
     assert after.covered >= 0.95 * after.coverable
@@ -189,8 +189,8 @@ def test_a_scanned_offload_that_this_jax_miscompiles(monkeypatch):
 
 @needs_gpu_compiler
 def test_what_is_refused_is_not_compiled():
-    found = rj.doctor(job(), "save: atention_out", target="h200", timeout=1e-3)
-    assert traps(found) == ["unmatched_name"]
+    diagnosis = rj.doctor(job(), "save: atention_out", target="h200", timeout=1e-3)
+    assert traps(diagnosis) == ["unmatched_name"]
 
 
 def test_a_target_that_is_no_gpu():

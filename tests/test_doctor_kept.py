@@ -56,8 +56,8 @@ class Flash(nn.Module):
 def test_flash_attentions_output_kept_without_its_log_sum_exp_runs_the_kernel_again():
     workload = job(Flash(), Flash)
     alone = "save: attention_out"
-    found = doctor(workload, alone)
-    assert traps(found) == ["kernel_run_again"]
+    diagnosis = doctor(workload, alone)
+    assert traps(diagnosis) == ["kernel_run_again"]
     both = "save: attention_out, attention_lse"
     assert doctor(workload, both).ok
     assert doctor(workload, "full").ok
@@ -94,11 +94,11 @@ def test_the_same_under_a_policy_of_jaxs_needs_the_names_of_the_derivative_rule(
 @pytest.mark.parametrize("scan", [True, False])
 def test_copies_of_parameters_that_a_policy_keeps(scan):
     workload = job(Layers(Half, scan), Half)
-    found = doctor(workload, "everything")
-    assert traps(found) == ["parameter_kept"]
-    assert f"{WIDTH * WIDTH * 2} bytes" in found.findings[0].problem
+    diagnosis = doctor(workload, "everything")
+    assert traps(diagnosis) == ["parameter_kept"]
+    assert f"{WIDTH * WIDTH * 2} bytes" in diagnosis.findings[0].problem
     cured = "recompute: @primitive:convert_element_type; save: *"
-    assert cured.split(";")[0] in found.findings[0].remedy
+    assert cured.split(";")[0] in diagnosis.findings[0].remedy
     assert doctor(workload, cured).ok
     kernels = [
         sum(row.bytes for row in rj.residuals(workload, policy) if row.shape[-2:] == (WIDTH, WIDTH) and row.action == "save")

@@ -52,9 +52,9 @@ compiler = "made up"
 
 def stated(description: str, key: str) -> float:
     """The number after ``key:`` in a compiler description."""
-    found = re.findall(rf"\b{key}:\s*([\d.]+)", description)
-    assert len(found) == 1, (key, found)
-    return float(found[0])
+    matches = re.findall(rf"\b{key}:\s*([\d.]+)", description)
+    assert len(matches) == 1, (key, matches)
+    return float(matches[0])
 
 
 def test_the_h200_is_what_its_data_sheet_says() -> None:

@@ -65,10 +65,10 @@ def large():
 def test_the_devices_of_a_host_share_its_memory(large, monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "15")
     hosts = target("2x4xh200")
-    found = rj.measure(large, "offload_inputs", hosts)
+    report = rj.measure(large, "offload_inputs", hosts)
     each = 2 * ROWS * 64 * FLOAT // 8
-    assert found.host_bytes == each < 15 * 2**30 < found.host_bytes_per_host == 4 * each
-    assert found.host_warning is None
+    assert report.host_bytes == each < 15 * 2**30 < report.host_bytes_per_host == 4 * each
+    assert report.host_warning is None
     traps = {one.trap: one for one in rj.doctor(large, "offload_inputs", hosts).findings}
     assert "16.0 GiB" in traps["pinned_pool"].problem and "host_memory" not in traps
 

@@ -77,8 +77,8 @@ def test_an_option_that_this_compiler_does_not_know_is_left_out_from_then_on(mon
     program = export_step("one", step, target("h200"))
     for _ in range(2):
         cache.forget()
-        found = compile_programs([program], target("h200"), timeout=60)["one"]
-        assert found.host_temp == children[-1]
+        sizes = compile_programs([program], target("h200"), timeout=60)["one"]
+        assert sizes.host_temp == children[-1]
     assert asked == children
 
 

@@ -85,19 +85,19 @@ HloLiveRange (max 9):
 
 
 def test_the_peak_is_the_devices_and_a_loops_state_is_named_by_what_the_loop_writes() -> None:
-    found = Schedule(PROGRAM, ASSIGNMENT, RANGES).at_peak()
-    assert [(one.name, one.phase, one.nbytes, one.shape) for one in found] == [
+    live = Schedule(PROGRAM, ASSIGNMENT, RANGES).at_peak()
+    assert [(one.name, one.phase, one.nbytes, one.shape) for one in live] == [
         ("M/layer:tanh", "forward", 384, "f32[4,3,8]"),  # once, though it also has a name inside the loop
         ("args[0]", "argument", 256, "f32[8,8]"),
         ("M/layer:tanh", "forward", 128, "f32[4,8]"),
     ]
-    named = named_arguments(found, ["parameters/w/kernel"])
+    named = named_arguments(live, ["parameters/w/kernel"])
     assert [(one.name, one.module) for one in named if one.phase == "argument"] == [("parameters/w/kernel", "parameters")]
 
 
 def test_what_the_program_does_not_name_keeps_its_bytes() -> None:
-    found = Schedule("", ASSIGNMENT, "  BufferLiveRange:\n    late{}:7-9\n").at_peak()
-    assert found == [LiveBuffer("late", "", "other", 100, "")]
+    live = Schedule("", ASSIGNMENT, "  BufferLiveRange:\n    late{}:7-9\n").at_peak()
+    assert live == [LiveBuffer("late", "", "other", 100, "")]
 
 
 EXCHANGING = """\
@@ -134,15 +134,15 @@ def test_what_a_collective_gives_or_takes_is_told() -> None:
     # Later the scattered array is in the copy's buffer.
     values.insert(list(PLACES).index("other") + 1, " value: <9 scatter{0} @0> (size=256,offset=0): f32[64]")
     spans = [f"    {name if '{' in name else name + '{}'}:0-8" for name in PLACES] + ["    scatter{0}:9-9"]
-    found = Schedule(EXCHANGING, "\n".join(values), "\n".join(spans)).at_peak()
-    assert sorted((one.nbytes, one.collective) for one in found if one.phase != "argument") == [
+    live = Schedule(EXCHANGING, "\n".join(values), "\n".join(spans)).at_peak()
+    assert sorted((one.nbytes, one.collective) for one in live if one.phase != "argument") == [
         (32, "all-gather"),
         (32, "reduce-scatter"),
         (256, ""),  # a copy of a gathered array
         (256, "all-gather"),
         (256, "reduce-scatter"),
     ]
-    assert sorted((one.name, one.collective) for one in found if one.phase == "argument") == [
+    assert sorted((one.name, one.collective) for one in live if one.phase == "argument") == [
         ("args[0]", "all-gather"),
         ("args[1]", "all-gather"),
     ]

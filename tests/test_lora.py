@@ -79,9 +79,9 @@ def test_no_product_is_made_for_the_gradient_of_a_frozen_kernel(policy: str, x64
 
 def test_adapters_begin_without_effect_and_have_the_kernels_dtype() -> None:
     kernel = jnp.ones((LAYERS, 64, 6), jnp.bfloat16)
-    found = lora.with_adapters(jax.random.key(0), {"a": {"up": {"kernel": kernel}, "down": {"kernel": kernel}}}, ["*/up"], 4)
-    assert set(found["a"]["down"]) == {"kernel"}
-    first, second = (found["a"]["up"][name] for name in ("lora_a", "lora_b"))
+    adapted = lora.with_adapters(jax.random.key(0), {"a": {"up": {"kernel": kernel}, "down": {"kernel": kernel}}}, ["*/up"], 4)
+    assert set(adapted["a"]["down"]) == {"kernel"}
+    first, second = (adapted["a"]["up"][name] for name in ("lora_a", "lora_b"))
     assert (first.shape, second.shape, first.dtype, second.dtype) == (
         (LAYERS, 64, 4),
         (LAYERS, 4, 6),

@@ -285,9 +285,9 @@ def test_a_gpu_that_nothing_describes_to_the_compiler_is_told_before_anything_is
 
 
 def test_progress_is_told_policy_by_policy():
-    told: list[str] = []
-    reports = measure_many(workload(rows=64), ["full", "offload_inputs"], "cpu", on_done=told.append)
-    assert sorted(told) == ["full", "offload_inputs"]  # without its offload the second equals the first
+    messages: list[str] = []
+    reports = measure_many(workload(rows=64), ["full", "offload_inputs"], "cpu", on_done=messages.append)
+    assert sorted(messages) == ["full", "offload_inputs"]  # without its offload the second equals the first
     assert [report.policy for report in reports] == ["full", "offload_inputs"]
 
 
@@ -331,14 +331,14 @@ def test_a_product_that_triton_cannot_tile_is_compiled_without_triton_and_told(m
     model, x = Attention(), jax.ShapeDtypeStruct((batch, length, heads * size), jnp.bfloat16)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     job = rj.Workload(lambda params, x: model.apply(params, x).astype(jnp.float32).sum(), params, (x,), Attention)
-    found = rj.measure(job, "off", "h200")
+    report = rj.measure(job, "off", "h200")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     without = rj.measure(job, "off", "h200")
     assert without.compiler_warning is None and without.warnings == ()
     if jax.__version_info__ < (0, 11, 2):
         # The live buffers are those of the successful compilation.
-        assert (found.device_bytes, found.live) == (without.device_bytes, without.live) and found.live
-        assert "a matrix product does not fit the tiles" in " ".join(str(found).split())
-        assert found.warnings == (found.compiler_warning,)
+        assert (report.device_bytes, report.live) == (without.device_bytes, without.live) and report.live
+        assert "a matrix product does not fit the tiles" in " ".join(str(report).split())
+        assert report.warnings == (report.compiler_warning,)
     else:
-        assert found.device_bytes < without.device_bytes and found.compiler_warning is None
+        assert report.device_bytes < without.device_bytes and report.compiler_warning is None

@@ -71,10 +71,10 @@ def ask(*programs: ExportedProgram, name: str = "h200", **options: Any) -> dict[
 
 
 def test_equal_programs_are_compiled_once_and_each_key_has_its_answer(folder: pathlib.Path, asked: list[str]) -> None:
-    told: list[str] = []
-    found = ask(program("a"), program("b", 3.0), program("c"), on_done=told.append)
+    messages: list[str] = []
+    found = ask(program("a"), program("b", 3.0), program("c"), on_done=messages.append)
     assert asked == ["a", "b"] and list(found) == ["a", "b", "c"]
-    assert found["a"] == found["c"] and "c" in told
+    assert found["a"] == found["c"] and "c" in messages
     assert ask(program("d")) == {"d": found["a"]} and asked == ["a", "b"]
 
 
@@ -218,8 +218,10 @@ def test_a_folder_that_others_may_write_is_not_used(folder: pathlib.Path, asked:
         warnings.simplefilter("always")
         ask(program())
     assert asked == ["full"] * (1 if used else 2)
-    told = [str(one.message) for one in caught if one.category is rj.RematWarning]
-    assert len(told) == (not used) and all(f"other users may write to the folder {str(folder)!r}" in one for one in told)
+    messages = [str(one.message) for one in caught if one.category is rj.RematWarning]
+    assert len(messages) == (not used) and all(
+        f"other users may write to the folder {str(folder)!r}" in one for one in messages
+    )
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,12 @@ def test_the_limit_is_the_one_that_xla_says(tmp_path: Path) -> None:
     command = [sys.executable, "-P", str(compiler.CHILD)]
     given = json.dumps(request | {"parent": os.getpid()})
     done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=300, check=True)
-    said = re.search(r"already fits within the given memory limit \((\d+)\)", done.stderr)
-    assert said is not None, done.stderr[-2000:]
+    logged = re.search(r"already fits within the given memory limit \((\d+)\)", done.stderr)
+    assert logged is not None, done.stderr[-2000:]
     # XLA also counts the table of results: a pointer for each kernel's and bias's gradient, and for the loss.
     available = MEMORY * 80 // 100 - program.held_bytes - 8 * (4 * LAYERS + 1)
-    assert int(said[1]) == available * options[OPTION] // 100
-    assert 0 <= 40 * GIB - program.held_bytes - int(said[1]) < available / 100
+    assert int(logged[1]) == available * options[OPTION] // 100
+    assert 0 <= 40 * GIB - program.held_bytes - int(logged[1]) < available / 100
 
 
 @needs_gpu_compiler

@@ -299,9 +299,9 @@ def test_a_plan_fits_on_each_device_and_keeps_what_it_may():
     )
     full, off = (report.device_bytes for report in measure_many(job, ("full", "off"), "2xh200"))
     budget = (full + off) // 2
-    found = rj.plan(job, budget, "2xh200", host_budget=0)
-    assert full < found.device_bytes <= budget < off
-    assert rj.measure(job, dict(found.policies), "2xh200").device_bytes == found.device_bytes
+    plan = rj.plan(job, budget, "2xh200", host_budget=0)
+    assert full < plan.device_bytes <= budget < off
+    assert rj.measure(job, dict(plan.policies), "2xh200").device_bytes == plan.device_bytes
 
 
 def test_an_array_is_kept_in_its_place_on_the_mesh():

@@ -16,10 +16,10 @@ def told(on_eight_devices: Callable[..., Path]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("case", "devices"), [("alone", "1 device,"), ("on another", "2 devices,")])
 def test_a_mesh_of_its_own_is_refused_with_the_remedy(told: dict[str, list[str]], case: str, devices: str) -> None:
-    kind, said = told[case]
+    kind, message = told[case]
     assert kind == "UnsupportedError"
-    assert said.startswith(f"the step is compiled for {devices} but it contains a mesh of another size")
-    assert "Write constraints as bare PartitionSpecs, and give their mesh to Workload(…, mesh=…, shardings=…)" in said
+    assert message.startswith(f"the step is compiled for {devices} but it contains a mesh of another size")
+    assert "Write constraints as bare PartitionSpecs, and give their mesh to Workload(…, mesh=…, shardings=…)" in message
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -29,10 +29,10 @@ def test_a_mesh_of_its_own_is_refused_with_the_remedy(told: dict[str, list[str]]
 def test_a_mesh_of_another_size_around_the_call_is_to_be_left(
     told: dict[str, list[str]], kind: str, case: str, what: str
 ) -> None:
-    error, said = told[f"under {kind}, {case}"]
+    error, message = told[f"under {kind}, {case}"]
     assert error == "ArgumentError"
-    assert said.startswith("jax.set_mesh: a mesh of 4 devices ({'data': 4}) is active")
-    assert f"and {what} cannot be traced under it: make this call outside jax.set_mesh" in said
+    assert message.startswith("jax.set_mesh: a mesh of 4 devices ({'data': 4}) is active")
+    assert f"and {what} cannot be traced under it: make this call outside jax.set_mesh" in message
 
 
 def test_a_mesh_of_the_same_size_and_bare_specs_are_served(told: dict[str, list[str]]) -> None:

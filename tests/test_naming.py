@@ -90,8 +90,8 @@ def test_a_users_name_wins() -> None:
         h = checkpoint_name(jnp.exp(x @ w), "mine")
         return checkpoint_name(h @ w, "out") @ w
 
-    found = names(block, W, X)
-    assert {"given", "mine", "out"} <= set(found) and not any("exp" in name for name in found)
+    block_names = names(block, W, X)
+    assert {"given", "mine", "out"} <= set(block_names) and not any("exp" in name for name in block_names)
     # The rule of exp reads `mine` too, so saving it avoids recomputing the dot before it.
     assert [again(block, policy, W, X) for policy in ("full", "save: mine", "save: out", "save: mine, out")] == [2, 1, 1, 0]
     # A dot with a user's name is still a dot.

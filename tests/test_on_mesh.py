@@ -176,23 +176,23 @@ def run(*arguments):
 
 def test_measure_takes_a_mesh_in_place_of_the_one_in_the_file(file):
     for function, mesh, parts in (("by_batch", "batch=4", 1), ("job", "fsdp=4", 4)):
-        found = run("measure", f"{file}:{function}", "--target", "4xcpu", "--mesh", mesh, "-p", "full", "--json")
-        assert found.exit_code == 0, found.output
-        (report,) = json.loads(found.stdout)["reports"]
+        result = run("measure", f"{file}:{function}", "--target", "4xcpu", "--mesh", mesh, "-p", "full", "--json")
+        assert result.exit_code == 0, result.output
+        (report,) = json.loads(result.stdout)["reports"]
         assert (report["devices"], report["argument_bytes"]) == (4, PARAMETERS // parts + ROWS // 4)
 
 
 @pytest.mark.parametrize("command", ["measure", "plan", "report", "doctor"])
 def test_a_mesh_of_another_size_than_the_target_is_bad_usage(command, file, tmp_path):
     more = {"plan": ["-b", "1GiB"], "report": ["-o", tmp_path / "page.html"]}.get(command, [])
-    found = run(command, f"{file}:job", "--target", "8xh200", "--mesh", "data=2,fsdp=2", *more)
-    assert found.exit_code == 2
-    assert "'8xh200' has 8 devices, but mesh='data=2,fsdp=2' has 4" in " ".join(found.stderr.replace("│", " ").split())
+    result = run(command, f"{file}:job", "--target", "8xh200", "--mesh", "data=2,fsdp=2", *more)
+    assert result.exit_code == 2
+    assert "'8xh200' has 8 devices, but mesh='data=2,fsdp=2' has 4" in " ".join(result.stderr.replace("│", " ").split())
     wrong = run(command, f"{file}:by_batch", "--target", "8xh200", "--mesh", "data=8", *more)
     assert wrong.exit_code == 2
     assert "the workload's shardings also use 'batch'" in " ".join(wrong.stderr.replace("│", " ").split())
 
 
 def test_the_doctor_looks_at_a_workload_on_a_mesh_without_a_target(file):
-    found = run("doctor", f"{file}:job", "-p", "full", "--mesh", "data=8", "--json")
-    assert found.exit_code == 0, found.output
+    result = run("doctor", f"{file}:job", "-p", "full", "--mesh", "data=8", "--json")
+    assert result.exit_code == 0, result.output

@@ -32,8 +32,8 @@ def plain(w: Any, x: Any) -> Any:
 def links(fn: Any, *args: Any) -> list[int]:
     """For each differentiated tied block, the number of arrays that it takes from the block before."""
     # A new function each time, because JAX caches traces.
-    found = equations(lambda *args: jax.jvp(fn, args, args), *args)
-    return [len(eqn.params["before"]) for eqn, _ in found if eqn.primitive.name == "tied_linear"]
+    traced_equations = equations(lambda *args: jax.jvp(fn, args, args), *args)
+    return [len(eqn.params["before"]) for eqn, _ in traced_equations if eqn.primitive.name == "tied_linear"]
 
 
 def stack(block: Any, between: Any = lambda x: x, layers: int = 3) -> Any:

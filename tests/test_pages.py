@@ -79,8 +79,8 @@ def test_five_minutes_at_a_small_size() -> None:
     assert run(before, "start.md", {}) == 1
     _, line = (line for line in commands(before) if line.startswith("remat-jax "))
     small = line.replace("--target h200", "--target cpu").replace("--budget 12GiB", "--budget 1GiB")
-    told = CliRunner().invoke(app, shlex.split(small)[1:])
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(app, shlex.split(small)[1:])
+    assert result.exit_code == 0, result.output
     names: dict[str, Any] = {}
     assert Path("plan.html").is_file() and run(after, "start.md", names) == 1
     assert names["losses"][-1] < names["losses"][0] - 0.1
@@ -92,8 +92,8 @@ def test_what_is_kept_is_what_the_tables_say() -> None:
     written: dict[str, Any] = {}
     run(text_of("docs/start.md").split("## 3. ")[0], "start.md", written)
     kept = {policy: format_bytes(rj.residuals(written["job"](), policy).device_bytes) for policy in policies}
-    told = text_of("docs/start.md").split("## 4. ")[0]
-    rows = re.findall(r"^│ (off|full) +│.*?│.*?│.*?│ +([\d.]+ \w+) │", told, re.MULTILINE)
+    printed = text_of("docs/start.md").split("## 4. ")[0]
+    rows = re.findall(r"^│ (off|full) +│.*?│.*?│.*?│ +([\d.]+ \w+) │", printed, re.MULTILINE)
     assert len(rows) == 2 and {policy: size for policy, size in rows if policy in policies} == kept
     rows = re.findall(r"^\| `(\w+)` \| [\d.]+ GiB \|.*?\|.*?\|.*?\| (.*?) \| (.*?) \|", text_of("docs/memory.md"), re.MULTILINE)
     rows = [row for row in rows if row[0] in policies or row[0] != "off"]

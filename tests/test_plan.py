@@ -39,9 +39,9 @@ BUDGET = 9 * MIB
 
 @pytest.fixture(scope="module")
 def made():
-    said = []
-    found = rj.plan(job(scanned=True), BUDGET, "cpu", progress=lambda *told: said.append(told))
-    return found, said
+    progress = []
+    plan = rj.plan(job(scanned=True), BUDGET, "cpu", progress=lambda *told: progress.append(told))
+    return plan, progress
 
 
 def test_the_compiled_step_fits_and_is_what_measure_says(made):
@@ -79,11 +79,11 @@ def test_the_bound_is_of_the_whole_step_and_below_every_way_that_fits(made):
 
 
 def test_six_compilations_at_most_and_each_is_told(made):
-    plan, said = made
+    plan, progress = made
     assert 2 <= len(plan.tried) <= 6
-    told = [what for what, _, _ in said]
-    assert told[0] == "perceptrons: tracing" and any("compiling full and plan 2 for cpu" in one for one in told)
-    assert all(done <= of for _, done, of in said)
+    messages = [what for what, _, _ in progress]
+    assert messages[0] == "perceptrons: tracing" and any("compiling full and plan 2 for cpu" in one for one in messages)
+    assert all(done <= of for _, done, of in progress)
 
 
 def test_one_residual_more_was_compiled_and_does_not_fit(made):
@@ -146,9 +146,9 @@ def test_a_plan_saved_is_the_plan_loaded(made, tmp_path):
 
 def test_it_says_why_in_words(made):
     plan, _ = made
-    said = plan.explain()
-    assert "MlpLayer 0" in said and "recomputing it takes" in said and " would buy " in said
-    assert f"The best named policy that fits, {plan.best_named.name}" in said and str(plan)
+    explanation = plan.explain()
+    assert "MlpLayer 0" in explanation and "recomputing it takes" in explanation and " would buy " in explanation
+    assert f"The best named policy that fits, {plan.best_named.name}" in explanation and str(plan)
 
 
 def test_in_a_scan_more_memory_than_the_fastest_plan_needs_is_left_alone():

@@ -59,8 +59,8 @@ def test_where_memory_grows_evenly_few_are_compiled(compiler):
 
 def test_batches_too_large_to_compile_are_bisected(compiler):
     compiler(lambda rows: 10_000 + 700 * rows, nothing_compiled_above=100)
-    found = rj.largest_batch(job, 70_000, "cpu")
-    assert found.batch == 85 and "too large" in str(found) and found.to_dict()["batch"] == 85
+    largest = rj.largest_batch(job, 70_000, "cpu")
+    assert largest.batch == 85 and "too large" in str(largest) and largest.to_dict()["batch"] == 85
 
 
 def test_a_batch_of_one_that_does_not_fit(compiler):

@@ -42,9 +42,9 @@ PARAMS = model(Layer).init(jax.random.key(0), TOKENS)
 def plan() -> Any:
     job = rj.Workload(loss_of(), PARAMS, (TOKENS,), Layer, name="three layers")
     full, most = (rj.measure(job, policy, "cpu").device_bytes for policy in ("full", "off"))
-    found = rj.plan(job, (full + most) // 2, "cpu")
-    assert not found.is_off
-    return found
+    plan = rj.plan(job, (full + most) // 2, "cpu")
+    assert not plan.is_off
+    return plan
 
 
 def test_its_own_call_passes_and_has_the_gradients_of_the_loss(plan):

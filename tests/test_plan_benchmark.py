@@ -27,8 +27,8 @@ LAYERS = 2
 
 @functools.cache
 def case(name: str) -> tuple[Case, Described]:
-    found = CASES[name](LAYERS)
-    return found, describe(found.workload, "h200")
+    case = CASES[name](LAYERS)
+    return case, describe(case.workload, "h200")
 
 
 # MaxText's policies, and the operations of each tensor's product in one layer, from the published sizes.
@@ -121,9 +121,9 @@ def test_the_kernel_s_two_outputs_are_one_tensor():
 @pytest.mark.parametrize("name", CASES)
 def test_every_tensor_of_maxtext_s_is_one_array_of_a_layer(name: str):
     model = CASES[name](LAYERS)
-    found = calls(model.workload)
-    assert {call.key for call in found} == set(model.roles)
-    for call in found:
+    executions = calls(model.workload)
+    assert {call.key for call in executions} == set(model.roles)
+    for call in executions:
         names = call.block.linearised.candidates
         for tensor, selectors in model.roles[call.key].items():
             for selector in selectors.split(", "):

@@ -82,13 +82,13 @@ def test_cuts_are_of_scans_and_between_layers_that_do_the_same():
     full = {scanned: named_candidate(one, "full").like for scanned, one in described.items()}
     unrolled = recut(described[False], own_candidate(described[False], full[False]), (3, 5))
     assert unrolled.cuts == ()
-    found = own_candidate(described[True], (*full[True][:4], *[(SAVE,) * len(full[True][0])] * 2))
-    assert found.cuts == ()
-    cut = recut(described[True], found, (0, 2, 4, 5))
-    assert cut.cuts == (2, 5) and cut.loads == found.loads
+    candidate = own_candidate(described[True], (*full[True][:4], *[(SAVE,) * len(full[True][0])] * 2))
+    assert candidate.cuts == ()
+    cut = recut(described[True], candidate, (0, 2, 4, 5))
+    assert cut.cuts == (2, 5) and cut.loads == candidate.loads
     (policies,) = policies_of(described[True], cut).values()
     assert policies.cuts == (2, 5) and [len(layers) for layers, _ in policies.ranges] == [2, 2, 1, 1]
-    assert cut.seconds == found.seconds and not cut.is_same(found)
+    assert cut.seconds == candidate.seconds and not cut.is_same(candidate)
     parts = parts_of(described[True], described[True].stack, cut)
     assert [(one.first, one.layers) for one in parts] == [(run.start, len(run)) for run, _ in policies.ranges]
 
@@ -193,5 +193,5 @@ def test_a_named_policy_is_the_program_of_its_choices():
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     described = describe(rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Sine), "h200")
     assert any(not one.needed for block in described.stack.blocks for one in block.residuals)
-    found = named_candidate(described, "full")
-    assert found.is_same(own_candidate(described, found.like))
+    candidate = named_candidate(described, "full")
+    assert candidate.is_same(own_candidate(described, candidate.like))

@@ -66,14 +66,18 @@ def test_a_plan_of_before_does_not_say_how_near_to_the_best_it_is(tmp_path):
     assert data.pop("lower_bound") == 0.0124
     old = rj.Plan.load(write(tmp_path, data))
     assert old == plan(lower_bound=None) != plan()
-    said = "By the same estimate, no plan within the budget takes less than 12 ms (0.8 % less)."
-    assert said in " ".join(str(plan()).split()) and said in plan().explain() and "By the same estimate" not in old.explain()
+    sentence = "By the same estimate, no plan within the budget takes less than 12 ms (0.8 % less)."
+    assert (
+        sentence in " ".join(str(plan()).split())
+        and sentence in plan().explain()
+        and "By the same estimate" not in old.explain()
+    )
 
 
 def test_the_memory_limit_is_printed_and_on_the_page():
-    said = "Compiled with a memory limit: jax.jit(step, compiler_options={'xla_gpu_memory_limit_slop_factor': 29})."
+    sentence = "Compiled with a memory limit: jax.jit(step, compiler_options={'xla_gpu_memory_limit_slop_factor': 29})."
     one, other = plan(), plan(compiler_options={})
-    assert all(said in " ".join(text.split()) for text in (str(one), one.explain(), html.unescape(page(one))))
+    assert all(sentence in " ".join(text.split()) for text in (str(one), one.explain(), html.unescape(page(one))))
     assert not any("memory limit" in text for text in (str(other), other.explain(), page(other)))
 
 
@@ -86,13 +90,13 @@ def test_a_short_file_of_many_layers_is_read_without_a_list_of_them(tmp_path, mo
     path = write(tmp_path, data)
     tracemalloc.start()
     try:
-        found = rj.Plan.load(path)
+        loaded = rj.Plan.load(path)
         # A list of this many runs of one layer is 6 MB.
         assert tracemalloc.get_traced_memory()[1] < 2**21
     finally:
         tracemalloc.stop()
-    assert found.policies["layers_1"] == rj.LayerPolicies(((10**5, rj.Policy.from_dict(policy)),), (99_000,))
-    assert found.to_dict()["policies"] == data["policies"]
+    assert loaded.policies["layers_1"] == rj.LayerPolicies(((10**5, rj.Policy.from_dict(policy)),), (99_000,))
+    assert loaded.to_dict()["policies"] == data["policies"]
 
 
 def test_more_runs_than_any_model_has_are_refused(tmp_path):

@@ -60,10 +60,10 @@ def test_layers_in_nested_scans_are_planned_alike():
     """They cannot have different policies, but the plan still chooses what each keeps."""
     work = nested()
     full, most = (report.device_bytes for report in measure_many(work, ("full", "off"), "cpu"))
-    found = rj.plan(work, (full + most) // 2, "cpu")
-    assert found.device_bytes <= (full + most) // 2
-    assert isinstance(found.policies[MlpLayer], rj.Policy)
-    assert not found.notes
+    plan = rj.plan(work, (full + most) // 2, "cpu")
+    assert plan.device_bytes <= (full + most) // 2
+    assert isinstance(plan.policies[MlpLayer], rj.Policy)
+    assert not plan.notes
 
 
 def test_a_compiler_that_compiles_nothing_is_no_lack_of_memory(monkeypatch):
@@ -84,9 +84,9 @@ def test_a_plan_that_fits_is_kept_when_time_is_up(monkeypatch):
 
     monkeypatch.setattr(compiling, "compile_programs", slow)
     monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
-    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30)
-    assert found.device_bytes <= BUDGET and now[0] == 80.0  # one pair
-    assert any("The search ended after timeout=30 s" in note for note in found.notes)
+    plan = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30)
+    assert plan.device_bytes <= BUDGET and now[0] == 80.0  # one pair
+    assert any("The search ended after timeout=30 s" in note for note in plan.notes)
 
 
 def test_tracing_is_within_the_timeout_too(monkeypatch):
@@ -103,9 +103,9 @@ def test_tracing_is_within_the_timeout_too(monkeypatch):
     monkeypatch.setattr(compiling, "compile_programs", after(5.0, compile_programs))
     monkeypatch.setattr(compiling, "export_step", after(10.0, export_step))
     monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
-    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=40)
-    assert found.device_bytes <= BUDGET and now[0] == 30.0  # one pair; two would end after 60
-    assert any("The search ended after timeout=40 s" in note for note in found.notes)
+    plan = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=40)
+    assert plan.device_bytes <= BUDGET and now[0] == 30.0  # one pair; two would end after 60
+    assert any("The search ended after timeout=40 s" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("solved", [0, 3])
@@ -126,17 +126,17 @@ def test_the_frontier_is_within_the_timeout_too(monkeypatch, solved):
 
     monkeypatch.setattr(Proposals, "solve", slow)
     monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
-    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30, progress=told)
+    plan = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30, progress=told)
     assert len(asked) == solved and all(one <= 30 for one in asked)
-    assert sum("Not shown: the whole frontier; after timeout=30 s" in note for note in found.notes) == 1
+    assert sum("Not shown: the whole frontier; after timeout=30 s" in note for note in plan.notes) == 1
     # Stacking a kept array costs more than a product.
-    assert found.device_bytes <= BUDGET and found.seconds < found.base_seconds
-    predicted = [one for one in found.frontier if not one.compiled and one.name == ""]
+    assert plan.device_bytes <= BUDGET and plan.seconds < plan.base_seconds
+    predicted = [one for one in plan.frontier if not one.compiled and one.name == ""]
     if solved:
-        assert found.lower_bound <= found.seconds and found.next_gib_seconds > 0 and len(predicted) <= solved
+        assert plan.lower_bound <= plan.seconds and plan.next_gib_seconds > 0 and len(predicted) <= solved
     else:
-        assert found.lower_bound is None and predicted == []
-        assert "The timeout came before the gain from the next" in found.explain()
+        assert plan.lower_bound is None and predicted == []
+        assert "The timeout came before the gain from the next" in plan.explain()
 
 
 @pytest.mark.parametrize("late", [False, True])

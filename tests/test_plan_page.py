@@ -103,10 +103,10 @@ def test_unbeaten_points():
     def point(size, seconds):
         return Point("", size, 0, seconds, False)
 
-    found = unbeaten(
+    points = unbeaten(
         [point(4, 1.0), point(1, 3.0), point(2, 3.0), point(3, 2.0), point(5, 1.0), Point("x", None, 0, None, False)]
     )
-    assert [(one.device_bytes, one.seconds) for one in found] == [(1, 3.0), (3, 2.0), (4, 1.0)]
+    assert [(one.device_bytes, one.seconds) for one in points] == [(1, 3.0), (3, 2.0), (4, 1.0)]
 
 
 def test_a_host_budget_counts():

@@ -76,12 +76,12 @@ def test_a_fit_finds_what_the_compiler_does():
         return (again,) * (6 - count) + (saved,) * count
 
     seen = [Seen(one, round(predicted(TRUTH, one))) for one in (loads(0), loads(6))]
-    found = fitted(STACK, seen, 6000.0)
-    assert found.fixed_bytes + 500 == pytest.approx(2200, rel=0.02)
-    assert found.blocks[0].recomputed_share == pytest.approx(0.4, abs=0.08)
+    fit = fitted(STACK, seen, 6000.0)
+    assert fit.fixed_bytes + 500 == pytest.approx(2200, rel=0.02)
+    assert fit.blocks[0].recomputed_share == pytest.approx(0.4, abs=0.08)
     # Exact at the compiled step nearest to the budget, close elsewhere.
-    assert predicted(found, loads(6)) == pytest.approx(seen[1].device_bytes, abs=1e-6)
-    assert predicted(found, loads(3)) == pytest.approx(predicted(TRUTH, loads(3)), rel=0.03)
+    assert predicted(fit, loads(6)) == pytest.approx(seen[1].device_bytes, abs=1e-6)
+    assert predicted(fit, loads(3)) == pytest.approx(predicted(TRUTH, loads(3)), rel=0.03)
     assert fitted(STACK, [], 5000.0) is STACK
 
 

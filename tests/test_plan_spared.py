@@ -140,10 +140,10 @@ def test_a_fit_finds_a_share_that_its_first_guess_hides():
     stack, truth = (with_link(1000.0, one, **shares) for one, shares in ((STACK, {"fetched_share": 0.3}), (TRUTH, {})))
     away = (SAVE, OFFLOAD, OFFLOAD)
     steps = [own(one, stack).loads for one in ((NAMED["full"],) * 6, (*[away] * 5, NAMED["off"]), (*[away] * 5, NAMED["dots"]))]
-    found = fitted(stack, [Seen(one, round(predicted(truth, one))) for one in steps], 3200.0)
-    assert found.blocks[0].fetched_share == pytest.approx(2.0, rel=0.25)
+    fit = fitted(stack, [Seen(one, round(predicted(truth, one))) for one in steps], 3200.0)
+    assert fit.blocks[0].fetched_share == pytest.approx(2.0, rel=0.25)
     other = own((*[away] * 5, NAMED["full"]), stack).loads
-    assert predicted(found, other) == pytest.approx(predicted(truth, other), rel=0.02)
+    assert predicted(fit, other) == pytest.approx(predicted(truth, other), rel=0.02)
 
 
 def test_what_offloads_comes_first_and_what_keeps_most_last():

@@ -99,8 +99,8 @@ def test_a_loop_is_counted_as_jax_runs_it(kind: str) -> None:
         return jnp.sum(jnp.square(x))
 
     job = rj.Workload(loss, params, (x,), Loops)
-    told = recompute_flops(describe(job, "h200"), "full")
-    assert told == step_flops(job, "full") - step_flops(job, "everything") > 0
+    predicted = recompute_flops(describe(job, "h200"), "full")
+    assert predicted == step_flops(job, "full") - step_flops(job, "everything") > 0
 
 
 class Twice(nn.Module):
@@ -126,16 +126,16 @@ def twice_job(rows: int, *, inner: bool = True) -> rj.Workload:
 def test_without_a_policy_a_checkpoint_of_the_blocks_own_drops_what_it_drops() -> None:
     rows = 64
     job, wide = twice_job(rows), 4 * rows * 4 * WIDTH
-    found = describe(job, "h200")
-    off, everything = (named_candidate(found, name) for name in ("off", "everything"))
+    described = describe(job, "h200")
+    off, everything = (named_candidate(described, name) for name in ("off", "everything"))
     # The first layer's argument of the sine and its result, recomputed by one product.
     assert [b.saved - a.saved for a, b in zip(off.loads, everything.loads, strict=True)] == [2 * wide] * 3
     again = 3 * 2 * rows * WIDTH * 4 * WIDTH
-    assert recompute_flops(found, "off") == again == step_flops(job, "off") - step_flops(job, "everything")
+    assert recompute_flops(described, "off") == again == step_flops(job, "off") - step_flops(job, "everything")
     assert off.seconds > 0
-    (kind, *_), (block, *_) = found.kinds, found.stack.blocks
+    (kind, *_), (block, *_) = described.kinds, described.stack.blocks
     assert sum(row.bytes for row in rows_of(kind, block, off, 0) if row.action == "recompute") == 2 * wide
     # Code outside the blocks does not count.
     plain = describe(twice_job(rows, inner=False), "h200")
-    assert found.base_seconds == pytest.approx(plain.base_seconds, rel=1e-6)
-    assert found.stack.fixed_bytes == plain.stack.fixed_bytes
+    assert described.base_seconds == pytest.approx(plain.base_seconds, rel=1e-6)
+    assert described.stack.fixed_bytes == plain.stack.fixed_bytes

@@ -42,16 +42,18 @@ def test_the_residuals_of_a_layer_by_hand():
 
 
 def test_seconds_of_the_passes_by_hand():
-    found = describe(mlp(), "h200", rates=RATES)
-    (block,) = found.stack.blocks
+    described = describe(mlp(), "h200", rates=RATES)
+    (block,) = described.stack.blocks
     wide, narrow, weights = 4 * ROWS * 4 * WIDTH, 4 * ROWS * WIDTH, 4 * 4 * WIDTH**2
     product = narrow + wide + weights
     # Forward: up, sine, down, add.
     assert block.forward_seconds == pytest.approx((2 * product + 2 * wide + 3 * narrow) / 1e8)
     # Backward: two products for each, the product with the cosine, the sum of both cotangents.
     assert block.backward_seconds == pytest.approx((4 * product + 3 * wide + 3 * narrow) / 1e8)
-    assert found.outside_seconds > 0
-    assert found.base_seconds == pytest.approx(3 * (block.forward_seconds + block.backward_seconds) + found.outside_seconds)
+    assert described.outside_seconds > 0
+    assert described.base_seconds == pytest.approx(
+        3 * (block.forward_seconds + block.backward_seconds) + described.outside_seconds
+    )
 
 
 def test_a_scan_and_its_unrolled_twin_are_the_same_problem():
@@ -88,8 +90,8 @@ def choices(block: solver.Block, seed: int) -> solver.BlockPolicy:
 def test_what_a_solver_chooses_is_what_its_policy_does(scan):
     """The price of the policy is the solver's, minus arrays that it keeps or computes without use."""
     job = decoder(scan=scan)
-    found = describe(job, "h200")
-    (kind,), (block,) = found.kinds, found.stack.blocks
+    described = describe(job, "h200")
+    (kind,), (block,) = described.kinds, described.stack.blocks
     for seed in range(12):
         choice = choices(block, seed)
         policy = policy_of(kind, choice)
@@ -99,7 +101,7 @@ def test_what_a_solver_chooses_is_what_its_policy_does(scan):
             {name for names, one in chosen if one.value == action for name in names} for action in ("offload", "save")
         )
         assert set(offloaded) == away and set(saved) == kept - {f"{kind.paths[0]}:input#0"}
-        price = kind.program.price(policy, found.rates)
+        price = kind.program.price(policy, described.rates)
         assert price.seconds <= choice.recompute_seconds * (1 + 1e-9)
         assert price.saved_bytes <= choice.saved_bytes + sum(
             one.bytes for one in block.residuals if one.seconds is None and choice.of[one.name].value == "unused"
@@ -110,15 +112,15 @@ def test_what_a_solver_chooses_is_what_its_policy_does(scan):
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_plan_s_policies_can_be_traced_and_cost_what_the_plan_says(scan):
     job = decoder(scan=scan)
-    found = describe(job, "h200", working=0.0)
-    (kind,) = found.kinds
-    most = peak_bytes(found.stack, [solver.BlockPolicy(one, _saved(one)) for one in found.stack.positions()])
-    stack = solver.Stack(found.stack.blocks, None, found.stack.fixed_bytes)
-    plan = solver.solve(stack, found.stack.fixed_bytes + 0.8 * (most - found.stack.fixed_bytes))
+    described = describe(job, "h200", working=0.0)
+    (kind,) = described.kinds
+    most = peak_bytes(described.stack, [solver.BlockPolicy(one, _saved(one)) for one in described.stack.positions()])
+    stack = solver.Stack(described.stack.blocks, None, described.stack.fixed_bytes)
+    plan = solver.solve(stack, described.stack.fixed_bytes + 0.8 * (most - described.stack.fixed_bytes))
     policies = [policy_of(kind, part.policy) for part in plan.ranges for _ in range(part.count)]
-    assert extra_seconds(found, policies) == pytest.approx(plan.extra_seconds)
+    assert extra_seconds(described, policies) == pytest.approx(plan.extra_seconds)
     for policy in dict.fromkeys(policies):
-        assert step_flops(job, policy) - step_flops(job, "everything") == recompute_flops(found, policy)
+        assert step_flops(job, policy) - step_flops(job, "everything") == recompute_flops(described, policy)
 
 
 def _saved(block: solver.Block) -> tuple[str, ...]:
@@ -126,13 +128,15 @@ def _saved(block: solver.Block) -> tuple[str, ...]:
 
 
 def test_the_price_of_named_policies():
-    found = describe(mlp(), "h200", rates=RATES)
-    (block,) = found.stack.blocks
+    described = describe(mlp(), "h200", rates=RATES)
+    (block,) = described.stack.blocks
     x, up, both = block.residuals
     # Without a checkpoint XLA recomputes the cosine by itself.
-    assert extra_seconds(found, "everything") == pytest.approx(3 * both.kept_seconds) and extra_seconds(found, "off") == 0
-    assert extra_seconds(found, "full") == pytest.approx(3 * (up.seconds + both.seconds))
-    assert extra_seconds(found, "dots") == pytest.approx(3 * both.seconds)
+    assert (
+        extra_seconds(described, "everything") == pytest.approx(3 * both.kept_seconds) and extra_seconds(described, "off") == 0
+    )
+    assert extra_seconds(described, "full") == pytest.approx(3 * (up.seconds + both.seconds))
+    assert extra_seconds(described, "dots") == pytest.approx(3 * both.seconds)
     copied = 2 * x.bytes / 1e8
     again = up.seconds + both.seconds + copied
     out = x.bytes / 1e6 - 0.5 * block.forward_seconds
@@ -140,16 +144,16 @@ def test_the_price_of_named_policies():
     assert min(out, back) > 0
     # No compute runs beside the last block's copies back.
     expected = 3 * (again + out + back) + 0.5 * (block.backward_seconds + again)
-    assert extra_seconds(found, "offload_inputs") == pytest.approx(expected)
-    assert kept_bytes(found, "offload_inputs") == (0, 3 * x.bytes)
+    assert extra_seconds(described, "offload_inputs") == pytest.approx(expected)
+    assert kept_bytes(described, "offload_inputs") == (0, 3 * x.bytes)
     mixed = ["full", "everything", "dots"]
     by_layer = rj.LayerPolicies.of(mixed)
-    assert extra_seconds(found, by_layer) == extra_seconds(found, str(by_layer)) == extra_seconds(found, mixed)
+    assert extra_seconds(described, by_layer) == extra_seconds(described, str(by_layer)) == extra_seconds(described, mixed)
     expected = up.seconds + 2 * both.seconds + both.kept_seconds
-    assert extra_seconds(found, mixed) == extra_seconds(found, {Layer: by_layer}) == pytest.approx(expected)
-    assert recompute_flops(found, mixed) == 2 * ROWS * WIDTH * 4 * WIDTH
+    assert extra_seconds(described, mixed) == extra_seconds(described, {Layer: by_layer}) == pytest.approx(expected)
+    assert recompute_flops(described, mixed) == 2 * ROWS * WIDTH * 4 * WIDTH
     # A name of one layer applies to that layer only.
-    assert kept_bytes(found, "save: layers_1/up:dot_general#0") == (3 * x.bytes + up.bytes, 0)
+    assert kept_bytes(described, "save: layers_1/up:dot_general#0") == (3 * x.bytes + up.bytes, 0)
 
 
 class Attending(nn.Module):
@@ -244,12 +248,12 @@ def test_blocks_traced_once_for_many_calls_and_frozen_parameters():
     assert [kind.layers for kind in describe(job, "h200").kinds] == [range(1), range(1, 3)]
     # Nothing before the second block is differentiated, and the third has no gradient of its own.
     frozen = rj.Workload(loss, params, (x,), Layer, trainable="1/*")
-    found = describe(frozen, "h200")
-    assert [len(block.residuals) for block in found.stack.blocks] == [0, 3, 2]
-    assert found.stack.blocks[0].backward_seconds == 0
+    described = describe(frozen, "h200")
+    assert [len(block.residuals) for block in described.stack.blocks] == [0, 3, 2]
+    assert described.stack.blocks[0].backward_seconds == 0
     for policy in ("full", "dots", ["everything", "full", "full"]):
         same = policy if isinstance(policy, str) else "full"
-        assert recompute_flops(found, policy) == step_flops(frozen, same) - step_flops(frozen, "everything")
+        assert recompute_flops(described, policy) == step_flops(frozen, same) - step_flops(frozen, "everything")
 
 
 def test_nnx_blocks():
@@ -275,10 +279,10 @@ def test_nnx_blocks():
     job = rj.Workload.from_nnx(
         model, lambda m, x: (m(x) ** 2).sum(), (jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),), Block
     )
-    found = describe(job, "h200")
-    assert [kind.layers for kind in found.kinds] == [range(2)]
+    described = describe(job, "h200")
+    assert [kind.layers for kind in described.kinds] == [range(2)]
     for policy in ("full", "dots", "save: *:sin*"):
-        assert recompute_flops(found, policy) == step_flops(job, policy) - step_flops(job, "everything")
+        assert recompute_flops(described, policy) == step_flops(job, policy) - step_flops(job, "everything")
 
 
 def test_working_bytes_may_be_given():
@@ -313,17 +317,17 @@ def test_what_cannot_be_described():
 
 
 def test_what_cannot_be_priced():
-    found: Described = describe(mlp(), "cpu")
-    assert found.stack.link is None
+    described: Described = describe(mlp(), "cpu")
+    assert described.stack.link is None
     with pytest.raises(PlanningError, match="2 layers, but there are 3"):
-        extra_seconds(found, ["full", "dots"])
+        extra_seconds(described, ["full", "dots"])
     with pytest.raises(PlanningError, match="none of the workload"):
-        extra_seconds(found, {Attending: "full"})
+        extra_seconds(described, {Attending: "full"})
     with pytest.raises(PlanningError, match="JAX policy object"):
-        extra_seconds(found, jax.checkpoint_policies.dots_saveable)
+        extra_seconds(described, jax.checkpoint_policies.dots_saveable)
     other = solver.Block("other", (solver.ResidualCosts("x", 1.0),), 1.0, 1.0)
     with pytest.raises(PlanningError, match="the choice is for a block of"):
-        policy_of(found.kinds[0], solver.BlockPolicy(other, ("save",)))
+        policy_of(described.kinds[0], solver.BlockPolicy(other, ("save",)))
 
 
 class Named(nn.Module):
@@ -349,14 +353,14 @@ def of_layers(make: Any) -> Any:
 def test_arrays_of_one_name_are_decided_on_together():
     model, params, x = of_layers(lambda x: Named(name="b")(Named(name="a")(x)))
     job = rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), params, (x,), Named)
-    found = describe(job, "h200")
-    (kind,), (block,) = found.kinds, found.stack.blocks
+    described = describe(job, "h200")
+    (kind,), (block,) = described.kinds, described.stack.blocks
     names = [one.name for one in block.residuals]
     assert len(set(names)) == len(names) and "mine" in names
     assert next(one for one in block.residuals if one.name == "mine").bytes >= 2 * 4 * ROWS * WIDTH
     for seed in range(6):
         policy = policy_of(kind, choices(block, seed))
-        assert recompute_flops(found, policy) == step_flops(job, policy) - step_flops(job, "everything")
+        assert recompute_flops(described, policy) == step_flops(job, policy) - step_flops(job, "everything")
 
 
 def test_a_layer_behind_a_scan_of_its_kind_has_its_own_name():

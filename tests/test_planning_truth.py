@@ -43,9 +43,9 @@ def program_shape(program: Any, name: str) -> tuple[int, ...]:
 )
 def test_every_policy_recomputes_what_the_model_says(make, count):
     job = make()
-    found = describe(job, "h200")
+    described = describe(job, "h200")
     base = step_flops(job, "everything")
-    told = {policy: recompute_flops(found, policy) for policy in [*NAMED, *drawn(found, count)]}
+    told = {policy: recompute_flops(described, policy) for policy in [*NAMED, *drawn(described, count)]}
     assert told == {policy: step_flops(job, policy) - base for policy in told}
     assert len(set(told.values())) >= 2
 
@@ -53,14 +53,14 @@ def test_every_policy_recomputes_what_the_model_says(make, count):
 @pytest.mark.parametrize(("scan", "count"), [(False, 0), (True, 1)])
 def test_every_policy_keeps_what_the_model_says(scan, count):
     job = decoder(scan=scan)
-    found = describe(job, "h200")
-    (kind,) = found.kinds
-    beside = rj.residuals(job, "full").device_bytes - kept_bytes(found, "full")[0]
+    described = describe(job, "h200")
+    (kind,) = described.kinds
+    beside = rj.residuals(job, "full").device_bytes - kept_bytes(described, "full")[0]
     # ReLU's derivative reads zeros: JAX keeps them, once for a scan, and the compiler writes them where they are read.
     zeros = (1 if scan else 2) * kind.program.constant_bytes
     assert kind.program.constant_bytes == 2 * 2 * 16 * 128
-    for policy in [*NAMED, *drawn(found, count)]:
-        device, host = kept_bytes(found, policy)
+    for policy in [*NAMED, *drawn(described, count)]:
+        device, host = kept_bytes(described, policy)
         table = rj.residuals(job, policy)
         constant = zeros if policy in ("off", "everything") else 0
         assert (device + beside + constant, host) == (table.device_bytes, table.host_bytes), policy
@@ -112,13 +112,13 @@ def test_odd_blocks_recompute_what_the_model_says(kind):
     model, x, key = OddModel(kind), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.eval_shape(jax.random.key, 0)
     params = jax.eval_shape(lambda k, x: model.init({"params": k, "dropout": k}, x), key, x)
     job = rj.Workload(lambda p, x, k: (model.apply(p, x, rngs={"dropout": k}) ** 2).sum(), params, (x, key), Odd)
-    found = describe(job, "h200")
+    described = describe(job, "h200")
     # The numbers that Flax folds into each layer's keys make no separate kinds.
-    assert [found_kind.layers for found_kind in found.kinds] == [range(2)]
+    assert [found_kind.layers for found_kind in described.kinds] == [range(2)]
     base = step_flops(job, "everything")
     own = {"named": "save: mine", "custom_vjp": "save: *:cos*, *custom_vjp_call*, *reduce_sum*"}.get(kind, "save: *:sin#0")
     for policy in ("full", "everything", own):
-        assert recompute_flops(found, policy) == step_flops(job, policy) - base, policy
+        assert recompute_flops(described, policy) == step_flops(job, policy) - base, policy
 
 
 @pytest.mark.parametrize("make", [mlp, lambda: decoder(scan=False)], ids=["mlp", "decoder"])

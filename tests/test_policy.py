@@ -55,12 +55,12 @@ def oracle(text: str, candidate: Candidate) -> str:
     """The action by the definition, from the text alone: the first selector that matches, else recompute."""
     in_batch_free = candidate.primitive in ("dot_general", "scaled_matmul_wrapper") and not candidate.has_batch_dims
     in_dots = candidate.primitive in ("dot_general", "scaled_matmul_wrapper", "conv_general_dilated")
-    known = {"@inputs": candidate.is_input, "@dots": in_dots, "@dots_with_no_batch_dims": in_batch_free}
+    special = {"@inputs": candidate.is_input, "@dots": in_dots, "@dots_with_no_batch_dims": in_batch_free}
     for rule in text.split("; "):
         action, selectors = rule.split(": ", 1)
         for selector in selectors.split(", "):
-            if selector in known:
-                hit = known[selector]
+            if selector in special:
+                hit = special[selector]
             elif selector.startswith("@primitive:"):
                 hit = fnmatchcase(candidate.primitive, selector.removeprefix("@primitive:"))
             else:

@@ -59,10 +59,12 @@ def rules(stacked: bool) -> Rules:
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_rules_survive_text_and_json(stacked: bool) -> None:
-    found = rules(stacked)
-    assert Rules.parse(str(found)) == found == Rules.from_json(found.to_json())
-    assert hash(found) == hash(Rules.parse(str(found)))
-    assert found.rules[1].flax[2].path.text == ("params/layers/value/kernel" if stacked else "params/layers_{i}/value/kernel")
+    weight_map = rules(stacked)
+    assert Rules.parse(str(weight_map)) == weight_map == Rules.from_json(weight_map.to_json())
+    assert hash(weight_map) == hash(Rules.parse(str(weight_map)))
+    assert weight_map.rules[1].flax[2].path.text == (
+        "params/layers/value/kernel" if stacked else "params/layers_{i}/value/kernel"
+    )
 
 
 @pytest.mark.parametrize("text", [*porting.NAMED, "scale(sqrt(15)) | shift(-0.5)", "flip(2, 3) | i o h w -> h w i o"])
@@ -177,16 +179,18 @@ def test_what_is_no_map_is_refused(given: Any) -> None:
 @pytest.mark.parametrize("stacked", [False, True])
 def test_values_arrive_and_come_back(stacked: bool) -> None:
     state = state_dict()
-    found = porting.from_torch(state, variables(stacked), rules(stacked))
-    query = found["params"]["layers"]["query"]["kernel"][2] if stacked else found["params"]["layers_2"]["query"]["kernel"]
+    converted = porting.from_torch(state, variables(stacked), rules(stacked))
+    query = (
+        converted["params"]["layers"]["query"]["kernel"][2] if stacked else converted["params"]["layers_2"]["query"]["kernel"]
+    )
     assert np.array_equal(query, state["layers.2.in_proj_weight"][:4].T.reshape(4, 2, 2))
-    assert np.array_equal(found["params"]["embed"]["embedding"], state["embed.weight"] * 4)
-    assert found["params"]["adapter"]["a"].tolist() == [1, 1]
-    back = porting.to_torch(found, rules(stacked), like=state, numpy=True)
+    assert np.array_equal(converted["params"]["embed"]["embedding"], state["embed.weight"] * 4)
+    assert converted["params"]["adapter"]["a"].tolist() == [1, 1]
+    back = porting.to_torch(converted, rules(stacked), like=state, numpy=True)
     assert back.keys() == state.keys()
     exact = [name for name in state if not name.endswith("norm.weight")]
     assert all(np.array_equal(back[name], state[name]) and back[name].dtype == np.float32 for name in exact)
-    assert set(porting.to_torch(found, rules(stacked), numpy=True)) == set(state) - {"inv.inv_freq"}
+    assert set(porting.to_torch(converted, rules(stacked), numpy=True)) == set(state) - {"inv.inv_freq"}
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -214,9 +218,9 @@ def test_tied_values_must_be_equal_and_one_is_enough() -> None:
     with pytest.raises(PortingError, match=r"1 problem:\n  head.weight: tied to embed.weight, but their values differ"):
         porting.from_torch(state, variables(), RULES)
     alone = {name: value for name, value in state.items() if name != "embed.weight"}
-    found = porting.from_torch(alone, variables(), RULES)
-    assert np.array_equal(found["params"]["embed"]["embedding"], state["head.weight"] * 4)
-    assert set(porting.to_torch(found, RULES, like=alone, numpy=True)) == set(alone)
+    converted = porting.from_torch(alone, variables(), RULES)
+    assert np.array_equal(converted["params"]["embed"]["embedding"], state["head.weight"] * 4)
+    assert set(porting.to_torch(converted, RULES, like=alone, numpy=True)) == set(alone)
 
 
 def test_one_array_under_two_names_is_refused_without_a_tie() -> None:
@@ -265,17 +269,17 @@ def test_a_stack_with_a_layer_too_few_or_too_many_is_refused() -> None:
 
 
 def test_to_torch_is_held_to_the_model_that_it_is_for() -> None:
-    found = porting.from_torch(state_dict(), variables(), RULES)
+    converted = porting.from_torch(state_dict(), variables(), RULES)
     like = state_dict()
     del like["layers.2.norm.weight"]
     like |= {"embed.weight": arrays(6, 4), "new": arrays(1)}
     with pytest.raises(PortingError, match="3 problems") as error:
-        porting.to_torch(found, RULES, like=like, numpy=True)
+        porting.to_torch(converted, RULES, like=like, numpy=True)
     for text in ("embed.weight: shape (5, 4), expected (6, 4)", "new: no rule makes it", "layers.2.norm.weight: not a tensor"):
         assert text in str(error.value)
-    found["params"]["layers_3"] = {"norm": {"bias": jnp.zeros(4)}}
+    converted["params"]["layers_3"] = {"norm": {"bias": jnp.zeros(4)}}
     with pytest.raises(PortingError, match="params/layers_3/norm/bias: not filled"):
-        porting.to_torch(found, RULES, numpy=True)
+        porting.to_torch(converted, RULES, numpy=True)
 
 
 def test_a_gradient_that_never_came_is_named() -> None:
@@ -294,10 +298,10 @@ def test_numbers_beside_a_placeholder_find_the_ends_of_a_stack() -> None:
     """
     state = {f"layers.{i}.weight": arrays(2, 2, seed=i) for i in range(4)}
     shapes = {"first": np.zeros((2, 2)), "head": np.zeros((2, 2)), "layers": np.zeros((2, 2, 2))}
-    found = porting.from_torch(state, {"params": {name: {"kernel": x} for name, x in shapes.items()}}, text)["params"]
-    assert np.array_equal(found["layers"]["kernel"][1], state["layers.2.weight"].T)
-    assert np.array_equal(found["head"]["kernel"], state["layers.3.weight"].T)
-    back = porting.to_torch({"params": found}, text, numpy=True)
+    converted = porting.from_torch(state, {"params": {name: {"kernel": x} for name, x in shapes.items()}}, text)["params"]
+    assert np.array_equal(converted["layers"]["kernel"][1], state["layers.2.weight"].T)
+    assert np.array_equal(converted["head"]["kernel"], state["layers.3.weight"].T)
+    back = porting.to_torch({"params": converted}, text, numpy=True)
     assert back.keys() == state.keys() and all(np.array_equal(back[name], state[name]) for name in state)
 
 
@@ -305,16 +309,16 @@ def test_a_stack_inside_a_stack_and_on_a_later_axis() -> None:
     text = "l.{i}.{j}.w -> params/w[{i}, {j}]\nv.{i} -> params/v[:, {i}]"
     state = {f"l.{i}.{j}.w": arrays(3, seed=10 * i + j) for i in range(2) for j in range(2)}
     state |= {f"v.{i}": arrays(4, seed=i) for i in range(3)}
-    found = porting.from_torch(state, {"params": {"w": np.zeros((2, 2, 3)), "v": np.zeros((4, 3))}}, text)["params"]
-    assert np.array_equal(found["w"][1, 0], state["l.1.0.w"]) and np.array_equal(found["v"][:, 2], state["v.2"])
+    converted = porting.from_torch(state, {"params": {"w": np.zeros((2, 2, 3)), "v": np.zeros((4, 3))}}, text)["params"]
+    assert np.array_equal(converted["w"][1, 0], state["l.1.0.w"]) and np.array_equal(converted["v"][:, 2], state["v.2"])
 
 
 @pytest.mark.parametrize("to_stack", [True, False])
 def test_restacking_is_exact_in_linen(to_stack: bool) -> None:
     whole = porting.from_torch(state_dict(), variables(not to_stack), rules(not to_stack))
-    found = porting.restack(whole, variables(to_stack), "layers_{i}", "layers")
+    restacked = porting.restack(whole, variables(to_stack), "layers_{i}", "layers")
     expected = porting.from_torch(state_dict(), variables(to_stack), rules(to_stack))
-    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+    assert jax.tree.all(jax.tree.map(np.array_equal, restacked, expected))
 
 
 def test_a_part_of_a_stack_that_no_rule_speaks_of_is_named() -> None:

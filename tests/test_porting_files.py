@@ -30,11 +30,11 @@ def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
         "none": np.zeros((0, 2), np.float16),
     }
     porting.save(tmp_path / "a.safetensors", kept, metadata={"by": "test"})
-    found = porting.load(str(tmp_path / "a.safetensors"))
-    assert found.keys() == kept.keys()
+    loaded = porting.load(str(tmp_path / "a.safetensors"))
+    assert loaded.keys() == kept.keys()
     for name, array in kept.items():
-        assert found[name].dtype == array.dtype and found[name].shape == array.shape and np.array_equal(found[name], array)
-    found["turned"] += 1  # a copy, and not the file
+        assert loaded[name].dtype == array.dtype and loaded[name].shape == array.shape and np.array_equal(loaded[name], array)
+    loaded["turned"] += 1  # a copy, and not the file
     assert porting.load(tmp_path)["turned"][0, 0] == 0
     header = (tmp_path / "a.safetensors").read_bytes()
     assert json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"] == {"by": "test", "format": "pt"}

@@ -79,9 +79,9 @@ def test_metadata_of_linen_s_partitioned_parameters_stays() -> None:
     model = nn.Dense(3, kernel_init=nn.with_partitioning(nn.initializers.zeros, ("in", "out")))
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 2))))
     text = "weight -> params/kernel | linear\nbias -> params/bias"
-    found = porting.from_torch({"weight": arrays(3, 2), "bias": arrays(3)}, shapes, text)
-    assert found["params"]["kernel"].names == ("in", "out")
-    assert np.array_equal(found["params"]["kernel"].value, arrays(3, 2).T)
+    converted = porting.from_torch({"weight": arrays(3, 2), "bias": arrays(3)}, shapes, text)
+    assert converted["params"]["kernel"].names == ("in", "out")
+    assert np.array_equal(converted["params"]["kernel"].value, arrays(3, 2).T)
 
 
 def test_what_is_no_variables_is_refused() -> None:
@@ -108,16 +108,16 @@ def test_float64_is_kept_or_refused_and_never_made_smaller_silently() -> None:
         porting.from_torch(state, shapes, "a -> params/a")
     assert porting.from_torch(state, shapes, "a -> params/a", dtype="float32")["params"]["a"].dtype == np.float32
     with jax.enable_x64(True):
-        found = porting.from_torch(state, shapes, "a -> params/a")["params"]["a"]
-        assert found.dtype == np.float64 and np.array_equal(found, state["a"])
+        converted = porting.from_torch(state, shapes, "a -> params/a")["params"]["a"]
+        assert converted.dtype == np.float64 and np.array_equal(converted, state["a"])
 
 
 def test_small_dtypes_are_kept_and_scaled_with_one_rounding() -> None:
     exact = np.linspace(0.1, 1, 50)
     for dtype in (ml_dtypes.bfloat16, np.float16):
         x = exact.astype(dtype)
-        found = porting.from_torch({"a": x}, {"params": {"a": x}}, "a -> params/a | scale(3.3)")["params"]["a"]
-        assert found.dtype == dtype and np.array_equal(found, (x.astype(np.float64) * 3.3).astype(dtype))
+        converted = porting.from_torch({"a": x}, {"params": {"a": x}}, "a -> params/a | scale(3.3)")["params"]["a"]
+        assert converted.dtype == dtype and np.array_equal(converted, (x.astype(np.float64) * 3.3).astype(dtype))
 
 
 def test_parts_of_several_dtypes_are_refused() -> None:
@@ -138,11 +138,11 @@ def test_integers_take_the_model_s_width_where_they_fit() -> None:
 def test_nothing_is_shared_with_what_it_was_made_of() -> None:
     state = {"a": np.zeros(1 << 16, np.float32)}
     assert not np.shares_memory(porting.as_numpy(state["a"]), state["a"])
-    found = porting.from_torch(state, {"params": {"a": state["a"]}}, "a -> params/a")
-    back = porting.to_torch(found, "a -> params/a", numpy=True)
+    converted = porting.from_torch(state, {"params": {"a": state["a"]}}, "a -> params/a")
+    back = porting.to_torch(converted, "a -> params/a", numpy=True)
     state["a"][:] = 1
     back["a"][:] = 2
-    assert not found["params"]["a"].any()
+    assert not converted["params"]["a"].any()
 
 
 def test_arrays_go_where_the_variables_are() -> None:

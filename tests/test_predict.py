@@ -63,9 +63,9 @@ def test_random_policies_are_predicted_without_compiling_them(job, on_h200):
     assert len(policies) >= 4 and np.median(errors) < 0.03 and max(errors) < 0.12, errors
     # Figures that do not depend on the schedule are exact.
     for one in policies:
-        found = on_h200.predict(one)
-        assert found.host_bytes == sizes[one].host_temp
-        assert found.device_bytes - found.temp_bytes == sizes[one].device - sizes[one].temp
+        prediction = on_h200.predict(one)
+        assert prediction.host_bytes == sizes[one].host_temp
+        assert prediction.device_bytes - prediction.temp_bytes == sizes[one].device - sizes[one].temp
     # They are small beside the differences between the policies, whichever residuals a version names from the seed.
     temps = [sizes[one].temp for one in policies]
     assert max(temps) - min(temps) > 5 * max(abs(on_h200.predict(one).temp_bytes - sizes[one].temp) for one in policies)
@@ -74,8 +74,8 @@ def test_random_policies_are_predicted_without_compiling_them(job, on_h200):
 @needs_gpu_compiler
 def test_a_compiled_policy_is_answered_with_what_the_compiler_said(job, on_h200):
     report = rj.measure(job, "full", "h200")
-    found = on_h200.predict("full")
-    assert found.compiled and (found.temp_bytes, found.device_bytes) == (report.temp_bytes, report.device_bytes)
+    prediction = on_h200.predict("full")
+    assert prediction.compiled and (prediction.temp_bytes, prediction.device_bytes) == (report.temp_bytes, report.device_bytes)
     # Another text that keeps the same arrays is the same policy.
     assert on_h200.predict("recompute: *").compiled
 
@@ -138,11 +138,11 @@ def test_the_rule_of_thumb_is_full_and_what_is_kept_more():
 
 
 def test_random_policies_are_different_reproducible_and_of_every_kind(job):
-    found = random_policies(job, 6, seed=3)
-    assert len(set(found)) == 6 and found == random_policies(job, 6, seed=3) != random_policies(job, 6, seed=4)
-    text = " ".join(found)
+    policies = random_policies(job, 6, seed=3)
+    assert len(set(policies)) == 6 and policies == random_policies(job, 6, seed=3) != random_policies(job, 6, seed=4)
+    text = " ".join(policies)
     assert all(word in text for word in ("save: ", "offload: ", "@inputs", "layers/up:dot_general#0"))
-    kept = [rj.residuals(job, one).device_bytes for one in found]
+    kept = [rj.residuals(job, one).device_bytes for one in policies]
     assert max(kept) > 3 * min(kept)
 
 

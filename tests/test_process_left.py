@@ -168,7 +168,9 @@ def test_a_block_that_is_traced_in_a_forked_process_is_told_once_in_each() -> No
 
 def test_a_package_in_a_zip_file_is_an_error_with_the_remedy(tmp_path: pathlib.Path) -> None:
     shutil.make_archive(str(tmp_path / "packed"), "zip", ROOT, "remat_jax")
-    said = fresh(ZIPPED, tmp_path / "packed.zip")
+    printed = fresh(ZIPPED, tmp_path / "packed.zip")
     assert (
-        "Traceback" not in said and "packed.zip', which is not a folder" in said and "install remat-jax, or unpack it" in said
+        "Traceback" not in printed
+        and "packed.zip', which is not a folder" in printed
+        and "install remat-jax, or unpack it" in printed
     )

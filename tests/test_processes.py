@@ -40,8 +40,8 @@ def run_both(address, folder, environment):
             one.kill()  # nothing happens to one that has ended
             one.wait()
             log.close()
-    said = "\n".join((folder / f"log_{rank}").read_text()[-3000:] for rank in range(2))
-    return [one.returncode for one in both], said
+    output = "\n".join((folder / f"log_{rank}").read_text()[-3000:] for rank in range(2))
+    return [one.returncode for one in both], output
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,11 @@ def results(tmp_path_factory, in_a_hurry):
     }
     for _ in range(3):
         folder = tmp_path_factory.mktemp("processes")
-        codes, said = run_both(f"127.0.0.1:{free_port()}", folder, environment)
+        codes, output = run_both(f"127.0.0.1:{free_port()}", folder, environment)
         # Another program may take the port between its choice and its use.
-        if codes == [0, 0] or "in use" not in said:
+        if codes == [0, 0] or "in use" not in output:
             break
-    assert codes == [0, 0], said
+    assert codes == [0, 0], output
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(2)]
 
 

@@ -48,8 +48,8 @@ def test_values_are_where_the_ticks_say():
 
 
 def test_ticks_are_written_plainly():
-    found = texts(drawn(Panel("t", "x", "y", [Series("a", INK, [(4, 1), (256, 128)])], True, True)))
-    assert {"4", "64", "256", "2", "128"} <= set(found) and not any("." in text for text in found)
+    labels = texts(drawn(Panel("t", "x", "y", [Series("a", INK, [(4, 1), (256, 128)])], True, True)))
+    assert {"4", "64", "256", "2", "128"} <= set(labels) and not any("." in text for text in labels)
 
 
 def test_panels_stand_side_by_side():

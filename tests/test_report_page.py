@@ -152,9 +152,9 @@ def test_light_and_dark_follow_the_system_and_the_switch(tab: Tab) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_stands_out_from_what_is_behind_it(tab: Tab, scheme: str) -> None:
     prefer(tab, scheme)
-    found = tab.value(CONTRASTS)
+    contrasts = tab.value(CONTRASTS)
     # WCAG 2.2's least contrast at level AA for text of this size (1.4.3).
-    assert [one for one in found if one[0] < 4.5] == [] and len(found) > 200
+    assert [one for one in contrasts if one[0] < 4.5] == [] and len(contrasts) > 200
 
 
 def test_it_asks_nobody_and_its_console_is_empty(tab: Tab, file: Path) -> None:

@@ -45,8 +45,8 @@ def hatched(picture):
 
 
 def test_every_byte_is_in_one_part_and_layers_are_together():
-    found = grouped(MEMORY, 2)
-    assert found["off"] == {
+    bars = grouped(MEMORY, 2)
+    assert bars["off"] == {
         ("block_*/up", "kept"): 96 * MIB,
         ("block_*/up", "working set"): 4 * MIB,
         ("head", "kept"): 2 * MIB,
@@ -55,7 +55,7 @@ def test_every_byte_is_in_one_part_and_layers_are_together():
         ("parameters", "working set"): 1 * MIB,
         ("batch", "kept"): 2 * MIB,
     }
-    assert {policy: sum(bar.values()) for policy, bar in found.items()} == {
+    assert {policy: sum(bar.values()) for policy, bar in bars.items()} == {
         policy: sum(bar.values()) for policy, bar in MEMORY.items()
     }
 

@@ -199,9 +199,9 @@ def test_a_checkpoint_of_the_models_own_around_the_blocks_is_told(scan):
     kept = {policy: totals(job, policy) for policy in ("off", "full", "dots", "everything")}
     assert {policy for policy in kept if rj.residuals(job, policy).warning} == {"full", "dots", "everything"}
     assert len(set(kept.values())) == 1 and kept["full"][2] == 0
-    told = rj.residuals(job, "dots")
-    assert "own_checkpoints='keep'" in str(told.warning) and told.to_dict()["warning"] == told.warning
-    assert "replaces these checkpoints" in str(told) and rj.measure(job, "dots").warnings == (told.warning,)
+    table = rj.residuals(job, "dots")
+    assert "own_checkpoints='keep'" in str(table.warning) and table.to_dict()["warning"] == table.warning
+    assert "replaces these checkpoints" in str(table) and rj.measure(job, "dots").warnings == (table.warning,)
     assert totals(freed, "everything")[0] > totals(freed, "full")[0] == kept["full"][0]
     assert rj.residuals(freed, "full").warning is rj.residuals(freed, "everything").warning is None
     assert rj.measure(freed, "full").warnings == ()

@@ -46,11 +46,11 @@ ENTRY %main (x: f32[250], m: f32[10,10], h: f32[250]) -> f32[250] {{
 
 
 def test_a_copy_is_covered_by_what_stands_between_start_and_done() -> None:
-    found = overlap((WORK, "w"), (START, "a"), (MATMUL, "g"), (DONE, "a"), (MATMUL, "k"))
-    assert (found.out.count, found.out.bytes, found.out.seconds) == (1, 1000, 10.0)
-    assert (found.out.covered, found.out.coverable) == (0.8, 0.8)
-    assert (found.compute_seconds, found.step_seconds) == (18.0, 20.0)
-    assert found.back.bytes == 0 and found.back.covered == 1.0
+    covered = overlap((WORK, "w"), (START, "a"), (MATMUL, "g"), (DONE, "a"), (MATMUL, "k"))
+    assert (covered.out.count, covered.out.bytes, covered.out.seconds) == (1, 1000, 10.0)
+    assert (covered.out.covered, covered.out.coverable) == (0.8, 0.8)
+    assert (covered.compute_seconds, covered.step_seconds) == (18.0, 20.0)
+    assert covered.back.bytes == 0 and covered.back.covered == 1.0
 
 
 def test_copies_of_one_direction_wait_for_each_other_and_not_for_the_other_direction() -> None:
@@ -61,10 +61,10 @@ def test_copies_of_one_direction_wait_for_each_other_and_not_for_the_other_direc
 
 
 def test_what_could_be_covered_is_at_most_all() -> None:
-    found = overlap((START, "a"), (DONE, "a"), (MATMUL, "g"), (MATMUL, "k"), (START, "b"), (DONE, "b"))
-    assert (found.out.covered, found.out.coverable) == (0.0, 0.8)
-    found = overlap((START, "a"), (MATMUL, "g"), (MATMUL, "k"), (DONE, "a"))
-    assert (found.out.covered, found.out.coverable) == (1.0, 1.0)
+    covered = overlap((START, "a"), (DONE, "a"), (MATMUL, "g"), (MATMUL, "k"), (START, "b"), (DONE, "b"))
+    assert (covered.out.covered, covered.out.coverable) == (0.0, 0.8)
+    covered = overlap((START, "a"), (MATMUL, "g"), (MATMUL, "k"), (DONE, "a"))
+    assert (covered.out.covered, covered.out.coverable) == (1.0, 1.0)
 
 
 ROUND_TRIP = (
@@ -83,9 +83,9 @@ ROUND_TRIP = (
 
 def test_an_array_is_back_before_it_is_read_and_leaves_after_it_is_made() -> None:
     # 400 bytes each way, 4 seconds; one matmul of 8 seconds between the array's first and last use.
-    found = overlap(*ROUND_TRIP)
-    assert (found.out.covered, found.back.covered, found.back.coverable) == (1.0, 0.0, 0.0)
-    assert (found.covered, found.coverable, found.coverable_seconds) == (0.5, 0.5, 4.0)
+    covered = overlap(*ROUND_TRIP)
+    assert (covered.out.covered, covered.back.covered, covered.back.coverable) == (1.0, 0.0, 0.0)
+    assert (covered.covered, covered.coverable, covered.coverable_seconds) == (0.5, 0.5, 4.0)
     # On a link of half the rate 8 seconds are too few for both copies, whenever they start.
     slow = overlap(*ROUND_TRIP, host_link_bytes_per_s=50.0)
     assert (slow.out.covered, slow.covered, slow.coverable) == (1.0, 0.5, 0.5)
@@ -102,28 +102,28 @@ def test_an_array_that_is_fetched_twice_left_once() -> None:
     read = "%read = f32[10,10]{{1,0}} add(%i.d, %j.d)"
     held = [(ROUND_TRIP[4][0].replace("%g", "%made"), ""), ROUND_TRIP[5]]
     trip = [*ROUND_TRIP[:2], ROUND_TRIP[3], *held, *fetched, *again, (read, "")]
-    found = overlap((START, "a"), (MATMUL, "k"), (MATMUL, "l"), (DONE, "a"), *trip)
+    covered = overlap((START, "a"), (MATMUL, "k"), (MATMUL, "l"), (DONE, "a"), *trip)
     # 10 + 4 seconds out and 8 back; of one array's copy out and of both copies back nothing can be covered.
-    assert (found.out.seconds, found.back.seconds, found.coverable_seconds) == (14.0, 8.0, 10.0)
-    assert found.covered == found.coverable == pytest.approx(10 / 22)
+    assert (covered.out.seconds, covered.back.seconds, covered.coverable_seconds) == (14.0, 8.0, 10.0)
+    assert covered.covered == covered.coverable == pytest.approx(10 / 22)
 
 
 def test_what_the_last_block_offloads_cannot_be_covered() -> None:
     """Two copies of one direction beside much compute; one array is computed and read with no compute between."""
     late = [ROUND_TRIP[place] for place in (0, 1, 3, 4, 5, 6, 7, 8)]
     renamed = [(form.replace("%made", "%z").replace("%g", "%m"), name.replace("made", "z")) for form, name in late]
-    found = overlap((START, "a"), (MATMUL, "k"), (MATMUL, "l"), (DONE, "a"), *renamed)
+    covered = overlap((START, "a"), (MATMUL, "k"), (MATMUL, "l"), (DONE, "a"), *renamed)
     # Of 10 + 4 seconds out and 4 back all except the last two copies.
-    assert found.covered == found.coverable == pytest.approx(10 / 18)
+    assert covered.covered == covered.coverable == pytest.approx(10 / 18)
 
 
 def test_what_cannot_be_covered_is_missing_in_its_own_direction() -> None:
     """The other direction has spare time but cannot lend it: its link may be idle while this array waits."""
     late = [(form.replace("%g,", "%m,"), name) for form, name in (ROUND_TRIP[place] for place in (0, 1, 3, 4, 5, 6, 7, 8))]
-    found = overlap((START, "a"), (DONE, "a"), *late, (FETCH, "b"), (MATMUL, "k"), (MATMUL, "l"), (FETCHED, "b"))
+    covered = overlap((START, "a"), (DONE, "a"), *late, (FETCH, "b"), (MATMUL, "k"), (MATMUL, "l"), (FETCHED, "b"))
     # 10 + 4 seconds each way. Out, 8 seconds of compute are available; back, there is plenty, but not for the late array.
-    assert (found.out.available_seconds, found.back.available_seconds) == (8.0, 24.0)
-    assert (found.coverable_seconds, found.back.covered_seconds) == (8.0 + 10.0, 10.0)
+    assert (covered.out.available_seconds, covered.back.available_seconds) == (8.0, 24.0)
+    assert (covered.coverable_seconds, covered.back.covered_seconds) == (8.0 + 10.0, 10.0)
 
 
 def test_rates_are_the_targets_unless_given() -> None:
@@ -176,9 +176,9 @@ backend_config={{"known_trip_count":{{"n":"3"}},"dynamic_variables":[{{"tuple_in
 
 
 def test_a_slice_of_a_host_buffer_in_a_loop_is_a_copy_per_iteration() -> None:
-    found = read_overlap(looped(2000, -1000), target("h200"), **{**RATES, "hbm_bytes_per_s": math.inf})
-    assert (found.back.count, found.back.bytes, found.out.count) == (3, 3000, 0)
-    assert found.back.covered == pytest.approx(0.8) and found.step_seconds == pytest.approx(30.0)
+    overlap = read_overlap(looped(2000, -1000), target("h200"), **{**RATES, "hbm_bytes_per_s": math.inf})
+    assert (overlap.back.count, overlap.back.bytes, overlap.out.count) == (3, 3000, 0)
+    assert overlap.back.covered == pytest.approx(0.8) and overlap.step_seconds == pytest.approx(30.0)
 
 
 def test_the_slot_that_is_baked_in_is_compared_with_the_index_asked_for() -> None:

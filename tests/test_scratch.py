@@ -87,6 +87,6 @@ def test_a_full_disk_is_named_as_that_and_not_as_too_little_memory(parent: Path,
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(CompileError, match=rf"No space left on device.*The temporary folder '{parent}' is full.*TMPDIR"):
         compile_programs([program], target("cpu"), timeout=60)
-    said = f"RESOURCE_EXHAUSTED: {parent}/tempfile-1; No space left on device"
-    assert "is full" in _remedy(said, 1) and "memory" not in _remedy(said, 1)
+    message = f"RESOURCE_EXHAUSTED: {parent}/tempfile-1; No space left on device"
+    assert "is full" in _remedy(message, 1) and "memory" not in _remedy(message, 1)
     assert "ran out of memory" in _remedy("RESOURCE_EXHAUSTED: out of memory", 1)

@@ -167,9 +167,9 @@ def test_regions_that_are_replanned() -> None:
 
     replanned = rj.replan(loss, "offload_inputs")
     w, x = values(LAYERS, WIDTH, WIDTH), values(TOKENS, WIDTH)
-    found = jax.make_jaxpr(jax.grad(replanned))(w, x)
+    jaxpr = jax.make_jaxpr(jax.grad(replanned))(w, x)
     # The inputs of the three regions, without the mask.
-    assert fetched(found, (TOKENS, WIDTH)) == LAYERS
+    assert fetched(jaxpr, (TOKENS, WIDTH)) == LAYERS
 
 
 def fetched(jaxpr: Any, shape: tuple[int, ...]) -> int:
@@ -186,9 +186,9 @@ def test_one_block_that_is_given_an_array_three_times_sends_it_once() -> None:
             x = block(x, x, x, w[index])
         return jnp.sum(x)
 
-    found = jax.make_jaxpr(jax.grad(loss))(values(LAYERS, WIDTH, WIDTH), values(TOKENS, WIDTH))
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(values(LAYERS, WIDTH, WIDTH), values(TOKENS, WIDTH))
     puts = [
-        eqn for eqn in found.jaxpr.eqns if eqn.primitive.name == "device_put" and eqn.outvars[0].aval.shape == (TOKENS, WIDTH)
+        eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "device_put" and eqn.outvars[0].aval.shape == (TOKENS, WIDTH)
     ]
     assert sum("host" in str(eqn.outvars[0].aval) for eqn in puts) >= LAYERS
     assert sum("host" not in str(eqn.outvars[0].aval) for eqn in puts) == LAYERS
@@ -202,8 +202,8 @@ def test_two_gradients_of_one_function_each_decide_for_themselves() -> None:
         return jax.grad(lambda w: jnp.sum(block(x, w * 2)))(w + first)
 
     # The first gradient ends before the second reads the input.
-    found = jax.make_jaxpr(both)(values(WIDTH, WIDTH), values(TOKENS, WIDTH))
-    assert fetched(found, (TOKENS, WIDTH)) == 2
+    jaxpr = jax.make_jaxpr(both)(values(WIDTH, WIDTH), values(TOKENS, WIDTH))
+    assert fetched(jaxpr, (TOKENS, WIDTH)) == 2
 
 
 def test_where_all_that_a_policy_offloads_is_shared_the_receipt_says_so() -> None:
@@ -237,10 +237,10 @@ def test_the_compiled_step_copies_no_mask() -> None:
 @pytest.mark.parametrize("scanned", [False, True])
 def test_the_planner_counts_what_the_table_counts(scanned: bool, scans_offload: None) -> None:
     job = workload(Encoder(scanned))
-    found = describe(job, "h200")
+    described = describe(job, "h200")
     for policy in ("offload_inputs", "offload: *:input#1, *:input#0"):
-        assert kept_bytes(found, policy) == (0, rj.residuals(job, policy).host_bytes) == (0, LAYERS * X)
-    assert all("input#1" not in name for kind in found.kinds for name in kind.residuals)
+        assert kept_bytes(described, policy) == (0, rj.residuals(job, policy).host_bytes) == (0, LAYERS * X)
+    assert all("input#1" not in name for kind in described.kinds for name in kind.residuals)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ def test_a_barrier_stands_where_a_scan_runs_once(policies: str, expected: list[b
     [({}, False), ({"unroll": 2}, False), ({"unroll": 3}, True), ({"unroll": 4}, True), ({"unroll": 0}, True)],
 )
 def test_a_barrier_stands_where_all_rounds_are_unrolled_into_one(options: dict[str, int], expected: bool) -> None:
-    found = barriers("4 x full", lambda kernels, x: stack(kernels, x, **options).sum(), values(4, 4, 3), values(2, 4))
-    assert set(found) == {expected}
+    counts = barriers("4 x full", lambda kernels, x: stack(kernels, x, **options).sum(), values(4, 4, 3), values(2, 4))
+    assert set(counts) == {expected}
 
 
 def test_a_scan_of_one_round_in_a_loop_is_in_a_loop() -> None:

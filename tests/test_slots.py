@@ -50,8 +50,8 @@ def scanned(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 def test_a_scanned_offload_is_judged_as_it_is_compiled(scanned: Compiled) -> None:
     assert scanned.host_temp == HOST
     assert scanned_offload_is_miscompiled(scanned.text) == (compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED)
-    found = read_overlap(scanned.text, target("h200"))
-    assert (found.out.bytes, found.back.bytes, found.out.count, found.back.count) == (HOST, HOST, 8, 8)
+    overlap = read_overlap(scanned.text, target("h200"))
+    assert (overlap.out.bytes, overlap.back.bytes, overlap.out.count, overlap.back.count) == (HOST, HOST, 8, 8)
 
 
 @needs_gpu_compiler
@@ -142,9 +142,9 @@ def test_xla_says_what_it_read_when_it_started(tmp_path: pathlib.Path, flags: st
     (tmp_path / "flags").write_text(f"{CURE}\n")
     given = str(tmp_path / "flags") if flags == "a file" else flags
     environment = {**os.environ, "XLA_FLAGS": given, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    told = subprocess.run([sys.executable, "-c", ASKING], env=environment, capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", ASKING], env=environment, capture_output=True, text=True, check=True)
     cured = not FLAGS.get(flags, not flags)
-    assert told.stdout.split() == [str(cured)] * 2
+    assert process.stdout.split() == [str(cured)] * 2
 
 
 @pytest.mark.usefixtures("a_gpu")

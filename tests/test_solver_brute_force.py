@@ -85,9 +85,9 @@ def check(solve, stack, budget, host_budget, known, least):
     plan = solve(stack, budget, host_budget)
     assert known - 1e-9 <= plan.extra_seconds <= known * (1 + GAP) + 1e-9
     assert plan.lower_bound <= plan.seconds <= plan.lower_bound + known * GAP + 1e-6
-    found = verify(plan)
-    assert found.peak_bytes <= budget
-    assert found.host_peak_bytes <= host_budget
+    outcome = verify(plan)
+    assert outcome.peak_bytes <= budget
+    assert outcome.host_peak_bytes <= host_budget
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -103,11 +103,11 @@ def test_one_block(group, offload):
         need = rows[:, 0] + rows[:, 1]
         budget = max(1.0, draw.choice([draw.uniform(need.min() - 3, need.max()), float(need[draw.randrange(len(need))])]))
         host_budget = draw.choice([math.inf, math.inf, draw.randint(0, 30)])
-        known, least = best(rows, budget, host_budget)
-        feasible += known is not None
+        fastest, least = best(rows, budget, host_budget)
+        feasible += fastest is not None
         stack = Stack((block,), link, offload_last=True)
         for solve in (solve_blocks, solve_counts):
-            check(solve, stack, budget, host_budget, known, least)
+            check(solve, stack, budget, host_budget, fastest, least)
     assert feasible >= 4
 
 
@@ -139,9 +139,9 @@ def test_several_kinds_of_blocks(case):
     _, least = every_stack(single, link, 0, math.inf)
     budget = max(1.0, least + draw.randint(-2, 60))
     host_budget = draw.choice([math.inf, draw.randint(0, 40)])
-    known, least = every_stack(single, link, budget, host_budget)
+    fastest, least = every_stack(single, link, budget, host_budget)
     for solve in (solve_blocks, solve_counts):
-        check(solve, stack, budget, host_budget, known, least)
+        check(solve, stack, budget, host_budget, fastest, least)
 
 
 @pytest.mark.parametrize("case", range(20))

@@ -23,17 +23,17 @@ def chen(full_bytes: float) -> GroupedLayer:
 
 @pytest.mark.parametrize(("full_bytes", "layers"), [(17, 32), (17, 64), (1, 64)])
 def test_chen(full_bytes: int, layers: int) -> None:
-    known = CHEN[f"a_full={full_bytes}*a_in" if full_bytes > 1 else "a_full=a_in"][f"L={layers}"]
+    expected = CHEN[f"a_full={full_bytes}*a_in" if full_bytes > 1 else "a_full=a_in"][f"L={layers}"]
     found = [grouping(layers, size, layers, chen(full_bytes)) for size in range(1, layers + 1)]
-    assert min(one.peak_bytes for one in found) == found[known["g"] - 1].peak_bytes == known["peak"]
+    assert min(one.peak_bytes for one in found) == found[expected["g"] - 1].peak_bytes == expected["peak"]
     assert {one.extra_seconds for one in found} == {layers}, "each layer runs forward once more"
 
 
 @pytest.mark.parametrize(("layers", "size"), [(64, 8), (12, 3), (9, 1), (5, 5)])
 def test_layers_without_checkpoints_are_the_segments_of_equal_length(layers: int, size: int) -> None:
-    found, known = grouping(layers, size, layers, chen(3.0)), segments_of_length(layers, size, 1.0, 3.0)
-    assert found.peak_bytes == known.peak_bytes
-    assert found.extra_seconds == known.seconds - layers * 3.0
+    found, expected = grouping(layers, size, layers, chen(3.0)), segments_of_length(layers, size, 1.0, 3.0)
+    assert found.peak_bytes == expected.peak_bytes
+    assert found.extra_seconds == expected.seconds - layers * 3.0
 
 
 def test_two_levels_of_checkpoints_need_two_roots() -> None:
@@ -82,10 +82,10 @@ def test_random_stacks_walked_through() -> None:
         size = draw.randint(1, layers)
         grouped = draw.choice([*range(0, layers, size), layers])
         scanned = draw.random() < 0.5
-        found = grouping(layers, size, grouped, layer, fixed_bytes=5.0, scanned=scanned)
+        group = grouping(layers, size, grouped, layer, fixed_bytes=5.0, scanned=scanned)
         peak, between, seconds = walked(layers, size, grouped, layer, scanned)
-        assert (found.peak_bytes, found.kept_bytes, found.extra_seconds) == (5.0 + peak, between, seconds)
-        assert sum(end - start for start, end in found.groups) == grouped
+        assert (group.peak_bytes, group.kept_bytes, group.extra_seconds) == (5.0 + peak, between, seconds)
+        assert sum(end - start for start, end in group.groups) == grouped
 
 
 def test_of_each_size_the_fewest_groups_that_fit() -> None:
@@ -97,12 +97,12 @@ def test_of_each_size_the_fewest_groups_that_fit() -> None:
             for grouped in ((30,) if budget == math.inf else (*range(size, 30, size), 30))
         ]
         fits = [one for one in every if one.peak_bytes <= budget]
-        found = groupings(30, layer, budget, fixed_bytes=4.0, scanned=True)
-        assert bool(found) == bool(fits), budget
+        groups = groupings(30, layer, budget, fixed_bytes=4.0, scanned=True)
+        assert bool(groups) == bool(fits), budget
         if fits:
-            assert found[0].extra_seconds == min(one.extra_seconds for one in fits)
-        assert [one.extra_seconds for one in found] == sorted(one.extra_seconds for one in found)
-        assert [one.peak_bytes for one in found] == sorted((one.peak_bytes for one in found), reverse=True)
+            assert groups[0].extra_seconds == min(one.extra_seconds for one in fits)
+        assert [one.extra_seconds for one in groups] == sorted(one.extra_seconds for one in groups)
+        assert [one.peak_bytes for one in groups] == sorted((one.peak_bytes for one in groups), reverse=True)
     assert groupings(30, layer, 20.0, fixed_bytes=4.0) == ()
 
 

@@ -61,9 +61,9 @@ def test_what_highs_prints_is_not_on_standard_output(monkeypatch, capfd):
     print("before")
     assert knapsack().solve() is not None
     print("after")
-    said = capfd.readouterr()
-    assert said.out.split() == ["before", "after"]
-    assert said.err.splitlines() == ["noise of C"]
+    printed = capfd.readouterr()
+    assert printed.out.split() == ["before", "after"]
+    assert printed.err.splitlines() == ["noise of C"]
 
 
 def test_an_answer_that_breaks_its_rows_is_refused(monkeypatch):
@@ -96,9 +96,9 @@ def test_two_threads_solve_one_after_the_other(monkeypatch):
         inside.append(1)
         most.append(len(inside))
         threading.Event().wait(0.05)
-        found = solve(*arguments, **named)
+        plan = solve(*arguments, **named)
         inside.pop()
-        return found
+        return plan
 
     monkeypatch.setattr(scipy.optimize, "milp", watched)
     with ThreadPoolExecutor(3) as pool:

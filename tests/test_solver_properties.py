@@ -120,8 +120,8 @@ def test_a_stack_and_its_budget(solve, stack, share, more):
     budgets = [least + part * (everything.peak_bytes - least) for part in sorted((share, more))]
     smaller, larger = (solve(stack, max(least, budget)) for budget in budgets)
     for plan, budget in zip((smaller, larger), budgets, strict=True):
-        found = verify(plan)
-        assert found.peak_bytes <= max(least, budget) * (1 + 1e-9)
+        outcome = verify(plan)
+        assert outcome.peak_bytes <= max(least, budget) * (1 + 1e-9)
     assert no_slower(larger.extra_seconds, smaller.extra_seconds)
     assert no_slower(everything.extra_seconds, larger.extra_seconds)
     with pytest.raises(InfeasibleBudget):
@@ -220,9 +220,9 @@ def test_a_search_over_all_schedules_is_at_least_as_good_as_the_persistent_one(c
 @few
 @given(steps=st.integers(1, 90), slots=st.integers(1, 12))
 def test_revolve_runs_as_its_closed_form_says(steps, slots):
-    found = verify(revolve(steps, slots, state_bytes=2.0, forward_seconds=3.0, backward_seconds=5.0))
-    assert found.seconds == forward_steps(steps, slots) * 3 + steps * 5
-    assert found.peak_bytes <= 2 * (slots + 1)
+    outcome = verify(revolve(steps, slots, state_bytes=2.0, forward_seconds=3.0, backward_seconds=5.0))
+    assert outcome.seconds == forward_steps(steps, slots) * 3 + steps * 5
+    assert outcome.peak_bytes <= 2 * (slots + 1)
     assert forward_steps(steps, slots + 1) <= forward_steps(steps, slots) <= steps * (steps + 1) // 2
 
 

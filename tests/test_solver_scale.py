@@ -81,11 +81,11 @@ def test_columns_that_are_left_out_are_not_missed(seed, monkeypatch):
     residuals = tuple(ResidualCosts(f"r{at}", draw.uniform(1, 20), draw.uniform(0, 3)) for at in range(6))
     stack = Stack((Block("layer", residuals, 1, 2, repeats=3),), HostLink(draw.uniform(1, 5), draw.uniform(1, 5)))
     budget = draw.uniform(0.3, 0.7) * everything(stack)
-    known = solve_counts(stack, budget, gap=1e-6)
+    exact = solve_counts(stack, budget, gap=1e-6)
     monkeypatch.setattr(counts, "_FIRST_COLUMNS", 6)
     plan = solve_counts(stack, budget, gap=1e-6)
-    assert plan.variables < known.variables
-    assert plan.extra_seconds == pytest.approx(known.extra_seconds, rel=1e-5)
+    assert plan.variables < exact.variables
+    assert plan.extra_seconds == pytest.approx(exact.extra_seconds, rel=1e-5)
 
 
 def test_more_residuals_than_can_be_tried():
@@ -122,11 +122,11 @@ def test_prices_find_what_is_missing(seed):
     budget, host_budget = draw.uniform(0.4, 0.7) * everything(stack), draw.uniform(5, 60)
     full = [Run.of(one, stack.link) for one in stack.runs()]
     columns = [(at, one) for at, run in enumerate(full) for one in range(len(run.policies))]
-    known = Programme(stack, full, columns, budget, host_budget).model.relaxed().objective
+    optimum = Programme(stack, full, columns, budget, host_budget).model.relaxed().objective
     smallest = [min(run.policies, key=lambda one: one.saved_bytes + one.transient_bytes + one.host_bytes) for run in full]
     few = [Run.with_policies(run.block, stack.link, [one], False) for run, one in zip(full, smallest, strict=True)]
     found, bound = with_priced(stack, few, budget, host_budget)
-    assert bound == pytest.approx(known, rel=1e-4)
+    assert bound == pytest.approx(optimum, rel=1e-4)
     assert sum(len(run.policies) for run in found) < len(columns)
 
 

@@ -80,13 +80,13 @@ def test_nothing_is_offloaded_that_may_not_be_or_without_a_link():
 def test_time_and_memory_of_an_offload():
     """Out: 110 bytes at 5 a second, 2 seconds hidden. In: 10 bytes at 2 a second, 5 seconds of compute beside it."""
     steps = [Compute("f", (), ("y", "z")), Wait(), Fetch("y"), Compute("g", ("end",))]
-    found = simulate(PROGRAM, steps)
-    assert (found.compute_seconds, found.exposed_out_seconds, found.exposed_in_seconds) == (7, 20, 0)
-    assert (found.seconds, found.out_bytes, found.in_bytes) == (27, 110, 10)
+    outcome = simulate(PROGRAM, steps)
+    assert (outcome.compute_seconds, outcome.exposed_out_seconds, outcome.exposed_in_seconds) == (7, 20, 0)
+    assert (outcome.seconds, outcome.out_bytes, outcome.in_bytes) == (27, 110, 10)
     # While f runs: x, the copies in flight, and its own 1000 bytes. Afterwards y is back with 6.
-    assert found.peak_bytes == 5000 + 1 + 6 + 100 + 1000
-    assert found.host_peak_bytes == 110
-    assert found.executions == {"f": 1, "g": 1}
+    assert outcome.peak_bytes == 5000 + 1 + 6 + 100 + 1000
+    assert outcome.host_peak_bytes == 110
+    assert outcome.executions == {"f": 1, "g": 1}
 
 
 def test_a_window_hides_only_its_own_copies_and_both_directions_run_side_by_side():
@@ -101,15 +101,15 @@ def test_a_window_hides_only_its_own_copies_and_both_directions_run_side_by_side
     assert (bare.exposed_in_seconds, bare.seconds) == (5, 2 + 109 + 5 + 5)
     # y returns while z leaves: 50 seconds beside 5, of which 2.5 seconds are hidden each.
     both = [Compute("f", (), ("y",)), Wait(), Fetch("y"), Compute("f", (), ("z",)), Compute("again")]
-    found = simulate(program, both)
-    assert (found.exposed_out_seconds, found.exposed_in_seconds) == (9 + 97.5, 2.5)
-    assert found.seconds == 2 + 9 + 2 + 3 + 97.5
+    outcome = simulate(program, both)
+    assert (outcome.exposed_out_seconds, outcome.exposed_in_seconds) == (9 + 97.5, 2.5)
+    assert outcome.seconds == 2 + 9 + 2 + 3 + 97.5
 
 
 def test_what_is_computed_again_may_be_smaller():
-    found = simulate(PROGRAM, [Compute("f", ("y",)), Free("y"), Compute("again", ("y",)), Compute("g", ("end",))])
-    assert found.seconds == 10
-    assert found.peak_bytes == 5000 + 1 + 10 + 1000
+    outcome = simulate(PROGRAM, [Compute("f", ("y",)), Free("y"), Compute("again", ("y",)), Compute("g", ("end",))])
+    assert outcome.seconds == 10
+    assert outcome.peak_bytes == 5000 + 1 + 10 + 1000
     steps = [Compute("f"), Compute("again", ("y",)), Compute("g", ("end",))]
     small = simulate(dataclasses.replace(PROGRAM, fixed_bytes=0), steps)
     assert small.executions == {"f": 1, "again": 1, "g": 1}
@@ -134,9 +134,9 @@ STACK = Stack((LAYER,), HostLink(8, 4), 100, offload_last=True)
 )
 def test_a_stack_by_hand(choices, seconds, peak, host):
     plan = executable(STACK, [BlockPolicy(one, choices) for one in STACK.positions()])
-    found = verify(plan)
-    assert (found.seconds, found.peak_bytes, found.host_peak_bytes) == (seconds, peak, host)
-    assert found.executions["recompute layer/0/up"] == (choices[1] == "recompute")
+    outcome = verify(plan)
+    assert (outcome.seconds, outcome.peak_bytes, outcome.host_peak_bytes) == (seconds, peak, host)
+    assert outcome.executions["recompute layer/0/up"] == (choices[1] == "recompute")
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,10 @@ def test_revolve(steps):
     for slots, total in entry("revolve_total_forward_steps")[f"n={steps}"].items():
         assert forward_steps(steps, int(slots)) == total
         plan = revolve(steps, int(slots), state_bytes=7.0, forward_seconds=1.0, backward_seconds=0.0)
-        found = verify(plan)
-        assert (found.seconds, plan.lower_bound) == (total, total)
+        outcome = verify(plan)
+        assert (outcome.seconds, plan.lower_bound) == (total, total)
         # The kept states, and the working state.
-        assert found.peak_bytes <= 7 * (int(slots) + 1)
+        assert outcome.peak_bytes <= 7 * (int(slots) + 1)
 
 
 @pytest.mark.parametrize("steps", range(1, 61))
@@ -72,11 +72,11 @@ def test_revolve_against_checkpoint_schedules(steps):
 
 @pytest.mark.parametrize(("full", "layers"), [(17, 32), (17, 64), (1, 64)])
 def test_uniform_segments(full, layers):
-    known = entry("chen_two_level_uniform")["a_full=17*a_in" if full == 17 else "a_full=a_in"][f"L={layers}"]
+    expected = entry("chen_two_level_uniform")["a_full=17*a_in" if full == 17 else "a_full=a_in"][f"L={layers}"]
     plan = uniform_segments(layers, 3.0, 3.0 * full)
-    assert verify(plan).peak_bytes == 3 * known["peak"]
-    assert plan.lengths[-1] == known["g"]
-    assert min(segments_of_length(layers, g, 3, 3 * full).peak_bytes for g in range(1, layers + 1)) == 3 * known["peak"]
+    assert verify(plan).peak_bytes == 3 * expected["peak"]
+    assert plan.lengths[-1] == expected["g"]
+    assert min(segments_of_length(layers, g, 3, 3 * full).peak_bytes for g in range(1, layers + 1)) == 3 * expected["peak"]
     assert (
         shortening_segments(layers, 3.0, 3.0 * full).peak_bytes
         <= plan.peak_bytes
@@ -142,9 +142,9 @@ def test_host_memory_is_shared_by_the_stages_of_a_chain():
         solver = ChainSolver(chain, host_budget)
         assert solver.least_bytes == least
         assert verify(solver.plan(least)).host_peak_bytes <= host_budget
-        found = verify(solver.plan(7))
-        assert found.seconds == seconds
-        assert found.host_peak_bytes == min(host_budget, 24)
+        outcome = verify(solver.plan(7))
+        assert outcome.seconds == seconds
+        assert outcome.host_peak_bytes == min(host_budget, 24)
 
 
 def linear_graph(n):
@@ -201,13 +201,13 @@ def three_blocks(link):
 @STACK_SOLVERS
 @pytest.mark.parametrize(("key", "link"), [("no_offload", None), ("with_offload", HostLink(0.5, 0.5))])
 def test_save_recompute_and_offload(key, link, solve):
-    known = VECTORS["save_recompute_offload"]
-    for budget, extra in zip(known["budget"], known[key], strict=True):
+    vectors = VECTORS["save_recompute_offload"]
+    for budget, extra in zip(vectors["budget"], vectors[key], strict=True):
         plan = solve(three_blocks(link), budget)
-        found = verify(plan)
+        outcome = verify(plan)
         assert plan.extra_seconds == pytest.approx(extra, abs=1e-9)
-        assert found.seconds == pytest.approx(90 + extra)
-        assert found.peak_bytes <= budget
+        assert outcome.seconds == pytest.approx(90 + extra)
+        assert outcome.peak_bytes <= budget
     if link is None:
         with pytest.raises(InfeasibleBudget, match="least that can be reached is 6"):
             solve(three_blocks(link), 5.9)

@@ -35,9 +35,9 @@ GATHER = "f32[80,10]{1,0} all-gather(%x), replica_groups=[1,8]<=[8], dimensions=
 
 
 def test_a_kernel_takes_its_start_and_the_longer_of_operations_and_bytes() -> None:
-    found = step_time(module(DOT, "ROOT %z = f32[10,10]{1,0} negate(%y)"), target("h200"), RATES)
+    timed = step_time(module(DOT, "ROOT %z = f32[10,10]{1,0} negate(%y)"), target("h200"), RATES)
     # The product: 2000 operations, or 1200 bytes; the negation: 800 bytes.
-    assert found.seconds == found.compute_seconds == (0.5 + 12) + (0.5 + 8)
+    assert timed.seconds == timed.compute_seconds == (0.5 + 12) + (0.5 + 8)
     fast = step_time(module(DOT, "ROOT %z = f32[10,10]{1,0} negate(%y)"), target("h200"), replace(RATES, hbm_bytes_per_s=1e9))
     assert fast.seconds == pytest.approx(0.5 + 2 + 0.5)
 
@@ -127,8 +127,8 @@ def test_every_round_of_a_loop_exchanges() -> None:
         "ROOT %w = (s32[], f32[10,10]{1,0}) while(%init), condition=%c, body=%body, "
         'backend_config={"known_trip_count":{"n":"3"}}',
     )
-    found = step_time(module(*loop, others=body), target("8xh200"), RATES)
-    assert found.exchanges.count == 3 and found.seconds == 3 * (3 * 0.25 + 28.0)
+    timed = step_time(module(*loop, others=body), target("8xh200"), RATES)
+    assert timed.exchanges.count == 3 and timed.seconds == 3 * (3 * 0.25 + 28.0)
 
 
 def test_a_network_without_a_rate_is_refused() -> None:
@@ -140,8 +140,8 @@ def test_a_network_without_a_rate_is_refused() -> None:
 
 def test_what_nobody_knows_counts_its_bytes_and_is_told() -> None:
     call = 'ROOT %y = f32[10,10]{1,0} custom-call(%x), custom_call_target="mine"'
-    found = step_time(module(call), target("h200"), RATES)
-    assert (found.seconds, found.untimed) == (0.5 + 8, ("mine",))
+    timed = step_time(module(call), target("h200"), RATES)
+    assert (timed.seconds, timed.untimed) == (0.5 + 8, ("mine",))
     assert step_time(module("ROOT %y = f32[10,10]{1,0} frobnicate(%x)"), target("h200"), RATES).untimed == ("frobnicate",)
     assert step_time(module(DOT), target("h200"), RATES).untimed == ()
 
@@ -203,9 +203,9 @@ def test_a_step_without_a_time_says_why() -> None:
 
 
 def test_an_assumed_latency_makes_a_range_only_where_it_matters() -> None:
-    told = replace(RATES, source={"launch_seconds": "assumed"})
-    assert step_time(module(DOT), target("h200"), told).assumed == (), "half a second of 12.5"
-    assert step_time(module(DOT), target("h200"), replace(told, launch_seconds=0.9)).assumed == ("launch_seconds",)
+    rates = replace(RATES, source={"launch_seconds": "assumed"})
+    assert step_time(module(DOT), target("h200"), rates).assumed == (), "half a second of 12.5"
+    assert step_time(module(DOT), target("h200"), replace(rates, launch_seconds=0.9)).assumed == ("launch_seconds",)
 
 
 def test_a_link_of_zero_is_refused(tmp_path: Path) -> None:

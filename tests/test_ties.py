@@ -56,8 +56,8 @@ def test_nothing_is_tied_inside_a_loop(policy: str, around: str) -> None:
         return jnp.sum(jax.lax.scan(lambda x, _: (bodies[around](w, x), None), x, None, length=3)[0])
 
     w, x = jnp.eye(3), jnp.ones((2, 3))
-    found = equations(loss if around == "while" else jax.grad(loss), w, x)
-    loops = [eqn for eqn, outer in found if "scan" in outer or "while" in outer]
+    traced_equations = equations(loss if around == "while" else jax.grad(loss), w, x)
+    loops = [eqn for eqn, outer in traced_equations if "scan" in outer or "while" in outer]
     moved = [eqn for eqn in loops if eqn.primitive.name == "device_put"]
     # The new rematerialisation puts its own barriers into a region.
     ties = {"tied_linear"} | ({"optimization_barrier"} if not jax.config.jax_remat3 else set())

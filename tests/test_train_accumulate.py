@@ -56,9 +56,9 @@ def mean(params: Any, x: Any, mask: Any) -> Any:
 @pytest.mark.parametrize("n", [1, 2, 3, 12])
 def test_it_is_the_whole_batchs_gradient(x64, n):
     expected = jax.value_and_grad(mean)(*data())
-    found = jax.jit(rj.accumulate_gradients(summed, n))(*data())
-    assert_same(found, expected, 1e-12)
-    assert found[0].dtype == jnp.float64 and times("scan", rj.accumulate_gradients(summed, n), *data()) == 1
+    gradients = jax.jit(rj.accumulate_gradients(summed, n))(*data())
+    assert_same(gradients, expected, 1e-12)
+    assert gradients[0].dtype == jnp.float64 and times("scan", rj.accumulate_gradients(summed, n), *data()) == 1
 
 
 def test_the_mean_of_means_is_another_number(x64):
@@ -84,8 +84,8 @@ def test_a_batch_without_targets_divides_by_nothing():
 def test_one_empty_micro_batch_changes_nothing(x64):
     params, x, mask = data()
     mask = mask.at[::3].set(False)
-    found = rj.accumulate_gradients(summed, 3)(params, x, mask)
-    assert_same(found, jax.value_and_grad(mean)(params, x, mask), 1e-12)
+    gradients = rj.accumulate_gradients(summed, 3)(params, x, mask)
+    assert_same(gradients, jax.value_and_grad(mean)(params, x, mask), 1e-12)
 
 
 def test_narrow_gradients_are_summed_in_float32():
@@ -95,9 +95,9 @@ def test_narrow_gradients_are_summed_in_float32():
     one = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(mean)(params, x[:1], mask[:1]))
 
     def error(dtype: Any) -> float:
-        found = rj.accumulate_gradients(summed, 128, dtype=dtype)(params, *many)[1]
-        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype or jnp.bfloat16)}
-        squares = jax.tree.map(lambda a, b: (jnp.sum((a.astype(jnp.float32) - b) ** 2), jnp.sum(b**2)), found, one)
+        gradients = rj.accumulate_gradients(summed, 128, dtype=dtype)(params, *many)[1]
+        assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(dtype or jnp.bfloat16)}
+        squares = jax.tree.map(lambda a, b: (jnp.sum((a.astype(jnp.float32) - b) ** 2), jnp.sum(b**2)), gradients, one)
         pairs = jax.tree.leaves(squares)
         return float(sum(pairs[::2]) / sum(pairs[1::2])) ** 0.5
 
@@ -194,12 +194,12 @@ def test_on_an_h200_it_needs_one_micro_batch_and_one_more_tree_of_gradients(scan
         "accumulated": rj.Workload.from_step(rj.accumulate_gradients(loss, n), params, whole, blocks=Layer),
     }
     programs = [export_step(key, job.step("off"), target("h200")) for key, job in jobs.items()]
-    found = compile_programs(programs, target("h200"), timeout=300)
+    sizes = compile_programs(programs, target("h200"), timeout=300)
     batch = 4 * 512 * (rows - rows // n)
     if scan:  # unrolled it depends on the schedule, docs/notes/optimizer_offload.md
-        assert abs(found["accumulated"].device - batch - found["micro"].device - tree) < 1e5
-    assert found["accumulated"].device < 0.4 * found["whole"].device
-    assert found["micro"].device > 4 * 512 * rows // n * layers, "activations are most of it"
+        assert abs(sizes["accumulated"].device - batch - sizes["micro"].device - tree) < 1e5
+    assert sizes["accumulated"].device < 0.4 * sizes["whole"].device
+    assert sizes["micro"].device > 4 * 512 * rows // n * layers, "activations are most of it"
 
 
 # --- wrong use --------------------------------------------------------------------------------------------------------

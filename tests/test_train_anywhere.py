@@ -106,16 +106,16 @@ def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path
         wait_for(lambda: metrics.exists() and len(losses(metrics)) >= 8, [survivor, victim], 240)
         victim.send_signal(signal.SIGKILL)
         # By itself, or ended by JAX after the heartbeat if it waits for the other process outside a step.
-        told = {command.FAILED: "most likely because another process has ended", -signal.SIGABRT: "another task died"}
-        assert told[survivor.wait(120)] in (tmp_path / "0.log").read_text()
+        reasons = {command.FAILED: "most likely because another process has ended", -signal.SIGABRT: "another task died"}
+        assert reasons[survivor.wait(120)] in (tmp_path / "0.log").read_text()
     lost = losses(metrics)
     steps = 1 + max(lost) + 3
     second = (*common, "--mesh", "fsdp=2", "--policy", "offload_inputs", "--steps", str(steps))
     with started(tmp_path / "again.log", environment, *second) as child:
         assert child.wait(240) == 0, (tmp_path / "again.log").read_text()
-    told = (tmp_path / "again.log").read_text()
-    found, begun = losses(metrics), int(told.split("at step ")[1].split(",")[0])
-    assert 3 <= begun <= max(lost) + 1 and begun % 3 == 0 and "fsdp=2" in told
+    reasons = (tmp_path / "again.log").read_text()
+    found, begun = losses(metrics), int(reasons.split("at step ")[1].split(",")[0])
+    assert 3 <= begun <= max(lost) + 1 and begun % 3 == 0 and "fsdp=2" in reasons
 
     undisturbed = tmp_path / "undisturbed.jsonl"
     assert train_anywhere.main([*EXACT, "--policy", "off", "--metrics", str(undisturbed), "--steps", str(steps)]) == 0
@@ -334,8 +334,8 @@ def test_a_plan_is_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     job = training.workload(SETTING, {"fsdp": 1})
     plan = plan_of(job, rj.Policy.parse("dots"))
     path = str(plan.save(tmp_path / "plan.json"))
-    told = {"planned": "9.5 MiB on each device of 8xh100, 3.8 MiB on its host"}
-    assert command.chosen_policy(path, job) == (plan.policies, told, {OPTION: 40})
+    messages = {"planned": "9.5 MiB on each device of 8xh100, 3.8 MiB on its host"}
+    assert command.chosen_policy(path, job) == (plan.policies, messages, {OPTION: 40})
     assert command.chosen_policy(str(plan_of(job, rj.Policy.parse("off")).save(path)), job)[0] == "off"
     assert train_anywhere.main([*SMALL, "--layers", "2", "--policy", path]) == 2
     assert "was made for another model than 'train anywhere'" in capsys.readouterr().err
@@ -347,8 +347,8 @@ def plan_of(job: rj.Workload, policy: rj.Policy, target: str = "8xh100") -> rj.P
     sizes = {"device_bytes": 10_000_000, "predicted_bytes": 10_000_000, "host_bytes": 4_000_000, "budget": 2**24}
     empty = dict.fromkeys(("frontier", "named", "parts", "tried", "notes"), ())
     rest = {"recompute_flops": 1, "seconds": 1.0, "base_seconds": 1.0, "next_gib_seconds": None, "host_budget": None}
-    told = {"workload": job.name, "target": target, "model": Model.of(job), "compiler_options": {OPTION: 40}}
-    return rj.Plan(policies=dict.fromkeys(job.blocks, policy), **sizes, **empty, **rest, **told)
+    fields = {"workload": job.name, "target": target, "model": Model.of(job), "compiler_options": {OPTION: 40}}
+    return rj.Plan(policies=dict.fromkeys(job.blocks, policy), **sizes, **empty, **rest, **fields)
 
 
 class Diverging:

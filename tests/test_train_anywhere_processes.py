@@ -35,11 +35,11 @@ def test_a_folder_that_is_not_shared_is_refused_by_all(tmp_path: Path, in_a_hurr
                 line = ("--checkpoint", "run", "--steps", "4", *together(rank, port))
                 children.append(running.enter_context(started(tmp_path / f"{rank}.log", environment, *line)))
         codes = [child.wait(240) for child in children]
-    told = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
     refusal = "error: --checkpoint run: in processes 1 it is another folder than in process 0"
     # A process that ends first may end the other.
-    assert command.BAD_USAGE in codes, told
-    for code, log in zip(codes, told, strict=True):
+    assert command.BAD_USAGE in codes, logs
+    for code, log in zip(codes, logs, strict=True):
         assert {command.BAD_USAGE: refusal, -signal.SIGABRT: "another task died"}[code] in log
     assert [path.name for path in tmp_path.glob("host_*/run/*")] == []
 
@@ -94,7 +94,7 @@ def test_a_plan_for_another_number_of_devices_is_taken_with_a_warning(
     plan = plan_of(job, rj.Policy.parse("dots"), target)
     path = plan.save(tmp_path / "plan.json")
     assert command.chosen_policy(str(path), job)[0] == plan.policies
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     devices = target.partition("x")[0]
     expected = f"plan.json was made for {target}, {devices} devices, and the mesh has 1: its figures are not those of this run"
-    assert expected in told if warns else told == ""
+    assert expected in message if warns else message == ""

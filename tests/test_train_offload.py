@@ -227,14 +227,14 @@ def test_one_leaf_comes_after_the_last_has_gone(apply):
 def test_every_fetch_waits_for_the_gradient_and_for_what_was_sent():
     tx = rj.offload_optimizer(optax.adam(1.0))
     state = result_structs(tx.init, parameters())
-    found = equations(lambda p, s, x: tx.apply(jax.grad(loss)(p, x), s, p), parameters(), state, BATCHES[0])
-    inside = [around for eqn, around in found if eqn.primitive.name == "optimization_barrier"]
-    barriers = [eqn for eqn, _ in found if eqn.primitive.name == "cond"]  # one for each kind of platform
+    traced_equations = equations(lambda p, s, x: tx.apply(jax.grad(loss)(p, x), s, p), parameters(), state, BATCHES[0])
+    inside = [around for eqn, around in traced_equations if eqn.primitive.name == "optimization_barrier"]
+    barriers = [eqn for eqn, _ in traced_equations if eqn.primitive.name == "cond"]  # one for each kind of platform
     assert inside and all(around[-1] == "cond" for around in inside)
-    fetches = [eqn.invars[0] for eqn, _ in found if eqn.primitive.name == "device_put" and not _goes_to_host(eqn)]
+    fetches = [eqn.invars[0] for eqn, _ in traced_equations if eqn.primitive.name == "device_put" and not _goes_to_host(eqn)]
     behind = {var: eqn for eqn in barriers for var in eqn.outvars}
     assert len(fetches) == 4 * LAYERS and all(var in behind for var in fetches)
-    sent = {eqn.outvars[0] for eqn, _ in found if eqn.primitive.name == "device_put" and _goes_to_host(eqn)}
+    sent = {eqn.outvars[0] for eqn, _ in traced_equations if eqn.primitive.name == "device_put" and _goes_to_host(eqn)}
     waits = [any(var in sent for var in behind[var].invars) for var in fetches]
     assert waits == [False] + [True] * (4 * LAYERS - 1)
 

@@ -70,15 +70,15 @@ def parameter_bytes() -> int:
 def test_the_device_gives_back_what_is_moved(name, scan, rows):
     tx = optax.adam(1e-3) if name == "adam" else optax.sgd(1e-3, momentum=0.9)
     offloaded = rj.offload_optimizer(tx)
-    found = sizes({"plain": workload(tx, scan=scan, rows=rows), "offloaded": workload(offloaded, scan=scan, rows=rows)})
+    compiled = sizes({"plain": workload(tx, scan=scan, rows=rows), "offloaded": workload(offloaded, scan=scan, rows=rows)})
     moved = offloaded.placement(workload(None, scan=scan).params).host_bytes
     largest = KERNEL * (LAYERS if scan else 1)
     assert moved == parameter_bytes() * (2 if name == "adam" else 1)
-    assert found["plain"].host == 0 and found["offloaded"].host == moved
-    assert found["offloaded"].host_temp == 0
-    assert found["offloaded"].host_argument == found["offloaded"].host_output == found["offloaded"].host_alias == moved
-    assert found["plain"].argument - found["offloaded"].argument == moved
-    assert found["plain"].device - found["offloaded"].device >= moved - 2 * largest
+    assert compiled["plain"].host == 0 and compiled["offloaded"].host == moved
+    assert compiled["offloaded"].host_temp == 0
+    assert compiled["offloaded"].host_argument == compiled["offloaded"].host_output == compiled["offloaded"].host_alias == moved
+    assert compiled["plain"].argument - compiled["offloaded"].argument == moved
+    assert compiled["plain"].device - compiled["offloaded"].device >= moved - 2 * largest
 
 
 @needs_gpu_compiler
@@ -100,10 +100,10 @@ def test_brought_back_all_at_once_the_state_frees_nothing_like_it():
     jobs = {"plain": workload(tx), "streamed": workload(streamed), "untied": workload(untied(tx))}
     # As in a train step that knows only optax: update, then apply_updates.
     jobs["two calls"] = workload(optax.GradientTransformation(streamed.init, streamed.update))
-    found = sizes(jobs)
+    compiled = sizes(jobs)
     assert isinstance(streamed, OffloadedOptimizer)
-    freed = {key: found["plain"].device - one.device for key, one in found.items()}
-    assert found["untied"].host == found["two calls"].host == found["streamed"].host == 2 * parameter_bytes()
+    freed = {key: compiled["plain"].device - one.device for key, one in compiled.items()}
+    assert compiled["untied"].host == compiled["two calls"].host == compiled["streamed"].host == 2 * parameter_bytes()
     assert freed["untied"] < 0.4 * 2 * parameter_bytes()
     assert freed["streamed"] > 0.95 * 2 * parameter_bytes()
     # All updates are kept until the end, in the gradients' buffers.
@@ -124,13 +124,17 @@ def test_a_norm_of_all_gradients_frees_the_state_where_the_blocks_are_tied():
 @needs_gpu_compiler
 def test_half_of_it_and_without_donation():
     half = rj.offload_optimizer(optax.adam(1e-3), 0.5)
-    found = sizes({"half": workload(half), "kept": workload(rj.offload_optimizer(optax.adam(1e-3)), donate=False)})
+    compiled = sizes({"half": workload(half), "kept": workload(rj.offload_optimizer(optax.adam(1e-3)), donate=False)})
     moved = parameter_bytes()
-    assert half.placement(workload(None).params).host_bytes == found["half"].host == moved
-    assert found["half"].argument == 4 * 256 * WIDTH + 2 * moved + 4
+    assert half.placement(workload(None).params).host_bytes == compiled["half"].host == moved
+    assert compiled["half"].argument == 4 * 256 * WIDTH + 2 * moved + 4
     # No buffer is reused: the old and the new state are both on the host.
-    assert (found["kept"].host_argument, found["kept"].host_output, found["kept"].host_alias) == (2 * moved, 2 * moved, 0)
-    assert found["kept"].host == 4 * moved and found["kept"].argument == 4 * 256 * WIDTH + moved + 4
+    assert (compiled["kept"].host_argument, compiled["kept"].host_output, compiled["kept"].host_alias) == (
+        2 * moved,
+        2 * moved,
+        0,
+    )
+    assert compiled["kept"].host == 4 * moved and compiled["kept"].argument == 4 * 256 * WIDTH + moved + 4
 
 
 @needs_gpu_compiler
@@ -158,5 +162,5 @@ def test_a_finished_step_keeps_the_memory_of_its_arguments():
 
 
 def test_on_a_cpu_there_is_one_memory():
-    found = sizes({"offloaded": workload(rj.offload_optimizer(optax.adam(1e-3)))}, target_name="cpu")["offloaded"]
-    assert found.host == 0 and found.argument == 4 * 256 * WIDTH + 3 * parameter_bytes() + 4
+    compiled = sizes({"offloaded": workload(rj.offload_optimizer(optax.adam(1e-3)))}, target_name="cpu")["offloaded"]
+    assert compiled.host == 0 and compiled.argument == 4 * 256 * WIDTH + 3 * parameter_bytes() + 4

@@ -150,9 +150,9 @@ def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -> None:
     job = plan_models.job(scanned=True)
-    found = rows.row(job, "plan", rows.Card("cpu", 10**6))
-    assert found["infeasible"] > 10**6 and sum(found["held_by"].values()) == found["infeasible"]
-    assert "parameters" in found["held_by"] and not claims.fits(found)
+    row = rows.row(job, "plan", rows.Card("cpu", 10**6))
+    assert row["infeasible"] > 10**6 and sum(row["held_by"].values()) == row["infeasible"]
+    assert "parameters" in row["held_by"] and not claims.fits(row)
 
 
 def test_what_does_not_compile_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +160,9 @@ def test_what_does_not_compile_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPat
         raise CompileError("the compiler\nended: " + "x" * 1000)
 
     monkeypatch.setattr(rj, "measure", fail)
-    found = rows.row(plan_models.job(scanned=True), "full", rows.Card("cpu", 10**9))
-    assert found["error"].startswith("the compiler ended: xx") and len(found["error"]) == 300
-    assert claims.failures([found]) == [] and "does not compile" in claims.table([found])
+    row = rows.row(plan_models.job(scanned=True), "full", rows.Card("cpu", 10**9))
+    assert row["error"].startswith("the compiler ended: xx") and len(row["error"]) == 300
+    assert claims.failures([row]) == [] and "does not compile" in claims.table([row])
 
 
 def test_flags_hold_while_compiling_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,10 +51,12 @@ def test_the_table_has_the_oldest_a_middle_and_the_newest_jax() -> None:
 
 
 def test_an_interpreter_is_of_the_version_that_is_asked_for() -> None:
-    found = versions.interpreter(HERE)
-    assert found is not None
-    told = subprocess.run([found, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True, text=True)
-    assert told.stdout.strip() == HERE
+    python = versions.interpreter(HERE)
+    assert python is not None
+    process = subprocess.run(
+        [python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True, text=True
+    )
+    assert process.stdout.strip() == HERE
     assert versions.interpreter("3.99") is None
 
 
@@ -73,10 +75,10 @@ def test_a_version_without_interpreter_is_told_and_fails_unless_it_may_be_missin
 def test_each_version_runs_the_tests_with_its_own_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], paths: list[str]
 ) -> None:
-    told: list[tuple[Any, str, bool]] = []
+    calls: list[tuple[Any, str, bool]] = []
 
     def pretend(command: list[Any], cwd: Path, env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:
-        told.append((command, env["JAX_REMAT3"], "PYTHONPATH" in env))
+        calls.append((command, env["JAX_REMAT3"], "PYTHONPATH" in env))
         return subprocess.CompletedProcess(command, int(env["JAX_REMAT3"]))
 
     monkeypatch.setattr(versions, "interpreter", lambda python: f"python{python}")
@@ -85,8 +87,8 @@ def test_each_version_runs_the_tests_with_its_own_flag(
     monkeypatch.setattr(versions.subprocess, "run", pretend)
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     assert versions.main(["--jax", "newest", *given]) == 1
-    assert [(flag, path) for _, flag, path in told] == [("0", False), ("1", False)]
-    for command, _, _ in told:
+    assert [(flag, path) for _, flag, path in calls] == [("0", False), ("1", False)]
+    for command, _, _ in calls:
         assert command[0] == versions.VENVS / "py3.12-jax-newest" / "python3.12"
         assert command[-len(given) :] == list(given) and [one for one in command if one in ("tests", "remat_jax")] == paths
     assert capsys.readouterr().out.splitlines() == [

@@ -107,24 +107,24 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = [one for one in wanted if options.remat3 is None or one.remat3 == (options.remat3 == "on")]
     if not wanted:
         parser.error(f"--jax {options.jax}, --remat3 {options.remat3}: the table has {'; '.join(map(str, VERSIONS))}")
-    said, failed = [], False
+    lines, failed = [], False
     for version in wanted:
         python = interpreter(version.python)
         if python is None:
-            said.append(f"{version}: left out, no python{version.python} on the path or among pyenv's")
+            lines.append(f"{version}: left out, no python{version.python} on the path or among pyenv's")
             failed |= not options.if_there
             continue
         inside = install(version, python)
         there = installed(inside)
         print(f"== {version}: JAX {there}", flush=True)
         if version.jax not in (NEWEST, there):
-            said.append(f"{version}: FAILED, {version.folder} has JAX {there}; delete it to have it made again")
+            lines.append(f"{version}: FAILED, {version.folder} has JAX {there}; delete it to have it made again")
             failed = True
             continue
         status = run(version, inside, rest)
-        said.append(f"{version}: {'passed' if status == 0 else f'FAILED, pytest exits {status}'}")
+        lines.append(f"{version}: {'passed' if status == 0 else f'FAILED, pytest exits {status}'}")
         failed |= status != 0
-    print("\n".join(said), flush=True)
+    print("\n".join(lines), flush=True)
     return int(failed)
 
 

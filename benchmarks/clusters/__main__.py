@@ -90,10 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for policy in options.policies:
                 if record.has(case, on_gpus(options.gpu, hosts), policy, budget):
                     continue
-                found = row(case, hosts, policy, options.gpu, budget)
-                record.add(found)
-                told = f"{found.get('device_bytes', 0) / 1e9:.1f} GB, {found['wall_seconds']:.0f} s"
-                print(f"{found['workload']}, {policy}: {told}", file=sys.stderr, flush=True)
+                measured = row(case, hosts, policy, options.gpu, budget)
+                record.add(measured)
+                summary = f"{measured.get('device_bytes', 0) / 1e9:.1f} GB, {measured['wall_seconds']:.0f} s"
+                print(f"{measured['workload']}, {policy}: {summary}", file=sys.stderr, flush=True)
     return say(record.data["rows"])
 
 

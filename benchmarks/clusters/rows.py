@@ -28,19 +28,26 @@ def row(case: str, hosts: int, policy: str, gpu: str, budget: int) -> Row:
     begin, work = time.perf_counter(), CASES[case].make(hosts)
     target = on_gpus(gpu, hosts)
     with compiling("") as flags:
-        told: Row = {"case": case, "workload": work.name, "target": target, "policy": policy, "budget": budget, "flags": flags}
+        fields: Row = {
+            "case": case,
+            "workload": work.name,
+            "target": target,
+            "policy": policy,
+            "budget": budget,
+            "flags": flags,
+        }
         try:
             if policy == PLAN:
-                found = _of_plan(rj.plan(work, budget, target, timeout=TIMEOUT), work, target)
+                figures = _of_plan(rj.plan(work, budget, target, timeout=TIMEOUT), work, target)
             elif policy == STATE:
-                found = _of_report(rj.measure(with_state_on_hosts(work), "full", target, timeout=TIMEOUT))
+                figures = _of_report(rj.measure(with_state_on_hosts(work), "full", target, timeout=TIMEOUT))
             else:
-                found = _of_report(rj.measure(work, policy, target, timeout=TIMEOUT))
+                figures = _of_report(rj.measure(work, policy, target, timeout=TIMEOUT))
         except InfeasibleBudget as error:
-            found = {"infeasible": error.least_bytes, "held_by": error.held_by}
+            figures = {"infeasible": error.least_bytes, "held_by": error.held_by}
         except CompileError as error:
-            found = {"error": " ".join(str(error).split())[:_SHOWN]}
-    return told | found | {"wall_seconds": time.perf_counter() - begin}
+            figures = {"error": " ".join(str(error).split())[:_SHOWN]}
+    return fields | figures | {"wall_seconds": time.perf_counter() - begin}
 
 
 def _of_report(found: MemoryReport) -> Row:

@@ -94,8 +94,8 @@ def estimates(rows: Sequence[Row]) -> list[str]:
     for one in rows:
         if one["policy"] == PLAN and "estimated_seconds" in one:
             named = [f"{other['name']} {other['seconds']:.2f}" for other in _fitting(one, rows)]
-            told = [f"plan {one['estimated_seconds']:.2f}", *named, f"keeping everything {one['base_seconds']:.2f}"]
-            found.append(f"{one['workload']}, estimated seconds, exchanges left out: {', '.join(told)}")
+            parts = [f"plan {one['estimated_seconds']:.2f}", *named, f"keeping everything {one['base_seconds']:.2f}"]
+            found.append(f"{one['workload']}, estimated seconds, exchanges left out: {', '.join(parts)}")
     return found
 
 

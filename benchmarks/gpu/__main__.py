@@ -44,10 +44,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.seconds > 0 or options.steps < 1:
         parser.error("--seconds and --steps must be positive")
-    known = {"scanned", "unrolled", "mlp", "torch"}
-    if unknown := set(options.only or known) - known:
-        parser.error(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(sorted(known))}")
-    options.only = options.only or sorted(known)
+    models = {"scanned", "unrolled", "mlp", "torch"}
+    if unknown := set(options.only or models) - models:
+        parser.error(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(sorted(models))}")
+    options.only = options.only or sorted(models)
     return options
 
 
@@ -139,15 +139,15 @@ class Run:
         waiting = list(self.steps)
         while waiting and self.remaining > 0:
             ended = predictor.poll() is not None
-            known = {(line["model"], line["policy"]): line for line in child.read_lines(self.told)}
-            ready = next((step for step in waiting if step in known), None)
+            predicted = {(line["model"], line["policy"]): line for line in child.read_lines(self.told)}
+            ready = next((step for step in waiting if step in predicted), None)
             if ready is None:
                 if ended:
                     break
                 time.sleep(0.2)
                 continue
             waiting.remove(ready)
-            line = known[ready]
+            line = predicted[ready]
             if "refused" in line:
                 self.keep(line)
                 continue
@@ -204,12 +204,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="remat_jax_gpu_") as folder:
         run = Run(options, Path(folder))
         run.go()
-        found = run.save()["judged"]
+        judged = run.save()["judged"]
     print(f"\n{os.fspath(options.output / 'gpu.json')}\n{judge.table(run.rows)}")
     for name in ("rank_correlation", "ratio_error", "seconds_error"):
-        told = ", ".join(f"{key} {value:.3f}" for key, value in found[name].items())
-        print(f"{name.replace('_', ' ')}: {told or 'not known'}")
-    lost = [*found["slower"], *(f"{one}: peak over its budget" for one in found["over_budget"])]
+        shown = ", ".join(f"{key} {value:.3f}" for key, value in judged[name].items())
+        print(f"{name.replace('_', ' ')}: {shown or 'not known'}")
+    lost = [*judged["slower"], *(f"{one}: peak over its budget" for one in judged["over_budget"])]
     failed = [
         f"{row['model']}, {row['policy']}: {problem}" for row in run.rows if (problem := row.get("error") or row.get("refused"))
     ]

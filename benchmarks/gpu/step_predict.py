@@ -53,8 +53,8 @@ def _plan(whole: rj.Workload, targets: dict[str, str]) -> Line:
     plan = rj.plan(whole, budget, target, timeout=240)
     options = dict(plan.compiler_options)
     policy = "off" if plan.is_off else dict(plan.policies)
-    told = _told(whole, policy, targets, budget if options else None)
-    return {"policies": {} if plan.is_off else plan.texts, "compiler_options": options, "budget": budget} | told
+    line = _told(whole, policy, targets, budget if options else None)
+    return {"policies": {} if plan.is_off else plan.texts, "compiler_options": options, "budget": budget} | line
 
 
 def _told(whole: rj.Workload, policy: Any, targets: dict[str, str], limit: int | None = None) -> Line:

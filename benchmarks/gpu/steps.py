@@ -125,8 +125,8 @@ def _decoder(shape: Shape, dtype: Any, *, scan: bool) -> rj.Workload:
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
     def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        found: jax.Array = model.apply({"params": params}, tokens, targets, method="loss")
-        return found
+        outputs: jax.Array = model.apply({"params": params}, tokens, targets, method="loss")
+        return outputs
 
     name = f"decoder, {'scanned' if scan else 'unrolled'}"
     return rj.Workload(loss, params, (tokens, tokens), linen.DecoderLayer, optimizer=optax.adam(1e-4), name=name)

@@ -69,10 +69,11 @@ def summary(rows: Sequence[Row], rivals: Rivals) -> str:
     By the compiled time the choice would be another at 1 of 1 budgets:
     w in 1.0 MiB: dots takes 3000.00 ms, the plan 4000.00
     """
-    found, (others, known) = rank_correlations(rows, rivals), changed(rows, rivals)
-    if not found or not known:
+    by_workload, (others, known) = rank_correlations(rows, rivals), changed(rows, rivals)
+    if not by_workload or not known:
         return "Compiled times are not in these files; rows that are measured from now on have them."
-    told = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-    lines = [f"Traced against compiled time, rank correlation: {told}; the median is {statistics.median(found.values()):.2f}."]
+    correlations = ", ".join(f"{name} {value:.2f}" for name, value in by_workload.items())
+    median = statistics.median(by_workload.values())
+    lines = [f"Traced against compiled time, rank correlation: {correlations}; the median is {median:.2f}."]
     lines.append(f"By the compiled time the choice would be another at {len(others)} of {known} budgets:")
     return "\n".join([*lines, *others])

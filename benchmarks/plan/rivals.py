@@ -82,8 +82,8 @@ def in_words_of(roles: Roles, named: Mapping[str, tuple[str, ...]]) -> str:
     'offload: *:input#0, *out:add#0'
     """
     # Not `@inputs`: a mask or table that all layers share is no layer's input in MaxText.
-    known = {INPUT: "*:input#0", **roles}
-    rules = {action: [known[name] for name in names if name in known] for action, names in named.items()}
+    selectors = {INPUT: "*:input#0", **roles}
+    rules = {action: [selectors[name] for name in names if name in selectors] for action, names in named.items()}
     return "; ".join(f"{action}: {', '.join(found)}" for action, found in rules.items() if found) or "full"
 
 
@@ -101,10 +101,10 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
     """Every policy, compiled and priced, equal policies once. A policy that offloads inside a miscompiled scan gets only a
     remark.
     """
-    known: dict[Any, list[str]] = {}
+    names_by_policy: dict[Any, list[str]] = {}
     for name, policy in policies(replace(case, roles=roles_that_keep(case))).items():
-        known.setdefault(tuple(policy.items()) if isinstance(policy, Mapping) else policy, []).append(name)
-    asked = [(tuple(names), dict(key) if isinstance(key, tuple) else key) for key, names in known.items()]
+        names_by_policy.setdefault(tuple(policy.items()) if isinstance(policy, Mapping) else policy, []).append(name)
+    asked = [(tuple(names), dict(key) if isinstance(key, tuple) else key) for key, names in names_by_policy.items()]
     remarks = [_remark(case, described, policy) for _, policy in asked]
     able = [policy for (_, policy), remark in zip(asked, remarks, strict=True) if not remark]
     # Together, because they compile side by side.

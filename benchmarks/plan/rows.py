@@ -53,7 +53,7 @@ def row(case: Case, described: Described, budget: int, target: str, others: list
     """A plan for a budget and the best other policy, as plain data."""
     begin = time.perf_counter()
     best = best_within(others, budget)
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "workload": case.workload.name,
         "budget": budget,
         "best": best.name if best else None,
@@ -62,23 +62,23 @@ def row(case: Case, described: Described, budget: int, target: str, others: list
         "best_seconds": best.seconds if best else None,
     }
     try:
-        found = rj.plan(case.workload, budget, target, timeout=TIMEOUT)
+        plan = rj.plan(case.workload, budget, target, timeout=TIMEOUT)
     except InfeasibleBudget as error:
-        return told | {"infeasible": error.least_bytes, "wall_seconds": time.perf_counter() - begin}
+        return fields | {"infeasible": error.least_bytes, "wall_seconds": time.perf_counter() - begin}
     planned = time.perf_counter() - begin
     return (
-        told
+        fields
         | {
-            "device_bytes": found.device_bytes,
-            "predicted_bytes": found.predicted_bytes,
-            "host_bytes": found.host_bytes,
-            "seconds": found.seconds if found.timed else None,
+            "device_bytes": plan.device_bytes,
+            "predicted_bytes": plan.predicted_bytes,
+            "host_bytes": plan.host_bytes,
+            "seconds": plan.seconds if plan.timed else None,
             "base_seconds": described.base_seconds,
-            "extra_seconds": extra_seconds(described, dict(found.policies)),
-            "policies": found.texts,
-            "tried": found.tried,
-            "notes": found.notes,
-            "further": one_more(case, described, found, target),
+            "extra_seconds": extra_seconds(described, dict(plan.policies)),
+            "policies": plan.texts,
+            "tried": plan.tried,
+            "notes": plan.notes,
+            "further": one_more(case, described, plan, target),
         }
         | {"wall_seconds": planned}
     )
@@ -91,9 +91,9 @@ def one_more(case: Case, described: Described, found: Plan, target: str) -> dict
         return None
     least = min(options, key=lambda one: one.saved_bytes)
     report = rj.measure(case.workload, least.policies, target, timeout=TIMEOUT)
-    told: dict[str, Any] = {"where": least.where, "residual": least.residual, "saved_bytes": least.saved_bytes}
-    told |= {"seconds": report.seconds}
-    return told | {"device_bytes": report.device_bytes, "extra_seconds": extra_seconds(described, least.policies)}
+    fields: dict[str, Any] = {"where": least.where, "residual": least.residual, "saved_bytes": least.saved_bytes}
+    fields |= {"seconds": report.seconds}
+    return fields | {"device_bytes": report.device_bytes, "extra_seconds": extra_seconds(described, least.policies)}
 
 
 def further(described: Described, found: Plan) -> list[Further]:

@@ -91,10 +91,14 @@ def run(name: str, card: Card, options: argparse.Namespace, record: Record) -> N
         if record.has(work.name, policy, card):
             continue
         with compiling(case.flags) as flags:
-            found = row(work, policy, card)
-        record.add(found | {"trained": case.trained, "flags": flags})
-        told = format_bytes(found["device_bytes"]) if "device_bytes" in found else found.get("error", "nothing fits")
-        print(f"{work.name}, {card.target}, {policy}: {told} ({found['wall_seconds']:.0f} s)", file=sys.stderr, flush=True)
+            measured = row(work, policy, card)
+        record.add(measured | {"trained": case.trained, "flags": flags})
+        summary = (
+            format_bytes(measured["device_bytes"]) if "device_bytes" in measured else measured.get("error", "nothing fits")
+        )
+        print(
+            f"{work.name}, {card.target}, {policy}: {summary} ({measured['wall_seconds']:.0f} s)", file=sys.stderr, flush=True
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

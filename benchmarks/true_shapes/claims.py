@@ -102,8 +102,8 @@ def _seconds(row: Row, rows: Sequence[Row]) -> float | None:
     if row["policy"] == PLAN:
         return row.get("estimated_seconds")
     same = [one for one in rows if _place(one) == _place(row) and one["policy"] == PLAN]
-    known: dict[str, Any] = same[0].get("named_seconds", {}) if same else {}
-    return known.get(row["policy"])
+    seconds: dict[str, Any] = same[0].get("named_seconds", {}) if same else {}
+    return seconds.get(row["policy"])
 
 
 def verdict(rows: Sequence[Row]) -> tuple[str, int]:

@@ -118,11 +118,11 @@ def rows_of(evidence: Sequence[Evidence]) -> tuple[Row, ...]:
 def _notes(unavailable: str, reports: Mapping[Key, MemoryReport]) -> tuple[str, ...]:
     """Remarks for the reader: why there are no figures for the GPU, and each warning of a report once."""
     notes = [f"Nothing was compiled for a GPU. {unavailable}"] if unavailable else []
-    said: dict[str, list[str]] = {}
+    warnings: dict[str, list[str]] = {}
     for (model, framework, mode), report in reports.items():
         for warning in report.warnings:
-            said.setdefault(warning, []).append(f"{model}, {framework}, {mode}")
-    for warning, labels in said.items():
+            warnings.setdefault(warning, []).append(f"{model}, {framework}, {mode}")
+    for warning, labels in warnings.items():
         where = labels[0] + (f", and {len(labels) - 1} more rows" if len(labels) > 1 else "")
         notes.append(f"{warning[0].upper()}{warning[1:]}. ({where})")
     return tuple(notes)

@@ -45,14 +45,14 @@ def reading(outcome: Outcome) -> list[str]:
     model = outcome.rows[0].model
     rows = {(row.framework, row.mode): row for row in outcome.rows if row.model == model}
     frameworks = [name for name in (TORCH, "JAX Linen") if (name, "off") in rows]
-    said = [_checkpoint(rows, frameworks), _offload(rows, frameworks)]
-    said += [_policy(rows["JAX Linen", "off"], row) for row in rows.values() if row.mode not in MODES]
-    said.append(_agreement(outcome))
-    said.append(
+    sentences = [_checkpoint(rows, frameworks), _offload(rows, frameworks)]
+    sentences += [_policy(rows["JAX Linen", "off"], row) for row in rows.values() if row.mode not in MODES]
+    sentences.append(_agreement(outcome))
+    sentences.append(
         "Step times are of this machine's CPU, whose one memory is device and host alike: they show what recomputing costs and "
         "what keeping less saves, and nothing of what a copy between a GPU and its host costs."
     )
-    return [sentence for sentence in said if sentence]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _of_model(model: str, rows: Sequence[Row]) -> Table:
@@ -128,26 +128,26 @@ def _checkpoint(rows: dict[tuple[str, str], Row], frameworks: Sequence[str]) -> 
 def _offload(rows: dict[tuple[str, str], Row], frameworks: Sequence[str]) -> str:
     name = frameworks[-1]
     off, on, without = (rows[name, mode] for mode in ("off", "offload", "checkpoint"))
-    said = (
+    sentence = (
         f"offload does the same and moves the blocks' inputs, {format_bytes(on.residual_host_bytes)}, to the host: "
         f"{format_bytes(on.residual_device_bytes)} of residuals stay on the device"
     )
     peaks = [row.peak_bytes.get("h200") for row in (off, without, on)]
     if all(peak is not None for peak in peaks):
         plain, checkpoint, offload = map(format_bytes, peaks)
-        said += f". On an H200 the step of {name} needs {plain} plain, {checkpoint} with checkpoint, {offload} with offload"
-    return said + "."
+        sentence += f". On an H200 the step of {name} needs {plain} plain, {checkpoint} with checkpoint, {offload} with offload"
+    return sentence + "."
 
 
 def _policy(off: Row, row: Row) -> str:
-    said = f"{row.mode}: {format_bytes(row.residual_device_bytes)} on the device"
+    sentence = f"{row.mode}: {format_bytes(row.residual_device_bytes)} on the device"
     if row.residual_host_bytes:
-        said += f" and {format_bytes(row.residual_host_bytes)} on the host"
+        sentence += f" and {format_bytes(row.residual_host_bytes)} on the host"
     plain, peak = (one.peak_bytes.get("h200") for one in (off, row))
     if plain is not None and peak is not None:
-        said += f"; the step on an H200 needs {format_bytes(peak)} instead of {format_bytes(plain)}"
+        sentence += f"; the step on an H200 needs {format_bytes(peak)} instead of {format_bytes(plain)}"
     again = "is not computed again" if row.block_executions == off.block_executions else "is computed again"
-    return f"{said}; what a block begins with {again}; a step takes {format_ratio(row.relative_time)} the time."
+    return f"{sentence}; what a block begins with {again}; a step takes {format_ratio(row.relative_time)} the time."
 
 
 def _agreement(outcome: Outcome) -> str:

@@ -122,8 +122,8 @@ def show_plan(job: rj.Workload, budget: str, target: str) -> rj.Plan:
 def beside(point: Any) -> str:
     """Another policy, with its time by the plan's estimate."""
     name = "" if point.name == "as written" else f"{point.name}, "
-    known = point.device_bytes is not None
-    return name + (amounts(point.device_bytes, point.seconds, "estimated ") if known else "not compiled")
+    is_compiled = point.device_bytes is not None
+    return name + (amounts(point.device_bytes, point.seconds, "estimated ") if is_compiled else "not compiled")
 
 
 def runs(plan: rj.Plan) -> str:

@@ -145,9 +145,9 @@ def diagnose(config: Pi0Config, batch: Batch) -> list[str]:
     observation, _, noise, time = tensors(batch)
     faithful = PI0Pytorch(torch_model(config)).train()
     faithful.gradient_checkpointing_enable()
-    found = torch_ref.doctor(faithful, observation, noise, time)
+    diagnosis = torch_ref.doctor(faithful, observation, noise, time)
     right = torch_ref.doctor(torch_model(config), observation, noise, time, use_gradient_checkpointing=True)
-    return [f"{FAITHFUL}: {finding}" for finding in found.findings] + [f"checkpoint: {right}"]
+    return [f"{FAITHFUL}: {finding}" for finding in diagnosis.findings] + [f"checkpoint: {right}"]
 
 
 def run_all(config: Pi0Config, data: list[Batch], held_out: Batch, progress: Callable[[str], None]) -> list[Row]:

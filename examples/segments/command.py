@@ -106,12 +106,12 @@ def _timed(row: Row, times: dict[str, float], stepper: Any) -> Row:
 
 def problems(found: dict[str, Any]) -> list[str]:
     """The figures that differ from their closed forms, and the gradients that differ from the plain model's."""
-    said = [f"{row.framework}, {row.form}: {', '.join(row.wrong)}" for row in found["rows"] if row.wrong]
+    wrong = [f"{row.framework}, {row.form}: {', '.join(row.wrong)}" for row in found["rows"] if row.wrong]
     limit = TOLERANCES["float64"].value
-    said += [f"{row.framework}, {row.form}: gradients" for row in found["rows"] if not row.gradient_error <= limit]
+    wrong += [f"{row.framework}, {row.form}: gradients" for row in found["rows"] if not row.gradient_error <= limit]
     for depth, forms in found["depths"].items():
-        said += [f"{depth} layers, {name}" for name, one in forms.items() if one["measured"] != one["closed_form"]]
-    return said
+        wrong += [f"{depth} layers, {name}" for name, one in forms.items() if one["measured"] != one["closed_form"]]
+    return wrong
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -110,26 +110,26 @@ def _rules(rules: list[dict[str, float]]) -> Table:
 
 def reading(found: dict[str, Any]) -> list[str]:
     """The meaning of the figures in words."""
-    rows, said = found["rows"], []
+    rows, lines = found["rows"], []
     for framework in PEAKS:
         its_rows = [row for row in rows if row.framework == framework]
         plain = its_rows[0]
         best = min(its_rows, key=lambda row: row.saved_bytes)
         took = "" if best.relative_time is None else f", and a step takes {format_ratio(best.relative_time)} the time"
-        said.append(
+        lines.append(
             f"{framework}: {best.form} keeps least, {format_bytes(best.saved_bytes)} instead of "
             f"{format_bytes(plain.saved_bytes)}; it runs layers {best.executions} times instead of {plain.executions}{took}."
         )
     deepest = found["rules"][-1]
-    said.append(
+    lines.append(
         f"At {deepest['num_layers']} layers √L segments add {deepest['measured_increase']:.1%} to the work of a step: nearly "
         f"one forward pass, which is a third of it. 2√L/L says {deepest['claimed_increase']:.1%}, and the less the deeper."
     )
-    said.append(
+    lines.append(
         f"They save {deepest['measured_saving']:.1%} of what is kept; 1 − √L/L says {deepest['claimed_saving']:.1%}: it counts "
         "the segments' inputs only, and not the interior of the segment that is at work."
     )
-    return said
+    return lines
 
 
 def pictures(setting: Setting, found: dict[str, Any], folder: Path) -> list[str]:

@@ -126,8 +126,8 @@ def test_modules_that_cannot_be_looked_into_are_told_in_the_report(tmp_path: Pat
     case = {"torch_module": Outside(), "flax_module": Looping(), "inputs": np.random.default_rng(0).normal(size=(4, 3))}
     report = run({**case, "rules": rules}, **c.QUICK)
     assert not report.passed and report.hidden == ("inner",) and report.to_dict()["hidden"] == ["inner"]
-    said = "not observed, because the code that runs them cannot be observed (such as a while loop): inner"
-    assert said in " ".join(str(report).split()) and said in report.to_html(tmp_path / "page.html").read_text()
+    note = "not observed, because the code that runs them cannot be observed (such as a while loop): inner"
+    assert note in " ".join(str(report).split()) and note in report.to_html(tmp_path / "page.html").read_text()
 
 
 def test_the_setting_that_differs_is_named() -> None:

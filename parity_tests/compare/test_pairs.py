@@ -157,8 +157,8 @@ def test_a_peak_that_cannot_be_tracked_in_a_mode_ends_no_comparison(raised: str)
 
     found = run(c.stack(modes="checkpoint", dtypes="float32", torch_call=call))
     assert found.passed, str(found)
-    said = {"a value": "value of a fake tensor", "nothing said": "the step does not run on fake tensors: AssertionError"}
-    assert found.memory[0].peak_bytes is None and said[raised] in found.memory[0].peak_from
+    reasons = {"a value": "value of a fake tensor", "nothing said": "the step does not run on fake tensors: AssertionError"}
+    assert found.memory[0].peak_bytes is None and reasons[raised] in found.memory[0].peak_from
 
 
 def test_a_target_is_compiled_for() -> None:

@@ -253,8 +253,8 @@ class Activated(nn.Module):
 def test_a_gelu_is_told_by_its_values(approximate: bool) -> None:
     theirs = torch.nn.Sequential(torch.nn.Linear(4, 4), SomeGELU())
     ours = Activated(approximate)
-    found = differences(theirs, ours, ours.init(jax.random.key(0), X), (X,))
-    assert [one.torch for one in found if one.what == "GELU"] == ([] if approximate else ["by tanh"])
+    settings_that_differ = differences(theirs, ours, ours.init(jax.random.key(0), X), (X,))
+    assert [one.torch for one in settings_that_differ if one.what == "GELU"] == ([] if approximate else ["by tanh"])
 
 
 # A NumPy table.

@@ -54,12 +54,12 @@ def norms() -> torch.nn.Module:
 
 
 def test_settings_are_read_before_anything_runs_and_stand_in_the_error_when_it_fails() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(
         PortingError, match=r"The settings of the two models differ:\n  norm: epsilon is 1e-05 in PyTorch and 1"
     ):
-        compare(norms(), Norms(), X, **c.QUICK, progress=lambda what, done, total: said.append(what))
-    assert said == ["the settings of both models", "the PyTorch model in float64", "proposing a weight map"]
+        compare(norms(), Norms(), X, **c.QUICK, progress=lambda what, done, total: messages.append(what))
+    assert messages == ["the settings of both models", "the PyTorch model in float64", "proposing a weight map"]
 
 
 def test_settings_that_matter_are_named_beside_the_tensors() -> None:

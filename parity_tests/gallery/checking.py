@@ -99,10 +99,10 @@ def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any)
     compilation each is a separate array. A constant is the same with `others` instead of `arguments`.
     """
     kept, given = step.kept(arguments), jax.tree.leaves(arguments)
-    told = Counter(dict.fromkeys(map(_kind, kept), 0))
+    in_table = Counter(dict.fromkeys(map(_kind, kept), 0))
     for row in table:
         if row.action != "recompute":
-            told[row.shape, row.dtype, row.action == "offload"] += row.count
+            in_table[row.shape, row.dtype, row.action == "offload"] += row.count
     pairs = list(zip(kept, step.kept(others), strict=True))
     first = {(_kind(one), _numbers(one).tobytes()): at for at, (one, _) in reversed(list(enumerate(pairs)))}
     total = [0, 0]
@@ -110,9 +110,9 @@ def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any)
     for at in sorted(range(len(pairs)), key=lambda at: at not in first.values()):
         one, again = pairs[at]
         kind, is_constant = _kind(one), np.array_equal(_numbers(one), _numbers(again))
-        if told[kind] <= 0 and (at not in first.values() or is_constant or any(_is_copy(one, leaf) for leaf in given)):
+        if in_table[kind] <= 0 and (at not in first.values() or is_constant or any(_is_copy(one, leaf) for leaf in given)):
             continue
-        told[kind] -= 1
+        in_table[kind] -= 1
         total[kind[2]] += one.nbytes
     return total[0], total[1]
 

@@ -46,14 +46,14 @@ def test_nnx(scan: bool) -> None:
     model = nnx.eval_shape(lambda: nnx_models.ByteDecoder(**options, rngs=nnx.Rngs(0)))
     with jax.enable_x64(True):
         model = weights.load_nnx(model, s.parameters("ByteDecoder", scan))
-    found = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
-    assert found.none and {"layers/0/ffn/up", "layers/1/norm2", "head"} <= {*found.matched.values()}
+    divergences = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
+    assert divergences.none and {"layers/0/ffn/up", "layers/1/norm2", "head"} <= {*divergences.matched.values()}
 
     with jax.enable_x64(True):
         bias = model.layers.norm2.bias if scan else model.layers[1].norm2.bias
         bias.set_value(bias.get_value() + (np.array([[0.0], [1e-6]]) if scan else 1e-6))
-    found = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
-    assert shown(found) == ("layers/1/norm2", None)
+    divergences = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
+    assert shown(divergences) == ("layers/1/norm2", None)
 
 
 # Wrong weights.
@@ -166,8 +166,8 @@ def test_a_torch_call_may_call_submodules_alone(fault: str) -> None:
         for name, one in layers.items()
     }
     through = lambda module, x: module.second(module.first(x))  # noqa: E731
-    found = first_divergences(model, TwoOfFlax(), {"params": params}, (np.ones((2, 3)),), torch_call=through)
-    assert (found.forward.torch_path if found.forward else "") == fault and set(found.matched) >= set(layers)
+    divergences = first_divergences(model, TwoOfFlax(), {"params": params}, (np.ones((2, 3)),), torch_call=through)
+    assert (divergences.forward.torch_path if divergences.forward else "") == fault and set(divergences.matched) >= set(layers)
     with pytest.raises(ArgumentError, match=r"outputs of shapes \[\(2, 4\)\] .PyTorch. and \[\(2, 3\)\]"):
         first_divergences(model, TwoOfFlax(), {"params": params}, (np.ones((2, 3)),), torch_call=lambda m, x: m.first(x))
 

@@ -23,8 +23,8 @@ from remat_jax.parity.semantics import differences, torch_facts
 def of_port(port: Any, **changes: Any) -> list[tuple[str, str, Any, Any]]:
     model = port.make_flax(port.config, **changes)
     inputs = port.arguments(p.batch(port, "float32")[0])
-    found = differences(p.make_torch(port, "float32").eval(), model, p.shapes(port, model, port.inputs), inputs)
-    return [(one.path, one.what, one.torch, one.flax) for one in found]
+    settings_that_differ = differences(p.make_torch(port, "float32").eval(), model, p.shapes(port, model, port.inputs), inputs)
+    return [(one.path, one.what, one.torch, one.flax) for one in settings_that_differ]
 
 
 @pytest.mark.parametrize("port", [test_gpt2.PORT, test_bert.PORT], ids=["gpt2", "bert"])
@@ -154,8 +154,8 @@ def test_nnx() -> None:
             return self.head(self.norm(x))
 
     theirs = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(3), "head": torch.nn.Linear(3, 2)})
-    found = differences(theirs, Model(), None, (jnp.ones((1, 3)),))
-    assert [str(one) for one in found] == [
+    settings_that_differ = differences(theirs, Model(), None, (jnp.ones((1, 3)),))
+    assert [str(one) for one in settings_that_differ] == [
         "norm: epsilon is 1e-05 in PyTorch and 1e-06 in Flax",
         "head: bias is True in PyTorch and False in Flax",
     ]

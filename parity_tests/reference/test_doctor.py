@@ -175,11 +175,11 @@ PLANTED = [
 
 @pytest.mark.parametrize(("trap", "wrong", "message", "cured"), PLANTED, ids=[f"{k}-{p[0]}" for k, p in enumerate(PLANTED)])
 def test_a_planted_trap_is_found_and_its_remedy_makes_it_go_away(trap, wrong, message, cured):
-    found = torch_ref.doctor(wrong(), X)
-    assert {finding.trap for finding in found.findings} == {trap}
-    assert not found.ok
+    diagnosis = torch_ref.doctor(wrong(), X)
+    assert {finding.trap for finding in diagnosis.findings} == {trap}
+    assert not diagnosis.ok
     with pytest.raises(AssertionError, match=message):
-        raise AssertionError(str(found))
+        raise AssertionError(str(diagnosis))
     healthy = torch_ref.doctor(cured(), X)
     assert healthy.ok, str(healthy)
     assert healthy.regions >= 1
@@ -269,9 +269,9 @@ CLEAN = {
 @pytest.mark.parametrize("name", CLEAN)
 def test_models_that_are_right(name):
     module, args, kwargs = CLEAN[name]()
-    found = torch_ref.doctor(module, *args, **kwargs)
-    assert found.ok, str(found)
-    assert found.regions == {
+    diagnosis = torch_ref.doctor(module, *args, **kwargs)
+    assert diagnosis.ok, str(diagnosis)
+    assert diagnosis.regions == {
         "toy": 0,
         "decoder, off": 0,
         "sequential": 1,
@@ -290,8 +290,8 @@ def test_openpis_form():
     model = faithful.Pi0(pytorch.JointDecoder(3))
     model.gradient_checkpointing_enable()
     inputs = (torch.randn(2, 5, 48), torch.randn(2, 4, 8))
-    found = torch_ref.doctor(model, *inputs)
-    assert [(finding.trap, finding.block) for finding in found.findings] == [
+    diagnosis = torch_ref.doctor(model, *inputs)
+    assert [(finding.trap, finding.block) for finding in diagnosis.findings] == [
         ("flag_without_effect", "transformer.language_model (Flagged)"),
         ("flag_without_effect", "transformer.vision_tower (Flagged)"),
         ("nested_container", "transformer (TransformerWithExpert)"),
@@ -301,15 +301,15 @@ def test_openpis_form():
 
 
 def test_flags_of_a_model_in_evaluation_mode_and_of_the_call():
-    found = torch_ref.doctor(FlaggedAndRead().eval(), X)
-    assert "evaluation mode, where nothing is checkpointed. Call train() on the model first." in str(found)
+    diagnosis = torch_ref.doctor(FlaggedAndRead().eval(), X)
+    assert "evaluation mode, where nothing is checkpointed. Call train() on the model first." in str(diagnosis)
 
     class Deaf(Stack):
         def forward(self, x, use_gradient_checkpointing=False):
             return super().forward(x)
 
-    found = torch_ref.doctor(Deaf(lambda layer, x: layer(x)), X, use_gradient_checkpointing=True)
-    assert [f.block for f in found.findings] == ["the call"] and "no checkpoint was made in this call" in str(found)
+    diagnosis = torch_ref.doctor(Deaf(lambda layer, x: layer(x)), X, use_gradient_checkpointing=True)
+    assert [f.block for f in diagnosis.findings] == ["the call"] and "no checkpoint was made in this call" in str(diagnosis)
 
 
 def test_the_model_is_left_as_it_was():
@@ -368,8 +368,8 @@ def test_a_reentrant_checkpoint_of_a_global_module_or_an_object_is_seen():
             return self.layer(x)
 
     for function in (Caller(), Caller().__call__, lambda x: GLOBAL(x)):
-        found = torch_ref.doctor(lambda x, f=function: checkpoint(f, x, use_reentrant=True), X)
-        assert [finding.trap for finding in found.findings] == ["reentrant_without_gradient"]
+        diagnosis = torch_ref.doctor(lambda x, f=function: checkpoint(f, x, use_reentrant=True), X)
+        assert [finding.trap for finding in diagnosis.findings] == ["reentrant_without_gradient"]
 
 
 GLOBAL = nn.Linear(4, 4)

@@ -102,8 +102,8 @@ def test_the_values_are_those_of_the_plain_model():
 def test_nested_with_a_list_nothing_is_freed(call, alive):
     """12 outputs: 6 layers of two streams. The last prefix dies in any case, the last suffix is returned."""
     model = decoder()
-    found = run(nested(model, call), model.layers)
-    assert found[:2] == (alive, [3, 3, 3, 3, 3, 2])
+    result = run(nested(model, call), model.layers)
+    assert result[:2] == (alive, [3, 3, 3, 3, 3, 2])
     with set_checkpoint_early_stop(False):
         assert run(nested(model, call), model.layers)[:2] == (alive, [3] * LAYERS)
 
@@ -121,8 +121,8 @@ def test_disabling_does_not_disable(caplog):
     model = decoder()
     with caplog.at_level(logging.INFO):
         outer = openpi(model, disable=True)
-        found = run(outer, model.layers)
-    assert found[1] == [2] * LAYERS  # the layers are still checkpointed, the outer model is not
+        result = run(outer, model.layers)
+    assert result[1] == [2] * LAYERS  # the layers are still checkpointed, the outer model is not
     assert outer.transformer.expert.gradient_checkpointing and not outer.gradient_checkpointing_enabled
     assert [record.message for record in caplog.records] == [
         "Enabled gradient checkpointing for PI0Pytorch model",

@@ -112,15 +112,15 @@ def test_what_the_log_says(caplog):
 def test_what_the_doctor_says(config):
     model = p.make_torch(config)
     observation, _, noise, time = p.as_torch(p.batch(config))
-    found = torch_ref.doctor(p.faithful(model, "enabled"), observation, noise, time)
-    assert [(one.trap, one.block.split(" ")[0]) for one in found.findings] == [
+    diagnosis = torch_ref.doctor(p.faithful(model, "enabled"), observation, noise, time)
+    assert [(one.trap, one.block.split(" ")[0]) for one in diagnosis.findings] == [
         ("flag_without_effect", "transformer.language_model"),
         ("flag_without_effect", "transformer.vision_tower"),
         ("nested_container", "transformer"),
         ("nested_container", "transformer"),
     ]
     # Three cameras, the prompt, the projections and MLPs, the whole transformer; inside it two layers and the norms.
-    assert found.regions == 3 + 1 + (2 if config.adaptive else 3) + 1 + 2 + 1 + 1
+    assert diagnosis.regions == 3 + 1 + (2 if config.adaptive else 3) + 1 + 2 + 1 + 1
     right = torch_ref.doctor(model, observation, noise, time, use_gradient_checkpointing=True)
     assert right.ok and right.regions == config.depth + config.vision_depth
 

@@ -119,9 +119,9 @@ def test_pytorch_recomputes_what_it_is_asked_to_offload(policy, products, kept):
 
 def test_names_are_paths_and_primitives_and_count_from_zero():
     block, x = layer()
-    found = names(block, x, path="decoder/layers/0")
-    assert found[0] == "decoder/layers/0:input#0"
-    inside = [name.removeprefix("decoder/layers/0").lstrip("/") for name in found]
+    block_names = names(block, x, path="decoder/layers/0")
+    assert block_names[0] == "decoder/layers/0:input#0"
+    inside = [name.removeprefix("decoder/layers/0").lstrip("/") for name in block_names]
     assert [name for name in inside if "dot_general" in name] == [
         "self_attn:dot_general#0",
         "self_attn:dot_general#1",
@@ -134,7 +134,7 @@ def test_names_are_paths_and_primitives_and_count_from_zero():
         assert name in inside
     # Views and the mask, which is a constant, have no names.
     assert not [name for name in inside if any(part in name for part in ("view", "transpose", "split", "full", "slice", ":t#"))]
-    assert names(block, x=x) == [name.replace("decoder/layers/0/", "").replace("decoder/layers/0", "") for name in found]
+    assert names(block, x=x) == [name.replace("decoder/layers/0/", "").replace("decoder/layers/0", "") for name in block_names]
 
 
 def test_the_table_of_primitives_on_real_operators():

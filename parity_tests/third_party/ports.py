@@ -69,8 +69,8 @@ class Port:
 
     def apply(self, model: nn.Module, variables: Any, inputs: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Run the port; its outputs have the names of the targets, in their order."""
-        found = model.apply(variables, *self.arguments(inputs))
-        return dict(zip(self.targets, found if isinstance(found, tuple) else (found,), strict=True))
+        outputs = model.apply(variables, *self.arguments(inputs))
+        return dict(zip(self.targets, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
 
 
 class Case(NamedTuple):

@@ -41,5 +41,5 @@ def commit(root: Path) -> str:
     command = ["git", "-C", str(root), "log", "-1", "--format=%h, %cs"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     top = subprocess.run([*command[:3], "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False)
-    known = done.returncode == 0 and Path(top.stdout.strip()) == root
-    return done.stdout.strip() if known else "not known"
+    is_checkout = done.returncode == 0 and Path(top.stdout.strip()) == root
+    return done.stdout.strip() if is_checkout else "not known"

@@ -146,16 +146,16 @@ def changed_bytes(content: bytes, draw: random.Random) -> bytes:
 
 
 def _plan(path: Path) -> None:
-    found = rj.Plan.load(path)
-    assert str(found) and found.explain()
-    page = found.to_html(path.with_suffix(".html")).read_text(encoding="utf-8")
+    loaded = rj.Plan.load(path)
+    assert str(loaded) and loaded.explain()
+    page = loaded.to_html(path.with_suffix(".html")).read_text(encoding="utf-8")
     assert "<script>alert" not in page
-    assert rj.Plan.load(found.save(path.with_suffix(".again"))) == found
+    assert rj.Plan.load(loaded.save(path.with_suffix(".again"))) == loaded
 
 
 def _target_file(path: Path) -> None:
-    found = target(f"{path}:mine")
-    assert found.name == "mine" and (found.memory_bytes is None or found.memory_bytes > 0)
+    gpu = target(f"{path}:mine")
+    assert gpu.name == "mine" and (gpu.memory_bytes is None or gpu.memory_bytes > 0)
 
 
 def _weights(path: Path) -> None:

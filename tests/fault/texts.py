@@ -131,10 +131,10 @@ def _host_budget(text: str) -> None:
 
 
 def _target(text: str) -> None:
-    found = target(text)
-    assert found.devices >= found.hosts >= 1 and found.devices % found.hosts == 0
-    if found.devices == 1:
-        assert found.name == target(found.name).name
+    gpu = target(text)
+    assert gpu.devices >= gpu.hosts >= 1 and gpu.devices % gpu.hosts == 0
+    if gpu.devices == 1:
+        assert gpu.name == target(gpu.name).name
 
 
 def _table(text: str) -> None:

@@ -70,16 +70,16 @@ def verify(plan: Plan) -> Outcome:
     Raises:
         PlanningError: an action is not possible, or a claim is off by more than the order of additions explains.
     """
-    found = simulate(plan.program, plan.actions)
+    outcome = simulate(plan.program, plan.actions)
     claims = {
-        "seconds": (plan.seconds, found.seconds),
-        "peak_bytes": (plan.peak_bytes, found.peak_bytes),
-        "host_bytes": (plan.host_bytes, found.host_peak_bytes),
+        "seconds": (plan.seconds, outcome.seconds),
+        "peak_bytes": (plan.peak_bytes, outcome.peak_bytes),
+        "host_bytes": (plan.host_bytes, outcome.host_peak_bytes),
     }
     for name, (claimed, simulated) in claims.items():
         if not math.isclose(claimed, simulated, rel_tol=TOLERANCE, abs_tol=TOLERANCE * TOLERANCE):
             raise PlanningError(f"the plan claims {name}={claimed!r}, and running it gives {simulated!r}.")
-    return found
+    return outcome
 
 
 class _Illegal(Exception):
