@@ -12,8 +12,6 @@ from benchmarks import figures
 LIGHT = ["python -m benchmarks.targets"]
 # Stale tables. A command that was run leaves this list, and none is added.
 OLDER = {
-    "python -m benchmarks.chunked_head --batch 8 32",
-    "python -m benchmarks.convolutions",
     "python -m benchmarks.published --markdown",
 }
 
