@@ -104,7 +104,7 @@ def _one(name: str) -> None:
     example = EXAMPLES[name]
     # LLVM's passes alone: OpenPI's gradient takes more than 27 minutes to compile with them, and 16 seconds without.
     jax.config.update("jax_disable_most_optimizations", True)
-    print(json.dumps([row.to_dict() for row in check(example.workload(), example.again)]))
+    print(json.dumps([row.to_dict() for row in check(example.workload(), example.again, example.deviation)]))
 
 
 if __name__ == "__main__":
