@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import remat_jax as rj
 from benchmarks.published import __main__ as command
+from benchmarks.published import tensor
 from benchmarks.published.__main__ import Row, allowed, figures, missed, ratios, row
 from benchmarks.published.cases import ABSOLUTE, CASES, SECOND, Case
 from benchmarks.published.model import Shape, workload
@@ -48,6 +51,20 @@ def test_every_second_layer_has_a_policy_of_its_own() -> None:
     paths = [one.name for one in table if one.action == "save"]
     assert any("second/down" in path or "second/up" in path for path in paths)
     assert not any("first/up" in path for path in paths)
+
+
+def test_dropout_drops_a_tenth_and_its_attention_mask_is_drawn_again() -> None:
+    dropped = np.asarray(tensor._dropped(jnp.ones((8, 64, 64)), jax.random.key(0, impl="rbg")))
+    assert (dropped == 0).mean() == pytest.approx(tensor.DROPPED, abs=0.005)
+    np.testing.assert_allclose(dropped[dropped != 0], 1 / 0.9, rtol=1e-6)
+    work = tensor.workload(Shape(1, 64, 256, 8, 0, gated=False, unrolled=True), 2, 32, gpus=1)
+
+    def kept(policy: str) -> int:
+        rows = rj.residuals(work, policy)
+        return sum(row.count for row in rows if row.shape == (2, 8, 32, 32) and row.action != "recompute")
+
+    assert kept("everything") >= 2, "weights and mask"
+    assert kept("dots_with_no_batch_dims") == 0
 
 
 def test_unrolled_layers_are_extrapolated_from_few(

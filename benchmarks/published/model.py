@@ -127,7 +127,10 @@ class Layers(nn.Module):
                 x = self.kind(self.shape, name=f"layer_{index}")(x)
             return x
         scan = nn.scan(
-            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.count
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=self.count,
         )
         return scan(self.kind(self.shape, name="layer"), x, None)[0]
 

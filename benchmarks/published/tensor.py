@@ -1,11 +1,13 @@
 """Layers of GPT divided over the GPUs of a host as Megatron divides them: by heads and hidden features.
 
 There is no embedding and no head: the published figures are those of a layer. The scores of the attention are in memory, as
-they were in Megatron of 2022.
+they were in Megatron of 2022. There is dropout, of the attention's weights on each GPU for its own heads, and of both outputs
+for all GPUs alike; its masks are drawn again where they are not kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +19,8 @@ import remat_jax as rj
 from benchmarks.published.model import DTYPE, Layers, Shape, read_backward
 
 AXIS = "tensor"
+DROPPED = 0.1
+"""The share of numbers that dropout sets to zero: Megatron's default, in attention and behind it."""
 
 
 class Layer(nn.Module):
@@ -35,23 +39,45 @@ class Layer(nn.Module):
         def normed(x: jax.Array, name: str) -> jax.Array:
             return nn.LayerNorm(dtype=DTYPE, param_dtype=DTYPE, name=name)(x)
 
+        keys = [self.make_rng("dropout") for _ in range(3)]
         x = _placed(x, P())
         y = _placed(normed(x, "norm1"), P())
         heads = (*x.shape[:2], shape.heads, size)
         q, k, v = (_placed(dense(shape.width, name)(y).reshape(heads), split) for name in names)
-        found = _attention(q, k, v).reshape(x.shape)
-        x = x + _placed(dense(shape.width, "out")(found), P())
+        attended = _attention(q, k, v, keys[0]).reshape(x.shape)
+        x = x + _dropped(_placed(dense(shape.width, "out")(attended), P()), keys[1])
         hidden = _placed(dense(shape.hidden, "up")(_placed(normed(x, "norm2"), P())), split)
-        x = x + _placed(dense(shape.width, "down")(nn.gelu(hidden)), P())
+        x = x + _dropped(_placed(dense(shape.width, "down")(nn.gelu(hidden)), P()), keys[2])
         return read_backward(x) if shape.whole else x
 
 
 @jax.named_scope("attention")
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, key: jax.Array) -> jax.Array:
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -1e4).astype(jnp.float32)).astype(scores.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+    return jnp.einsum("bhqk,bkhd->bqhd", _dropped(weights, key, split=1), v)
+
+
+def _dropped(x: jax.Array, key: jax.Array, split: int | None = None) -> jax.Array:
+    """Dropout of `x`, of which each GPU has a part along the axis `split`, and draws the mask of that part."""
+
+    def bits(key: jax.Array, shape: Sequence[int]) -> jax.Array:
+        return jax.random.bits(key, shape, jnp.uint8)
+
+    def own_bits(key: jax.Array) -> jax.Array:
+        shape = [size // (gpus if axis == split else 1) for axis, size in enumerate(x.shape)]
+        return bits(key if split is None else jax.random.fold_in(key, jax.lax.axis_index(AXIS)), shape)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        drawn = bits(key, x.shape)
+    else:
+        # Left to itself, XLA draws the numbers of all GPUs on each.
+        gpus = mesh.shape[AXIS]
+        spec = P(*(AXIS if axis == split else None for axis in range(x.ndim)))
+        drawn = jax.shard_map(own_bits, in_specs=P(), out_specs=spec, check_vma=False)(key)
+    return jnp.where(drawn >= round(256 * DROPPED), x / (1 - DROPPED), 0).astype(x.dtype)
 
 
 def _placed(x: jax.Array, spec: P) -> jax.Array:
@@ -63,17 +89,20 @@ def workload(shape: Shape, batch: int, length: int, *, gpus: int, name: str = ""
 
     The first layer's input is among the parameters, so that every layer has all of its backward pass.
 
-    >>> work = workload(Shape(2, 64, 256, 4, 0, gated=False), 2, 32, gpus=8)
+    >>> work = workload(Shape(2, 64, 256, 8, 0, gated=False, unrolled=True), 2, 32, gpus=8)
     >>> sum(leaf.size for leaf in jax.tree.leaves(work.params))
-    99968
+    104064
     """
     stack, x = Layers(shape, Layer, shape.layers), jax.ShapeDtypeStruct((batch, length, shape.width), DTYPE)
-    params = {"x": x, **jax.eval_shape(stack.init, jax.random.key(0), x)}
+    # Philox, as on PyTorch's side; threefry would compute for longer than attention.
+    key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
+    params = {"x": x, **jax.eval_shape(lambda key, x: stack.init({"params": key, "dropout": key}, x), key, x)}
 
-    def loss(params: Any) -> jax.Array:
-        return stack.apply({"params": params["params"]}, params["x"]).astype(jnp.float32).sum()
+    def loss(params: Any, key: jax.Array) -> jax.Array:
+        y = stack.apply({"params": params["params"]}, params["x"], rngs={"dropout": key})
+        return y.astype(jnp.float32).sum()
 
-    return rj.Workload(loss, params, (), Layer, mesh={AXIS: gpus}, shardings=(by_features,), name=name or None)
+    return rj.Workload(loss, params, (key,), Layer, mesh={AXIS: gpus}, shardings=(by_features, P()), name=name or None)
 
 
 def by_features(path: str, leaf: Any) -> P:

@@ -8,12 +8,15 @@
 OpenPI's model is NNX around Linen modules, with `nn.remat` around the layers of Gemma and SigLIP; the policy given here
 takes the place of these. Printed by commit 15a9616 (16 June 2026) with JAX 0.10.2:
 
-    as written: 55.0 GiB, 1053 ms
-    full: 55.0 GiB, 1053 ms
-    dots_with_no_batch_dims: 98.0 GiB, 990 ms
+    as written: 55.0 GiB, 914 ms
+    full: 55.0 GiB, 914 ms
+    dots_with_no_batch_dims: 98.0 GiB, 876 ms
+    plan within 50%: 69.9 GiB, estimated 865 ms, Encoder1DBlock in runs of 65 and 16, Block in runs of 8, 9 and 1
+      found in 219 s, the first answer that fits after 104 s
+      best named policy that fits: full, 55.0 GiB, estimated 914 ms
+      as written: 55.0 GiB, estimated 914 ms
 
-This run was ended after 14 minutes, before its plan was there: some twenty processes shared its two cores. A plan within 50
-% has been 65.7 GiB, the vision tower's layers in runs of 60, 15 and 6, Gemma's in runs of 16, 1 and 1.
+Other work kept the two cores busy.
 """
 
 from __future__ import annotations

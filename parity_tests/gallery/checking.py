@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import remat_jax as rj
-from parity_tests.gallery.models import POLICIES
+from parity_tests.gallery.models import DEVIATION, POLICIES
 from parity_tests.gallery.widened import widened
 from remat_jax.core.products import MATMULS, eqn_flops
 from remat_jax.cost.count import count
@@ -146,7 +146,7 @@ def _by_path(tree: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def randomised(arguments: Any, seed: int = 0) -> Any:
+def randomised(arguments: Any, seed: int = 0, deviation: float = DEVIATION) -> Any:
     """Arrays for shapes, with random numbers, so that no gradient is 0 because a parameter is."""
     random = np.random.default_rng(seed)
 
@@ -154,7 +154,7 @@ def randomised(arguments: Any, seed: int = 0) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.broadcast_to(jax.random.key(seed), leaf.shape)
         if jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.asarray(0.2 * random.normal(size=leaf.shape), leaf.dtype)
+            return jnp.asarray(deviation * random.normal(size=leaf.shape), leaf.dtype)
         return jnp.asarray(np.ones(leaf.shape) if leaf.dtype == bool else random.integers(0, 16, leaf.shape), leaf.dtype)
 
     return jax.tree.map(array, arguments)
@@ -163,10 +163,10 @@ def randomised(arguments: Any, seed: int = 0) -> Any:
 class Beside:
     """A workload as written, and the step that keeps everything: the references of the rows."""
 
-    def __init__(self, workload: rj.Workload) -> None:
+    def __init__(self, workload: rj.Workload, deviation: float = DEVIATION) -> None:
         self.workload = workload
         written, self.everything = Step(workload, "off"), Step(workload, "everything")
-        self.arguments, self.others = (randomised(written.arguments, seed) for seed in (0, 1))
+        self.arguments, self.others = (randomised(written.arguments, seed, deviation) for seed in (0, 1))
         self.own, self.exact = written.gradients(self.arguments), written.gradients64(self.arguments)
 
     def row(self, policy: str, workload: rj.Workload, again: int, *, table: rj.ResidualTable | None = None) -> Row:
@@ -202,9 +202,14 @@ class Beside:
         return worst
 
 
-def check(workload: rj.Workload, again: Mapping[str, int]) -> list[Row]:
-    """A row for each policy and one for a plan; `again` is the number of products that each policy must recompute."""
-    beside = Beside(workload)
+def check(workload: rj.Workload, again: Mapping[str, int], deviation: float = DEVIATION) -> list[Row]:
+    """A row for each policy and one for a plan.
+
+    Args:
+      again: the number of products that each policy must recompute.
+      deviation: the standard deviation of the random parameters and inputs, whose mean is 0.
+    """
+    beside = Beside(workload, deviation)
     rows = [beside.row(policy, workload, again[policy]) for policy in POLICIES]
     return [*rows, beside.planned(plan_of(workload), again["full"])]
 

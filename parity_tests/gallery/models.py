@@ -14,6 +14,9 @@ from typing import Any
 
 FULL, DOTS, OFFLOAD = POLICIES = ("full", "dots_with_no_batch_dims", "offload_dot_with_no_batch_dims")
 
+DEVIATION = 0.2
+"""The standard deviation of random parameters and inputs."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -24,12 +27,14 @@ class Example:
       package: what it is a model of, as a package that is imported.
       full: the products that `full` computes again, of all layers together.
       dots: those that the two `dots` policies compute again.
+      deviation: the standard deviation of random parameters and inputs, small enough for right digits in bfloat16.
     """
 
     module: str
     package: str
     full: int
     dots: int
+    deviation: float = DEVIATION
 
     @property
     def again(self) -> dict[str, int]:
@@ -49,7 +54,7 @@ EXAMPLES: Mapping[str, Example] = MappingProxyType(
         "easylm": Example("easylm_llama", "EasyLM", 2 * 8, 2 * 2),
         # Gemma's 4 layers: query, key-and-value and output of two experts, scores, context, three of each perceptron.
         # SigLIP's 2 layers, for each of three cameras: query, key, value, scores, context, output, two of the perceptron.
-        "openpi": Example("openpi_pi0", "openpi", 4 * 12 + 3 * 2 * 7, 4 * 2 + 3 * 2 * 2),
+        "openpi": Example("openpi_pi0", "openpi", 4 * 12 + 3 * 2 * 7, 4 * 2 + 3 * 2 * 2, deviation=0.05),
         # 3 layers: as EasyLM's, and two norms whose `einsum` with the scale is a product with batch dimensions only.
         "maxtext": Example("maxtext_llama", "maxtext", 3 * 10, 3 * 4),
         # 2 layers: one product computes query, key and value.

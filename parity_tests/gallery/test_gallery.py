@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -121,3 +124,12 @@ def test_a_widened_program_is_the_program_in_float64() -> None:
 def test_a_name_that_is_none_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(arguments) == 2
     assert "choose among equinox, easylm" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_first_folder_that_is_a_checkout(tmp_path: Path) -> None:
+    checkout = tmp_path / "openpi" / "src"
+    checkout.mkdir(parents=True)
+    git = ["git", "-C", str(checkout.parent), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "a", "--date", "2026-06-16"], check=True)
+    assert ", 20" in command._version("openpi", f"{tmp_path}{os.pathsep}{checkout}"), "a commit and its date"
