@@ -202,7 +202,7 @@ def long_attention(
 ) -> jax.Array:
     """Return `transformer.attention`, `chunk` queries at a time, so that scores of all queries never exist at once.
 
-    Each chunk's scores are computed again in the backward pass (Rabe and Staats, Self-attention does not need O(n²)
+    Each chunk's scores are recomputed in the backward pass (Rabe and Staats, Self-attention does not need O(n²)
     memory, 2021). Shapes: `query` (B, T, H, D), `key` and `value` (B, S, H, D); `bias` broadcasts to (B, 1, 1, S); the
     result is (B, T, H·D). Without `chunk`, or with one of at least T, it is `transformer.attention` itself.
 

@@ -26,7 +26,7 @@ from parity_tests.upstream.checkouts import commit
 
 ROOT = Path(__file__).parents[2]
 NOTE = ROOT / "docs" / "notes" / "gallery.md"
-BEGIN = "| model | version | policy | float64 | own dtypes | computed again | expected | residuals by the table | kept |\n"
+BEGIN = "| model | version | policy | float64 | own dtypes | recomputed | expected | residuals by the table | kept |\n"
 BEGIN += "| --- " * 9 + "|\n"
 SHORTEST = 60
 """Characters of a plan's text in the note."""

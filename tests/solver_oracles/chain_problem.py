@@ -16,7 +16,7 @@ class Option:
     Attributes:
         name: unique in its stage.
         kept_bytes: kept on the device until the backward pass, the stage's output included.
-        forward_seconds, backward_seconds: compute, what is computed again included.
+        forward_seconds, backward_seconds: compute, recomputation included.
         host_bytes: kept in host memory.
         forward_bytes, backward_bytes: what the two passes need on the device besides, while they run.
 

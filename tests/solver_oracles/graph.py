@@ -28,7 +28,7 @@ def solve_graph(program: Program, budget: float = math.inf, *, states: int = STA
     Raises:
         InfeasibleBudget: nothing fits; the message says the least device memory that does.
         PlanningError: an argument is wrong, or the program has another number of goals than one, or values that
-            may not be saved or take another size when computed again, which this solver does not know.
+            may not be saved or change their size when recomputed, which this solver does not support.
         SolverError: more than ``states`` sets were looked at.
 
     >>> from tests.solver_oracles.program import Value
