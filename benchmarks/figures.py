@@ -15,7 +15,7 @@ Markdown table is fenced. A command may begin with environment variables, `NAME=
 
 Behind the @ is one of three states:
 
-- A digest of the command's sources when the table was written: its module and everything that the module imports of
+- A digest of the command's sources when the table was written: the files that it names and everything that these import of
   benchmarks, examples and tests, without comments and docstrings. The table is stale if these sources have changed. The digest
   does not cover `remat_jax`; a test reruns light commands instead.
 - `older`: the table is stale and must be written again.
@@ -144,7 +144,7 @@ def markdown(columns: list[str], rows: list[tuple[Any, ...]]) -> str:
 def digest_of(command: str) -> str:
     """The digest of the sources of a command, without comments and docstrings."""
     content = hashlib.sha256()
-    for path in sorted(_sources(_start(command))):
+    for path in sorted(_sources(_named_files(command))):
         content.update(f"{path.relative_to(ROOT).as_posix()}\n{_code(path.read_text(encoding='utf-8'))}\n".encode())
     return content.hexdigest()[:12]
 
@@ -159,17 +159,18 @@ def _code(source: str) -> str:
     return "\n".join(line for line in lines.values() if line.strip() and not line.lstrip().startswith("#"))
 
 
-def _start(command: str) -> Path:
-    """The first file that a command names: a module, a script, or the workload that `remat-jax` is given.
+def _named_files(command: str) -> list[Path]:
+    """The files that a command names: a module, a script, a workload.
 
     Raises:
         LookupError: the command names no file of ours.
     """
-    for word in shlex.split(command):
-        path = ROOT / word.partition(":")[0] if ".py" in word else _file(word)
-        if path is not None and path.is_file():
-            return path
-    raise LookupError(f"{command!r} names no module and no file of {', '.join(_OURS)}")
+    words = [word.rstrip(";") for word in shlex.split(command)]
+    paths = [ROOT / word.partition(":")[0] if ".py" in word else _file(word) for word in words]
+    files = [path for path in paths if path is not None and path.is_file()]
+    if not files:
+        raise LookupError(f"{command!r} names no module and no file of {', '.join(_OURS)}")
+    return files
 
 
 def _file(module: str) -> Path | None:
@@ -180,9 +181,9 @@ def _file(module: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _sources(start: Path) -> set[Path]:
-    """The file and all files of ours that it imports, directly or not."""
-    sources, waiting = set[Path](), [start]
+def _sources(files: list[Path]) -> set[Path]:
+    """The files and all files of ours that they import, directly or not."""
+    sources, waiting = set[Path](), list(files)
     while waiting:
         path = waiting.pop()
         if path not in sources and path != Path(__file__):  # this module changes no figure

@@ -88,6 +88,12 @@ def test_a_digest_is_of_code_and_not_of_its_words(tmp_path, monkeypatch: pytest.
     assert figures.digest_of("python -m benchmarks.speed") == first
     other.write_text("SIZE = 4\n")
     assert figures.digest_of("python -m benchmarks.speed") != first
+    workload = tmp_path / "examples" / "job.py"
+    workload.parent.mkdir()
+    workload.write_text("LAYERS = 2\n")
+    before = figures.digest_of("python -m benchmarks.speed examples/job.py:job --quick")
+    workload.write_text("LAYERS = 3\n")
+    assert figures.digest_of("python -m benchmarks.speed examples/job.py:job --quick") != before
     with pytest.raises(LookupError, match="'make tea' names no module and no file"):
         figures.digest_of("make tea")
 
