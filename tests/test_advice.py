@@ -94,9 +94,11 @@ def job(
 def advised(workload: rj.Workload, policy: str = "full", target: str = "h200") -> tuple[int, dict[str, Advice]]:
     """The device bytes of the step, and its advice."""
     report = rj.measure(workload, policy, target)
-    assert [one.bytes for one in report.advice] == sorted((one.bytes for one in report.advice), reverse=True)
-    assert all(one.bytes >= 0.02 * report.device_bytes and not one.compiled for one in report.advice)
-    return report.device_bytes, {one.what: one for one in report.advice}
+    assert [advice_item.bytes for advice_item in report.advice] == sorted(
+        (advice_item.bytes for advice_item in report.advice), reverse=True
+    )
+    assert all(advice_item.bytes >= 0.02 * report.device_bytes and not advice_item.compiled for advice_item in report.advice)
+    return report.device_bytes, {advice_item.what: advice_item for advice_item in report.advice}
 
 
 def assert_mended(before: rj.Workload, after: rj.Workload, what: str, error: float, **asked: Any) -> Advice:
@@ -110,7 +112,7 @@ def assert_mended(before: rj.Workload, after: rj.Workload, what: str, error: flo
 def assert_compiled_as(before: rj.Workload, after: rj.Workload, what: str, target: str) -> None:
     """Assert that the doctor's compiled bytes for the advice `what` are those of `after`, a model written with the change."""
     report = rj.measure(before, "full", target)
-    asked = dataclasses.replace(report, advice=tuple(one for one in report.advice if one.what == what))
+    asked = dataclasses.replace(report, advice=tuple(advice_item for advice_item in report.advice if advice_item.what == what))
     (found,) = compiled_advice(before, "full", asked, target_named(target), 300)
     assert found.compiled and found.bytes == report.device_bytes - rj.measure(after, "full", target).device_bytes
 
@@ -192,7 +194,7 @@ def test_donation_of_a_finished_step() -> None:
 
     reports = assert_mended(made(), made(donate_argnums=(0, 1)), DONATION, 0.1, policy="off")
     assert "donate_argnums=(0, 1)" in reports.how
-    (advice,) = (one for one in rj.doctor(made(), "off", "h200").advice if one.what == DONATION)
+    (advice,) = (advice_item for advice_item in rj.doctor(made(), "off", "h200").advice if advice_item.what == DONATION)
     assert advice.compiled and advice.bytes == pytest.approx(reports.bytes, rel=0.1)
 
 
@@ -222,7 +224,8 @@ def test_the_doctor_compiles_parameters_in_bfloat16_where_the_loss_takes_them() 
 
     refusing.loss = of_float32
     found, estimated = (
-        next(one for one in rj.doctor(work, "full", "h200").advice if one.what == DTYPE) for work in (wide, refusing)
+        next(advice_item for advice_item in rj.doctor(work, "full", "h200").advice if advice_item.what == DTYPE)
+        for work in (wide, refusing)
     )
     assert found.compiled and not estimated.compiled
     assert found.bytes == rj.measure(wide, "full", "h200").device_bytes - rj.measure(narrow, "full", "h200").device_bytes

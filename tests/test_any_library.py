@@ -190,7 +190,7 @@ def test_an_offload_of_equinox_blocks_is_compiled_for_a_gpu():
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_the_doctor_compiles_a_scanned_stack_of_equinox():
     diagnosis = rj.doctor(job(Scanned), "full", "h200")
-    assert diagnosis.ok and diagnosis.regions == 1 and all(one.compiled for one in diagnosis.advice)
+    assert diagnosis.ok and diagnosis.regions == 1 and all(advice_item.compiled for advice_item in diagnosis.advice)
 
 
 def test_only_floating_point_arrays_are_parameters():

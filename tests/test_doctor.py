@@ -126,7 +126,7 @@ def test_a_block_that_is_never_called():
 
     diagnosis = doctor(small(), {Mlp: "full", Elsewhere: "full", "layers_*": "full"})
     assert traps(diagnosis) == ["unreached_block"] * 2
-    assert [one.block for one in diagnosis.findings] == ["Elsewhere", "layers_*"]
+    assert [finding.block for finding in diagnosis.findings] == ["Elsewhere", "layers_*"]
     assert doctor(small(), {"layer_*": "full"}).ok
 
 

@@ -69,13 +69,13 @@ def test_the_devices_of_a_host_share_its_memory(large, monkeypatch):
     each = 2 * ROWS * 64 * FLOAT // 8
     assert report.host_bytes == each < 15 * 2**30 < report.host_bytes_per_host == 4 * each
     assert report.host_warning is None
-    traps = {one.trap: one for one in rj.doctor(large, "offload_inputs", hosts).findings}
+    traps = {finding.trap: finding for finding in rj.doctor(large, "offload_inputs", hosts).findings}
     assert "16.0 GiB" in traps["pinned_pool"].problem and "host_memory" not in traps
 
     small = replace(hosts, host_memory_bytes=each - 1)
     warning = rj.measure(large, "offload_inputs", small).host_warning
     assert warning == host_shortage(each, small) and "the 4 devices of a host need 16.0 GiB" in warning
-    traps = {one.trap: one for one in rj.doctor(large, "offload_inputs", small).findings}
+    traps = {finding.trap: finding for finding in rj.doctor(large, "offload_inputs", small).findings}
     assert traps["host_memory"].remedy == "Offload less, or use more hosts"
     assert f"warning: {warning[:40]}" in str(rj.measure(large, "offload_inputs", small))
 

@@ -128,4 +128,4 @@ def test_doctor_knows_the_models_names_under_remat3(remat3: None) -> None:
     model, x = Layers(), jax.ShapeDtypeStruct((4, 8), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     diagnosis = rj.doctor(rj.Workload(lambda p, x: jnp.sum(model.apply(p, x)), params, (x,), Layers), "off")
-    assert [one.trap for one in diagnosis.findings] == ["named_output"]
+    assert [finding.trap for finding in diagnosis.findings] == ["named_output"]

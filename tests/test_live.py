@@ -135,14 +135,14 @@ def test_what_a_collective_gives_or_takes_is_told() -> None:
     values.insert(list(PLACES).index("other") + 1, " value: <9 scatter{0} @0> (size=256,offset=0): f32[64]")
     spans = [f"    {name if '{' in name else name + '{}'}:0-8" for name in PLACES] + ["    scatter{0}:9-9"]
     live = Schedule(EXCHANGING, "\n".join(values), "\n".join(spans)).at_peak()
-    assert sorted((one.nbytes, one.collective) for one in live if one.phase != "argument") == [
+    assert sorted((buffer.nbytes, buffer.collective) for buffer in live if buffer.phase != "argument") == [
         (32, "all-gather"),
         (32, "reduce-scatter"),
         (256, ""),  # a copy of a gathered array
         (256, "all-gather"),
         (256, "reduce-scatter"),
     ]
-    assert sorted((one.name, one.collective) for one in live if one.phase == "argument") == [
+    assert sorted((buffer.name, buffer.collective) for buffer in live if buffer.phase == "argument") == [
         ("args[0]", "all-gather"),
         ("args[1]", "all-gather"),
     ]
@@ -179,9 +179,9 @@ def test_an_h200s_peak_is_told_by_module(scan: bool) -> None:
 
     job = rj.Workload(loss, params, (x,), Block, optimizer=optax.adam(1e-3))
     report = rj.measure(job, "full", target="h200")
-    alive = sum(one.nbytes for one in report.live)
+    alive = sum(buffer.nbytes for buffer in report.live)
     assert 0.97 * report.device_bytes <= alive <= report.device_bytes
-    assert [one.nbytes for one in report.live] == sorted((one.nbytes for one in report.live), reverse=True)
+    assert [buffer.nbytes for buffer in report.live] == sorted((buffer.nbytes for buffer in report.live), reverse=True)
     stream = 4096 * 256 * 4
     by_module = report.live_bytes_by_module
     # The inputs of all blocks but the first are outputs of the block before; the first input is the batch.
@@ -207,7 +207,7 @@ def test_flags_that_have_xla_write_down_one_program_alone_take_nothing_away(monk
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_module_re=jit_train_step")
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     report = rj.measure(rj.Workload(lambda w, x: jnp.tanh(x @ w).sum(), x, (x,), blocks="*"), "off", "h200")
-    assert sum(one.nbytes for one in report.live) >= 3 * 64 * 64 * 4 and report.seconds is not None
+    assert sum(buffer.nbytes for buffer in report.live) >= 3 * 64 * 64 * 4 and report.seconds is not None
 
 
 def test_several_devices_are_refused() -> None:

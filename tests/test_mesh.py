@@ -208,7 +208,7 @@ def test_a_problem_is_that_of_one_device(shares, monkeypatch):
     # Every product is partitioned by batch and by features: attention's by heads, the others by output or contracted features.
     assert block.forward_seconds == pytest.approx(whole.forward_seconds / 8, rel=1e-6)
     assert block.backward_seconds == pytest.approx(whole.backward_seconds / 8, rel=1e-6)
-    sizes, before = ({one.name: one.bytes for one in of.residuals} for of in (block, whole))
+    sizes, before = ({residual.name: residual.bytes for residual in of.residuals} for of in (block, whole))
     assert sizes.keys() <= before.keys() and len(sizes) > 20
     assert sizes["layers:input#0"] == before["layers:input#0"] / 4 == BATCH * LENGTH * CONFIG.hidden_size * FLOAT / 4
     gate = next(name for name in sizes if "gate_proj" in name)

@@ -67,7 +67,7 @@ def test_an_encoder_and_a_decoder_give_back_what_is_on_the_host() -> None:
     assert offload.receipt.returned_bytes == full.device_bytes - offload.device_bytes and full.receipt is None
     assert offload.overlap.out.bytes == offload.overlap.back.bytes == 2 * CARRIED
     # The backward pass of the decoder is the peak: no gradient of the encoder or the table exists yet.
-    assert not [one for one in offload.live if one.phase == "backward" and one.shape.startswith(f"f32[{WORDS}")]
+    assert not [buffer for buffer in offload.live if buffer.phase == "backward" and buffer.shape.startswith(f"f32[{WORDS}")]
 
 
 def test_pi0_gives_back_what_is_on_the_host() -> None:

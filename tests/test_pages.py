@@ -113,7 +113,7 @@ def test_extras_that_pages_install_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.findall(r"(?:remat[-_]jax|'\.)\[([\w,-]+)\]", "".join(page.read_text() for page in PAGES))
     assert len(named) >= 3
-    assert {extra for one in named for extra in one.split(",")} <= set(project["optional-dependencies"])
+    assert {extra for named_policy in named for extra in named_policy.split(",")} <= set(project["optional-dependencies"])
 
 
 def test_every_note_is_in_the_index() -> None:

@@ -82,7 +82,7 @@ def test_six_compilations_at_most_and_each_is_told(made):
     plan, progress = made
     assert 2 <= len(plan.tried) <= 6
     messages = [what for what, _, _ in progress]
-    assert messages[0] == "perceptrons: tracing" and any("compiling full and plan 2 for cpu" in one for one in messages)
+    assert messages[0] == "perceptrons: tracing" and any("compiling full and plan 2 for cpu" in message for message in messages)
     assert all(done <= of for _, done, of in progress)
 
 

@@ -176,13 +176,13 @@ def test_each_further_residual_is_the_plan_with_that_one_saved(all_are_worth_it:
     policies = {plan_models.MlpLayer: rj.LayerPolicies.parse("4 x full | 2 x save: layers:tanh#0")}
     parts = [replace(part(*run, ""), block="MlpLayer") for run in ((0, 4), (4, 2))]
     options = rows.further(described, plan(policies=policies, parts=tuple(parts)))
-    size = 4 * 2048 * 4 * plan_models.WIDTH  # of each, in one layer
-    assert [(one.where, one.residual, one.saved_bytes) for one in options] == [
+    size = 4 * 2048 * 4 * plan_models.WIDTH  # of each, in option layer
+    assert [(option.where, option.residual, option.saved_bytes) for option in options] == [
         ("MlpLayer 0–3", "layers:tanh#0", 4 * size),
         ("MlpLayer 0–3", other, 4 * size),
         ("MlpLayer 4–5", other, 2 * size),
     ]
-    texts = [str(one.policies[plan_models.MlpLayer]) for one in options]
+    texts = [str(option.policies[plan_models.MlpLayer]) for option in options]
     assert texts[0] == "4 × save: layers:tanh#0; recompute: * | 2 × save: layers:tanh#0"
     assert texts[2] == f"4 × full | 2 × save: {other}; save: layers:tanh#0"
     assert rows.further(described, plan(policies={plan_models.MlpLayer: rj.Policy.parse("off")}, parts=())) == []
@@ -195,7 +195,7 @@ def test_a_run_with_one_residual_more_stays_a_scan_of_its_own(all_are_worth_it: 
     policies = {plan_models.MlpLayer: rj.LayerPolicies.parse("3 x full || 1 x full | 2 x save: layers:tanh#0")}
     parts = [replace(part(*run, ""), block="MlpLayer") for run in ((0, 3), (3, 1), (4, 2))]
     options = rows.further(described, plan(policies=policies, parts=tuple(parts)))
-    found = {(one.where, one.residual): one.policies[plan_models.MlpLayer] for one in options}
+    found = {(option.where, option.residual): option.policies[plan_models.MlpLayer] for option in options}
     for place in (("MlpLayer 3", "layers:tanh#0"), ("MlpLayer 4–5", other), ("MlpLayer 0–2", other)):
         assert [run.start for run, _ in found[place].ranges] == [0, 3, 4]
 

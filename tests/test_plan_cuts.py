@@ -147,7 +147,7 @@ def test_the_parts_of_a_named_policy_take_together_what_it_takes(name):
     parts = parts_of(described, described.stack, candidate)
     kept = sum(len(kind.layers) * kind.program.price(Policy.parse(name), RATES).kept_seconds for kind in described.kinds)
     assert kept > 0 and candidate.seconds > kept
-    assert sum(one.layers * one.recompute_seconds for one in parts) == pytest.approx(candidate.seconds - kept)
+    assert sum(part.layers * part.recompute_seconds for part in parts) == pytest.approx(candidate.seconds - kept)
 
 
 def test_a_file_carries_the_cuts_and_one_without_is_read(tmp_path):
@@ -177,7 +177,7 @@ def test_the_parts_of_a_plan_cost_what_the_plan_costs(name):
     candidate = named_candidate(described, name)
     parts = parts_of(described, described.stack, candidate)
     in_memory = 2 * candidate.host_bytes / described.rates.hbm_bytes_per_s
-    costs = sum(one.layers * (one.recompute_seconds + one.copy_seconds) for one in parts)
+    costs = sum(part.layers * (part.recompute_seconds + part.copy_seconds) for part in parts)
     assert costs + in_memory == pytest.approx(candidate.seconds)
 
 
@@ -192,6 +192,6 @@ def test_a_named_policy_is_the_program_of_its_choices():
     model, x = nn.Sequential([Sine(), Sine(), Sine()]), jax.ShapeDtypeStruct((256, 16), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     described = describe(rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Sine), "h200")
-    assert any(not one.needed for block in described.stack.blocks for one in block.residuals)
+    assert any(not residual.needed for block in described.stack.blocks for residual in block.residuals)
     candidate = named_candidate(described, "full")
     assert candidate.is_same(own_candidate(described, candidate.like))

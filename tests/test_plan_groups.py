@@ -96,7 +96,10 @@ def test_groups_are_a_candidate_where_the_link_makes_offload_slow(rate, grouped)
 
     def by_the_formula(candidates, best):
         asked.extend(candidates)
-        return [Compiled(one.expected_bytes or round(predicted(stack, one.loads)), one.host_bytes) for one in candidates]
+        return [
+            Compiled(candidate.expected_bytes or round(predicted(stack, candidate.loads)), candidate.host_bytes)
+            for candidate in candidates
+        ]
 
     found.compiler.compile = by_the_formula
     before = found.search.run(by_the_formula)

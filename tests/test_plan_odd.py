@@ -150,8 +150,8 @@ def test_a_named_policy_that_was_not_shown_not_to_fit_is_compiled_at_last(monkey
     found.fit.budget = predicted(stack, dots.loads) / 1.35
 
     def by_the_formula(candidates, best):
-        asked.extend(one.name for one in candidates)
-        needs = [predicted(stack, one.loads) * (0.5 if one.name == "dots" else 1) for one in candidates]
+        asked.extend(candidate.name for candidate in candidates)
+        needs = [predicted(stack, candidate.loads) * (0.5 if candidate.name == "dots" else 1) for candidate in candidates]
         return [Compiled(round(size), 0) for size in needs]
 
     found.compiler.compile = by_the_formula
@@ -217,7 +217,7 @@ def test_blocks_that_exchange_in_a_shard_map_are_planned():
     kept = {row.name: row.bytes for row in rj.residuals(job, "everything")}
     described = describe(job, "8xh200")
     assert sum(len(kind.layers) for kind in described.kinds) == shard_map_models.LAYERS
-    found = {one.name: one.bytes for block in described.stack.blocks for one in block.residuals}
+    found = {residual.name: residual.bytes for block in described.stack.blocks for residual in block.residuals}
     both = found.keys() & kept.keys()
     assert len(both) > 5 and {name: kept[name] / found[name] for name in both} == dict.fromkeys(both, 8.0)
 

@@ -59,7 +59,10 @@ def searched(budget, truth, *, host=math.inf, stack=STACK, named=NAMED, sound=la
 
     def compile_them(candidates):
         asked.append(list(candidates))
-        return [Compiled(round(predicted(truth, one.loads)), one.host_bytes, sound(one)) for one in candidates]
+        return [
+            Compiled(round(predicted(truth, candidate.loads)), candidate.host_bytes, sound(candidate))
+            for candidate in candidates
+        ]
 
     able = [own((choices,) * 6, stack, name) for name, choices in named.items()]
     search = Searched(budget, able, compile_them, host=host, stack=stack, **options)
@@ -147,9 +150,9 @@ def test_a_compiler_that_jumps_is_survived():
 
     def compile_them(candidates):
         found = []
-        for one in candidates:
-            size = predicted(TRUTH, one.loads)
-            share = sum(load.saved for load in one.loads) / 4800
+        for candidate in candidates:
+            size = predicted(TRUTH, candidate.loads)
+            share = sum(load.saved for load in candidate.loads) / 4800
             found.append(Compiled(round(size + (900 if 0.6 < share < 0.8 else 0)), 0))
         return found
 
@@ -163,7 +166,10 @@ def test_a_named_policy_that_needs_less_than_predicted_is_not_passed_over():
     needs = predicted(TRUTH, dots.loads)
 
     def compile_them(candidates):
-        return [Compiled(round(predicted(TRUTH, one.loads) * (0.93 if one.name == "dots" else 1)), 0) for one in candidates]
+        return [
+            Compiled(round(predicted(TRUTH, candidate.loads) * (0.93 if candidate.name == "dots" else 1)), 0)
+            for candidate in candidates
+        ]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(0.95 * needs, able, compile_them)
@@ -178,7 +184,10 @@ def test_a_named_policy_that_might_fit_is_compiled_however_large_it_is_predicted
     assert sum(load.saved for load in dots.loads) < budget < predicted(STACK, dots.loads)
 
     def compile_them(candidates):
-        return [Compiled(round(predicted(TRUTH, one.loads) * (shrinks if one.name == "dots" else 1)), 0) for one in candidates]
+        return [
+            Compiled(round(predicted(TRUTH, candidate.loads) * (shrinks if candidate.name == "dots" else 1)), 0)
+            for candidate in candidates
+        ]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(budget, able, compile_them, most_compiled=8)
@@ -189,7 +198,7 @@ def test_a_named_policy_that_might_fit_is_compiled_however_large_it_is_predicted
 def test_what_cannot_fit_by_what_it_keeps_is_not_compiled():
     search, _ = searched(3200, TRUTH, arguments=900.0)
     best = search.run()
-    assert {one.candidate.name for one in search.fit.tried}.isdisjoint({"off", "everything", "dots"})
+    assert {tried_step.candidate.name for tried_step in search.fit.tried}.isdisjoint({"off", "everything", "dots"})
     assert search.proposals.unknown(best) == []
 
 
@@ -209,7 +218,7 @@ def test_an_optimizers_state_on_the_host_counts_against_its_budget():
     stack = replace(STACK, link=link, blocks=(replace(LAYER, fetched_share=0.0),))
 
     def compile_them(candidates):
-        return [Compiled(round(predicted(stack, one.loads)), one.host_bytes + 500) for one in candidates]
+        return [Compiled(round(predicted(stack, candidate.loads)), candidate.host_bytes + 500) for candidate in candidates]
 
     search = Searched(3000, [own((NAMED["full"],) * 6, stack, "full")], compile_them, host=1400.0, stack=stack)
     best = search.run()
@@ -306,7 +315,9 @@ def test_where_cutting_a_scan_costs_memory_a_plan_for_all_layers_is_found():
         return sum(a != b for a, b in zip(one.loads, one.loads[1:], strict=False))
 
     def compile_them(candidates):
-        return [Compiled(round(predicted(STACK, one.loads)) + 6000 * min(1, runs(one)), 0) for one in candidates]
+        return [
+            Compiled(round(predicted(STACK, candidate.loads)) + 6000 * min(1, runs(candidate)), 0) for candidate in candidates
+        ]
 
     able = [own((NAMED[name],) * 6, name=name) for name in ("off", "full")]
     found = {}
@@ -324,7 +335,7 @@ def test_what_could_not_be_compiled_shows_nothing(monkeypatch):
 
     def compile_them(candidates):
         asked.extend(candidates)
-        sizes = [round(predicted(truth, one.loads)) + (0 if one.name else 300) for one in candidates]
+        sizes = [round(predicted(truth, candidate.loads)) + (0 if candidate.name else 300) for candidate in candidates]
         late = [len(asked) - len(candidates) + index >= 5 for index in range(len(candidates))]
         return [Compiled(FAILED, 0, sound=False) if no else Compiled(size, 0) for size, no in zip(sizes, late, strict=True)]
 
@@ -357,7 +368,7 @@ def test_where_a_named_policy_is_best_the_last_compilation_is_not_kept():
 
 def test_a_host_budget_below_what_is_there_anyway_is_infeasible():
     def compile_them(candidates):
-        return [Compiled(round(predicted(STACK, one.loads)), 32 + one.host_bytes) for one in candidates]
+        return [Compiled(round(predicted(STACK, candidate.loads)), 32 + candidate.host_bytes) for candidate in candidates]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(10_000, able, compile_them, host=10)
@@ -371,7 +382,7 @@ def test_an_empty_answer_ends_the_search():
 
     def compile_them(candidates):
         asked.append(candidates)
-        return [Compiled(round(predicted(TRUTH, one.loads)), 0) for one in candidates] if len(asked) == 1 else []
+        return [Compiled(round(predicted(TRUTH, candidate.loads)), 0) for candidate in candidates] if len(asked) == 1 else []
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(4700, able, compile_them)

@@ -58,10 +58,10 @@ def test_the_fastest_plan_without_the_host_is_compiled_too_if_a_step_offloads():
         fit=search.fit, proposals=search.proposals, budget=3500, compiler=SimpleNamespace(is_over=False, compile=compile_them)
     )
     making._one_more = partial(make._Making._one_more, making)
-    search.fit.tried = [one for one in search.fit.tried if not one.candidate.is_same(here)]
+    search.fit.tried = [tried_step for tried_step in search.fit.tried if not tried_step.candidate.is_same(here)]
     assert make._Making._with_plan_without_copies(making, best) is best and search.fit.known(here) is not None
     assert asked[-1] == [here] and here.host_bytes == 0
-    search.fit.tried = [one for one in search.fit.tried if not one.candidate.host_bytes]
+    search.fit.tried = [tried_step for tried_step in search.fit.tried if not tried_step.candidate.host_bytes]
     before = len(asked)
     make._Making._with_plan_without_copies(making, best)
     assert len(asked) == before  # nothing that fits offloads
@@ -170,7 +170,9 @@ def test_a_step_that_needed_less_than_was_predicted_lets_the_next_one_dare_more(
     stack = replace(STACK, blocks=(replace(LAYER, residuals=(X, *many), repeats=3, working_bytes=100.0),))
 
     def compile_them(candidates):
-        sizes = (predicted(stack, one.loads) - share * sum(load.saved for load in one.loads) for one in candidates)
+        sizes = (
+            predicted(stack, candidate.loads) - share * sum(load.saved for load in candidate.loads) for candidate in candidates
+        )
         return [Compiled(round(size), 0) for size in sizes]
 
     full = own(((SAVE, *[AGAIN] * 16),) * 3, stack, "full")
@@ -182,7 +184,10 @@ def test_what_keeps_everything_may_fit_though_its_kept_bytes_alone_do_not():
     """XLA recomputes what is cheap: `off` is compiled before the search ends."""
 
     def compile_them(candidates):
-        return [Compiled(round((0.6 if one.name == "off" else 1) * predicted(TRUTH, one.loads)), 0) for one in candidates]
+        return [
+            Compiled(round((0.6 if candidate.name == "off" else 1) * predicted(TRUTH, candidate.loads)), 0)
+            for candidate in candidates
+        ]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     off = able[0]

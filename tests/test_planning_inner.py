@@ -52,7 +52,7 @@ def test_what_a_checkpoint_in_a_loop_computes_again_for_itself_is_not_its_result
 
 def test_what_a_checkpoint_in_a_loop_is_there_to_drop_makes_nothing_else_small() -> None:
     block = describe(attends(512), "h200").stack.blocks[-1]
-    by_name = {one.name: one for one in block.residuals}
+    by_name = {residual.name: residual for residual in block.residuals}
     scores, result = by_name["Attends/softmax:exp#0"], by_name["Attends:reshape#6"]
     assert result.bytes == 4 * 2 * 512 * WIDTH < 0.01 * scores.bytes
     assert result.needed and result.may_save and result.may_offload

@@ -124,7 +124,10 @@ def test_a_plan_s_policies_can_be_traced_and_cost_what_the_plan_says(scan):
 
 
 def _saved(block: solver.Block) -> tuple[str, ...]:
-    return tuple("save" if one.may_save and one.needed else "recompute" if one.needed else "unused" for one in block.residuals)
+    return tuple(
+        "save" if residual.may_save and residual.needed else "recompute" if residual.needed else "unused"
+        for residual in block.residuals
+    )
 
 
 def test_the_price_of_named_policies():
@@ -355,9 +358,9 @@ def test_arrays_of_one_name_are_decided_on_together():
     job = rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), params, (x,), Named)
     described = describe(job, "h200")
     (kind,), (block,) = described.kinds, described.stack.blocks
-    names = [one.name for one in block.residuals]
+    names = [residual.name for residual in block.residuals]
     assert len(set(names)) == len(names) and "mine" in names
-    assert next(one for one in block.residuals if one.name == "mine").bytes >= 2 * 4 * ROWS * WIDTH
+    assert next(residual for residual in block.residuals if residual.name == "mine").bytes >= 2 * 4 * ROWS * WIDTH
     for seed in range(6):
         policy = policy_of(kind, choices(block, seed))
         assert recompute_flops(described, policy) == step_flops(job, policy) - step_flops(job, "everything")
@@ -400,4 +403,4 @@ def test_what_is_empty_is_not_offloaded():
     model, params, x = of_layers(lambda x: Empty(name="a")(x, x[:0]))
     job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Empty)
     (block,) = describe(job, "h200").stack.blocks
-    assert [one.name for one in block.residuals if one.may_offload and not one.bytes] == []
+    assert [residual.name for residual in block.residuals if residual.may_offload and not residual.bytes] == []

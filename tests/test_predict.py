@@ -142,7 +142,7 @@ def test_random_policies_are_different_reproducible_and_of_every_kind(job):
     assert len(set(policies)) == 6 and policies == random_policies(job, 6, seed=3) != random_policies(job, 6, seed=4)
     text = " ".join(policies)
     assert all(word in text for word in ("save: ", "offload: ", "@inputs", "layers/up:dot_general#0"))
-    kept = [rj.residuals(job, one).device_bytes for one in policies]
+    kept = [rj.residuals(job, policy).device_bytes for policy in policies]
     assert max(kept) > 3 * min(kept)
 
 

@@ -180,7 +180,7 @@ def squares():
 
 def test_usual_policies_without_effect_are_left_out_and_the_page_says_why(tmp_path):
     gathered = gather(squares(), target="cpu")
-    assert [one.name for one in gathered.comparison.policies] == ["off", "full"]
+    assert [policy.name for policy in gathered.comparison.policies] == ["off", "full"]
     assert list(gathered.comparison.left_out) == [
         "dots",
         "dots_with_no_batch_dims",
@@ -247,7 +247,7 @@ def test_one_usual_policy_that_the_compiler_refuses_does_not_end_the_report(monk
 
     monkeypatch.setattr(compared, "measure_many", refusing)
     gathered = gather(squares(), target="cpu").comparison
-    assert [one.name for one in gathered.policies] == ["off"] and gathered.left_out["full"] == "full: out of memory"
+    assert [policy.name for policy in gathered.policies] == ["off"] and gathered.left_out["full"] == "full: out of memory"
     with pytest.raises(errors.CompileError):
         gather(squares(), ["off", "full"], "cpu")
 

@@ -99,7 +99,7 @@ def test_no_kind_follows_more_policies_than_may_be():
     stack = llama()
     for most in (1, 2, 3):
         plan = solve(stack, 200e9, most_policies=most)
-        assert len({one.policy.choices for one in plan.ranges}) <= most and len(plan.ranges) <= most
+        assert len({run.policy.choices for run in plan.ranges}) <= most and len(plan.ranges) <= most
     with pytest.raises(PlanningError, match="most_policies=4; expected an integer, from 1 to 3"):
         solve(stack, 200e9, most_policies=4)
 
@@ -138,7 +138,7 @@ def test_ten_kinds_of_blocks_share_the_memory():
     layer = llama().blocks[0]
     kinds = []
     for at in range(10):
-        larger = tuple(replace(one, bytes=one.bytes * (1 + at / 10)) for one in layer.residuals)
+        larger = tuple(replace(residual, bytes=residual.bytes * (1 + at / 10)) for residual in layer.residuals)
         kinds.append(replace(layer, name=f"kind{at}", repeats=4 + at, residuals=larger))
     stack = Stack(tuple(kinds), None, 85e9)
     solver = Solver(stack)

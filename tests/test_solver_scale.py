@@ -186,7 +186,7 @@ def test_towers_share_one_budget():
     plan = solve_counts(stack, budget)
     assert verify(plan).peak_bytes <= budget
     saved = {
-        name: sum(one.count for one in plan.ranges if one.block == name and one.policy.of["up"] == "save")
+        name: sum(run.count for run in plan.ranges if run.block == name and run.policy.of["up"] == "save")
         for name in ("vision", "language", "head")
     }
     # A byte of the language model is worth 1/8 of a second, of the tower 1/16. The head's bytes cost nothing: they are alive

@@ -192,7 +192,7 @@ def test_a_step_without_a_time_says_why() -> None:
     with pytest.warns(rj.RematWarning, match="no step time: target='2x4xl4': .* the rate of the links between them is unknown"):
         report = rj.measure(job, "full", "2x4xl4")
     assert report.seconds is None and report.device_bytes > 0
-    assert any("network_bytes_per_s" in one for one in report.warnings)
+    assert any("network_bytes_per_s" in warning for warning in report.warnings)
     assert "estimated step" in str(report) and "not known: target='2x4xl4'" in str(report)
     alone = rj.Workload(given, params, (x,), nn.Dense)
     bare = replace(target("h200"), hbm_bytes_per_s=None, reached={})

@@ -89,7 +89,7 @@ def test_what_a_report_warns_of_is_a_python_warning_once_and_printed() -> None:
         warnings.simplefilter("always")
         for _ in range(3):
             report = rj.measure(job, "offload_inputs", "cpu")
-    assert [str(one.message) for one in caught] == list(report.warnings) and len(caught) == 1
+    assert [str(warning.message) for warning in caught] == list(report.warnings) and len(caught) == 1
     assert caught[0].category is rj.RematWarning and caught[0].filename == __file__
     assert " ".join(report.warnings[0].split()) in " ".join(str(report).split())
 
@@ -106,5 +106,5 @@ def test_notes_that_change_what_a_plan_does_are_warnings(monkeypatch: pytest.Mon
     monkeypatch.setattr("remat_jax.planning.make.host_shortage", lambda *_: "the host has too little memory")
     with pytest.warns(rj.RematWarning, match="^Host memory: the host has too little memory") as caught:
         plan = rj.plan(job, "1 MB", "cpu")
-    assert {str(one.message) for one in caught} <= set(plan.notes)
-    assert not any(str(one.message).startswith("Not shown") for one in caught)
+    assert {str(warning.message) for warning in caught} <= set(plan.notes)
+    assert not any(str(warning.message).startswith("Not shown") for warning in caught)

@@ -72,7 +72,11 @@ def _of_plan(found: Plan, work: rj.Workload, target: str) -> Row:
         "estimated_seconds": found.seconds,
         "base_seconds": found.base_seconds,
         "is_maximal": found.is_maximal,
-        "named": [_named(one) for one in found.named if one.device_bytes is not None and not one.remark],
+        "named": [
+            _named(named_policy)
+            for named_policy in found.named
+            if named_policy.device_bytes is not None and not named_policy.remark
+        ],
         "notes": list(found.notes),
     }
 

@@ -76,26 +76,26 @@ def fits(row: Row) -> bool:
 def gathered_again(rows: Sequence[Row]) -> list[str]:
     """What the devices send more under `full` than without any checkpoint."""
     found = []
-    for one in rows:
-        plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == one["workload"]), None)
-        if one["policy"] != "full" or plain is None or "collectives" not in one or "collectives" not in plain:
+    for row in rows:
+        plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == row["workload"]), None)
+        if row["policy"] != "full" or plain is None or "collectives" not in row or "collectives" not in plain:
             continue
-        for kind, (count, nbytes) in one["collectives"].items():
+        for kind, (count, nbytes) in row["collectives"].items():
             before = plain["collectives"].get(kind, (0, 0))
             if count != before[0]:
                 more = f"{count - before[0]:+d} arrays, {(nbytes - before[1]) / 1e9:+.3f} GB"
-                found.append(f"{one['workload']}: {kind} under full against off: {more}")
+                found.append(f"{row['workload']}: {kind} under full against off: {more}")
     return found
 
 
 def estimates(rows: Sequence[Row]) -> list[str]:
     """The planner's estimated seconds under the plan, under named policies that fit, and if everything were kept."""
     found = []
-    for one in rows:
-        if one["policy"] == PLAN and "estimated_seconds" in one:
-            named = [f"{other['name']} {other['seconds']:.2f}" for other in _fitting(one, rows)]
-            parts = [f"plan {one['estimated_seconds']:.2f}", *named, f"keeping everything {one['base_seconds']:.2f}"]
-            found.append(f"{one['workload']}, estimated seconds, exchanges left out: {', '.join(parts)}")
+    for row in rows:
+        if row["policy"] == PLAN and "estimated_seconds" in row:
+            named = [f"{other['name']} {other['seconds']:.2f}" for other in _fitting(row, rows)]
+            parts = [f"plan {row['estimated_seconds']:.2f}", *named, f"keeping everything {row['base_seconds']:.2f}"]
+            found.append(f"{row['workload']}, estimated seconds, exchanges left out: {', '.join(parts)}")
     return found
 
 
@@ -109,18 +109,18 @@ def _fitting(plan: Row, rows: Sequence[Row]) -> list[Row]:
 def failures(rows: Sequence[Row]) -> list[str]:
     """The failed claims: those about plans, and that recomputing gathers at most 1 % more bytes than `off`."""
     found = []
-    for one in rows:
-        name = f"{one['workload']}, {one['policy']}"
-        if "error" in one:
-            found.append(f"{name}: no figure: {one['error']}")
+    for row in rows:
+        name = f"{row['workload']}, {row['policy']}"
+        if "error" in row:
+            found.append(f"{name}: no figure: {row['error']}")
             continue
-        if one["policy"] == PLAN and "device_bytes" in one:
-            found += [f"{name}: {told}" for told in _of_plan(one, rows)]
-        if one["policy"] == STATE and not one.get("host_bytes"):
+        if row["policy"] == PLAN and "device_bytes" in row:
+            found += [f"{name}: {told}" for told in _of_plan(row, rows)]
+        if row["policy"] == STATE and not row.get("host_bytes"):
             found.append(f"{name}: nothing is in host memory")
-        plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == one["workload"]), {})
-        gathered = [each.get("collectives", {}).get("all-gather") for each in (one, plain)]
-        if one["policy"] == "full" and all(gathered) and gathered[0][1] > 1.01 * gathered[1][1]:
+        plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == row["workload"]), {})
+        gathered = [each.get("collectives", {}).get("all-gather") for each in (row, plain)]
+        if row["policy"] == "full" and all(gathered) and gathered[0][1] > 1.01 * gathered[1][1]:
             found.append(f"{name}: {gathered[0][1] / 1e9:.1f} GB are gathered, and {gathered[1][1] / 1e9:.1f} under off")
     return found
 

@@ -79,7 +79,7 @@ class Record:
 
     def has(self, workload: str, budget: int) -> bool:
         """Whether this row was measured."""
-        return any(one["workload"] == workload and one["budget"] == budget for one in self.rows)
+        return any(row["workload"] == workload and row["budget"] == budget for row in self.rows)
 
     def add(self, found: dict[str, Any]) -> None:
         """Add a row."""

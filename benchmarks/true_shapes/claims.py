@@ -68,7 +68,7 @@ def fits(row: Row) -> bool:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """All failed claims."""
-    return [f"{one['workload']} on {one['target']}, {one['policy']}: {text}" for one in rows for text in broken(one, rows)]
+    return [f"{row['workload']} on {row['target']}, {row['policy']}: {text}" for row in rows for text in broken(row, rows)]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -111,7 +111,7 @@ def verdict(rows: Sequence[Row]) -> tuple[str, int]:
     found = failures(rows)
     if found:
         return "\n".join(["Does not hold:", *found]), 1
-    judged = sum(one["policy"] == PLAN for one in rows)
+    judged = sum(row["policy"] == PLAN for row in rows)
     if not judged:
         return "No plan is among the rows: nothing is shown.", 1
     return f"All claims hold, of {judged} plan{'s' * (judged > 1)} among {len(rows)} rows.", 0
@@ -120,10 +120,10 @@ def verdict(rows: Sequence[Row]) -> tuple[str, int]:
 def held(rows: Sequence[Row]) -> list[str]:
     """What takes the memory where nothing fits."""
     return [
-        f"{one['workload']} on {one['target']} needs {format_bytes(one['infeasible'])} at least: "
-        + ", ".join(f"{what} {format_bytes(size)}" for what, size in list(one["held_by"].items())[:5])
-        for one in rows
-        if "infeasible" in one
+        f"{row['workload']} on {row['target']} needs {format_bytes(row['infeasible'])} at least: "
+        + ", ".join(f"{what} {format_bytes(size)}" for what, size in list(row["held_by"].items())[:5])
+        for row in rows
+        if "infeasible" in row
     ]
 
 

@@ -76,7 +76,11 @@ def _of_plan(work: rj.Workload, card: Card) -> Row:
         "predicted_bytes": plan.predicted_bytes,
         "estimated_seconds": plan.seconds,
         "base_seconds": plan.base_seconds,
-        "named_seconds": {one.name: one.seconds for one in plan.named if one.seconds is not None and not one.remark},
+        "named_seconds": {
+            named_policy.name: named_policy.seconds
+            for named_policy in plan.named
+            if named_policy.seconds is not None and not named_policy.remark
+        },
         "policies": plan.texts,
         "layers": [{"where": part.where, "policy": part.policy} for part in plan.parts],
         "is_maximal": plan.is_maximal,

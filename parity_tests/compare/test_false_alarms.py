@@ -220,7 +220,7 @@ def test_settings_that_do_not_differ_are_not_told_and_quick_gelu_is(theirs: bool
     assert report.passed == (theirs == ours), str(report)
     forms = {True: "quick", False: "exact"}
     expected = [] if theirs == ours else [("", "GELU", forms[theirs], forms[ours])]
-    assert [tuple(one.values()) for one in report.differences] == expected
+    assert [tuple(difference.values()) for difference in report.differences] == expected
     assert "PyTorch's tables" not in [check.name for check in report.checks]
 
 

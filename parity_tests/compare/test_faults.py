@@ -134,7 +134,9 @@ def test_the_setting_that_differs_is_named() -> None:
     config = dataclasses.replace(c.GPT2.config, layer_norm_eps=1e-6)
     report = run({**c.gpt2(), "flax_module": c.GPT2.make_flax(config)}, **c.QUICK)
     assert not report.passed
-    assert {(one["what"], one["torch"], one["flax"]) for one in report.differences} == {("epsilon", "1e-05", "1e-06")}
+    assert {(difference["what"], difference["torch"], difference["flax"]) for difference in report.differences} == {
+        ("epsilon", "1e-05", "1e-06")
+    }
     assert report.divergences["forward"]["torch_path"] == "transformer/h/0/ln_1"
     assert "layers_1/ln_2: epsilon is 1e-05 in PyTorch and 1e-06 in Flax" in failures(report)
 

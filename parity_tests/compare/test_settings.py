@@ -71,7 +71,7 @@ def test_settings_that_matter_are_named_beside_the_tensors() -> None:
     """
     report = compare(norms(), Norms(), X, rules=rules, **c.QUICK)
     assert not report.passed and report.divergences["forward"]["flax_path"] == "norm"
-    assert [(one["path"], one["what"]) for one in report.differences] == [("norm", "epsilon")]
+    assert [(difference["path"], difference["what"]) for difference in report.differences] == [("norm", "epsilon")]
     assert found(compare(norms(), Norms(1e-5), X, rules=rules, **c.QUICK)) == "no setting that modules state differs"
 
 

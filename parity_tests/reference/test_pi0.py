@@ -113,7 +113,7 @@ def test_what_the_doctor_says(config):
     model = p.make_torch(config)
     observation, _, noise, time = p.as_torch(p.batch(config))
     diagnosis = torch_ref.doctor(p.faithful(model, "enabled"), observation, noise, time)
-    assert [(one.trap, one.block.split(" ")[0]) for one in diagnosis.findings] == [
+    assert [(finding.trap, finding.block.split(" ")[0]) for finding in diagnosis.findings] == [
         ("flag_without_effect", "transformer.language_model"),
         ("flag_without_effect", "transformer.vision_tower"),
         ("nested_container", "transformer"),

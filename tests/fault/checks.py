@@ -187,7 +187,12 @@ def _residual_policy(case: Case, seed: int) -> str | None:
     )
     if planned is None:
         return "recompute: @inputs; offload: *"
-    names = sorted({"*" + one.name[one.name.rfind(":") :] if ":" in one.name else one.name for one in planned.candidates})
+    names = sorted(
+        {
+            "*" + candidate.name[candidate.name.rfind(":") :] if ":" in candidate.name else candidate.name
+            for candidate in planned.candidates
+        }
+    )
     draw, actions = random.Random(seed), {}
     for name in names:
         action = draw.choice(("save", "offload", "recompute", "recompute"))

@@ -54,9 +54,9 @@ def test_a_pickle_under_any_name_of_weights_is_refused(tmp_path: Path, ending: s
         files += [tmp_path / f"zip{ending}", tmp_path / f"old{ending}"]
         torch.save({"a": Planted(tmp_path / "ran")}, files[1])
         torch.save({"a": Planted(tmp_path / "ran")}, files[2], _use_new_zipfile_serialization=False)
-    for one in files:
+    for file in files:
         with pytest.raises(PortingError):
-            porting.load(one)
+            porting.load(file)
     assert not (tmp_path / "ran").exists()
 
 

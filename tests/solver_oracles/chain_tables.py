@@ -39,7 +39,7 @@ class Sizes:
         self.output = [chain.input_bytes, *(stage.output_bytes for stage in chain.stages), 0.0]
         self.forward = [0.0, *(stage.forward_seconds for stage in chain.stages), 0.0]
         self.options: list[tuple[Option, ...]] = [(), *(stage.options for stage in chain.stages)]
-        self.host = [[one.host_bytes for one in options] for options in self.options]
+        self.host = [[option.host_bytes for option in options] for options in self.options]
         self._link = chain.link
 
     def cost(self, one: Option) -> float:
@@ -54,13 +54,13 @@ class Sizes:
         """All sizes of device memory except the input's."""
         found = self.output[1:]
         for options in self.options:
-            found += [size for one in options for size in (one.kept_bytes, one.forward_bytes, one.backward_bytes)]
+            found += [size for option in options for size in (option.kept_bytes, option.forward_bytes, option.backward_bytes)]
         return found
 
     def everything(self) -> float:
         """The most memory that any part can use besides its input."""
-        kept = sum(max(one.kept_bytes for one in options) for options in self.options[1:])
-        beside = max(max(one.forward_bytes, one.backward_bytes) for options in self.options[1:] for one in options)
+        kept = sum(max(option.kept_bytes for option in options) for options in self.options[1:])
+        beside = max(max(option.forward_bytes, option.backward_bytes) for options in self.options[1:] for option in options)
         return kept + beside + 2 * max(self.output[1:])
 
 
@@ -121,8 +121,8 @@ class Fastest:
         self.output = [math.ceil(size / unit) for size in sizes.output]
         self.options = [
             [
-                tuple(math.ceil(size / unit) for size in (one.kept_bytes, one.forward_bytes, one.backward_bytes))
-                for one in options
+                tuple(math.ceil(size / unit) for size in (option.kept_bytes, option.forward_bytes, option.backward_bytes))
+                for option in options
             ]
             for options in sizes.options
         ]

@@ -116,17 +116,17 @@ class _BlockVariables:
     ) -> _BlockVariables:
         found: list[dict[Choice, int]] = []
         paid = prices or Prices()
-        for one in block.residuals:
-            fetched, again = block.fetched_share * one.bytes, block.recomputed_share * one.bytes
+        for residual in block.residuals:
+            fetched, again = block.fetched_share * residual.bytes, block.recomputed_share * residual.bytes
             have: dict[Choice, int] = {}
-            if one.may_save:
-                have[Choice.SAVE] = model.integer(1, weight * one.kept_seconds + paid.saved * one.bytes)
-            if one.may_offload and link is not None:
-                price = paid.host * one.bytes + paid.transient * fetched
-                have[Choice.OFFLOAD] = model.integer(1, weight * _offload_seconds(one, link) + price)
-            if one.seconds is not None:
-                have[Choice.RECOMPUTE] = model.integer(1, weight * one.seconds + paid.transient * again)
-            if not one.needed:
+            if residual.may_save:
+                have[Choice.SAVE] = model.integer(1, weight * residual.kept_seconds + paid.saved * residual.bytes)
+            if residual.may_offload and link is not None:
+                price = paid.host * residual.bytes + paid.transient * fetched
+                have[Choice.OFFLOAD] = model.integer(1, weight * _offload_seconds(residual, link) + price)
+            if residual.seconds is not None:
+                have[Choice.RECOMPUTE] = model.integer(1, weight * residual.seconds + paid.transient * again)
+            if not residual.needed:
                 have[Choice.UNUSED] = model.integer(1)
             model.equal(dict.fromkeys(have.values(), 1.0), 1.0)
             found.append(have)
@@ -193,17 +193,17 @@ class _StackModel:
     def _memory(self, fixed: float, budget: float | None, peak: int | None) -> None:
         """A variable for the bytes kept up to each block: the rows stay short, and the matrix sparse."""
         before: int | None = None
-        for one in self.blocks:
+        for block in self.blocks:
             kept = self.model.real(unit=self.unit)
-            row = {kept: -1.0, **one.sizes(Choice.SAVE)}
+            row = {kept: -1.0, **block.sizes(Choice.SAVE)}
             if before is not None:
                 row[before] = 1.0
-            self.model.equal(row, -one.block.input_bytes)
-            need = {kept: 1.0, **one.sizes(Choice.RECOMPUTE, one.block.recomputed_share)}
-            need |= one.sizes(Choice.OFFLOAD, one.block.fetched_share)
+            self.model.equal(row, -block.block.input_bytes)
+            need = {kept: 1.0, **block.sizes(Choice.RECOMPUTE, block.block.recomputed_share)}
+            need |= block.sizes(Choice.OFFLOAD, block.block.fetched_share)
             if peak is not None:
                 need[peak] = -1.0
-            self.model.at_most(need, (budget or 0.0) - fixed - one.block.working_bytes)
+            self.model.at_most(need, (budget or 0.0) - fixed - block.block.working_bytes)
             before = kept
 
     @property
@@ -214,4 +214,4 @@ class _StackModel:
         return self.model.solve(gap, time_limit)
 
     def policies(self, solution: Solution) -> Sequence[BlockPolicy]:
-        return [one.policy(solution) for one in self.blocks]
+        return [block.policy(solution) for block in self.blocks]

@@ -40,24 +40,29 @@ def stack_program(stack: Stack, kept_seconds: Sequence[float] | None = None) -> 
 
 def _block_values(label: str, block: Block) -> list[Value]:
     values = [Value(f"{label}:output"), Value(f"{label}:cotangent"), Value(f"{label}:input", block.input_bytes)]
-    for one in block.residuals:
-        again, fetched = block.recomputed_share * one.bytes, block.fetched_share * one.bytes
-        values.append(Value(f"{label}/{one.name}", one.bytes, again, fetched, one.may_save, one.may_offload))
+    for residual in block.residuals:
+        again, fetched = block.recomputed_share * residual.bytes, block.fetched_share * residual.bytes
+        values.append(
+            Value(f"{label}/{residual.name}", residual.bytes, again, fetched, residual.may_save, residual.may_offload)
+        )
     return values
 
 
 def _block_operations(label: str, block: Block, before: str, cotangent: str) -> list[Operation]:
-    names = {one.name: f"{label}/{one.name}" for one in block.residuals}
+    names = {residual.name: f"{label}/{residual.name}" for residual in block.residuals}
     writes = (f"{label}:output", f"{label}:input", *names.values())
     forward = Operation(f"forward {label}", block.forward_seconds, (before,), writes, block.working_bytes)
     again = [
         Operation(
-            f"recompute {names[one.name]}", one.seconds, tuple(names[parent] for parent in one.parents), (names[one.name],)
+            f"recompute {names[residual.name]}",
+            residual.seconds,
+            tuple(names[parent] for parent in residual.parents),
+            (names[residual.name],),
         )
-        for one in block.residuals
-        if one.seconds is not None
+        for residual in block.residuals
+        if residual.seconds is not None
     ]
-    needed = (names[one.name] for one in block.residuals if one.needed)
+    needed = (names[residual.name] for residual in block.residuals if residual.needed)
     reads = (f"{label}:cotangent", f"{label}:input", *needed)
     backward = Operation(f"backward {label}", block.backward_seconds, reads, (cotangent,), block.working_bytes)
     return [forward, *again, backward]
@@ -88,13 +93,13 @@ def chain_program(chain: Chain) -> Program:
 def _stage_operations(number: int, stage: Stage) -> list[Operation]:
     before, after = f"a{number - 1}", f"a{number}"
     operations = [Operation(f"forward {number}", stage.forward_seconds, (before,), (after,))]
-    for one in stage.options:
-        kept = (f"{number}:{one.name}", *((f"{number}:{one.name} on host",) if one.host_bytes else ()))
+    for option in stage.options:
+        kept = (f"{number}:{option.name}", *((f"{number}:{option.name} on host",) if option.host_bytes else ()))
         reads = (before, after, *kept, f"{after} cotangent")
-        forward = f"forward {number}:{one.name}"
-        backward = f"backward {number}:{one.name}"
-        operations.append(Operation(forward, one.forward_seconds, (before,), (after, *kept), one.forward_bytes))
+        forward = f"forward {number}:{option.name}"
+        backward = f"backward {number}:{option.name}"
+        operations.append(Operation(forward, option.forward_seconds, (before,), (after, *kept), option.forward_bytes))
         operations.append(
-            Operation(backward, one.backward_seconds, reads, (f"{before} cotangent",), one.backward_bytes, in_place=True)
+            Operation(backward, option.backward_seconds, reads, (f"{before} cotangent",), option.backward_bytes, in_place=True)
         )
     return operations

@@ -105,7 +105,7 @@ class Program:
     @cached_property
     def value(self) -> dict[str, Value]:
         """The values by name."""
-        return {one.name: one for one in self.values}
+        return {value.name: value for value in self.values}
 
     @cached_property
     def operation(self) -> dict[str, Operation]:
