@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.links import Place, fit, links_of_places, links_of_tensors, tied_pairs
-from remat_jax.porting.pattern import FlaxPattern, Pattern
+from remat_jax.porting.links import fit, links_of_places, links_of_tensors, tied_pairs
+from remat_jax.porting.pattern import FlaxPattern, Pattern, Place
 from remat_jax.porting.rules import Rule, Rules, as_rules
 from remat_jax.porting.tensors import address, as_jax, as_numpy, as_torch, is_torch, same_memory
 from remat_jax.porting.variables import Leaves, Variables

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.auto.units import FlaxUnit, Shape, TorchUnit, natural
-from remat_jax.porting.links import Place
+from remat_jax.porting.auto.units import FlaxUnit, TorchUnit, natural
+from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.rules import Rule
 from remat_jax.porting.transform import Transform
 

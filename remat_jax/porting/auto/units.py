@@ -7,10 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from remat_jax.porting.links import Place
+from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.tensors import address
-
-Shape = tuple[int, ...]
 
 # Flax modules' names for their arrays. An array with another name is a unit of its own, like a bare parameter.
 _OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var"}
@@ -34,7 +32,7 @@ class TorchUnit:
 
     def full(self, local: str) -> str:
         """A tensor's full name in the state dict."""
-        return ".".join(filter(None, (self.name, local)))
+        return _dotted(self.name, local)
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def torch_parts(module: Any, taken: set[str]) -> TorchParts:
     for prefix, part in module.named_modules(remove_duplicate=False):
         tensors: dict[str, Shape] = {}
         for local, parameter in part.named_parameters(recurse=False):
-            name = _child(prefix, local, ".")
+            name = _dotted(prefix, local)
             memory = (address(parameter), tuple(parameter.shape)) if parameter.numel() else (id(parameter), ())
             first = first_names.setdefault(memory, name)
             if first != name:
@@ -71,7 +69,7 @@ def torch_parts(module: Any, taken: set[str]) -> TorchParts:
             elif name not in taken:
                 tensors[local] = tuple(parameter.shape)
         for local, _ in part.named_buffers(recurse=False):
-            name = _child(prefix, local, ".")
+            name = _dotted(prefix, local)
             if name not in state or name in taken:
                 continue
             if local in ("running_mean", "running_var"):
@@ -100,7 +98,7 @@ def _divided(prefix: str, kind: str, tensors: Mapping[str, Shape]) -> Iterator[T
         yield TorchUnit(prefix, kind, together)
     for local, shape in tensors.items():
         if local not in whole:
-            yield TorchUnit(_child(prefix, local, "."), "Parameter", (("", shape),))
+            yield TorchUnit(_dotted(prefix, local), "Parameter", (("", shape),))
 
 
 def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
@@ -108,18 +106,30 @@ def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collec
 
     In the attentions named in `together`, query, key and value are one unit. The parts of a recurrent cell always are.
     """
-    joined = _joined(_modules(shapes, stack), together)
-    return [
-        FlaxUnit(name, tuple((local, *value) for local, value in sorted(arrays.items())), children)
-        for name, arrays, children in joined
-    ]
+    modules = _modules(shapes, stack)
+    units: list[FlaxUnit] = []
+    used: set[str] = set()
+
+    def add(name: str, parts: Mapping[str, str], children: tuple[str, ...] = ()) -> None:
+        used.update(parts.values())
+        arrays = {prefix + local: array for prefix, path in parts.items() for local, array in modules[path].items()}
+        units.append(FlaxUnit(name, tuple((local, *array) for local, array in sorted(arrays.items())), children))
+
+    for parent in sorted({name.rpartition("/")[0] for name in modules}):
+        for group in (*(_TOGETHER if parent in together else ()), *_CELLS):
+            parts = {f"{child}/": _path(parent, child) for child in group}
+            if all(path in modules and path not in used for path in parts.values()):
+                add(parent, parts, group)
+    for name in [name for name in modules if name not in used]:
+        add(name, {"": name})
+    return units
 
 
 def attentions(shapes: Mapping[str, Shape], stack: str) -> list[str]:
     """The modules that hold a query, a key and a value."""
     modules = _modules(shapes, stack)
     parents = {name.rpartition("/")[0] for name in modules}
-    return sorted(p for p in parents if any(all(_child(p, child) in modules for child in group) for group in _TOGETHER))
+    return sorted(p for p in parents if any(all(_path(p, child) in modules for child in group) for group in _TOGETHER))
 
 
 def _modules(shapes: Mapping[str, Shape], stack: str) -> dict[str, dict[str, tuple[Place, Shape]]]:
@@ -137,24 +147,12 @@ def _modules(shapes: Mapping[str, Shape], stack: str) -> dict[str, dict[str, tup
     return modules
 
 
-def _joined(
-    modules: dict[str, dict[str, tuple[Place, Shape]]], together: Collection[str]
-) -> Iterator[tuple[str, dict[str, tuple[Place, Shape]], tuple[str, ...]]]:
-    used: set[str] = set()
-    for parent in sorted({name.rpartition("/")[0] for name in modules}):
-        for group in (*(_TOGETHER if parent in together else ()), *_CELLS):
-            paths = [_child(parent, child) for child in group]
-            if all(path in modules and path not in used for path in paths):
-                used |= set(paths)
-                pairs = zip(group, paths, strict=True)
-                yield parent, {f"{child}/{key}": array for child, path in pairs for key, array in modules[path].items()}, group
-    for name, arrays in modules.items():
-        if name not in used:
-            yield name, arrays, ()
+def _dotted(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
-def _child(parent: str, name: str, separator: str = "/") -> str:
-    return f"{parent}{separator}{name}" if parent else name
+def _path(*names: str) -> str:
+    return "/".join(filter(None, names))
 
 
 def stack_candidates(shapes: Mapping[str, Shape]) -> list[str]:
