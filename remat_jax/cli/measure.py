@@ -14,6 +14,7 @@ from remat_jax.cli.output import Answer, Json, answering, check_picture, progres
 from remat_jax.cli.workloads import (
     POLICY_HELP,
     MeshOption,
+    TargetOption,
     WorkloadArgument,
     check_policy,
     is_plan,
@@ -43,7 +44,7 @@ def measure(
         list[str] | None,
         typer.Option("--policy", "-p", help=f"{POLICY_HELP}; repeat the option for several policies. Default: off and full."),
     ] = None,
-    target: Annotated[str, typer.Option(help="The target to compile for; see remat-jax targets.")] = "cpu",
+    target: TargetOption = "cpu",
     mesh: MeshOption = None,
     memory_limit: Annotated[
         str | None,
@@ -85,8 +86,8 @@ def measure(
                 f"{option}{described.name!r}: memory at the peak is known only for GPU targets; give one, such as --target h200"
             )
         job = load_on_mesh(workload, mesh, described)
-        with progress() as steps:
-            steps.tell(f"{job.name}: tracing, then compiling for {described.name}", 0, len(asked))
+        with progress() as show_step:
+            show_step(f"{job.name}: tracing, then compiling for {described.name}", 0, len(asked))
             policies = {name: read_policy(name, job) for name in asked}
             if not diff and not any(map(is_off, policies.values())) and job.replaced_checkpoints:
                 policies["off"] = read_policy("off", job)
@@ -95,7 +96,7 @@ def measure(
 
             def compiled(name: str) -> None:
                 step = f"compiled {name[:_MOST_LETTERS]} for {described.name}"
-                steps.tell(step, min(next(done), len(policies)), len(policies))
+                show_step(step, min(next(done), len(policies)), len(policies))
 
             measured = measure_many(job, [*policies.values()], described, timeout, on_done=compiled, memory_limit=limit)
             reports = [_called(name, report) for name, report in zip(policies, measured, strict=True)]

@@ -23,9 +23,11 @@ from remat_jax.planning.plan import Plan
 from remat_jax.policy import as_block_policy
 from remat_jax.workload import Workload
 
-WorkloadArgument = Annotated[
-    str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")
-]
+WORKLOAD = typer.Argument(
+    metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.", show_default=False
+)
+WorkloadArgument = Annotated[str, WORKLOAD]
+TargetOption = Annotated[str, typer.Option(help="The target to compile for; see remat-jax targets.")]
 MeshOption = Annotated[
     str | None,
     typer.Option(
