@@ -177,9 +177,10 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
     """Kernels with several results (flash attention and its log-sum-exp) that save one and run again for another."""
     for region in observed.regions:
         again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
+        makers = region.makers() if again else {}
         wasted: dict[int, tuple[Any, list[Kept]]] = {}
         for array in region.kept if again else ():
-            eqn = _kernel_of(*region.makers[array.name]) if array.name in region.makers else None
+            eqn = _kernel_of(*makers[array.name]) if array.name in makers else None
             if eqn is not None and any(_is_same(eqn, other) for other in again):
                 wasted.setdefault(id(eqn), (eqn, []))[1].append(array)
         for eqn, kept in wasted.values():
