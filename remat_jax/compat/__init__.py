@@ -1,7 +1,4 @@
-"""The only package that uses private JAX and Flax, checks JAX versions, and knows the CUDA plugin.
-
-Everything else uses public JAX. Supported: JAX 0.10.2 and later.
-"""
+"""The only package that uses private JAX and Flax, checks JAX versions (0.10.2 and later), and knows the CUDA plugin."""
 
 from __future__ import annotations
 

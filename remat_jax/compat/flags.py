@@ -21,11 +21,8 @@ _DISABLED_PASSES = re.compile(r"(?<!\S)--xla_disable_hlo_passes=(\S*)")
 def xla_flags(*more: str) -> str:
     """`XLA_FLAGS` for a process that starts now, followed by `more`.
 
-    XLA takes a value that does not begin with `-` for the name of a file with flags. Nothing can be appended to a file name, so
-    the file is read here.
-
-    Raises:
-      CompileError: the file does not exist or cannot be read.
+    XLA takes a value that does not begin with `-` for the name of a file with flags, which is read here, since nothing can be
+    appended to a name. Raises CompileError if the file cannot be read.
     """
     given = os.environ.get("XLA_FLAGS", "")
     if given and not given.lstrip(" \t\r\n").startswith("-"):
@@ -34,11 +31,7 @@ def xla_flags(*more: str) -> str:
 
 
 def disabled_passes() -> tuple[str, ...]:
-    """The passes that XLA omits in a process that starts now. If the flag is given twice, both lists count.
-
-    Raises:
-      CompileError: as in `xla_flags`.
-    """
+    """The passes that XLA omits in a process that starts now; two flags add up. Raises CompileError as `xla_flags`."""
     lists = _DISABLED_PASSES.findall(xla_flags())
     return tuple(name for names in lists for name in names.strip("'\"").split(",") if name)
 
@@ -52,9 +45,9 @@ _QUICK = {
 
 @functools.cache
 def quick_compile_options() -> dict[str, Any]:
-    """Compiler options for programs that run a few times on a CPU: about five times quicker to compile, and slower code.
+    """Compiler options for programs that run a few times on a CPU, about five times quicker to compile; else none.
 
-    Options that this XLA does not know are omitted. On other backends there are none.
+    Options that this XLA does not know are omitted.
     """
     options: dict[str, Any] = {}
     for name, value in _QUICK.items() if jax.default_backend() == "cpu" else ():

@@ -32,11 +32,7 @@ def gpu_compiler_installed() -> bool:
 
 
 def require_gpu_compiler() -> None:
-    """Check that XLA's GPU compiler is installed.
-
-    Raises:
-      UnsupportedError: it is not. The message has the command that installs it, or says that this platform has none.
-    """
+    """Raise UnsupportedError, with the command that installs it, unless XLA's GPU compiler is installed."""
     if not sys.platform.startswith("linux"):
         raise UnsupportedError(
             f"sys.platform={sys.platform!r}: XLA's GPU compiler is published for Linux only; use target='cpu' here"
@@ -71,11 +67,7 @@ CUDNN_REMEDY = (
 
 
 def attention_kernel() -> Any:
-    """JAX's own attention kernel for GPUs, a Pallas kernel that needs no GPU to be compiled; its package is experimental.
-
-    Raises:
-      ImportError: this JAX has no such kernel any more.
-    """
+    """JAX's own attention kernel for GPUs, a Pallas kernel that compiles without one; ImportError if this JAX has none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return importlib.import_module("jax.experimental.pallas.ops.gpu.attention").mha
@@ -88,11 +80,7 @@ def wants_cudnn(message: str) -> bool:
 
 @contextlib.contextmanager
 def cudnn_explained() -> Iterator[None]:
-    """A context for tracing, where JAX's error about missing cuDNN becomes one that names the operator and the remedy.
-
-    Raises:
-      CompileError: instead of JAX's `RuntimeError`.
-    """
+    """A context for tracing: JAX's error about missing cuDNN becomes a CompileError with the operator and the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -115,11 +103,7 @@ def _asking_for_cudnn(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
-    """Lower for an absent GPU, of the first of `device_kinds`: a Pallas kernel reads the kind of its device.
-
-    Raises:
-      UnsupportedError: `device_kinds` is empty.
-    """
+    """Lower for an absent GPU, of the first of `device_kinds` (UnsupportedError without one), which a Pallas kernel reads."""
     if not device_kinds:
         raise UnsupportedError(
             f"target={target!r} does not state JAX's name for the device, which a Pallas kernel needs to compile: add it to "

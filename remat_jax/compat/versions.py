@@ -68,11 +68,7 @@ def _has_gpu() -> bool:
 
 
 def refuse_miscompiled_offload() -> None:
-    """Refuse offload inside a loop if this JAX could run it on a GPU with silently wrong gradients.
-
-    Raises:
-      UnsupportedError: there is a GPU (the default device or not), this JAX is affected, and the pass is not disabled.
-    """
+    """Raise UnsupportedError for offload in a loop if this JAX could run it on a GPU here with silently wrong gradients."""
     if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _has_gpu() and _miscompiles_scanned_offload_here():
         raise UnsupportedError(
             f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiled backward pass reads another layer's "
@@ -83,11 +79,7 @@ def refuse_miscompiled_offload() -> None:
 
 
 def require_named_policies() -> None:
-    """Refuse a policy that is a function if this JAX would silently ignore it.
-
-    Raises:
-      UnsupportedError: `jax_remat3` is on, before JAX 0.12.
-    """
+    """Raise UnsupportedError for a policy that is a function if this JAX would silently ignore it."""
     if remat3() and JAX_VERSION < (0, 12, 0):
         raise UnsupportedError(
             f"jax_remat3=True with JAX {jax.__version__}: this JAX version silently recomputes the arrays that such a policy "
@@ -135,7 +127,6 @@ def _ignored_plugins() -> list[str]:
 
 
 _lost_threads = False
-_warned_process = 0
 
 
 def _after_fork() -> None:
@@ -148,13 +139,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def warn_of_lost_threads() -> None:
-    """Warn, once for each process, if this process was forked from one in which JAX had started.
-
-    JAX's threads exist only in the parent, and calls that need them never return.
-    """
-    global _warned_process
-    if _lost_threads and _warned_process != os.getpid():
-        _warned_process = os.getpid()
+    """Warn, once for each process, if this process was forked from one in which JAX had started."""
+    global _lost_threads
+    if _lost_threads:
+        _lost_threads = False
         warn(
             "this process was forked after JAX had started, and a fork does not copy JAX's threads: JAX may hang. Start "
             "processes with multiprocessing.get_context('spawn')"
@@ -167,11 +155,7 @@ _NOT_EAGERLY = re.compile(r"Received incompatible devices for jitted computation
 
 @contextlib.contextmanager
 def eager_offload_explained() -> Iterator[None]:
-    """A context for an offload, where JAX's error for an offload that needs `jax.jit` becomes one with the remedy.
-
-    Raises:
-      UnsupportedError: instead of JAX's ValueError.
-    """
+    """A context for an offload: JAX's ValueError if it needs `jax.jit` becomes an UnsupportedError with the remedy."""
     try:
         yield
     except ValueError as error:

@@ -24,8 +24,8 @@ _PARAMETERS, _STATE = jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(1)
 def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSharding] | None:
     """A sharding for each array of the state that a traced `init` makes, if a parameter is on a mesh of several devices.
 
-    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. `optax`
-    called op by op gets these shardings from `zeros_like` of the parameters, but a traced `init` sees only their shapes.
+    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. `zeros_like`
+    would give these shardings op by op; a traced `init` sees only shapes.
     """
     params = traced.values
     # A tracer's sharding is unknown; the compiler or the caller of `jit` decides.
@@ -46,10 +46,7 @@ def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSh
 
 
 def _owners(paths: Sequence[Path]) -> list[int | None]:
-    """For each leaf of the state, the index of its parameter in the first tree: the leaf's path ends in the parameter's path.
-
-    None for leaves of other trees, and for leaves without a parameter.
-    """
+    """For each path of the state, the index of its parameter, whose path it ends in; None for all other paths."""
     first = {path[1:]: index for index, path in enumerate(paths) if path[0] == _PARAMETERS}
 
     def owner(path: Path) -> int | None:
@@ -63,9 +60,8 @@ def _owners(paths: Sequence[Path]) -> list[int | None]:
 def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list[int]:
     """The order in which to compute an optimizer's outputs `(updates, state)`, as indices, parameter by parameter.
 
-    A parameter's leaves of state come before its update, which reads them. Parameters come in the order in which the backward
-    pass computes their gradients (`made`, for each output of the first tree), so no gradient waits for another parameter's
-    update. If `made` is equal, the last parameter comes first, with numbers in a path compared as numbers.
+    A parameter's state comes before its update, which reads it. Parameters come in the order in which the backward pass
+    computes their gradients (`made`), so no gradient waits for another parameter's update; the last first if that is equal.
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []
@@ -146,11 +142,9 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
           NoEffectError: no array would move.
         """
         traced, moved = _traced_init(self._inner, self._fraction, params)
+        leaves = zip(traced.out_paths, traced.jaxpr.out_avals, strict=True)
         return StatePlacement(
-            tuple(
-                StateLeaf(path_text(path), compat.tree_bytes(aval), path in moved)
-                for path, aval in zip(traced.out_paths, traced.jaxpr.out_avals, strict=True)
-            )
+            tuple(StateLeaf(path_text(path), compat.tree_bytes(aval), path in moved) for path, aval in leaves)
         )
 
 
