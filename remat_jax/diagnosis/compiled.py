@@ -11,7 +11,7 @@ from remat_jax import compat
 from remat_jax.core.products import eqn_flops
 from remat_jax.core.walk import bodies
 from remat_jax.diagnosis.findings import Finding
-from remat_jax.diagnosis.watch import Observed, Region, contains_live_region, is_region
+from remat_jax.diagnosis.watch import Observed, contains_live_region, is_region
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, measure
 from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
@@ -34,7 +34,9 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
     after = _after_last_region(observed.jaxpr)
     if last is None or last.looped or after is None or sum(len(region.paths) for region in offloading) < 2:
         return None
-    rate = _rate(last, target)
+    dtypes = [str(eqn.invars[0].aval.dtype) for eqn in last.block.jaxpr.jaxpr.eqns if eqn_flops(eqn)]
+    rates = target.peak_flops
+    rate = min((rates[dtype] for dtype in dtypes if dtype in rates), default=rates.get("float32"))
     if rate is None or not target.host_link_bytes_per_s or not target.hbm_bytes_per_s:
         return None
     sizes = [kept.nbytes for kept in last.offloaded]
@@ -45,23 +47,14 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
     return (observed.order[-1], sum(sizes), copying, computing) if copying > computing else None
 
 
-def _rate(region: Region, target: Target) -> float | None:
-    """The nominal rate of the block's own dtype."""
-    dtypes = [str(eqn.invars[0].aval.dtype) for eqn in region.block.jaxpr.jaxpr.eqns if eqn_flops(eqn)]
-    rates = target.peak_flops
-    return min((rates[dtype] for dtype in dtypes if dtype in rates), default=rates.get("float32"))
-
-
 def _after_last_region(jaxpr: Any) -> list[Any] | None:
     """The equations after the last region; None if the region is in a loop or a branch, or does not exist."""
     eqns = jaxpr.jaxpr.eqns
-    for index in reversed(range(len(eqns))):
-        if is_region(eqns[index]):
+    for index, eqn in reversed(list(enumerate(eqns))):
+        if is_region(eqn):
             return list(eqns[index + 1 :])
-        if contains_live_region(eqns[index]):
-            if eqns[index].primitive.name in ("scan", "while", "cond"):
-                return None
-            inside = _after_last_region(bodies(eqns[index])[0])
+        if contains_live_region(eqn):
+            inside = None if eqn.primitive.name in ("scan", "while", "cond") else _after_last_region(bodies(eqn)[0])
             return None if inside is None else [*inside, *eqns[index + 1 :]]
     return None
 
@@ -73,8 +66,7 @@ def _seconds(eqns: list[Any], flops_per_s: float, hbm_bytes_per_s: float) -> flo
         if inside:
             total += sum(inside) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
             continue
-        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
-        traffic = compat.tree_bytes([aval for aval in avals if hasattr(aval, "shape") and hasattr(aval, "dtype")])
+        traffic = compat.tree_bytes([atom.aval for atom in (*eqn.invars, *eqn.outvars) if compat.is_array(atom.aval)])
         total += max(eqn_flops(eqn) / flops_per_s, traffic / hbm_bytes_per_s)
     return total
 
