@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,10 +22,10 @@ Arrays = dict[str, np.ndarray]
 def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dtype: Any = None) -> Any:
     """Return `variables` filled with PyTorch's values; every tensor is used exactly once and every array is filled.
 
-    `state_dict` maps names to tensors or arrays. `variables` are the Flax model's, arrays or `jax.ShapeDtypeStruct`: the result
-    of a Linen module's `init`, an NNX State, or an NNX module. The result has the same type; an NNX module gives a new module.
-    `rules` is a `Rules`, its text, or a sequence of rules. The arrays are copies with the tensors' dtypes, floating-point ones
-    in `dtype` if it is given, each with the NamedSharding that the array in `variables` has.
+    `state_dict` maps names to tensors or arrays. `variables` are arrays or `jax.ShapeDtypeStruct`: the result of a Linen
+    module's `init`, an NNX State, or an NNX module; the result has the same type. `rules` is a `Rules`, its text, or a sequence
+    of rules. The arrays are copies with the tensors' dtypes, floating-point ones in `dtype` if it is given, each with the
+    NamedSharding that the array in `variables` has.
 
     Raises:
         PortingError: lists every tensor that is missing, extra, duplicated or of the wrong shape, and every array that is not
@@ -44,7 +44,7 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
     arrays = _join_tied(rules, arrays, problems)
     filled = fill(rules, arrays, target.leaves, problems, direction="forward")
     filled = {path: _in_dtype(array, dtype, target.leaves[path]) for path, array in filled.items()}
-    leaves = target.leaves | _as_jax(filled, target.leaves, problems)
+    leaves = target.leaves | _converted(filled, lambda path, array: as_jax(array, target.leaves[path]), problems)
     if not problems:
         remedy = "named as missing, but has no value to keep; give variables with values, such as those of the model's init"
         problems += [f"{path}: {remedy}" for path in _abstract(leaves)]
@@ -104,7 +104,7 @@ def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: An
     for path, leaf in target.leaves.items():
         if path not in filled and rules.allows_missing(path):
             filled[path] = np.zeros(leaf.shape, leaf.dtype)
-    leaves = _as_jax(filled, {}, problems)
+    leaves = _converted(filled, lambda _, array: as_jax(array), problems)
     _raise(problems, "the gradients do not fit the parameters")
     return target.rebuild(leaves)
 
@@ -165,26 +165,24 @@ def _unrolling(variables: Variables, each: str, stack: str) -> Rules:
 def _read(tensors: Mapping[str, Any], problems: list[str]) -> Arrays:
     if not isinstance(tensors, Mapping):
         raise PortingError(f"{type(tensors).__name__} is not a mapping of names to tensors; give module.state_dict().")
-    arrays = {}
-    for name, value in tensors.items():
+
+    def read(_: str, value: Any) -> np.ndarray:
         if not (is_torch(value) or hasattr(value, "__array__")):
-            problems.append(f"{name}: is of type {type(value).__name__}, not a tensor or array")
-            continue
+            raise PortingError(f"is of type {type(value).__name__}, not a tensor or array")
+        return as_numpy(value)
+
+    return _converted(tensors, read, problems)
+
+
+def _converted(values: Mapping[str, Any], convert: Callable[[str, Any], Any], problems: list[str]) -> dict[str, Any]:
+    """`convert(name, value)` of each value; a PortingError becomes a problem with the value's name."""
+    converted = {}
+    for name, value in values.items():
         try:
-            arrays[name] = as_numpy(value)
+            converted[name] = convert(name, value)
         except PortingError as error:
             problems.append(f"{name}: {error}")
-    return arrays
-
-
-def _as_jax(arrays: Arrays, like: Leaves, problems: list[str]) -> Leaves:
-    leaves = {}
-    for path, array in arrays.items():
-        try:
-            leaves[path] = as_jax(array, like.get(path))
-        except PortingError as error:
-            problems.append(f"{path}: {error}")
-    return leaves
+    return converted
 
 
 def _join_tied(rules: Rules, arrays: Arrays, problems: list[str], gradients: Mapping[str, Any] | None = None) -> Arrays:
