@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from remat_jax.errors import PortingError
 from remat_jax.porting.links import fit, links_of_places, links_of_tensors, tied_pairs
 from remat_jax.porting.pattern import FlaxPattern, Pattern, Place
 from remat_jax.porting.rules import Rule, Rules, as_rules
-from remat_jax.porting.tensors import address, as_jax, as_numpy, as_torch, is_torch, same_memory
+from remat_jax.porting.tensors import as_jax, as_numpy, as_torch, is_torch, memory_of
 from remat_jax.porting.variables import Leaves, Variables
 
 Arrays = dict[str, np.ndarray]
@@ -202,7 +202,7 @@ def _join_tied(rules: Rules, arrays: Arrays, problems: list[str], gradients: Map
             if first.tobytes() != second.tobytes():
                 remedy = "remove the tie, or give equal tensors"
                 problems.append(f"{name}: tied to {first_name}, but their values differ; {remedy}")
-        elif not same_memory(gradients[first_name], gradients[name]):
+        elif memory_of(gradients[first_name]) != memory_of(gradients[name]):
             result[first_name] = (first.astype(np.float64) + second.astype(np.float64)).astype(first.dtype)
     return result
 
@@ -210,12 +210,12 @@ def _join_tied(rules: Rules, arrays: Arrays, problems: list[str], gradients: Map
 def _refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, problems: list[str]) -> None:
     """Refuse a tensor with two names that would fill two arrays: the arrays would diverge in training."""
     tied = {frozenset(pair) for pair in tied_pairs(rules, state_dict)}
-    by_address: dict[int, list[str]] = {}
+    by_memory: dict[Hashable, list[str]] = {}
     for name in links_of_tensors(rules, arrays):
-        by_address.setdefault(address(state_dict[name]), []).append(name)
-    for first, *others in by_address.values():
+        by_memory.setdefault(memory_of(state_dict[name]), []).append(name)
+    for first, *others in by_memory.values():
         for other in others:
-            if same_memory(state_dict[first], state_dict[other]) and frozenset((first, other)) not in tied:
+            if frozenset((first, other)) not in tied:
                 problems.append(
                     f"{other}: duplicated: it is the same tensor as {first}, but would fill a second array, which then trains "
                     f"separately; share one array in Flax, and write 'tie: {first} = {other}'; or give copies if the arrays "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from remat_jax.porting.pattern import Place, Shape
-from remat_jax.porting.tensors import address
+from remat_jax.porting.tensors import memory_of
 
 # Flax modules' names for their arrays. An array with another name is a unit of its own, like a bare parameter.
 _OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var"}
@@ -56,14 +56,13 @@ class TorchParts:
 def torch_parts(module: Any, taken: set[str]) -> TorchParts:
     """The units of `module`, without the tensors whose names are `taken`."""
     parts = TorchParts([], [], [])
-    first_names: dict[tuple[int, Shape], str] = {}
+    first_names: dict[Hashable, str] = {}
     state = module.state_dict()
     for prefix, part in module.named_modules(remove_duplicate=False):
         tensors: dict[str, Shape] = {}
         for local, parameter in part.named_parameters(recurse=False):
             name = _dotted(prefix, local)
-            memory = (address(parameter), tuple(parameter.shape)) if parameter.numel() else (id(parameter), ())
-            first = first_names.setdefault(memory, name)
+            first = first_names.setdefault(memory_of(parameter), name)
             if first != name:
                 parts.ties.extend([(first, name)] if name in state else [])
             elif name not in taken:
