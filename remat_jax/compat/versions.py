@@ -32,6 +32,7 @@ JAX_VERSION: tuple[int, ...] = _numbers(jax.__version__)[:3]
 SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
 
 _PASS = "dynamic-slice-annotator"
+SCANNED_OFFLOAD_REMEDY = f"JAX 0.11.1 or later, unroll the layers, or start with XLA_FLAGS=--xla_disable_hlo_passes={_PASS}"
 # An entry of `xla_disable_hlo_passes` (field 30 of XLA's DebugOptions) in a serialised message: tag, length, text.
 _ENTRY = b"\xf2\x01" + bytes([len(_PASS)]) + _PASS.encode()
 
@@ -72,9 +73,8 @@ def refuse_miscompiled_offload() -> None:
     if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _has_gpu() and _miscompiles_scanned_offload_here():
         raise UnsupportedError(
             f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiled backward pass reads another layer's "
-            "residuals, so gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or "
-            "start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator (XLA reads these flags once, when it "
-            "starts)"
+            f"residuals, so gradients are silently wrong (openxla/xla#46231). Use {SCANNED_OFFLOAD_REMEDY} (XLA reads these "
+            "flags once, when it starts)"
         )
 
 
@@ -98,8 +98,7 @@ def limits() -> tuple[str, ...]:
     if _miscompiles_scanned_offload_here():
         texts.append(
             f"offload inside a scan is refused on GPUs with JAX {jax.__version__}, which compiles it wrongly "
-            "(openxla/xla#46231): use JAX 0.11.1 or later, unroll the layers, or start with "
-            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+            f"(openxla/xla#46231): use {SCANNED_OFFLOAD_REMEDY}"
         )
     return (*texts, *_ignored_plugins())
 

@@ -125,8 +125,7 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
             "",
             f"JAX {report.jax_version} miscompiles offload inside a scan: the backward pass reads another layer's residuals, "
             "and gradients on a GPU are silently wrong (openxla/xla#46231)",
-            "Use JAX 0.11.1 or later, unroll the layers, or start with "
-            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator",
+            f"Use {compat.SCANNED_OFFLOAD_REMEDY}",
         )
 
 
