@@ -72,10 +72,13 @@ def targets(as_json: Json = False) -> None:
     """List the targets, the hardware that steps can be measured and planned for; none has to be present."""
     with answering(as_json) as answer:
         listed = [target(name) for name in target_names()]
-        cells = [(known.name, format_bytes(known.memory_bytes), *_rates(known), known.description) for known in listed]
+        cells = [
+            (described.name, format_bytes(described.memory_bytes), *_rates(described), described.description)
+            for described in listed
+        ]
         columns = ("name", "memory", "memory rate", "to the host, each way", "bfloat16", "description")
         answer.show(table("Targets", columns, cells, caption=_RATES), _SEVERAL)
-        answer.data({"targets": [known.to_dict() for known in listed]})
+        answer.data({"targets": [entry.to_dict() for entry in listed]})
 
 
 def _rates(described: Target) -> list[str | None]:

@@ -76,7 +76,7 @@ def measure(
     attached, each step also runs on this machine's GPU.
     """
     with answering(as_json) as answer:
-        asked = _asked(policy, diff)
+        names = _distinct(policy, diff)
         described = target_named(target)
         limit = limit_bytes(memory_limit, described)
         check_picture(plot)
@@ -87,8 +87,8 @@ def measure(
             )
         job = load_on_mesh(workload, mesh, described)
         with progress() as show_step:
-            show_step(f"{job.name}: tracing, then compiling for {described.name}", 0, len(asked))
-            policies = {name: read_policy(name, job) for name in asked}
+            show_step(f"{job.name}: tracing, then compiling for {described.name}", 0, len(names))
+            policies = {name: read_policy(name, job) for name in names}
             if not diff and not any(map(is_off, policies.values())) and job.replaced_checkpoints:
                 policies["off"] = read_policy("off", job)
             tables = [_called(name, residuals(job, policy)) for name, policy in policies.items()] if show_residuals else []
@@ -121,12 +121,12 @@ def measure(
         )
 
 
-def _asked(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list[str]:
+def _distinct(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list[str]:
     """The distinct policies to measure, including those of `--diff`, checked before the user's file runs."""
-    asked: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for policy in [*(policies or (() if diff else ("off", "full"))), *(diff or ())]:
-        asked.setdefault(check_policy(policy), policy)
-    return list(asked.values())
+        names.setdefault(check_policy(policy), policy)
+    return list(names.values())
 
 
 def _called(name: str, report: Any) -> Any:

@@ -58,7 +58,7 @@ def report(
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.
         described = target_named(target)
-        where, asked = checked_path(output, "output"), checked_policies(policy or None)
+        where, policies = checked_path(output, "output"), checked_policies(policy or None)
         check_timeout(timeout)
         if budget is not None and plan is not None:
             raise ArgumentError(f"budget={budget!r} and plan={str(plan)!r}: give only one of them; a plan has its own budget")
@@ -74,7 +74,7 @@ def report(
             check_plan(made, job, described)
         with progress() as show_step:
             compared = parity_report(parity, show_step) if parity is not None else None
-            gathered = gather(job, asked, described, plan=made, parity=compared, timeout=timeout, progress=show_step)
+            gathered = gather(job, policies, described, plan=made, parity=compared, timeout=timeout, progress=show_step)
         write_page(where, gathered, "output")
         _show(answer, gathered, where)
         answer.data({"report": str(where), **gathered.to_dict()})

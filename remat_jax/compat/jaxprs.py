@@ -272,8 +272,8 @@ def batched(
 
 def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
     """Two more arguments since JAX 0.12: the number of residuals, and a name for messages."""
-    asked = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
-    return (lambda: num_res, "custom_vjp") if "num_res" in asked else ()
+    parameters = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
+    return (lambda: num_res, "custom_vjp") if "num_res" in parameters else ()
 
 
 def _map_linear(

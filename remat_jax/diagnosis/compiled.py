@@ -178,9 +178,9 @@ def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding
 def xla_rematerialization(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
     """XLA's own rematerialization, which recomputes saved arrays if the step is too large for the device."""
     kept = (report.residual_device_bytes or 0) // report.devices
-    asked = report.argument_bytes + report.output_bytes - report.alias_bytes + kept
+    saved_bytes = report.argument_bytes + report.output_bytes - report.alias_bytes + kept
     # Far below the device's memory the pass does not run, so a compilation would be wasted.
-    if target.memory_bytes is None or max(asked, report.device_bytes) < target.memory_bytes / 2:
+    if target.memory_bytes is None or max(saved_bytes, report.device_bytes) < target.memory_bytes / 2:
         return
     passes = ",".join((*compat.disabled_passes(), "rematerialization"))
     plain = _compiled(observed, target, timeout, {"xla_disable_hlo_passes": passes}).device

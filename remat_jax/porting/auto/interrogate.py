@@ -99,9 +99,9 @@ class Space:
 
     def _exchanged(self, candidate: MapCandidate, pairs: list[tuple[int, int]]) -> MapCandidate | None:
         places, choices = list(candidate.places), list(candidate.choices)
-        for one, other in pairs:
-            places[one], places[other] = places[other], places[one]
-            for unit in (one, other):
+        for first, second in pairs:
+            places[first], places[second] = places[second], places[first]
+            for unit in (first, second):
                 ways = self.table[unit][places[unit]]
                 if not ways:
                     return None
@@ -129,37 +129,39 @@ class Space:
         trials = [
             self._exchanged(answer, pairs)
             for group in self.groups()
-            for one, other in itertools.combinations(group, 2)
-            if self._equal(one, other, gradients)
-            for pairs in ([(one, other)], self._modules(one, other))
-            if all(a == one or (self._fit(a) == self._fit(b) and self._equal(a, b, gradients)) for a, b in pairs)
+            for first, second in itertools.combinations(group, 2)
+            if self._equal(first, second, gradients)
+            for pairs in ([(first, second)], self._modules(first, second))
+            if all(a == first or (self._fit(a) == self._fit(b) and self._equal(a, b, gradients)) for a, b in pairs)
         ]
         return list(dict.fromkeys(trial for trial in trials if trial is not None))
 
-    def _equal(self, one: int, other: int, gradients: Values) -> bool:
-        pairs = [(a, b) for a, b in zip(self.names(one), self.names(other), strict=True) if a in gradients and b in gradients]
-        scale = max((float(np.linalg.norm(gradients[name])) for names in pairs for name in names), default=0.0)
+    def _equal(self, first: int, second: int, gradients: Values) -> bool:
+        pairs = [
+            (a, b) for a, b in zip(self.names(first), self.names(second), strict=True) if a in gradients and b in gradients
+        ]
+        scale = max((float(np.linalg.norm(gradients[name])) for pair in pairs for name in pair), default=0.0)
         return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
 
-    def _modules(self, one: int, other: int) -> list[tuple[int, int]]:
+    def _modules(self, one_unit: int, other_unit: int) -> list[tuple[int, int]]:
         """The pairs of units in the two largest differing modules that contain one of the units each."""
-        first, second = (self.torch[unit].name.split(".") for unit in (one, other))
+        first, second = (self.torch[unit].name.split(".") for unit in (one_unit, other_unit))
         depth = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
         prefixes = [".".join(parts[: depth + 1]) for parts in (first, second)]
         by_name = {unit.name: index for index, unit in enumerate(self.torch)}
         inside = [name for name in by_name if name == prefixes[0] or name.startswith(prefixes[0] + ".")]
         partners = [prefixes[1] + name.removeprefix(prefixes[0]) for name in inside]
         if any(name not in by_name for name in partners):
-            return [(one, other)]
+            return [(one_unit, other_unit)]
         return [(by_name[a], by_name[b]) for a, b in zip(inside, partners, strict=True)]
 
     def rules_out(self, answer: MapCandidate, unit: int, choice: int, gradients: Values) -> bool:
         """Whether the gradient at a symmetric point shows that a matrix may not be transposed."""
-        for mine, its in zip(self.way(answer, unit), self.ways(answer, unit)[choice], strict=True):
-            if mine.transform == its.transform or len(mine.torch) != 1:
+        for rule, other in zip(self.way(answer, unit), self.ways(answer, unit)[choice], strict=True):
+            if rule.transform == other.transform or len(rule.torch) != 1:
                 continue
-            gradient = gradients.get(mine.torch[0].text)
-            if {str(mine.transform), str(its.transform)} == {"linear", "identity"} and gradient is not None:
+            gradient = gradients.get(rule.torch[0].text)
+            if {str(rule.transform), str(other.transform)} == {"linear", "identity"} and gradient is not None:
                 return bool(np.linalg.norm(gradient - gradient.T) > EQUAL * np.linalg.norm(gradient))
         return False
 
@@ -174,11 +176,11 @@ def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate
     alike, others = space.alike(pair.generic(1)), space.symmetric(pair.generic(2))
     for group in space.groups():
         for unit in group:
-            asked = space.with_one_other(alike, others, unit)
+            values = space.with_one_other(alike, others, unit)
             free = _first(places[unit], [places[other] for other in group])
             for place in (place for place in free if place not in used):
                 trial = space.moved(MapCandidate(tuple(places), start.choices), unit, place)
-                if trial and pair.disagreement(space.rules(trial), asked, gradients=False)[0] <= LIMIT:
+                if trial and pair.disagreement(space.rules(trial), values, gradients=False)[0] <= LIMIT:
                     places, start = list(trial.places), trial
                     used.add(place)
                     break

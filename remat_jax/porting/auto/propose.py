@@ -94,7 +94,7 @@ def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] 
     filled = {place.path for place in links_of_places(given, pair.shapes)}
     shapes = {path: s for path, s in pair.shapes.items() if path not in filled and not given.allows_missing(path)}
     parts = torch_parts(pair.torch, taken)
-    ties = tuple(tie for tie in parts.ties if tie not in [(one.text, other.text) for one, other in given.ties])
+    ties = tuple(tie for tie in parts.ties if tie not in [(first.text, second.text) for first, second in given.ties])
     given = given | Rules((), ties, tuple(parts.buffers))  # type: ignore[arg-type]  # texts are accepted
     if not parts.units and not shapes:
         return (Space([], [], [], given), MapCandidate((), ())), ""
