@@ -137,9 +137,8 @@ class Space:
         return list(dict.fromkeys(trial for trial in trials if trial is not None))
 
     def _equal(self, first: int, second: int, gradients: Values) -> bool:
-        pairs = [
-            (a, b) for a, b in zip(self.names(first), self.names(second), strict=True) if a in gradients and b in gradients
-        ]
+        names = zip(self.names(first), self.names(second), strict=True)
+        pairs = [(a, b) for a, b in names if a in gradients and b in gradients]
         scale = max((float(np.linalg.norm(gradients[name])) for pair in pairs for name in pair), default=0.0)
         return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
 

@@ -13,7 +13,7 @@ from remat_jax.porting.auto.compress import compress
 from remat_jax.porting.auto.interrogate import MapCandidate, Space, identify, other_answers, unexercised
 from remat_jax.porting.auto.pair import FLOAT32_ERROR, LIMIT, ModelPair
 from remat_jax.porting.auto.recipes import by_names, likeness, table
-from remat_jax.porting.auto.units import FlaxUnit, TorchParts, attentions, flax_units, stack_candidates, torch_parts
+from remat_jax.porting.auto.units import FlaxUnit, TorchUnit, attentions, flax_units, stack_candidates, torch_parts
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.links import links_of_places, links_of_tensors
 from remat_jax.porting.rules import Rules, as_rules
@@ -93,39 +93,39 @@ def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] 
     taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if given.allows_extra(n)}
     filled = {place.path for place in links_of_places(given, pair.shapes)}
     shapes = {path: s for path, s in pair.shapes.items() if path not in filled and not given.allows_missing(path)}
-    parts = torch_parts(pair.torch, taken)
-    ties = tuple(tie for tie in parts.ties if tie not in [(first.text, second.text) for first, second in given.ties])
-    given = given | Rules((), ties, tuple(parts.buffers))  # type: ignore[arg-type]  # texts are accepted
-    if not parts.units and not shapes:
+    units, ties, buffers = torch_parts(pair.torch, taken)
+    new_ties = tuple(tie for tie in ties if tie not in [(first.text, second.text) for first, second in given.ties])
+    given = given | Rules((), new_ties, tuple(buffers))  # type: ignore[arg-type]  # texts are accepted
+    if not units and not shapes:
         return (Space([], [], [], given), MapCandidate((), ())), ""
     for stack in ("", *stack_candidates(shapes)):
-        for together in _together(parts, attentions(shapes, stack)):
+        for together in _together(units, attentions(shapes, stack)):
             flax = flax_units(shapes, stack=stack, together=together)
-            ways = table(parts.units, flax) if len(flax) == len(parts.units) else []
-            places = by_names(parts.units, flax, ways) if ways else None
+            ways = table(units, flax) if len(flax) == len(units) else []
+            places = by_names(units, flax, ways) if ways else None
             if places is not None:
-                return (Space(parts.units, flax, ways, given), MapCandidate(tuple(places), (0,) * len(places))), ""
-    return None, _no_match(parts, flax_units(shapes))
+                return (Space(units, flax, ways, given), MapCandidate(tuple(places), (0,) * len(places))), ""
+    return None, _no_match(units, flax_units(shapes))
 
 
-def _together(parts: TorchParts, names: list[str]) -> list[list[str]]:
+def _together(units: Sequence[TorchUnit], names: list[str]) -> list[list[str]]:
     """The candidate sets of Flax attentions whose query, key and value share one tensor: none, all, or those of one name."""
-    fused = [unit.name for unit in parts.units if unit.kind == "MultiheadAttention"]
+    fused = [unit.name for unit in units if unit.kind == "MultiheadAttention"]
     alike = {max(names, key=lambda name: likeness(unit, name)) for unit in fused} if names else set()
     return [[], names, sorted(alike)]
 
 
-def _no_match(parts: TorchParts, flax: Sequence[FlaxUnit]) -> str:
-    ways = table(parts.units, flax)
+def _no_match(units: Sequence[TorchUnit], flax: Sequence[FlaxUnit]) -> str:
+    ways = table(units, flax)
     ours, theirs = [], []
-    for unit, row in zip(parts.units, ways, strict=True):
+    for unit, row in zip(units, ways, strict=True):
         shapes = ", ".join(f"{local or 'itself'} {shape}" for local, shape in unit.tensors)
         ours += [] if any(row) else [f"{unit.name or 'the model'} ({unit.kind}): {shapes}"]
     for index, flax_unit in enumerate(flax):
         shapes = ", ".join(f"{place} {shape}" for _, place, shape in flax_unit.arrays)
         theirs += [] if any(row[index] for row in ways) else [f"{flax_unit.name or 'the model'}: {shapes}"]
     lines = [
-        f"no map fits the shapes: PyTorch has {len(parts.units)} modules with weights, Flax {len(flax)}; give rules, "
+        f"no map fits the shapes: PyTorch has {len(units)} modules with weights, Flax {len(flax)}; give rules, "
         "in which 'extra:' and 'missing:' name what only PyTorch and only Flax have:",
         "  PyTorch modules that fit nothing:",
         *(f"    {text}" for text in ours or ["none"]),

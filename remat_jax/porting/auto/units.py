@@ -44,18 +44,11 @@ class FlaxUnit:
     children: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class TorchParts:
-    """The units of a PyTorch model, its tied names, and its buffers that are not weights."""
-
-    units: list[TorchUnit]
-    ties: list[tuple[str, str]]
-    buffers: list[str]
-
-
-def torch_parts(module: Any, taken: set[str]) -> TorchParts:
-    """The units of `module`, without the tensors whose names are `taken`."""
-    parts = TorchParts([], [], [])
+def torch_parts(module: Any, taken: set[str]) -> tuple[list[TorchUnit], list[tuple[str, str]], list[str]]:
+    """The units of `module` without the tensors whose names are `taken`, its tied names, and its buffers without weights."""
+    units: list[TorchUnit] = []
+    ties: list[tuple[str, str]] = []
+    buffers: list[str] = []
     first_names: dict[Hashable, str] = {}
     state = module.state_dict()
     for prefix, part in module.named_modules(remove_duplicate=False):
@@ -64,7 +57,7 @@ def torch_parts(module: Any, taken: set[str]) -> TorchParts:
             name = _dotted(prefix, local)
             first = first_names.setdefault(memory_of(parameter), name)
             if first != name:
-                parts.ties.extend([(first, name)] if name in state else [])
+                ties += [(first, name)] if name in state else []
             elif name not in taken:
                 tensors[local] = tuple(parameter.shape)
         for local, _ in part.named_buffers(recurse=False):
@@ -74,9 +67,9 @@ def torch_parts(module: Any, taken: set[str]) -> TorchParts:
             if local in ("running_mean", "running_var"):
                 tensors[local] = tuple(state[name].shape)
             else:
-                parts.buffers.append(name)
-        parts.units.extend(_divided(prefix, _kind(part), tensors))
-    return parts
+                buffers.append(name)
+        units += _divided(prefix, _kind(part), tensors)
+    return units, ties, buffers
 
 
 def _kind(part: Any) -> str:
