@@ -111,9 +111,8 @@ def _ignored_plugins() -> list[str]:
     texts = []
     jaxlib = importlib.metadata.version("jaxlib")
     for plugin in _PLUGINS:
-        try:
-            version = importlib.metadata.version(plugin)
-        except importlib.metadata.PackageNotFoundError:
+        version = installed_version(plugin)
+        if version is None:
             continue
         # Like jaxlib, compare only the numbers and ignore suffixes.
         if _numbers(version) == _numbers(jaxlib):
@@ -123,6 +122,14 @@ def _ignored_plugins() -> list[str]:
             f"compiled: pip install {plugin}=={jaxlib}"
         )
     return texts
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 _lost_threads = False
