@@ -136,11 +136,7 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
         return _streamed(_applied, self._inner, self._fraction, gradients, state, params, extra)
 
     def placement(self, params: Any) -> StatePlacement:
-        """Where the state for `params` (arrays or `jax.ShapeDtypeStruct`) lives between steps; nothing is allocated.
-
-        Raises:
-          NoEffectError: no array would move.
-        """
+        """Where the state for `params` (arrays or shapes) lives between steps; NoEffectError if no array would move."""
         traced, moved = _traced_init(self._inner, self._fraction, params)
         leaves = zip(traced.out_paths, traced.jaxpr.out_avals, strict=True)
         return StatePlacement(
@@ -163,8 +159,8 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     Arrays of one equation come to the device together: all stacked layers of a `scan` are one leaf, `optax.MultiSteps` updates
     everything in one `cond` (use `accumulate_gradients`), and a norm of all updates needs all of them. With a norm of all
     gradients and an unrolled stack, XLA's schedule can need more memory than the plain optimizer, unless the blocks offload too
-    (`offload_inputs`): `measure` it. The idea is from ZeRO-Offload and Megatron-LM's `HybridDeviceOptimizer`, but here the
-    update stays on the device.
+    (`offload_inputs`): `measure` it. As in ZeRO-Offload and Megatron-LM's `HybridDeviceOptimizer`, but the update stays on the
+    device.
 
     Args:
       tx: an optax optimizer.
