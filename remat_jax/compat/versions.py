@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import jax
 from jax._src import xla_bridge as _bridge
 
-from remat_jax.compat.flags import disabled_passes
-from remat_jax.compat.gpu_compiler import require_gpu_compiler
 from remat_jax.compat.rematerialisation import remat3
+from remat_jax.compat.xla import disabled_passes, require_gpu_compiler
 from remat_jax.errors import UnsupportedError
 from remat_jax.warning import warn
 
