@@ -133,7 +133,12 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
 
         Needs less memory than the two calls, in which XLA delays applying the updates and keeps all of them to the end.
         """
-        return _streamed(_applied, self._inner, self._fraction, gradients, state, params, extra)
+
+        def applied(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+            updates, state = self._inner.update(gradients, state, params, **extra)
+            return optax.apply_updates(params, updates), state
+
+        return _streamed(applied, self._fraction, gradients, state, params, extra)
 
     def placement(self, params: Any) -> StatePlacement:
         """Where the state for `params` (arrays or shapes) lives between steps; NoEffectError if no array would move."""
@@ -181,21 +186,15 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     """
     inner = _checked(tx, fraction)
 
+    def updated(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+        return inner.update(updates, state, params, **extra)
+
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return _streamed(_updated, inner, fraction, updates, state, params, extra)
+        return _streamed(updated, fraction, updates, state, params, extra)
 
     offloaded = OffloadedOptimizer(functools.partial(_init, inner, fraction), update)
     offloaded._inner, offloaded._fraction = inner, fraction
     return offloaded
-
-
-def _updated(tx: Any, updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-    return tx.update(updates, state, params, **extra)
-
-
-def _applied(tx: Any, gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-    updates, state = tx.update(gradients, state, params, **extra)
-    return optax.apply_updates(params, updates), state
 
 
 def _traced_init(tx: Any, fraction: float, params: Any) -> tuple[FlatTrace, set[Path]]:
@@ -221,9 +220,8 @@ def _init(tx: Any, fraction: float, params: Any) -> Any:
     return traced.finish((jax.jit(made, out_shardings=shardings) if shardings else made)(*traced.values))
 
 
-def _streamed(function: Callable[..., Any], tx: Any, fraction: float, *args: Any) -> Any:
-    """`function(tx, *args)` with the state, the second of `args` and of the results, on the host."""
-    function = functools.partial(function, tx)
+def _streamed(function: Callable[..., Any], fraction: float, *args: Any) -> Any:
+    """`function(*args)` with the state, the second of `args` and of the results, on the host."""
     if not fraction:
         return function(*args)
     traced = trace(function, *args)
