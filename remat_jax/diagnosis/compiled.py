@@ -13,7 +13,7 @@ from remat_jax.core.walk import bodies
 from remat_jax.diagnosis.findings import Finding
 from remat_jax.diagnosis.watch import Observed, contains_live_region, is_region
 from remat_jax.hardware import Target
-from remat_jax.memory import MemoryReport, measure
+from remat_jax.memory import MemoryReport
 from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.report.tables import format_bytes, format_seconds
@@ -83,9 +83,8 @@ _SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
 _SCHEDULER_FLAG = re.compile(_SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
 
 
-def compiled_traps(observed: Observed, target: Target, timeout: float) -> Iterator[Finding]:
-    """The traps that compiling the step for the GPU `target` shows."""
-    report = measure(observed.workload, observed.policy, target, timeout)
+def compiled_traps(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
+    """The traps that the step compiled for the GPU `target` shows."""
     yield from offload_came_to_nothing(observed, report)
     yield from pinned_pool(observed, report.host_bytes_per_host)
     yield from host_memory(report)
