@@ -170,20 +170,19 @@ def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate
 
     Raises PortingError if the models differ in more than their weights.
     """
-    start = _agreeing_when_alike(pair, space, start)
-    places, used = list(start.places), set[int]()
+    answer, used = _agreeing_when_alike(pair, space, start), set[int]()
     alike, others = space.alike(pair.generic(1)), space.symmetric(pair.generic(2))
     for group in space.groups():
         for unit in group:
             values = space.with_one_other(alike, others, unit)
-            free = _first(places[unit], [places[other] for other in group])
-            for place in (place for place in free if place not in used):
-                trial = space.moved(MapCandidate(tuple(places), start.choices), unit, place)
+            places = _first(answer.places[unit], [answer.places[other] for other in group])
+            for place in (place for place in places if place not in used):
+                trial = space.moved(answer, unit, place)
                 if trial and pair.disagreement(space.rules(trial), values, gradients=False)[0] <= LIMIT:
-                    places, start = list(trial.places), trial
+                    answer = trial
                     used.add(place)
                     break
-    return _orient(pair, space, start)
+    return _orient(pair, space, answer)
 
 
 def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
