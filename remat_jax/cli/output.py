@@ -152,7 +152,8 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
     with Progress(
         *columns, TextColumn("{task.description}", markup=False), console=screen, transient=True, disable=not screen.is_terminal
     ) as bar:
-        task, began = bar.tasks[bar.add_task("", total=None)], time.monotonic()
+        bar.add_task("", total=None)
+        (task,), began = bar.tasks, time.monotonic()
 
         def show_step(step: str, done: int, total: int) -> None:
             if bar.disable and step != task.description:
