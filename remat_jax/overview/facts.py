@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from typing import Any
 
@@ -39,17 +38,11 @@ def facts(workload: Workload, target: Target, described: Described | None) -> li
     if described is not None:
         rates = "; ".join(f"{_RATES.get(name, name)}: {text}" for name, text in described.rates.source.items())
         pairs.append(("rates used for times", rates or "as given"))
-    pairs.append(("versions", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)))
+    versions = (f"{name} {compat.installed_version(name) or '(run from its sources)'}" for name in _PACKAGES)
+    pairs.append(("versions", ", ".join(versions)))
     if flags := os.environ.get("XLA_FLAGS"):
         pairs.append(("XLA_FLAGS", flags))
     return pairs
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(run from its sources)"
 
 
 def _step(workload: Workload) -> str:
