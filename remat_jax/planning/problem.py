@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -111,8 +111,7 @@ def describe(
     rates = Rates.of(target) if rates is None else rates
     shares = residual_shares(workload, target, timeout=timeout) if workload.mesh is not None else None
     kinds, blocks, alone, written = [], [], 0.0, 0.0
-    for number, (_, alike) in enumerate(groupby(calls(workload), key=lambda call: call.signature)):
-        same = list(alike)
+    for number, same in enumerate(_equal_calls(workload)):
         program = block_program(same[0], rates)
         count = sum(len(call.layers()) for call in same)
         alone += count * (program.forward.seconds(rates) + program.backward.seconds(rates))
@@ -138,10 +137,22 @@ def describe(
     return Described(stack, tuple(kinds), outside, rates)
 
 
+def _equal_calls(workload: Workload) -> Iterator[list[Call]]:
+    """The calls of the workload's blocks, of which equal neighbours are together if their positions form one range."""
+    for _, neighbours in groupby(calls(workload), key=lambda call: call.signature):
+        same = list(neighbours)
+        layers = sorted(layer for call in same for layer in call.layers())
+        # Two equal blocks that alternate with a third in one scan leave out the positions of the third.
+        is_range = layers[-1] - layers[0] + 1 == len(layers)
+        if is_range:
+            yield same
+        else:
+            yield from ([call] for call in same)
+
+
 def _kind(number: int, same: Sequence[Call], program: BlockProgram, chosen: Sequence[Node]) -> Kind:
     first, key = same[0].layers(), same[0].key
     path = {layer: call.path for call in same for layer in call.layers()}
-    # Equal calls that alternate in one scan form one contiguous range.
     layers = first if len(same) == 1 else range(min(path), max(path) + 1)
     return Kind(
         f"{number}:{key if isinstance(key, str) else key.__name__}",
