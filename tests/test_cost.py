@@ -25,7 +25,6 @@ def cost(fn: Any, *args: Any) -> Cost:
 
 def of(fn: Any, *args: Any) -> tuple[float, float]:
     found = cost(fn, *args)
-    assert not found.unknown
     return found.flops, found.bytes
 
 
@@ -97,7 +96,7 @@ def test_loops_and_branches():
     clamped = 8  # the index, read and written
     assert (chosen.flops, chosen.bytes) == (one.flops + 1, one.bytes - 4 * M * M + clamped)
     looped = cost(lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x), w)
-    assert looped.unknown == {"while"} and looped.flops == 2 * M**3
+    assert looped.flops == 2 * M**3, "a loop of unknown length counts once"
 
 
 def test_calls_and_derivative_rules_are_no_border():
@@ -118,12 +117,11 @@ def test_calls_and_derivative_rules_are_no_border():
 )
 def test_factorisations(fn, flops):
     found = cost(fn, jnp.eye(8))
-    assert flops <= found.flops <= flops + 4 * 8 * 8 and not found.unknown
+    assert flops <= found.flops <= flops + 4 * 8 * 8
 
 
-def test_what_is_not_known_is_named_and_its_operands_counted():
-    found = cost(lambda x: jax.lax.linalg.hessenberg(x)[0], jnp.ones((8, 8)))
-    assert found.unknown == {"hessenberg"} and found.bytes == 4 * (2 * 64 + 7)
+def test_of_what_is_not_known_only_the_operands_count():
+    assert of(lambda x: jax.lax.linalg.hessenberg(x)[0], jnp.ones((8, 8))) == (0, 4 * (2 * 64 + 7))
 
 
 def test_grouped_products_cost_one_product():

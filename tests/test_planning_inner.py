@@ -11,8 +11,9 @@ import pytest
 
 import remat_jax as rj
 from examples.models.diffusion import long_attention
+from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import describe, recompute_flops
-from remat_jax.planning.translate import named_candidate, rows_of
+from remat_jax.planning.translate import named_candidate
 from tests.planning_models import WIDTH, step_flops
 
 
@@ -133,8 +134,8 @@ def test_without_a_policy_a_checkpoint_of_the_blocks_own_drops_what_it_drops() -
     again = 3 * 2 * rows * WIDTH * 4 * WIDTH
     assert recompute_flops(found, "off") == again == step_flops(job, "off") - step_flops(job, "everything")
     assert off.seconds > 0
-    (kind, *_), (block, *_) = found.kinds, found.stack.blocks
-    assert sum(row.bytes for row in rows_of(kind, block, off, 0) if row.action == "recompute") == 2 * wide
+    rows_of_a_layer = parts_of(found, found.stack, off)[0].rows
+    assert sum(row.bytes for row in rows_of_a_layer if row.action == "recompute") == 2 * wide
     # What is outside of the blocks has no part in it.
     plain = describe(twice_job(rows, inner=False), "h200")
     assert found.base_seconds == pytest.approx(plain.base_seconds, rel=1e-6)
