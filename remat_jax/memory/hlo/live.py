@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, elements, parse, split_outside_brackets
+from remat_jax.memory.hlo.text import HloModule, Instruction, elements, parse, split_outside_brackets
 
 DEVICE_SPACE = 0
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
@@ -56,101 +56,89 @@ class LiveBuffer:
 
 _Value = tuple[str, str]
 """An instruction's name, and the index into its tuple, as XLA writes it: `1,0`."""
+_Places = tuple[int, ...]
+"""The same index as numbers."""
 
 
 class _Program:
     """The instructions of all computations by name, and the loop that runs each computation."""
 
     def __init__(self, module: HloModule) -> None:
-        self.module = module
-        self.instructions: dict[str, Instruction] = {}
-        self._home: dict[str, Computation] = {}
-        self._loops: dict[str, Instruction] = {}
-        for computation in module.computations.values():
-            for instruction in computation:
-                self.instructions[instruction.name] = instruction
-                self._home[instruction.name] = computation
-                if instruction.opcode == "while":
-                    self._loops[instruction.attribute("body") or ""] = instruction
+        self.instructions = {each.name: each for computation in module.computations.values() for each in computation}
+        self._loops = {each.attribute("body"): each for each in self.instructions.values() if each.opcode == "while"}
 
     def exchanged(self) -> dict[_Value, str]:
         """The operands of collectives, and all elements of their results, with the kind of the collective."""
         kinds: dict[_Value, str] = {}
         for instruction in self.instructions.values():
-            called = self.module.called(instruction) if instruction.opcode == "async-start" else None
-            kind = (instruction if called is None else called.root).opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
-                results = {(instruction.name, ",".join(map(str, index))): kind for index in _indices(instruction.shape)}
-                kinds |= results | {self._made(operand): kind for operand in instruction.operands}
+            if instruction.collective is not None:
+                values = [(instruction, places) for places in _indices(instruction.shape)]
+                values += [_traced(operand, (), _renamed) for operand in instruction.inputs if operand is not None]
+                kinds |= {(each.name, ",".join(map(str, places))): instruction.collective.kind for each, places in values}
         return kinds
 
-    def _made(self, name: str) -> _Value:
-        """The value that `name` refers to, through tuples and bitcasts."""
-        index: list[str] = []
-        while (instruction := self.instructions.get(name)) is not None and instruction.operands:
-            if instruction.opcode == "get-tuple-element":
-                index.insert(0, instruction.attribute("index") or "0")
-            elif instruction.opcode == "tuple" and index:
-                name = instruction.operands[int(index.pop(0))]
-                continue
-            elif instruction.opcode != "bitcast":
-                break
-            name = instruction.operands[0]
-        return name, ",".join(index)
-
-    def origin(self, name: str, places: list[int]) -> Instruction:
+    def origin(self, instruction: Instruction, places: _Places) -> Instruction:
         """The instruction that computes an element of a loop's state: in the loop's body, or before the loop if unchanged."""
-        seen = set()
-        while (name, tuple(places)) not in seen:
-            seen.add((name, tuple(places)))
-            source = self._before(self.instructions[name], places)
-            if source is None or source[0] not in self.instructions:
-                break
-            name, places = source
-        return self.instructions[name]
+        return _traced(instruction, places, self._before)[0]
 
-    def _before(self, instruction: Instruction, places: list[int]) -> tuple[str, list[int]] | None:
+    def _before(self, instruction: Instruction, places: _Places) -> tuple[Instruction | None, _Places]:
         """The source of an element of an instruction's result; None if the instruction computes the element."""
-        opcode, operands = instruction.opcode, instruction.operands
-        if opcode in ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier") and operands:
-            return operands[0], places
-        if opcode == "get-tuple-element" and operands:
-            return operands[0], [int(instruction.attribute("index") or 0), *places]
-        if opcode == "tuple" and places and places[0] < len(operands):
-            return operands[places[0]], places[1:]
-        if (stack := self._slice_source(instruction)) is not None:
-            return stack, []
-        if opcode == "while" and places:
-            bodies = self.module.bodies(instruction)
-            return (bodies[0].root.name if bodies else ""), places
-        body = self._home[instruction.name]
-        loop = self._loops.get(body.name)
-        if opcode == "parameter" and places and loop is not None:
-            written, unchanged = _written(body, places[0])
-            return (loop.operands[0], places) if unchanged else (written, places[1:])
+        source, places_in_source = _renamed(instruction, places)
+        if source is not None:
+            return source, places_in_source
+        if instruction.opcode in ("copy", "copy-start", "copy-done", "optimization-barrier"):
+            return instruction.input(0), places
+        if (stack := _slice_source(instruction)) is not None:
+            return stack, ()
+        if instruction.opcode == "while" and places:
+            return (instruction.bodies[0].root if instruction.bodies else None), places
+        loop, root = self._loops.get(instruction.home.name), instruction.home.root
+        if instruction.opcode == "parameter" and places and loop is not None and root.opcode == "tuple":
+            written = root.input(places[0])
+            return (loop.input(0), places) if _is_unchanged(written, places[0]) else (written, places[1:])
+        return None, places
+
+
+def _traced(
+    instruction: Instruction, places: _Places, step: Callable[[Instruction, _Places], tuple[Instruction | None, _Places]]
+) -> tuple[Instruction, _Places]:
+    """The first source of an element of an instruction's result, by `step` from each source to the one before."""
+    seen = set()
+    while (instruction, places) not in seen:
+        seen.add((instruction, places))
+        source, places_in_source = step(instruction, places)
+        if source is not None:
+            instruction, places = source, places_in_source
+    return instruction, places
+
+
+def _renamed(instruction: Instruction, places: _Places) -> tuple[Instruction | None, _Places]:
+    """The source of an element that an instruction only gives another name; None if it does more."""
+    if instruction.opcode == "bitcast":
+        return instruction.input(0), places
+    if instruction.opcode == "get-tuple-element":
+        return instruction.input(0), (instruction.index, *places)
+    if instruction.opcode == "tuple" and places:
+        return instruction.input(places[0]), places[1:]
+    return None, places
+
+
+def _slice_source(instruction: Instruction) -> Instruction | None:
+    """The array that a slice reads from, or that an update writes into, a stack; None for other instructions."""
+    primitive = instruction.op_name.rpartition("/")[2]
+    if primitive not in ("dynamic_slice", "dynamic_update_slice") or instruction.opcode not in _SLICES:
         return None
-
-    def _slice_source(self, instruction: Instruction) -> str | None:
-        """The array that a slice reads from, or that an update writes into, a stack; None for other instructions."""
-        primitive = instruction.op_name.rpartition("/")[2]
-        if primitive not in ("dynamic_slice", "dynamic_update_slice") or instruction.opcode not in _SLICES:
-            return None
-        shapes = {name: self.instructions[name].shape for name in instruction.operands if name in self.instructions}
-        arrays = [name for name, shape in shapes.items() if "s32[]" not in shape]
-        if primitive == "dynamic_update_slice":
-            arrays = [name for name in arrays if shapes[name] != instruction.shape]
-        return arrays[0] if arrays else None
+    arrays = [source for source in instruction.inputs if source is not None and "s32[]" not in source.shape]
+    is_update = primitive == "dynamic_update_slice"
+    return next((source for source in arrays if not is_update or source.shape != instruction.shape), None)
 
 
-def _written(body: Computation, place: int) -> tuple[str, bool]:
-    """The value that a loop's body writes at a place of its state, and whether the place is unchanged."""
-    if body.root.opcode != "tuple" or place >= len(body.root.operands):
-        return "", False
-    name = body.root.operands[place]
-    instruction = body.instructions.get(name)
-    if instruction is None or instruction.opcode != "get-tuple-element" or instruction.attribute("index") != str(place):
-        return name, False
-    return name, body.instructions[instruction.operands[0]].opcode == "parameter"
+def _is_unchanged(written: Instruction | None, place: int) -> bool:
+    """Whether what a loop's body writes at a place of its state is what it reads there."""
+    if written is None or written.opcode != "get-tuple-element" or written.index != place:
+        return False
+    source = written.input(0)
+    return source is not None and source.opcode == "parameter"
 
 
 class Schedule:
@@ -169,9 +157,9 @@ class Schedule:
         instruction = self._program.instructions.get(name)
         if instruction is None:
             return LiveBuffer(name, "", "other", nbytes, "")
-        places = [int(place) for place in index.split(",") if place]
+        places = tuple(int(place) for place in index.split(",") if place)
         shape = re.sub(r"\{.*", "", _element(instruction.shape, places))
-        origin = self._program.origin(name, places)
+        origin = self._program.origin(instruction, places)
         if origin.opcode == "parameter":
             is_argument = instruction.opcode in ("parameter", "get-tuple-element", "tuple", "while")
             # A copy or a slice of an argument, such as one layer of a scanned stack of parameters, is a buffer of its own.
@@ -278,7 +266,7 @@ def module_path(op_name: str) -> tuple[str, str, str]:
     return "/".join(path), primitive, phase
 
 
-def _element(shape: str, places: list[int]) -> str:
+def _element(shape: str, places: _Places) -> str:
     for place in places:
         inside = elements(shape)
         if place >= len(inside):
@@ -287,7 +275,7 @@ def _element(shape: str, places: list[int]) -> str:
     return shape
 
 
-def _indices(shape: str) -> list[tuple[int, ...]]:
+def _indices(shape: str) -> list[_Places]:
     """The index of every array in a shape, including nested tuples.
 
     >>> _indices("((f32[2], f32[3]), f32[4])")

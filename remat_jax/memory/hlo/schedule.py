@@ -16,7 +16,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware.entries import SECONDS
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.hlo.collectives import exchange_of, exchange_seconds
+from remat_jax.memory.hlo.collectives import exchange_seconds
 from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy, round_trips
 from remat_jax.memory.hlo.kernel_times import KernelTimes
 from remat_jax.memory.hlo.text import Computation, HloModule, Instruction, parse
@@ -70,12 +70,12 @@ def step_time(
     >>> step_time(text, target("h200"), rates).seconds
     1.0
     """
-    module = parse(text)
+    entry = parse(text).entry
     rates = Rates.of(target) if rates is None else rates
-    time = _Player(module, target, rates, kernels).play()
+    time = _Player(entry, target, rates, kernels).play()
     latencies = {name for name in time.assumed if name in SECONDS}
     if latencies:
-        without = _Player(module, target, _without(rates, latencies), kernels).play()
+        without = _Player(entry, target, _without(rates, latencies), kernels).play()
         if time.seconds - without.seconds < _MATTERS * time.seconds:
             time = replace(time, assumed=tuple(name for name in time.assumed if name not in latencies))
     return time
@@ -105,9 +105,9 @@ class _Stream:
 
 
 class _Player:
-    def __init__(self, module: HloModule, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> None:
-        self.module, self.target, self.rates = module, target, rates
-        self.kernels = KernelTimes(module, rates, kernels)
+    def __init__(self, entry: Computation, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> None:
+        self.entry, self.target, self.rates = entry, target, rates
+        self.kernels = KernelTimes(rates, kernels)
         self.now = self.compute = 0.0
         self.busy: list[tuple[float, float]] = []
         self.streams: dict[Lane, _Stream] = {"out": _Stream(), "back": _Stream(), "exchange": _Stream()}
@@ -120,11 +120,10 @@ class _Player:
 
     def play(self) -> StepTime:
         """Simulate the schedule once."""
-        entry = self.module.computations[self.module.entry]
-        self._run(entry)
+        self._run(self.entry)
         lanes = {lane: self._lane(stream) for lane, stream in self.streams.items()}
         out, back, exchanges = lanes.values()
-        overlap = Overlap(out, back, self.compute, self.now, self._coverable(entry, out, back))
+        overlap = Overlap(out, back, self.compute, self.now, self._coverable(out, back))
         untimed = tuple(sorted(self.kernels.unknown))
         return StepTime(self.now, self.compute, overlap, exchanges, untimed, self._assumed(lanes))
 
@@ -132,18 +131,18 @@ class _Player:
         pending: dict[str, tuple[Lane, float]] = {}
         for instruction in computation:
             self.before[instruction.name] = self.compute
-            self._play(computation, instruction, pending)
+            self._play(instruction, pending)
             self.after[instruction.name] = self.compute
         for lane, end in pending.values():
             self._wait(lane, end)
 
-    def _play(self, computation: Computation, instruction: Instruction, pending: dict[str, tuple[Lane, float]]) -> None:
+    def _play(self, instruction: Instruction, pending: dict[str, tuple[Lane, float]]) -> None:
         if instruction.opcode.endswith("-done"):
             if instruction.operands and instruction.operands[0] in pending:
                 self._wait(*pending.pop(instruction.operands[0]))
         elif instruction.opcode in _ENTERED:
             self._enter(instruction)
-        elif (started := self._beside(computation, instruction)) is not None:
+        elif (started := self._beside(instruction)) is not None:
             lane, size, seconds = started
             end = self._start(lane, size, seconds)
             self.copying[instruction.name] = seconds
@@ -152,21 +151,21 @@ class _Player:
             else:
                 self._wait(lane, end)
         else:
-            self._work(self.kernels.seconds(computation, instruction))
+            self._work(self.kernels.seconds(instruction))
 
-    def _beside(self, computation: Computation, instruction: Instruction) -> tuple[Lane, int, float] | None:
+    def _beside(self, instruction: Instruction) -> tuple[Lane, int, float] | None:
         """The lane, bytes and seconds of a copy or collective that an instruction starts; None if it computes."""
-        exchange = exchange_of(self.module, computation, instruction)
-        if exchange is not None:
-            seconds = exchange_seconds(*exchange, self.target, self.rates.links)
+        collective = instruction.collective
+        if collective is not None:
+            seconds = exchange_seconds(collective, self.target, self.rates.links)
             if seconds is None:
                 raise ArgumentError(
-                    f"target={self.target.name!r}: its devices exchange arrays ({exchange[1].opcode}), but the rate of the "
+                    f"target={self.target.name!r}: its devices exchange arrays ({collective.opcode}), but the rate of the "
                     "links between them is unknown; state device_link_bytes_per_s, and network_bytes_per_s for several hosts, "
                     "in the file that describes the target"
                 )
-            return "exchange", sum(array.bytes for array in exchange[1].arrays), seconds
-        copy = host_copy(self.module, computation, instruction)
+            return "exchange", sum(array.bytes for array in collective.arrays), seconds
+        copy = host_copy(instruction)
         return None if copy is None else (*copy, self.rates.copy_seconds + copy[1] / self._link(copy[0]))
 
     def _link(self, direction: Direction) -> float:
@@ -187,16 +186,16 @@ class _Player:
 
     def _body(self, instruction: Instruction) -> tuple[Computation | None, int]:
         """The computation that a loop, a call or a branch runs, and how often."""
-        bodies = self.module.bodies(instruction)
+        bodies = instruction.bodies
         if len(bodies) > 1:
-            bodies = [max(bodies, key=lambda branch: (self._sends(branch), self._total(branch)))]
+            bodies = (max(bodies, key=lambda branch: (self._sends(branch), self._total(branch))),)
         return (bodies[0] if bodies else None), instruction.trip_count(unknown=1) if instruction.opcode == "while" else 1
 
     def _sends(self, computation: Computation) -> bool:
         """Whether a computation starts copies or collectives: then every round of its loop is simulated."""
         if computation.name not in self._sending:
             inner = (self._body(each)[0] for each in computation if each.opcode in _ENTERED)
-            starts = any(self._beside(computation, each) for each in computation)
+            starts = any(map(self._beside, computation))
             self._sending[computation.name] = starts or any(map(self._sends, filter(None, inner)))
         return self._sending[computation.name]
 
@@ -208,8 +207,8 @@ class _Player:
                 if instruction.opcode in _ENTERED:
                     body, trips = self._body(instruction)
                     total += trips * self._total(body) if body is not None else 0.0
-                elif self._beside(computation, instruction) is None:
-                    total += self.kernels.seconds(computation, instruction)
+                elif self._beside(instruction) is None:
+                    total += self.kernels.seconds(instruction)
             self._totals[computation.name] = total
         return self._totals[computation.name]
 
@@ -252,12 +251,12 @@ class _Player:
             available_seconds=_common(window, self.busy),
         )
 
-    def _coverable(self, entry: Computation, out: Copies, back: Copies) -> float:
+    def _coverable(self, out: Copies, back: Copies) -> float:
         # `together`: the uncoverable time of an array's two copies, by the copy out (the longest wait if the array is fetched
         # more than once). `alone`: the uncoverable time of each copy if it could use all compute between the copies.
         together: dict[str, float] = {}
         alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
-        for trip in round_trips(entry, lambda instruction: (host_copy(self.module, entry, instruction) or (None,))[0]):
+        for trip in round_trips(self.entry):
             between = self.before[trip.read] - self.after[trip.made]
             _raise_to(together, trip.out, self.copying[trip.out] + self.copying[trip.back] - between)
             _raise_to(alone["out"], trip.out, self.copying[trip.out] - between)
