@@ -15,19 +15,10 @@ _LETTERS = 12
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity.
+    """One quantity: the points (x, y) of its line, its marked points, and its ringed points.
 
-    Attributes:
-        label: its name in the legend; empty for a series that the legend does not name.
-        colour: the colour of line, marks and names.
-        line: points (x, y) to join. May be empty.
-        points: points (x, y) to mark. May be empty.
-        hollow: for each marked point, whether its mark is hollow; empty for none.
-        names: for each marked point, the text beside it; empty for none.
-        tooltips: for each marked point; empty for its name and values.
-        shape, size: of the marks.
-        dashed, faint: the look of the line.
-        rings: points to ring.
+    `hollow`, `names` and `tooltips` are empty, or have an entry for each marked point; by default a tooltip is the name and
+    values. A series with an empty `label` has no legend entry. `dashed` and `faint` are the look of the line.
     """
 
     label: str
@@ -45,23 +36,20 @@ class Series:
 
     @property
     def key(self) -> Key:
-        """The legend's entry."""
+        """The legend entry."""
         shape = self.shape if self.points or self.rings else ""
         return Key(self.label, self.colour, shape, hollow=bool(self.rings), line=bool(self.line), dashed=self.dashed)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One system of axes.
+    """One system of axes; the first series is at the back.
 
     Attributes:
-        title, xlabel, ylabel: the texts.
-        series: what is drawn, the first at the back.
         binary_x, binary_y: whether an axis is logarithmic to base 2.
-        from_zero: whether the y axis begins at zero.
-        percent: whether y values are shares.
+        from_zero, percent: whether the y axis begins at zero, and whether y values are shares.
         limit: the name and the x value of a dashed vertical line.
-        keys: further entries of the legend.
+        keys: further legend entries.
     """
 
     title: str
@@ -77,10 +65,9 @@ class Panel:
 
 
 def chart(panels: Sequence[Panel], height: float = 460.0, note: str = "", width: float = WIDTH) -> Picture:
-    """The panels side by side, each with its legend below, and a note at the foot. Each series' marks are one group.
+    """The panels side by side, each with its legend below, and a note at the foot.
 
-    Raises:
-        ValueError: there is no panel, or a panel has no point to draw.
+    Raises `ValueError` without a panel, or for a panel without a point.
 
     >>> picture = chart([Panel("t", "x", "y", [Series("a", "#222222", [(1, 2), (2, 3)], [(1, 2)])])])
     >>> picture.svg().count("<circle"), ">a<" in picture.svg()  # the point and its key
@@ -154,7 +141,7 @@ def _values(series: Series, index: int) -> str:
 
 
 def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, taken: Sequence[Box]) -> None:
-    """Write each name beside its point, clear of points, lines and other names, joined to a point that is far."""
+    """Write each name beside its point, clear of points, lines and other names, joined by a line if far."""
     sizes = [(text_width(name, _LETTERS) + 8, _LETTERS * 1.2) for _, name, _ in named]
     boxes = place_labels([place for place, _, _ in named], sizes, area, taken=taken)
     for (place, name, colour), (left, top, right, bottom) in zip(named, boxes, strict=True):
@@ -165,7 +152,7 @@ def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, 
 
 
 def _spread(values: Sequence[float], binary: bool, share: float) -> tuple[float, float]:
-    """The least and the largest value with a margin of `share` of their distance."""
+    """The range of the values with a margin of `share` of it."""
     if binary:
         low, high = _spread([math.log2(value) for value in values], False, share)
         return 2.0**low, 2.0**high

@@ -21,13 +21,10 @@ def place_labels(
     *,
     taken: Sequence[Box] = (),
 ) -> list[Box]:
-    """A box for every point's label, near its point, inside `area`, clear of the other labels, all points and `taken`.
+    """A box of each size near its point, inside `area`, clear of the other boxes, all points and `taken`.
 
-    `points` are positions, `sizes` widths and heights, in pixels. Boxes are tried in rings around each point, the most crowded
-    points first. Without a free place the label gets the box with the least overlap.
-
-    >>> place_labels([(50, 50)], [(20, 10)], (0, 0, 100, 100))
-    [(59.0, 45.0, 79.0, 55.0)]
+    Boxes are tried in rings around each point, the most crowded points first. Without a free place a label gets the box with
+    the least overlap.
     """
     obstacles = [(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for x, y in points] + list(taken)
     placed: dict[int, Box] = {}
@@ -44,11 +41,7 @@ def place_labels(
 
 
 def boxes_along(path: Sequence[Sequence[float]]) -> list[Box]:
-    """Small boxes along the line through `path`, close to each other, as obstacles for labels.
-
-    >>> boxes_along([(0, 0), (8, 0)])
-    [(-1.0, -1.0, 1.0, 1.0), (3.0, -1.0, 5.0, 1.0), (7.0, -1.0, 9.0, 1.0)]
-    """
+    """Small boxes along the line through `path`, close to each other, as obstacles for labels."""
     boxes: list[Box] = []
     for (x0, y0), (x1, y1) in itertools.pairwise(path):
         parts = max(1, math.ceil(math.dist((x0, y0), (x1, y1)) / _STEP))

@@ -86,21 +86,13 @@ def format_bytes(n: SupportsIndex | None, unit: str | None = None) -> str:
 
 
 def byte_unit(n: int) -> str:
-    """The smallest unit in which `n` bytes, rounded to one decimal, are below 1024.
-
-    >>> byte_unit(1023), byte_unit(1024), byte_unit(1024**2 - 1)
-    ('B', 'KiB', 'MiB')
-    """
+    """The smallest unit in which `n` bytes, rounded to one decimal, are below 1024."""
     # Without rounding first, 1024**2 - 1 bytes would be written "1024.0 KiB".
     return next((unit for unit in BYTE_UNITS if round(abs(scaled_bytes(n, unit)), 1) < 1024), BYTE_UNITS[-1])
 
 
 def scaled_bytes(n: int, unit: str) -> float:
-    """`n` bytes in `unit`.
-
-    >>> scaled_bytes(3 * 1024**2, "MiB")
-    3.0
-    """
+    """`n` bytes in `unit`."""
     return n / 1024.0 ** BYTE_UNITS.index(unit)
 
 
@@ -158,8 +150,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 ASSUMED_RANGE = (0.85, 1.35)
 """The range of the true time as shares of an estimate from assumed rates.
 
-In published measurements a large matrix product reaches 0.65 to 0.87 of the data sheet's rate; 0.8 is assumed. The lower end
-leaves room for the rest of the model.
+Published large matrix products reach 0.65 to 0.87 of the data sheet's rate; 0.8 is assumed. The rest of a model is slower.
 """
 
 
