@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -196,14 +196,18 @@ def _given(policy: Any) -> Any:
 
 
 def _keys(policies: Sequence[Any]) -> dict[Any, str]:
-    """A text for each different policy; two JAX policy objects may have the same text."""
+    """A text for each different policy."""
     texts: dict[Any, str] = {}
     for policy in policies:
         if policy not in texts:
-            text = _text(policy)
-            alike = sum(other == text or other.startswith(f"{text} (") for other in texts.values())
-            texts[policy] = f"{text} ({alike + 1})" if alike else text
+            texts[policy] = numbered(_text(policy), texts.values())
     return texts
+
+
+def numbered(text: str, others: Iterable[str]) -> str:
+    """`text`, numbered if it is among the others: two JAX policy objects may print alike."""
+    alike = sum(other == text or other.startswith(f"{text} (") for other in others)
+    return f"{text} ({alike + 1})" if alike else text
 
 
 def _offloads(policy: Any) -> bool:

@@ -14,7 +14,7 @@ from remat_jax.diagnosis.findings import Diagnosis
 from remat_jax.errors import CompileError, PlanningError, PolicyError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, residuals
-from remat_jax.memory.measure import measure_many
+from remat_jax.memory.measure import measure_many, numbered
 from remat_jax.memory.residuals import ResidualTable
 from remat_jax.parity.report import ParityReport
 from remat_jax.planning import Plan
@@ -155,7 +155,7 @@ def compare(
     reports = _measured(workload, asked, target, ends, tell, comparison)
     compiled_for = target if target.kind == "gpu" else None
     for number, (entry, memory) in enumerate(reports):
-        name = THE_PLAN if entry.plan else _new_name(memory.policy, comparison)
+        name = THE_PLAN if entry.plan else numbered(memory.policy, [policy.name for policy in comparison.policies])
         tell(f"looking for traps under {name}", number, len(reports))
         diagnosis = doctor(workload, entry.policy, compiled_for, timeout)
         kept = residuals(workload, _with_names(entry.policy)) if workload.has_loss else None
@@ -172,12 +172,6 @@ class _Asked:
     policy: Any
     required: bool = True
     plan: Plan | None = None
-
-
-def _new_name(name: str, comparison: PolicyComparison) -> str:
-    """`name`, numbered if another policy has the same name: two of JAX's policy objects may print alike."""
-    alike = sum(other.name == name or other.name.startswith(f"{name} (") for other in comparison.policies)
-    return f"{name} ({alike + 1})" if alike else name
 
 
 def _usual(workload: Workload, target: Target, comparison: PolicyComparison, tell: Progress) -> list[str]:
