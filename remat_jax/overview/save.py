@@ -92,9 +92,9 @@ def gather(
     check_devices(workload, described)
     tell = progress or (lambda *_: None)
     # The plan comes first: a budget that nothing fits ends the report before minutes of compiling.
-    checked_plan = _plan(workload, plan, described, timeout, tell)
-    comparison = compare(workload, asked, described, checked_plan, timeout, tell)
-    return Gathered(workload, described, comparison, checked_plan, parity)
+    gathered = Gathered(workload, described, _plan(workload, plan, described, timeout, tell), parity)
+    compare(gathered, asked, timeout, tell)
+    return gathered
 
 
 def write_page(path: Path, gathered: Gathered, argument: str = "path") -> Path:
