@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,12 +38,10 @@ class Sizes:
     """The sizes of one compiled program, in bytes; `host_*` count host memory. Figures unknown for `cpu` are empty or None.
 
     Attributes:
-      live: the buffers on the device at the peak.
-      timeline: the buffers on the device over the schedule.
-      time: the modelled time of the compiled schedule; None if the compiled text or a rate is unknown.
-      no_time: why the time is unknown, in words; empty if it is known.
-      miscompiled: whether a loop copies a wrong slot of a host buffer; None if the step copies to
-        the host but its compiled text cannot be read.
+      live, timeline: the buffers on the device at the peak, and over the schedule.
+      time: the modelled time of the compiled schedule; None if it is unknown, for the reason `no_time`.
+      miscompiled: whether a loop copies a wrong slot of a host buffer; None if the step copies to the host but its compiled
+        text cannot be read.
       collectives: the data exchanged between the devices of a mesh; None for one device, and if the compiled text is unknown.
       untiled: whether a matrix product fits no Triton tile, so that all products were compiled without Triton.
       limit_options: the memory limit of the compilation, as options for `jax.jit`; empty for XLA's own limit.
@@ -104,9 +103,9 @@ def compile_programs(
       timeout: seconds for all programs together.
       memory_limit: a device memory limit for XLA in bytes (`options.py`).
       on_done: called with each key when its program is compiled.
-      kernels: the compiled kernels of earlier calls for the same target with the same options; None for a new set.
-      children: the processes of the larger call that this call belongs to; that call ends them. If one of several programs
-        fails, all processes end; the failure of a single program ends no other process.
+      kernels: the compiled kernels of earlier calls for the same target with the same options.
+      children: the processes of the larger call that this call belongs to, which ends them. If one of several programs fails,
+        all processes end; the failure of a single program ends no other process.
     """
     if target.kind == "gpu":
         if target.compiler_description is None:
@@ -194,7 +193,7 @@ def _answers(
     kernels: Kernels,
     children: Children | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The answers of all compile processes; the first failure ends them all."""
+    """The answers of all compile processes, by key."""
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
     environment = compiler_environment(target)
     ends = time.monotonic() + timeout
@@ -243,8 +242,9 @@ def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, targe
     miscompiled: bool | None = False
     copied = _last(folder, "compiled.hlo")  # the child writes it if something is copied to or from the host
     if copied is not None:
-        played = _module(copied)
-        miscompiled = _miscompiled(played)
+        played, miscompiled = _module(copied), None
+        with contextlib.suppress(UnsupportedError):
+            miscompiled = None if played is None else scanned_offload_is_miscompiled(played)
     time, no_time = _step_time(played, target, program)
     live, timeline = _live(module, dump, program) if module is not None else ((), None)
     return Sizes(
@@ -268,13 +268,6 @@ def _last(dump: Path, ending: str) -> str | None:
 def _module(text: str | None) -> HloModule | None:
     try:
         return None if text is None else parse(text)
-    except UnsupportedError:
-        return None
-
-
-def _miscompiled(module: HloModule | None) -> bool | None:
-    try:
-        return None if module is None else scanned_offload_is_miscompiled(module)
     except UnsupportedError:
         return None
 

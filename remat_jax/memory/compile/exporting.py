@@ -106,7 +106,7 @@ def _exported(
 ) -> tuple[Any, tuple[tuple[str, float], ...]]:
     """`flat` exported, and the operations of its Pallas kernels, which the exported program does not contain.
 
-    Kernels without a stable serialised form are allowed, because the program is compiled at once.
+    The program is compiled at once, so kernels without a stable serialised form are allowed.
     """
     platform = "cuda" if target.kind == "gpu" else "cpu"
     described: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext

@@ -39,8 +39,7 @@ class Copies:
     def coverable(self) -> float:
         """The share that could be covered by the compute between the first start and the last wait, at most 1.
 
-        It may be out of reach: a copy cannot start before its array is computed, nor end after the array is read.
-        `Overlap.coverable` takes that into account.
+        It may be out of reach: `Overlap.coverable` counts that a copy starts after its array is computed, and ends before its read.
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 
@@ -58,9 +57,8 @@ class Overlap:
       compute_seconds: the time of compute alone.
       step_seconds: the time of compute and of its waits for copies.
       coverable_seconds: the time of all copies that compute could cover, if the first start and the last wait of each direction
-        stay where they are: the `available` compute of each direction, less the time in which an array's own copies cannot run.
-        These run one after the other between the array's computation and its first read; for an array of the last block hardly
-        any compute is between. A schedule that starts late or waits early has less: compare `step_seconds` across schedules.
+        stay where they are: an array's two copies run one after the other between its computation and its first read, and for
+        an array of the last block hardly any compute is between. Compare `step_seconds` across schedules.
     """
 
     out: Copies

@@ -22,7 +22,7 @@ _KNOWN = frozenset(
 )
 """Instructions whose time depends on their bytes or a product's operations."""
 _ATTENTION_SHARE = 0.65
-"""The share of a large product's rate that attention kernels reach, with products and exponentials together.
+"""The share of a large product's rate that attention kernels reach.
 
 Dao, FlashAttention-2 (2023), Figures 4 to 6, A100, heads of 128: 0.6 to 0.73 of 312 TFLOP/s forward, 0.5 to 0.6 backward, where
 a large product reaches 0.87.
@@ -61,7 +61,7 @@ class KernelTimes:
         self._seconds: dict[Instruction, float] = {}
 
     def seconds(self, instruction: Instruction) -> float:
-        """The seconds of an instruction that is not a loop, a copy to or from the host, or a collective."""
+        """The seconds of an instruction that computes: no loop, no copy to or from the host, no collective."""
         if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             return 0.0
         if instruction not in self._seconds:
@@ -172,8 +172,7 @@ def attention_products(instruction: Instruction) -> list[Product]:
 
     Query, key and value are the first three operands with four axes (three without a batch) and an equal last axis, the head
     width. The forward kernel has two products over all pairs of positions. A backward kernel recomputes the scores, computes
-    their gradient, and has one product for each gradient that it returns. A causal mask halves the products if the call is
-    marked causal, as cuDNN's calls are.
+    their gradient, and has one product for each gradient that it returns. A call that is marked causal has half of each.
 
     >>> from remat_jax.memory.hlo.text import parse
     >>> module = parse('''ENTRY %main (q: bf16[2,64,4,16]) -> bf16[2,64,4,16] {

@@ -40,7 +40,6 @@ class LiveBuffer:
       module: the module path alone; empty if the program does not have it.
       phase: `argument`, `forward` (computed and kept by the forward pass), `recomputed`, `backward`, or `other` (outside the
         gradient: the optimizer's update, and computation that needs no gradient).
-      nbytes: its size in bytes.
       shape: as XLA writes it, such as `f32[16,256]`.
       collective: the kind of the collective that returns or reads it (`all-gather`: a gathered parameter, `reduce-scatter`: a
         gradient before its sum); empty without a collective.
@@ -142,7 +141,7 @@ def _is_unchanged(written: Instruction | None, place: int) -> bool:
 
 
 class Schedule:
-    """When each device array of a compiled step is alive, and its place in memory, from three files of XLA's dump."""
+    """When each device array of a compiled step is alive, and where, from three files of XLA's dump."""
 
     def __init__(self, program: str | HloModule, assignment: str, live_ranges: str) -> None:
         self.places = _device_places(assignment)
@@ -203,22 +202,16 @@ class Schedule:
 
 
 def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> tuple[LiveBuffer, ...]:
-    """The buffers, with `names` (one for each flat argument) instead of `args[3]` for arguments.
-
-    The first part of a name, such as `parameters`, becomes the module.
-    """
-    renamed = []
-    for buffer in buffers:
-        number = re.fullmatch(r"args\[(\d+)\]", buffer.name)
-        if number is not None and int(number[1]) < len(names):
-            name = names[int(number[1])]
-            buffer = replace(buffer, name=name, module=name.partition("/")[0])
-        renamed.append(buffer)
-    return tuple(renamed)
+    """The buffers, with `names` instead of `args[3]` for arguments; the module is a name's first part, such as `parameters`."""
+    by_number = {f"args[{number}]": name for number, name in enumerate(names)}
+    return tuple(
+        replace(buffer, name=name, module=name.partition("/")[0]) if (name := by_number.get(buffer.name)) else buffer
+        for buffer in buffers
+    )
 
 
 class BufferPlace(NamedTuple):
-    """A buffer's place in memory. Several values may have one place, one after the other or as names of one array."""
+    """A place in memory. Several values may have one place, one after the other or as names of one array."""
 
     allocation: int
     offset: int

@@ -52,12 +52,10 @@ class StepTime:
 def step_time(
     text: str | HloModule, target: Target, rates: Rates | None = None, *, kernels: Mapping[str, float] | None = None
 ) -> StepTime:
-    """The modelled time of the compiled module `text` on one device of `target`.
+    """The modelled time of the compiled module `text` on one device of `target`, or at other `rates`.
 
     A kernel takes its launch time plus the longer of the times for its operations and its bytes. A loop runs for the trip count
-    that the compiler knows, else once. A `conditional` takes its longest branch.
-
-    `rates` replace the target's own; `kernels` has the operations of Pallas kernels by name.
+    that the compiler knows, else once. A `conditional` takes its longest branch. `kernels` has the operations of Pallas kernels.
 
     >>> from remat_jax.hardware import target
     >>> text = '''

@@ -168,11 +168,7 @@ class HloModule:
 
 @lru_cache(maxsize=4096)
 def arrays_of(shape: str) -> tuple[HloArray, ...]:
-    """Every array in a shape's text.
-
-    >>> [(one.bytes, one.on_host) for one in arrays_of("(bf16[2,3]{1,0:S(5)}, u32[])")]
-    [(12, True), (4, False)]
-    """
+    """Every array in a shape's text."""
     return tuple(_array(*parts) for parts in _ARRAY.findall(shape))
 
 
@@ -190,11 +186,7 @@ def elements(shape: str) -> list[str]:
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """The parts of a text between the separators, `,` or `/`, that are in no bracket.
-
-    >>> split_outside_brackets("jvp(a/b)/c", "/")
-    ['jvp(a/b)', 'c']
-    """
+    """The parts of a text between the separators, `,` or `/`, that are in no bracket."""
     parts, depth, start = [], 0, 0
     for mark in _BRACKET_OR_SEPARATOR.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")

@@ -15,9 +15,7 @@ from typing import NamedTuple
 from remat_jax.memory.hlo.live import BufferPlace, LiveBuffer, Schedule
 
 _LARGE = 0.0002
-"""The least share of the peak for which a buffer is tracked by itself; smaller buffers are summed. In a large unrolled model an
-array of one layer is less than a thousandth of the peak.
-"""
+"""The least share of the peak for which a buffer is tracked by itself; in a large unrolled model, arrays are small."""
 RESULT = "result"
 """The phase of a result that does not reuse an argument's buffer."""
 
