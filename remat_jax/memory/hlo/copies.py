@@ -39,7 +39,7 @@ class Copies:
     def coverable(self) -> float:
         """The share that could be covered by the compute between the first start and the last wait, at most 1.
 
-        It may be out of reach: `Overlap.coverable` counts that a copy starts after its array is computed, and ends before its read.
+        It may be out of reach: a copy starts after its array is computed and ends before its read; see `Overlap.coverable`.
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 

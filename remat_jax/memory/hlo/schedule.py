@@ -55,7 +55,8 @@ def step_time(
     """The modelled time of the compiled module `text` on one device of `target`, or at other `rates`.
 
     A kernel takes its launch time plus the longer of the times for its operations and its bytes. A loop runs for the trip count
-    that the compiler knows, else once. A `conditional` takes its longest branch. `kernels` has the operations of Pallas kernels.
+    that the compiler knows, else once. A `conditional` takes its longest branch. `kernels` has the operations of Pallas kernels
+    by name.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
