@@ -8,7 +8,7 @@ it delays compute until it is done.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -80,12 +80,12 @@ def step_time(
     return time
 
 
-def _without(rates: Rates, latencies: Collection[str]) -> Rates:
+def _without(rates: Rates, latencies: set[str]) -> Rates:
     links = rates.links
     if links is not None:
-        between = {name: 0.0 for name in latencies if name in ("device_link_seconds", "network_seconds")}
-        links = replace(links, **{name.replace("device_link", "device"): latency for name, latency in between.items()})
-    on_device = {name: 0.0 for name in latencies if name in ("launch_seconds", "copy_seconds")}
+        between = latencies & {"device_link_seconds", "network_seconds"}
+        links = replace(links, **{name.replace("device_link", "device"): 0.0 for name in between})
+    on_device = dict.fromkeys(latencies & {"launch_seconds", "copy_seconds"}, 0.0)
     return replace(rates, links=links, **on_device)  # type: ignore[arg-type]
 
 
@@ -94,13 +94,14 @@ def _without(rates: Rates, latencies: Collection[str]) -> Rates:
 
 @dataclass
 class _Stream:
-    free: float = 0.0
     bytes: int = 0
-    count: int = 0
     seconds: float = 0.0
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    first: float | None = None
     waited: float = 0.0
+    spans: list[tuple[float, float]] = field(default_factory=list)
+
+    def copies(self, busy: list[tuple[float, float]]) -> Copies:
+        window = [(self.spans[0][0], self.waited)] if self.spans else []
+        return Copies(len(self.spans), self.bytes, self.seconds, _common(self.spans, busy), _common(window, busy))
 
 
 class _Player:
@@ -120,11 +121,9 @@ class _Player:
     def play(self) -> StepTime:
         """Simulate the schedule once."""
         self._run(self.entry)
-        lanes = {lane: self._lane(stream) for lane, stream in self.streams.items()}
-        out, back, exchanges = lanes.values()
+        out, back, exchanges = (stream.copies(self.busy) for stream in self.streams.values())
         overlap = Overlap(out, back, self.compute, self.now, self._coverable(out, back))
-        untimed = tuple(sorted(self.kernels.unknown))
-        return StepTime(self.now, self.compute, overlap, exchanges, untimed, self._assumed(lanes))
+        return StepTime(self.now, self.compute, overlap, exchanges, tuple(sorted(self.kernels.unknown)), self._assumed())
 
     def _run(self, computation: Computation) -> None:
         pending: dict[str, tuple[Lane, float]] = {}
@@ -219,36 +218,24 @@ class _Player:
 
     def _start(self, lane: Lane, size: int, seconds: float) -> float:
         stream = self.streams[lane]
-        begin = max(self.now, stream.free)
-        stream.free = begin + seconds
-        stream.spans.append((begin, stream.free))
-        stream.count, stream.bytes, stream.seconds = stream.count + 1, stream.bytes + size, stream.seconds + seconds
-        stream.first = self.now if stream.first is None else stream.first
-        return stream.free
+        begin = max(self.now, stream.spans[-1][1]) if stream.spans else self.now
+        stream.spans.append((begin, begin + seconds))
+        stream.bytes, stream.seconds = stream.bytes + size, stream.seconds + seconds
+        return begin + seconds
 
     def _wait(self, lane: Lane, end: float) -> None:
         self.now = max(self.now, end)
         self.streams[lane].waited = max(self.streams[lane].waited, self.now)
 
-    def _assumed(self, lanes: dict[Lane, Copies]) -> tuple[str, ...]:
+    def _assumed(self) -> tuple[str, ...]:
         """The assumed rates that this module needs."""
         needs = {"flops", "hbm_bytes_per_s", "launch_seconds"}
-        needs |= {"out_bytes_per_s", "copy_seconds"} if lanes["out"].count else set()
-        needs |= {"in_bytes_per_s", "copy_seconds"} if lanes["back"].count else set()
-        if lanes["exchange"].count:
+        needs |= {"out_bytes_per_s", "copy_seconds"} if self.streams["out"].spans else set()
+        needs |= {"in_bytes_per_s", "copy_seconds"} if self.streams["back"].spans else set()
+        if self.streams["exchange"].spans:
             needs |= {"device_link_bytes_per_s", "device_link_seconds"}
             needs |= {"network_bytes_per_s", "network_seconds"} if self.target.hosts > 1 else set()
         return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
-
-    def _lane(self, stream: _Stream) -> Copies:
-        window = [(stream.first, stream.waited)] if stream.first is not None else []
-        return Copies(
-            count=stream.count,
-            bytes=stream.bytes,
-            seconds=stream.seconds,
-            covered_seconds=_common(stream.spans, self.busy),
-            available_seconds=_common(window, self.busy),
-        )
 
     def _coverable(self, out: Copies, back: Copies) -> float:
         # `together`: the uncoverable time of an array's two copies, by the copy out (the longest wait if the array is fetched
