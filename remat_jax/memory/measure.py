@@ -17,9 +17,8 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import advise, traced_products
-from remat_jax.memory.compile.attached import measured_peak
 from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
-from remat_jax.memory.compile.devices import check_devices, host_shortage
+from remat_jax.memory.compile.devices import check_devices, host_shortage, measured_peak
 from remat_jax.memory.compile.options import limit_bytes
 from remat_jax.memory.compile.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
