@@ -223,7 +223,7 @@ class _Adviser:
 
 
 def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:
-    """Whether all arrays of the batch have the same number of rows, and each device has an even number of rows."""
+    """Whether all arrays of the batch have the same number of rows, which is even on each device."""
     if not workload.has_loss:
         return False
     batch = jax.tree.leaves(local_arguments[len(local_arguments) - len(workload.batch) :])

@@ -40,9 +40,9 @@ def measure(
 ) -> MemoryReport:
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed or used.
 
-    The compiler runs in its own process. If the policy offloads, or `replan` offloads in the loss, a second step with `save`
-    for `offload` is compiled too, for the receipt. Results are cached on the workload object, and programs compiled for a GPU
-    also on disk (`remat_jax.memory.compile.cache`).
+    If the policy offloads, or `replan` offloads in the loss, a second step with `save` for `offload` is compiled too, for the
+    receipt. Results are cached on the workload object, and programs compiled for a GPU also on disk
+    (`remat_jax.memory.compile.cache`).
 
     A workload with a mesh needs a target with as many devices (`"8x8xh200"`); the report is for one device. On the target
     `"attached"`, the GPU of this machine, the step also runs once, on random numbers: `measured_peak_bytes` is its peak.

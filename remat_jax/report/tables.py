@@ -53,7 +53,10 @@ def table(
                 f"rows[{position}] has {len(row)} values, expected {len(columns)}, one for each of {list(columns)}"
             )
     result = Table(title=Text(title) if title else None, caption=Text(caption) if caption else None)
-    written = [[_written(value, formats.get(name, str)) for name, value in zip(columns, row, strict=True)] for row in rows]
+    written = [
+        [MISSING if value is None else formats.get(name, str)(value) for name, value in zip(columns, row, strict=True)]
+        for row in rows
+    ]
     for position, name in enumerate(columns):
         numeric = _is_numeric([row[position] for row in written])
         # A wrapped number can be misread, so only text wraps.
@@ -179,10 +182,6 @@ def format_flops(n: int, *, sign: bool = False) -> str:
             break
         scaled, unit = scaled / 1000, larger
     return f"{scaled:{'+' if sign else ''}.3g} {unit}FLOP"
-
-
-def _written(value: object, write: Callable[[Any], str]) -> str:
-    return MISSING if value is None else write(value)
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:

@@ -81,7 +81,7 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
 
 
 def _held_bytes(step: TrainingStep, results: Sequence[Any], donated: Sequence[int]) -> int:
-    """The bytes that one device holds for the whole step; a result is assumed to be sharded like an argument of its type."""
+    """The bytes that one device holds for the whole step; results are assumed to be sharded like arguments of their types."""
     local = jax.tree.leaves(step.local_arguments)
     reusable: Counter[Any] = Counter()
     shards: dict[Any, Any] = {}
