@@ -158,7 +158,7 @@ def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, 
         tell(f"looking for traps under {name}", number, len(reports))
         diagnosis = doctor(workload, entry.policy, target if target.kind == "gpu" else None, timeout)
         kept = residuals(workload, _with_names(entry.policy)) if workload.has_loss else None
-        figures = _of_plan(entry.plan) if entry.plan else _estimated(gathered.described, entry.policy, memory)
+        figures = _estimated(gathered.described, entry, memory)
         gathered.policies.append(Compared(name, memory, kept, *figures, diagnosis))
     gathered.policies = _as_compiled(gathered.policies)
 
@@ -242,8 +242,13 @@ def _as_compiled(policies: list[Compared]) -> list[Compared]:
     ]
 
 
-def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -> tuple[float | None, float | None, int | None]:
+def _estimated(
+    described: Described | None, entry: _Asked, memory: MemoryReport
+) -> tuple[float | None, float | None, int | None]:
     """Seconds of a step, the excess over saving everything, and recomputed FLOPs; None if unknown."""
+    plan, policy = entry.plan, entry.policy
+    if plan is not None:
+        return plan.seconds, plan.seconds - plan.base_seconds, plan.recompute_flops
     if described is None or (memory.residual_host_bytes and described.stack.link is None):
         return None, None, None
     if isinstance(policy, Mapping):
@@ -255,10 +260,6 @@ def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -
         return described.base_seconds + extra, extra - keeping_seconds(described), recompute_flops(described, checked)
     except PlanningError:
         return None, None, None  # one of JAX's policy objects, unknown before tracing
-
-
-def _of_plan(plan: Plan) -> tuple[float, float, int]:
-    return plan.seconds, plan.seconds - plan.base_seconds, plan.recompute_flops
 
 
 def _with_names(policy: Any) -> Any:

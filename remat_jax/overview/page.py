@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, starmap
+from itertools import chain
 
 from remat_jax.overview.compared import THE_PLAN, Compared, Gathered
 from remat_jax.overview.facts import facts
@@ -40,6 +40,7 @@ _FOOTER = (
     "are estimates from counted operations and bytes at the target's rates, "
 )
 _RUN = "not measurements. Each step was run once, for its measured peak of memory."
+_NOTHING_RUN = "and nothing was run."
 _OFFLOAD_COLUMNS = (
     Column("policy", "name"),
     Column("offered", "bytes"),
@@ -63,12 +64,13 @@ class Trouble:
 def page(gathered: Gathered) -> str:
     """The page as text."""
     parity = gathered.parity
+    pairs = "".join(f"<dt>{escaped(name)}</dt><dd>{escaped(text)}</dd>" for name, text in facts(gathered))
     sections = {
         "policies": ("Policies compared", _policies(gathered)),
         "modules": ("Memory by module", modules(gathered.policies)),
         "plan": ("The plan", _plan(gathered)),
         "parity": ("Parity with PyTorch", parity_body(parity, level=3) if parity is not None else ""),
-        "workload": ("What was measured", f'<dl class="facts">{"".join(starmap(_pair, facts(gathered)))}</dl>'),
+        "workload": ("What was measured", f'<dl class="facts">{pairs}</dl>'),
     }
     present = {name: entry for name, entry in sections.items() if entry[1]}
     links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, (heading, _) in present.items())
@@ -80,17 +82,8 @@ def page(gathered: Gathered) -> str:
     return document(
         f"{gathered.workload.name} on {gathered.target.name}",
         f'<nav aria-label="sections"><ul>{links}</ul></nav><div class="short"><ul>{sentences}</ul></div>{body}'
-        f"<footer><p>{escaped(footer(gathered))}</p></footer>",
+        f"<footer><p>{escaped(_FOOTER + (_RUN if gathered.target.attached else _NOTHING_RUN))}</p></footer>",
     )
-
-
-def _pair(name: str, text: str) -> str:
-    return f"<dt>{escaped(name)}</dt><dd>{escaped(text)}</dd>"
-
-
-def footer(gathered: Gathered) -> str:
-    """How the figures were made."""
-    return _FOOTER + (_RUN if gathered.target.attached else "and nothing was run.")
 
 
 def _policies(gathered: Gathered) -> str:

@@ -28,7 +28,11 @@ def place_labels(
     """
     obstacles = [(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for x, y in points] + list(taken)
     placed: dict[int, Box] = {}
-    for index in _crowded_first(points):
+
+    def nearness(index: int) -> float:
+        return sum(1 / (1 + math.dist(points[index], other)) for other in points)
+
+    for index in sorted(range(len(points)), key=nearness, reverse=True):
         best, least = (0.0, 0.0, 0.0, 0.0), math.inf
         for box in _candidates(points[index], sizes[index]):
             overlap = sum(_shared(box, other) for other in [*obstacles, *placed.values()]) + _outside(box, area)
@@ -49,14 +53,6 @@ def boxes_along(path: Sequence[Sequence[float]]) -> list[Box]:
             x, y = x0 + (x1 - x0) * part / parts, y0 + (y1 - y0) * part / parts
             boxes.append((x - 1, y - 1, x + 1, y + 1))
     return boxes
-
-
-def _crowded_first(points: Sequence[tuple[float, float]]) -> list[int]:
-    def nearness(index: int) -> float:
-        x, y = points[index]
-        return sum(1 / (1 + math.hypot(x - a, y - b)) for a, b in points)
-
-    return sorted(range(len(points)), key=nearness, reverse=True)
 
 
 def _candidates(point: tuple[float, float], size: tuple[float, float]) -> Iterator[Box]:
