@@ -251,13 +251,9 @@ def _estimated(
         return plan.seconds, plan.seconds - plan.base_seconds, plan.recompute_flops
     if described is None or (memory.residual_host_bytes and described.stack.link is None):
         return None, None, None
-    if isinstance(policy, Mapping):
-        checked: Any = {block: as_block_policy(of_block) for block, of_block in policy.items()}
-    else:
-        checked = as_block_policy(policy)
     try:
-        extra = extra_seconds(described, checked)
-        return described.base_seconds + extra, extra - keeping_seconds(described), recompute_flops(described, checked)
+        extra = extra_seconds(described, policy)
+        return described.base_seconds + extra, extra - keeping_seconds(described), recompute_flops(described, policy)
     except PlanningError:
         return None, None, None  # one of JAX's policy objects, unknown before tracing
 
