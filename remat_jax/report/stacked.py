@@ -108,19 +108,18 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
     """
     paths = dict.fromkeys(path for bar in memory.values() for path, phase in bar if _argument(path, phase) is None)
     names = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
-    bars: dict[str, Counter[tuple[str, str]]] = {}
-    largest_share: dict[str, float] = {}
+    bars = {policy: Counter[tuple[str, str]]() for policy in memory}
     for policy, bar in memory.items():
-        parts, modules_of_bar = bars.setdefault(policy, Counter()), Counter[str]()
         for (path, phase), size in bar.items():
             module = _argument(path, phase) or names[path] or _NOWHERE
-            parts[module, _PHASES.get(phase, WORKING)] += size
-            modules_of_bar[module] += size
-        for module, size in modules_of_bar.items():
-            largest_share[module] = max(largest_share.get(module, 0.0), size / (parts.total() or 1))
-    ranked = sorted(largest_share, key=lambda name: (-largest_share[name], name))
-    coloured = [name for name in ranked if name not in (*_ARGUMENTS, _NOWHERE)]
-    order = [*coloured[:modules], _OTHER, _NOWHERE, *_ARGUMENTS]
+            bars[policy][module, _PHASES.get(phase, WORKING)] += size
+
+    def largest_share(module: str) -> float:
+        return max((bar[module, KEPT] + bar[module, WORKING]) / (bar.total() or 1) for bar in bars.values())
+
+    computed = {module for bar in bars.values() for module, _ in bar} - {*_ARGUMENTS, _NOWHERE}
+    ranked = sorted(computed, key=lambda module: (-largest_share(module), module))
+    order = [*ranked[:modules], _OTHER, _NOWHERE, *_ARGUMENTS]
     merged: dict[str, dict[tuple[str, str], int]] = {}
     for policy, parts in bars.items():
         sizes = Counter[tuple[str, str]]()
