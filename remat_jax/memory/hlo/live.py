@@ -59,45 +59,6 @@ _Places = tuple[int, ...]
 """The same index as numbers."""
 
 
-class _Program:
-    """The instructions of all computations by name, and the loop that runs each computation."""
-
-    def __init__(self, module: HloModule) -> None:
-        self.instructions = {each.name: each for computation in module.computations.values() for each in computation}
-        self._loops = {each.attribute("body"): each for each in self.instructions.values() if each.opcode == "while"}
-
-    def exchanged(self) -> dict[_Value, str]:
-        """The operands of collectives, and all elements of their results, with the kind of the collective."""
-        kinds: dict[_Value, str] = {}
-        for instruction in self.instructions.values():
-            if instruction.collective is not None:
-                values = [(instruction, places) for places in _indices(instruction.shape)]
-                values += [_traced(operand, (), _renamed) for operand in instruction.inputs if operand is not None]
-                kinds |= {(each.name, ",".join(map(str, places))): instruction.collective.kind for each, places in values}
-        return kinds
-
-    def origin(self, instruction: Instruction, places: _Places) -> Instruction:
-        """The instruction that computes an element of a loop's state: in the loop's body, or before the loop if unchanged."""
-        return _traced(instruction, places, self._before)[0]
-
-    def _before(self, instruction: Instruction, places: _Places) -> tuple[Instruction | None, _Places]:
-        """The source of an element of an instruction's result; None if the instruction computes the element."""
-        source, places_in_source = _renamed(instruction, places)
-        if source is not None:
-            return source, places_in_source
-        if instruction.opcode in ("copy", "copy-start", "copy-done", "optimization-barrier"):
-            return instruction.input(0), places
-        if (stack := _slice_source(instruction)) is not None:
-            return stack, ()
-        if instruction.opcode == "while" and places:
-            return (instruction.bodies[0].root if instruction.bodies else None), places
-        loop, root = self._loops.get(instruction.home.name), instruction.home.root
-        if instruction.opcode == "parameter" and places and loop is not None and root.opcode == "tuple":
-            written = root.input(places[0])
-            return (loop.input(0), places) if _is_unchanged(written, places[0]) else (written, places[1:])
-        return None, places
-
-
 def _traced(
     instruction: Instruction, places: _Places, step: Callable[[Instruction, _Places], tuple[Instruction | None, _Places]]
 ) -> tuple[Instruction, _Places]:
@@ -148,17 +109,19 @@ class Schedule:
         matches = [match for match in map(_RANGE.match, live_ranges.splitlines()) if match is not None]
         ranges = {(match["name"], match["index"]): (int(match["start"]), int(match["end"])) for match in matches}
         self.ranges = {value: span for value, span in ranges.items() if value in self.places}
-        self._program = _Program(parse(program))
+        computations = parse(program).computations.values()
+        self._instructions = {instruction.name: instruction for computation in computations for instruction in computation}
+        self._loops = {each.attribute("body"): each for each in self._instructions.values() if each.opcode == "while"}
 
     def buffer(self, value: _Value) -> LiveBuffer:
         """The buffer of a value."""
         (name, index), nbytes = value, self.places[value].nbytes
-        instruction = self._program.instructions.get(name)
+        instruction = self._instructions.get(name)
         if instruction is None:
             return LiveBuffer(name, "", "other", nbytes, "")
         places = tuple(int(place) for place in index.split(",") if place)
         shape = re.sub(r"\{.*", "", _element(instruction.shape, places))
-        origin = self._program.origin(instruction, places)
+        origin = _traced(instruction, places, self._before)[0]
         if origin.opcode == "parameter":
             is_argument = instruction.opcode in ("parameter", "get-tuple-element", "tuple", "while")
             # A copy or a slice of an argument, such as one layer of a scanned stack of parameters, is a buffer of its own.
@@ -176,7 +139,7 @@ class Schedule:
         # A collective may use any of the names of a place.
         kinds = {
             self.places[value]: kind
-            for value, kind in self._program.exchanged().items()
+            for value, kind in self._exchanged().items()
             if value in self.ranges and self.ranges[value][0] <= peak <= self.ranges[value][1]
         }
         buffers = [replace(self.buffer(value), collective=kinds.get(place, "")) for place, value in alive.items()]
@@ -199,6 +162,33 @@ class Schedule:
             if moment in begins:
                 totals[moment] = total
         return totals
+
+    def _exchanged(self) -> dict[_Value, str]:
+        """The operands of collectives, and all elements of their results, with the kind of the collective."""
+        kinds: dict[_Value, str] = {}
+        for instruction in self._instructions.values():
+            if instruction.collective is not None:
+                values = [(instruction, places) for places in _indices(instruction.shape)]
+                values += [_traced(operand, (), _renamed) for operand in instruction.inputs if operand is not None]
+                kinds |= {(each.name, ",".join(map(str, places))): instruction.collective.kind for each, places in values}
+        return kinds
+
+    def _before(self, instruction: Instruction, places: _Places) -> tuple[Instruction | None, _Places]:
+        """The source of an element of an instruction's result; None if the instruction computes the element."""
+        source, places_in_source = _renamed(instruction, places)
+        if source is not None:
+            return source, places_in_source
+        if instruction.opcode in ("copy", "copy-start", "copy-done", "optimization-barrier"):
+            return instruction.input(0), places
+        if (stack := _slice_source(instruction)) is not None:
+            return stack, ()
+        if instruction.opcode == "while" and places:
+            return (instruction.bodies[0].root if instruction.bodies else None), places
+        loop, root = self._loops.get(instruction.home.name), instruction.home.root
+        if instruction.opcode == "parameter" and places and loop is not None and root.opcode == "tuple":
+            written = root.input(places[0])
+            return (loop.input(0), places) if _is_unchanged(written, places[0]) else (written, places[1:])
+        return None, places
 
 
 def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> tuple[LiveBuffer, ...]:
