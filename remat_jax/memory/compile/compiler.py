@@ -21,11 +21,10 @@ from remat_jax.memory.compile.options import Kernels, kernel_options, limit_opti
 from remat_jax.memory.compile.process import Children, Question, ask, compiler_environment, scratch
 from remat_jax.memory.hlo.collectives import Collective, read_collectives
 from remat_jax.memory.hlo.copies import Overlap
-from remat_jax.memory.hlo.live import LiveBuffer, Schedule, named_arguments
+from remat_jax.memory.hlo.live import LiveBuffer, Schedule, Timeline, named_arguments
 from remat_jax.memory.hlo.schedule import StepTime, step_time
 from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
 from remat_jax.memory.hlo.text import HloModule, parse
-from remat_jax.memory.hlo.timeline import Timeline
 
 MOST_CHILDREN = 4
 """The most compile processes at a time: each has its own compiler, of about 1 GB."""
