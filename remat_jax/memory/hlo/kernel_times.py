@@ -45,13 +45,10 @@ _PARTS = ("dynamic-slice", "slice", "gather")
 
 
 class KernelTimes:
-    """The time of each kernel of a module: its launch, and the longer of the times for its operations and its bytes.
+    """The time of each kernel: its launch, and the longer of the times for its operations and its bytes.
 
-    `kernels` has the operations of Pallas kernels by name, which the compiled module does not contain.
-
-    Attributes:
-      dtypes: the dtypes of the products.
-      unknown: custom calls and instructions with unknown operations, of which only the bytes count.
+    `kernels` has the operations of Pallas kernels by name, which the compiled module does not contain. `dtypes` collects those
+    of the products, `unknown` the custom calls and instructions with unknown operations, of which only the bytes count.
     """
 
     def __init__(self, rates: Rates, kernels: Mapping[str, float] | None = None) -> None:
@@ -135,8 +132,8 @@ def _written(root: Instruction) -> int:
 def _product(instruction: Instruction) -> Product | None:
     """The matrix product that a dot, a matmul call or a convolution computes; None for other instructions.
 
-    A convolution is the product of its windows with its kernel, with one window for each output position. Float32 runs as
-    tensorfloat32 unless the program asks for the highest precision.
+    A convolution is the product of its windows, one for each output position, with its kernel. Float32 runs as tensorfloat32
+    unless the program asks for the highest precision.
     """
     lhs, rhs = instruction.input(0), instruction.input(1)
     if lhs is None or rhs is None or not (lhs.arrays and rhs.arrays and instruction.arrays):
@@ -198,7 +195,7 @@ def attention_products(instruction: Instruction) -> list[Product]:
 
 
 def _positions(array: HloArray) -> int:
-    """The size of the positions axis in (…, positions, heads, width) or (…, heads, positions, width): the larger axis."""
+    """The number of positions in (…, positions, heads, width) or (…, heads, positions, width): the larger axis."""
     return max(array.dims[-3:-1])
 
 

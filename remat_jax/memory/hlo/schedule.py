@@ -33,10 +33,8 @@ class StepTime:
     """The modelled time of one execution of a compiled module.
 
     Attributes:
-      seconds: the whole time: compute, and waiting for copies and exchanges.
-      compute_seconds: the time of compute alone.
-      overlap: the copies to and from the host.
-      exchanges: the collectives, in the same terms.
+      seconds, compute_seconds: the whole time, and that of compute alone; the rest is waiting for copies and exchanges.
+      overlap, exchanges: the copies to and from the host, and the collectives in the same terms.
       untimed: custom calls and instructions with unknown operations: only their bytes count.
       assumed: the rates that were not measured, by their names in `Rates`; latencies only if they are 5 % of the time or more.
     """
@@ -238,8 +236,8 @@ class _Player:
         return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
 
     def _coverable(self, out: Copies, back: Copies) -> float:
-        # `together`: the uncoverable time of an array's two copies, by the copy out (the longest wait if the array is fetched
-        # more than once). `alone`: the uncoverable time of each copy if it could use all compute between the copies.
+        # `together`: the uncoverable time of an array's two copies, by the copy out (the longest if the array is fetched more
+        # than once). `alone`: that of each copy if it could use all compute between the copies.
         together: dict[str, float] = {}
         alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
         for trip in round_trips(self.entry):
