@@ -58,8 +58,8 @@ class MemoryReport:
       host_warning: says that the hosts have too little memory; None if they have enough, or it is unknown.
       policy_warning: says that the model's own checkpoints overrule the policy; else None.
       compiler_warning: what the compiler could not do without a GPU, and the effect on the figures; else None.
-      replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced; a scanned block's
-        count once.
+      replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced, those of a
+        scanned block counted once.
       memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
       compiler_options: the limit as `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's own is lower.
       seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
