@@ -40,7 +40,6 @@ _FOOTER = (
     "are estimates from counted operations and bytes at the target's rates, "
 )
 _RUN = "not measurements. Each step was run once, for its measured peak of memory."
-_NOTHING_RUN = "and nothing was run."
 _OFFLOAD_COLUMNS = (
     Column("policy", "name"),
     Column("offered", "bytes"),
@@ -82,8 +81,13 @@ def page(gathered: Gathered) -> str:
     return document(
         f"{gathered.workload.name} on {gathered.target.name}",
         f'<nav aria-label="sections"><ul>{links}</ul></nav><div class="short"><ul>{sentences}</ul></div>{body}'
-        f"<footer><p>{escaped(_FOOTER + (_RUN if gathered.target.attached else _NOTHING_RUN))}</p></footer>",
+        f"<footer><p>{escaped(footer(gathered))}</p></footer>",
     )
+
+
+def footer(gathered: Gathered) -> str:
+    """How the figures were made."""
+    return _FOOTER + (_RUN if gathered.target.attached else "and nothing was run.")
 
 
 def _policies(gathered: Gathered) -> str:
