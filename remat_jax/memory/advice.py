@@ -213,7 +213,6 @@ class _Adviser:
         yield Advice(DTYPE, self._saved(share), how, why)
 
     def _state_follows(self) -> bool:
-        """Whether the optimizer's state has the parameters' dtype."""
         if self.workload.optimizer is None or "parameters" not in self.arguments:
             return False
         trained = self.step.arguments[0]

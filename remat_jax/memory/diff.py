@@ -188,12 +188,12 @@ def _moves(before: ResidualTable, after: ResidualTable) -> tuple[Move, ...]:
     for side, rows in enumerate((before, after)):
         for row in rows:
             by_name.setdefault((row.name, row.shape, row.dtype), ([], []))[side].append(row)
-    moves = [move for sides in by_name.values() for move in _moved(*sides)]
+    moves = [move for sides in by_name.values() for move in _moves_of_name(*sides)]
     return tuple(sorted(moves, key=lambda move: (-move.bytes, move.name)))
 
 
-def _moved(before: list[Residual], after: list[Residual]) -> list[Move]:
-    """The moves of one name: kept rows are paired in order, and a side without a row counts as recomputed or not kept."""
+def _moves_of_name(before: list[Residual], after: list[Residual]) -> list[Move]:
+    """Kept rows are paired in order, and a side without a row counts as recomputed or not kept."""
     if {(row.action, row.bytes) for row in before} == {(row.action, row.bytes) for row in after}:
         return []
     moves = []
@@ -208,7 +208,6 @@ def _moved(before: list[Residual], after: list[Residual]) -> list[Move]:
 
 
 def _layers_together(moves: tuple[Move, ...]) -> list[Move]:
-    """The moves with equal moves of unrolled layers merged into one row."""
     by_key: dict[Any, list[Move]] = {}
     for move, name in zip(moves, merged_layers(move.name for move in moves), strict=True):
         by_key.setdefault((name, move.shape, move.dtype, move.before, move.after), []).append(move)

@@ -195,7 +195,6 @@ def _given(policy: Any) -> Any:
 
 
 def _keys(policies: Sequence[Any]) -> dict[Any, str]:
-    """A text for each different policy."""
     texts: dict[Any, str] = {}
     for policy in policies:
         if policy not in texts:

@@ -192,7 +192,6 @@ class MemoryReport:
         return table(title, ("memory", "bytes", ""), rows, caption=self._caption())
 
     def _times(self) -> list[tuple[Any, ...]]:
-        """The rows of what the schedule says."""
         rows: list[tuple[Any, ...]] = []
         if self.overlap is not None:
             out, back = self.overlap.out, self.overlap.back

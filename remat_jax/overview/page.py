@@ -260,7 +260,6 @@ def notes(gathered: Gathered) -> list[str]:
 
 
 def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
-    """Remarks on differences between the plan's step and the report's."""
     remarks = []
     versions = {policy.memory.jax_version for policy in gathered.policies} - {plan.jax_version}
     if versions:

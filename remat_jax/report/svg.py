@@ -218,7 +218,6 @@ def text_width(text: str, size: float = 13) -> float:
 
 
 def _flow(keys: Sequence[Key], width: float) -> list[Place]:
-    """The places of the keys in a legend, from its upper left corner."""
     places, across, down = [], 0.0, 0.0
     for key in keys:
         needed = 34 + text_width(key.label, 12)

@@ -192,7 +192,6 @@ def _answers(
     kernels: Kernels,
     children: Children | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The answers of all compile processes, by key."""
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
     environment = compiler_environment(target)
     ends = time.monotonic() + timeout
@@ -272,7 +271,6 @@ def _module(text: str | None) -> HloModule | None:
 
 
 def _step_time(module: HloModule | None, target: Target, program: ExportedProgram) -> tuple[StepTime | None, str]:
-    """The modelled time of a step, or None and the reason."""
     if module is None:
         return None, "not modelled for a CPU" if target.kind == "cpu" else "the compiled module could not be read"
     try:

@@ -68,7 +68,6 @@ class KernelTimes:
         return self._seconds[instruction]
 
     def _operations(self, instruction: Instruction) -> Iterator[float]:
-        """The seconds of each product in a kernel."""
         if instruction.called is not None:
             for inner in instruction.called:
                 yield from self._operations(inner)
@@ -200,7 +199,6 @@ def _positions(array: HloArray) -> int:
 
 
 def _called_target(instruction: Instruction) -> str:
-    """The target of a custom call; empty for any other instruction."""
     match = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
     return match[1] if match else ""
 

@@ -196,7 +196,6 @@ class _Player:
         return self._sending[computation.name]
 
     def _total(self, computation: Computation) -> float:
-        """The compute seconds of one round."""
         if computation.name not in self._totals:
             total = 0.0
             for instruction in computation:
@@ -226,7 +225,6 @@ class _Player:
         self.streams[lane].waited = max(self.streams[lane].waited, self.now)
 
     def _assumed(self) -> tuple[str, ...]:
-        """The assumed rates that this module needs."""
         needs = {"flops", "hbm_bytes_per_s", "launch_seconds"}
         needs |= {"out_bytes_per_s", "copy_seconds"} if self.streams["out"].spans else set()
         needs |= {"in_bytes_per_s", "copy_seconds"} if self.streams["back"].spans else set()

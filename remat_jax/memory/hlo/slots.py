@@ -101,7 +101,6 @@ def _address(instruction: Instruction, copy: Instruction, whole: HloArray, count
 
 
 def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
-    """The loop's counters in an iteration, by tuple index."""
     variables = loop.config.get("dynamic_variables")
     if not variables and "known_induction_variable" in loop.config:
         steps = loop.config.get("known_init_step", {"init": "0", "step": "1"})
