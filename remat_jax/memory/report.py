@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -144,11 +145,10 @@ class MemoryReport:
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
         """Live bytes at the peak: (module path, phase) → bytes, the largest first."""
-        parts: dict[tuple[str, str], int] = {}
+        parts: Counter[tuple[str, str]] = Counter()
         for buffer in self.live:
-            key = buffer.module, buffer.phase
-            parts[key] = parts.get(key, 0) + buffer.nbytes
-        return dict(sorted(parts.items(), key=lambda entry: -entry[1]))
+            parts[buffer.module, buffer.phase] += buffer.nbytes
+        return dict(parts.most_common())
 
     def live_table(self, rows: int = 20) -> Any:
         """The live buffers at the peak, by module and phase, as a table of at most `rows` lines."""

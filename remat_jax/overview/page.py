@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -206,11 +207,11 @@ def _by_module(policies: Sequence[Compared]) -> dict[str, Memory]:
 
 
 def _kept(policy: Compared) -> Memory:
-    parts: dict[tuple[str, str], int] = {}
+    parts: Counter[tuple[str, str]] = Counter()
     for row in policy.kept or ():
         if row.action != Action.RECOMPUTE.value:
-            key = row.name.partition(":")[0], "forward" if row.action == Action.SAVE.value else _ON_HOST
-            parts[key] = parts.get(key, 0) + row.bytes
+            phase = "forward" if row.action == Action.SAVE.value else _ON_HOST
+            parts[row.name.partition(":")[0], phase] += row.bytes
     return parts
 
 
