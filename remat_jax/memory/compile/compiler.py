@@ -118,15 +118,15 @@ def compile_programs(
     limits = {program.key: limit_options(memory_limit, target, program.held_bytes) for program in programs}
     options = {key: (compiler_options or {}) | limit for key, limit in limits.items()}
     digests = {program.key: cache.digest(program, target, options[program.key], CHILD) for program in programs}
-    sizes = {digest: cached for digest in set(digests.values()) if (cached := cache.read(digest, target, Sizes))}
-    # Equal programs are compiled once.
+    sizes: dict[str, Sizes] = {}
     new: dict[str, ExportedProgram] = {}
     for program in programs:
-        if digests[program.key] not in sizes:
-            new.setdefault(digests[program.key], program)
-    for key, digest in digests.items():
-        if digest in sizes:
-            tell(key)
+        digest = digests[program.key]
+        if cached := cache.read(digest, target, Sizes):
+            sizes[digest] = cached
+            tell(program.key)
+        else:
+            new.setdefault(digest, program)  # equal programs are compiled once
     if new:
         compiled = _compiled(list(new.values()), target, timeout, options, tell, kernels, children)
         for digest, program in new.items():
