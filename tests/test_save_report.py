@@ -67,7 +67,7 @@ def table(text, label):
 
 def cell(gathered, row, title):
     """A cell of the table of policies."""
-    cells = policy_cells(gathered, gathered.comparison.policies[row])
+    cells = policy_cells(gathered, gathered.policies[row])
     return next(value for column, value in cells.items() if column.title == title)
 
 
@@ -180,14 +180,14 @@ def squares():
 
 def test_usual_policies_without_effect_are_left_out_and_the_page_says_why(tmp_path):
     found = gather(squares(), target="cpu")
-    assert [one.name for one in found.comparison.policies] == ["off", "full"]
-    assert list(found.comparison.left_out) == [
+    assert [one.name for one in found.policies] == ["off", "full"]
+    assert list(found.left_out) == [
         "dots",
         "dots_with_no_batch_dims",
         "offload_inputs",
         "offload_dot_with_no_batch_dims",
     ]
-    assert "matches no residual" in found.comparison.left_out["dots"]
+    assert "matches no residual" in found.left_out["dots"]
     assert any(note.startswith("Left out: dots: ") for note in notes(found))
     with pytest.raises(errors.NoEffectError, match="dots"):
         rj.save_report(tmp_path / "report.html", squares(), ["off", "dots"], "cpu")
@@ -199,37 +199,37 @@ def test_traps_and_what_offload_did_are_told():
         jax.checkpoint(inside.loss), inside.params, inside.batch, MlpLayer, name="nested", own_checkpoints="keep"
     )
     found = gather(nested, ["full"], "cpu")
-    (trap,) = findings(found.comparison.policies)
+    (trap,) = findings(found.policies)
     assert (trap.name, trap.under) == ("nested_checkpoint", "full") and "Remove the outer checkpoint" in trap.remedy
     assert cell(found, 0, "traps") == 1 and "Known traps: 1, each with its remedy below." in summary(found)
     found = gather(inside, ["offload_inputs"], "cpu")
     offered = rj.residuals(inside, "offload_inputs").host_bytes
-    ((policy, *sizes, _),) = offload_rows(found.comparison.policies)
+    ((policy, *sizes, _),) = offload_rows(found.policies)
     assert offered > 0 and (policy, *sizes[:2]) == ("offload_inputs", offered, 0) and cell(found, 0, "step") is None
-    warning, *_ = warnings(found.comparison.policies)
+    warning, *_ = warnings(found.policies)
     assert warning.under == "offload_inputs" and "a CPU has one memory" in warning.problem
     assert any("No time is estimated for offload_inputs" in note for note in notes(found))
 
 
 def test_what_is_miscompiled_is_not_called_the_fastest():
     found = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
-    off, full, planned = found.comparison.policies
+    off, full, planned = found.policies
     assert "The fastest policy within the budget (1.0 TiB) is full:" in summary(found)[1]
     wrong = Finding("miscompiled_offload", "off", "", "gradients are wrong", "unroll the layers")
-    found.comparison.policies[1] = replace(full, diagnosis=replace(full.diagnosis, findings=(wrong,)))
+    found.policies[1] = replace(full, diagnosis=replace(full.diagnosis, findings=(wrong,)))
     assert "The fastest policy within the budget (1.0 TiB) is off:" in summary(found)[1]
-    found.comparison.policies[:] = [replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,))), planned]
+    found.policies[:] = [replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,))), planned]
     assert summary(found)[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
     # The plan's own host budget counts for the others.
     away = replace(full, memory=replace(full.memory, host_bytes=2))
-    found.comparison.policies[1:] = [away, planned]
+    found.policies[1:] = [away, planned]
     for host_budget, fits in ((2, "yes"), (1, "no")):
         assert cell(replace(found, plan=plan_for(JOB, budget=2**40, host_budget=host_budget)), 1, "fits") == fits
 
 
 def test_a_named_policy_that_beats_the_plan_is_named_where_the_times_can_be_compared():
     found = gather(JOB, ["full"], "cpu")
-    (full,), described = found.comparison.policies, found.comparison.described
+    (full,), described = found.policies, found.described
     base = described.base_seconds + keeping_seconds(described)
     slow = plan_for(JOB, budget=2**40, base_seconds=base, seconds=2 * full.seconds)
     sentence = "Compiled for this page, these policies fit and are estimated to be faster than the plan: full."
@@ -246,7 +246,7 @@ def test_one_usual_policy_that_the_compiler_refuses_does_not_end_the_report(monk
         return measure_many(workload, policies, *rest)
 
     monkeypatch.setattr(compared, "measure_many", refusing)
-    found = gather(squares(), target="cpu").comparison
+    found = gather(squares(), target="cpu")
     assert [one.name for one in found.policies] == ["off"] and found.left_out["full"] == "full: out of memory"
     with pytest.raises(errors.CompileError):
         gather(squares(), ["off", "full"], "cpu")
@@ -318,7 +318,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
 def test_policies_of_all_kinds_are_taken_and_told_apart():
     dots, none = jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable
     wrapped = [lambda *args, **kwargs: dots(*args, **kwargs), lambda *args, **kwargs: none(*args, **kwargs)]
-    found = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}], "cpu").comparison.policies
+    found = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}], "cpu").policies
     assert [one.name for one in found] == ["<lambda>", "<lambda> (2)", "1 × full | 2 × dots", "MlpLayer: off"]
     # A function is asked while tracing, so that nothing is known of its time; the others are priced layer by layer.
     full, off = rj.measure(JOB, "full", "cpu"), rj.measure(JOB, "off", "cpu")

@@ -85,8 +85,8 @@ def report(
 def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
     title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}"
     columns = ("policy", "device", "host", "step", "traps")
-    answer.show(table(title, columns, [_cells(policy) for policy in gathered.comparison.policies]))
-    for name, why in gathered.comparison.left_out.items():
+    answer.show(table(title, columns, [_cells(policy) for policy in gathered.policies]))
+    for name, why in gathered.left_out.items():
         answer.show(f"Left out: {name}: {why}")
     if gathered.parity is not None:
         answer.show(gathered.parity.verdict())

@@ -11,7 +11,7 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.errors import TargetError
 from remat_jax.hardware import gpus
-from remat_jax.memory.compile.attached import device_kind
+from remat_jax.memory.compile.devices import device_kind
 from remat_jax.report.tables import render, table
 
 _PACKAGES = (

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.hardware import Target
+from remat_jax.overview.compared import Gathered
 from remat_jax.planning.model import block_name
 from remat_jax.planning.problem import Described
 from remat_jax.report.tables import format_bytes
@@ -26,8 +26,9 @@ _SHOWN = 6
 """The number of the batch's arrays that are listed one by one."""
 
 
-def facts(workload: Workload, target: Target, described: Described | None) -> list[tuple[str, str]]:
+def facts(gathered: Gathered) -> list[tuple[str, str]]:
     """The summary as pairs of a name and a text."""
+    workload, target, described = gathered.workload, gathered.target, gathered.described
     pairs = [("workload", workload.name), ("one step", _step(workload)), ("blocks", _blocks(workload, described))]
     pairs += _arguments(workload)
     if workload.mesh is not None:
