@@ -86,8 +86,7 @@ def parse_json(text: str, kind: str, writer: str) -> Any:
 def parse_rules(text: str, argument: str = "policy") -> tuple[PolicyRule, ...]:
     """The rules in ``text``; a closing semicolon and whitespace around the parts are allowed.
 
-    Raises:
-        PolicyError: the text is malformed; the message quotes the part and its position, counted from 1.
+    An error quotes the malformed part and its position, counted from 1.
 
     >>> [str(rule) for rule in parse_rules("save: @dots ;recompute:*;")]
     ['save: @dots', 'recompute: *']
