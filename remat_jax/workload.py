@@ -153,10 +153,7 @@ class Workload:
         name: str | None = None,
         own_checkpoints: str = "replace",
     ) -> Workload:
-        """A workload of a finished train step; a `jit` around or inside the step is allowed.
-
-        `residuals` refuses such a workload: the residuals cannot be read from a step that takes its gradient inside.
-        """
+        """A workload of a finished train step, jitted or not; `residuals` refuses it, as the step takes its gradient inside."""
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")

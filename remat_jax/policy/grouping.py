@@ -16,11 +16,7 @@ _IN_GROUPS = re.compile(r"(.*\S)\s+in\s+groups\s+of\s+(\S+)\s*", re.DOTALL)
 
 
 def split_groups(text: str, argument: str) -> tuple[str, int | None]:
-    """The policy in a run's text, and the number of layers in each group; None without groups.
-
-    >>> split_groups("full in groups of 6", "policy"), split_groups("dots", "policy")
-    (('full', 6), ('dots', None))
-    """
+    """The policy in a run's text, and the number of layers in each group; None without groups."""
     match = _IN_GROUPS.fullmatch(text)
     if match is None:
         return text, None

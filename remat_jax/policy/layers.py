@@ -259,11 +259,7 @@ def _version(data: dict[str, Any]) -> int:
 
 
 def is_by_layer(value: object) -> bool:
-    """Whether ``value`` is a `LayerPolicies` or the text of policies by layer.
-
-    >>> is_by_layer("8 x full"), is_by_layer("save: x")
-    (True, False)
-    """
+    """Whether ``value`` is a `LayerPolicies` or the text of policies by layer."""
     if isinstance(value, str):
         return _RUN.match(value) is not None or is_in_groups(value)
     return isinstance(value, LayerPolicies)

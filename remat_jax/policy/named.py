@@ -42,11 +42,7 @@ def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Poli
 
 
 def as_block_policy(value: Any, argument: str = "policy") -> Policy | JaxPolicy | LayerPolicies:
-    """The policy for blocks that ``value`` describes: policies by layer or their text, or what `as_policy` takes.
-
-    >>> as_block_policy("2 x full | 1 x dots").layers, as_block_policy("dots").name
-    (3, 'dots')
-    """
+    """The policy for blocks that ``value`` describes: policies by layer or their text, or what `as_policy` takes."""
     if isinstance(value, LayerPolicies):
         return value
     return LayerPolicies.parse(value, argument) if is_by_layer(value) else as_policy(value, argument)

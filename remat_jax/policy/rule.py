@@ -123,15 +123,12 @@ def is_catch_all(selector: str) -> bool:
 
 
 def is_automatic_glob(selector: str) -> bool:
-    """Whether ``selector`` needs automatic residual names.
-
-    False for ``@…`` selectors, the catch-all ``*``, and plain names, which may be a user's ``checkpoint_name``.
-    """
+    """Whether ``selector`` needs automatic residual names; a plain name may be a user's ``checkpoint_name``."""
     return not selector.startswith("@") and not is_catch_all(selector) and any(mark in selector for mark in "*?[/:#")
 
 
 def what_is_wrong(selector: object) -> str:
-    """Why ``selector`` is invalid, as the end of a sentence that begins with the selector; empty if it is valid."""
+    """Why ``selector`` is invalid, as the rest of a sentence that begins with it; empty if it is valid."""
     if not isinstance(selector, str):
         return "is not a text; write a glob on residual names such as '*ffn/up*', or '@dots'."
     if not selector.strip():
@@ -142,9 +139,8 @@ def what_is_wrong(selector: object) -> str:
         return ""
     if selector.startswith(PRIMITIVE):
         primitive = selector[len(PRIMITIVE) :]
-        if primitive and primitive == primitive.strip():
-            return ""
-        return "names no primitive; write one after the colon, as in '@primitive:exp'."
+        good = primitive and primitive == primitive.strip()
+        return "" if good else "names no primitive; write one after the colon, as in '@primitive:exp'."
     known_selectors = [*_MATCHES, PRIMITIVE + "NAME"]
     return f"is not a known selector; those with @ are {', '.join(known_selectors)}." + nearest(selector, known_selectors)
 

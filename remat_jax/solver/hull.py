@@ -35,9 +35,8 @@ _OVER = 1e3
 class Hull:
     """The policies of a stack's blocks that are cheapest at some price. Each new budget adds policies.
 
-    A run is several equal blocks in a row. The blocks of a kind are divided into several runs, and the last block of each is
-    a run of one block. These blocks have the memory constraints: more constraints give a higher bound. `kinds` has the indices
-    of each kind's runs.
+    The blocks of a kind are divided into several runs of equal blocks, and the last block of each is a run of one block. These
+    blocks have the memory constraints: more constraints give a higher bound. `kinds` has the indices of each kind's runs.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
