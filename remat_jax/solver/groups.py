@@ -20,7 +20,6 @@ class GroupedLayer:
         input_bytes: size of the layer's input.
         saved_bytes: bytes that the policy saves besides the input: nothing for `full`; for `off` all residuals, including the
             layer's output, which is the next layer's input.
-        working_bytes: memory that the backward pass needs while it runs, besides the saved bytes.
         forward_seconds: time of the forward pass.
         extra_seconds: what the residuals cost under the policy; 0 for `off`.
         gradient_bytes: size of the parameters' gradients. A scan of groups stacks the gradients of one group separately.
@@ -29,14 +28,13 @@ class GroupedLayer:
 
     input_bytes: float
     saved_bytes: float
-    working_bytes: float
     forward_seconds: float = 1.0
     extra_seconds: float = 0.0
     gradient_bytes: float = 0.0
     checkpointed: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("input_bytes", "saved_bytes", "working_bytes", "forward_seconds", "extra_seconds", "gradient_bytes"):
+        for name in ("input_bytes", "saved_bytes", "forward_seconds", "extra_seconds", "gradient_bytes"):
             check_number(name, getattr(self, name))
 
     @property
@@ -74,22 +72,23 @@ def grouping(
 ) -> Grouping:
     """Memory and time of a stack whose first ``grouped`` layers are in groups of ``size``.
 
-    Let a layer have input bytes a, saved bytes s and working bytes w. A group of n layers keeps its input. Its backward pass
-    needs the inputs of the other n - 1 layers, n s, and w. The groups come first in the stack, so the later layers' residuals
-    are free by then. With g groups and r ungrouped layers behind them, the peak is the larger of g a + (n - 1) a + n s + w and
-    g a + r (a + s) + w. A scan of two groups or more also needs a copy of one group's input, sliced from the stacked inputs,
-    and the gradients of n layers (`docs/notes/groups_of_layers.md` has the compiled figures).
+    Let a layer have input bytes a and saved bytes s. A group of n layers keeps its input. Its backward pass needs the inputs of
+    the other n - 1 layers, and n s. The groups come first in the stack, so the later layers' residuals are free by then. With g
+    groups and r ungrouped layers behind them, the peak is the larger of g a + (n - 1) a + n s and g a + r (a + s). A scan of
+    two groups or more also needs a copy of one group's input, sliced from the stacked inputs, and the gradients of n layers
+    (`docs/notes/groups_of_layers.md` has the compiled figures).
 
     The backward pass recomputes all n layers of a group in a scan, or if the layers are not checkpoints. In an unrolled stack
     of checkpoints it recomputes n - 1 layers, because nothing reads the last layer's output. A group of one layer is that layer
     as a checkpoint.
 
     Args:
-        fixed_bytes: memory in use during the whole step.
+        fixed_bytes: memory in use besides, such as the working set of a layer's backward pass.
         scanned: whether the layers are rounds of a scan.
 
-    >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, working_bytes=17.0, extra_seconds=1.0)
-    >>> [(stack.peak_bytes, stack.extra_seconds) for stack in (grouping(64, size, 64, full) for size in (1, 8))]
+    >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, extra_seconds=1.0)
+    >>> stacks = [grouping(64, size, 64, full, fixed_bytes=17.0) for size in (1, 8)]
+    >>> [(stack.peak_bytes, stack.extra_seconds) for stack in stacks]
     [(81.0, 64.0), (32.0, 120.0)]
     """
     check_count("layers", layers)
@@ -107,8 +106,7 @@ def grouping(
         for place, length in enumerate(lengths, 1)
     ]
     if ungrouped:
-        kept = len(lengths) * layer.input_bytes + ungrouped * (layer.saved_bytes + layer.kept_input_bytes)
-        peaks.append(kept + layer.working_bytes)
+        peaks.append(len(lengths) * layer.input_bytes + ungrouped * (layer.saved_bytes + layer.kept_input_bytes))
     seconds = sum(_recomputed_seconds(length, layer, scanned) for length in lengths) + ungrouped * layer.extra_seconds
     return Grouping(layers, size, grouped, fixed_bytes + max(peaks), seconds)
 
@@ -121,8 +119,8 @@ def groupings(
     For each group size from 2 to all layers: the fewest groups whose peak is within the budget in bytes. Without a budget, all
     layers are in groups.
 
-    >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, working_bytes=17.0, extra_seconds=1.0)
-    >>> fitting = groupings(64, full, 34.0, scanned=True)
+    >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, extra_seconds=1.0)
+    >>> fitting = groupings(64, full, 34.0, fixed_bytes=17.0, scanned=True)
     >>> [(stack.size, stack.grouped, stack.peak_bytes, stack.extra_seconds) for stack in fitting]
     [(13, 52, 34.0, 116.0), (9, 54, 33.0, 118.0), (8, 56, 32.0, 120.0)]
     """
@@ -145,7 +143,7 @@ def groupings(
 def _inside(length: int, layer: GroupedLayer, *, looped: bool) -> float:
     """Bytes that the backward pass of a group needs besides the groups' inputs; ``looped`` in a scan of groups."""
     scan_copies = layer.input_bytes + length * layer.gradient_bytes if looped and length > 1 else 0.0
-    return (length - 1) * layer.kept_input_bytes + length * layer.saved_bytes + layer.working_bytes + scan_copies
+    return (length - 1) * layer.kept_input_bytes + length * layer.saved_bytes + scan_copies
 
 
 def _recomputed_seconds(length: int, layer: GroupedLayer, scanned: bool) -> float:
