@@ -99,8 +99,8 @@ class Hull:
         # Imported here: SciPy takes a quarter of remat_jax's import time.
         from scipy.optimize import linprog
 
+        measured = [self.table(run).measures(self.policies(run)) for run in range(len(self.runs))]
         runs = np.arange(len(self.runs))
-        measured = [self.table(run).measures(self.policies(run)) for run in runs]
         owner = np.repeat(runs, [len(measures) for measures in measured])
         columns = np.concatenate(measured)
         ends = [at for at, run in enumerate(self.runs) if run.repeats == 1] if math.isfinite(budget) else []

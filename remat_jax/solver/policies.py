@@ -44,7 +44,8 @@ class BlockPolicy:
     def _total(self, cost: str, *choices: Choice) -> float:
         """The sum of an attribute of `ResidualCosts` over the residuals with these choices."""
         pairs = zip(self.block.residuals, self.choices, strict=True)
-        return sum(getattr(residual, cost) for residual, choice in pairs if choice in choices)
+        costs: list[float] = [getattr(residual, cost) for residual, choice in pairs if choice in choices]
+        return sum(costs)
 
     @cached_property
     def saved_bytes(self) -> float:

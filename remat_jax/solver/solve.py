@@ -53,7 +53,7 @@ class Solver:
     def __init__(self, stack: Stack, most_policies: int = MOST_POLICIES, earlier: Solver | None = None) -> None:
         check_count("most_policies", most_policies, most=MOST_POLICIES)
         self.stack, self._most_policies = stack, most_policies
-        self._hull = Hull(stack, None if earlier is None else earlier._hull)
+        self._hull: Hull = Hull(stack, None if earlier is None else earlier._hull)
 
     def add(self, policies: Sequence[BlockPolicy]) -> None:
         """Add the policies of a plan, one for each single block in forward order.
