@@ -109,7 +109,7 @@ class Plans:
         return self._seen[policy]
 
     def _policy(self, plan: solver.StackPlan) -> Any:
-        chosen = iter([one.policy for one in plan.ranges for _ in range(one.count)])
+        chosen = iter(plan.policies)
         found = []
         for kind, block in zip(self.described.kinds, self.described.stack.blocks, strict=True):
             found += [policy_of(kind, dataclasses.replace(next(chosen), block=block)) for _ in kind.layers]

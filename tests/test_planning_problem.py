@@ -115,7 +115,7 @@ def test_a_plan_s_policies_can_be_traced_and_cost_what_the_plan_says(scan):
     most = peak_bytes(found.stack, [solver.BlockPolicy(one, _saved(one)) for one in found.stack.positions()])
     stack = solver.Stack(found.stack.blocks, None, found.stack.fixed_bytes)
     plan = solver.solve(stack, found.stack.fixed_bytes + 0.8 * (most - found.stack.fixed_bytes))
-    policies = [policy_of(kind, part.policy) for part in plan.ranges for _ in range(part.count)]
+    policies = [policy_of(kind, policy) for policy in plan.policies]
     assert extra_seconds(found, policies) == pytest.approx(plan.extra_seconds)
     for policy in dict.fromkeys(policies):
         assert step_flops(job, policy) - step_flops(job, "everything") == recompute_flops(found, policy)

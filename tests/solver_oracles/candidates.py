@@ -7,9 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from remat_jax.solver.candidates import grow, unbeaten
-from remat_jax.solver.policies import BlockPolicy, Choice
-from remat_jax.solver.problem import Block, HostLink
+from remat_jax.solver.policies import BlockPolicy
+from remat_jax.solver.problem import Block, Choice, HostLink
 from tests.solver_oracles.exact import Prices, cheapest_policy
+
+MOST = 3000
+"""The most partial policies that the enumeration keeps."""
 
 _PRICES = 8
 _CHOICES = tuple(Choice)
@@ -35,7 +38,7 @@ def candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, 
 @lru_cache(maxsize=64)
 def _candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
     # Kept: a frontier asks for the same blocks at every budget.
-    found = grow(block, link is not None)
+    found = grow(block, link is not None, MOST)
     if found is None:
         return _sweep(block, link), False
     policies = [BlockPolicy(block, tuple(_CHOICES[code] for code in codes)) for codes in found]
