@@ -109,7 +109,7 @@ class Plans:
         return self._seen[policy]
 
     def _policy(self, plan: solver.StackPlan) -> Any:
-        chosen = iter([run.policy for run in plan.ranges for _ in range(run.count)])
+        chosen = iter(plan.policies)
         policies = []
         for kind, block in zip(self.described.kinds, self.described.stack.blocks, strict=True):
             policies += [policy_of(kind, dataclasses.replace(next(chosen), block=block)) for _ in kind.layers]

@@ -7,6 +7,7 @@ Prints twenty budgets, and the exact programme's answers where they are known (`
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -46,7 +47,7 @@ def main() -> None:
             f"{plan.extra_seconds / bound - 1:.2%}" if bound > 0 else "",
             f"{(plan.seconds - plan.lower_bound) / plan.seconds:.3%}",
             f"{plan.peak_bytes / 1e9:.1f} GB",
-            str(len(plan.ranges)),
+            str(len(list(itertools.groupby(plan.policies, key=lambda policy: policy.choices)))),
             f"{took:.2f}",
             f"{exact['extra_seconds'] * 1e3:.2f} ms after {exact['solver_seconds']:.0f} s"
             if isinstance(exact, dict)

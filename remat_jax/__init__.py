@@ -119,7 +119,7 @@ def _version() -> str:
 
 
 def _attached_device_kind() -> str:
-    from remat_jax.memory.compile.attached import device_kind
+    from remat_jax.memory.compile.devices import device_kind
 
     return device_kind()
 

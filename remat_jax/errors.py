@@ -88,9 +88,7 @@ class InfeasibleBudget(RematError, RuntimeError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """A sentence with the choice closest to ``word``, or an empty text if none is close.
-
-    Case is ignored. The text starts with a space to follow any message.
+    """A sentence with the choice closest to ``word``, with a space in front; empty if none is close. Case is ignored.
 
     >>> nearest("dotz", ["full", "dots"])
     " Did you mean 'dots'?"
@@ -103,9 +101,5 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def described(error: BaseException) -> str:
-    """The type and the message of an error of a model or a library, in one line.
-
-    >>> described(ValueError("no such axis"))
-    'ValueError: no such axis'
-    """
+    """The type and the message of an error of a model or a library, in one line."""
     return f"{type(error).__name__}: {str(error).strip()[:600]}"

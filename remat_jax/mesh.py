@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -24,10 +25,8 @@ REPLICATED, DIVIDED = "data", "fsdp"
 def as_mesh(mesh: Any) -> AbstractMesh:
     """The mesh without its devices: `mesh` is a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, as text or data.
 
-    >>> as_mesh({"data": 8, "fsdp": 4}).size
-    32
-    >>> as_mesh("data=8, fsdp=4").axis_names
-    ('data', 'fsdp')
+    >>> as_mesh({"data": 8, "fsdp": 4}).size, shown(as_mesh("data=8, fsdp=4"))
+    (32, 'data=8,fsdp=4')
     """
     if isinstance(mesh, str):
         mesh = _written(mesh)
@@ -71,11 +70,7 @@ def _written(text: str) -> dict[str, int]:
 
 
 def shown(mesh: AbstractMesh) -> str:
-    """The axes and sizes as a text for `as_mesh`.
-
-    >>> shown(as_mesh({"data": 8, "fsdp": 4}))
-    'data=8,fsdp=4'
-    """
+    """The axes and sizes as a text for `as_mesh`."""
     return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
@@ -89,16 +84,15 @@ def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> t
     """
     if mesh is None and shardings is None:
         mesh, shardings = _mesh_and_shardings_of(params, batch)
-    if mesh is None and shardings is None:
-        return None, ()
+        if mesh is None:
+            return None, ()
     if mesh is None or shardings is None:
         given, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
         raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
     if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
         raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
     abstract_mesh = as_mesh(mesh)
-    of_params, of_batch = argument_shardings(abstract_mesh, shardings, params, batch)
-    return abstract_mesh, (of_params, *of_batch)
+    return abstract_mesh, argument_shardings(abstract_mesh, shardings, params, batch)
 
 
 def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -122,17 +116,12 @@ def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, An
     )
 
 
-def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """A `NamedSharding` for each array of `params` and of `batch`.
-
-    Args:
-      shardings: `(for params, for batch[0], …)`. Each entry is a `PartitionSpec`, `NamedSharding` or None (replicated) for a
-        whole argument, a pytree prefix of these, or a function of the path and the leaf that returns one. Arguments without an
-        entry are replicated.
+def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A `NamedSharding` for each array of `params` and of each argument of `batch`; `shardings` is that of `Workload`.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> mesh = AbstractMesh((8,), ("data",))
-    >>> argument_shardings(mesh, (None, PartitionSpec("data")), x, (x,))[1][0].shard_shape(x.shape)
+    >>> argument_shardings(mesh, (None, PartitionSpec("data")), x, (x,))[1].shard_shape(x.shape)
     (2, 4)
     """
     expected = "a tuple: for params, then for each argument of batch, such as (PartitionSpec('fsdp'), PartitionSpec('data'))"
@@ -142,10 +131,9 @@ def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: t
         raise ArgumentError(
             f"shardings: {len(shardings)} entries for params and {len(batch)} arguments of batch; expected {expected}"
         )
-    given = (*shardings, *[None] * (1 + len(batch) - len(shardings)))
     names = ("params", *(f"batch[{index}]" for index in range(len(batch))))
-    placed = [_of_argument(mesh, entry, tree, name) for entry, tree, name in zip(given, (params, *batch), names, strict=True)]
-    return placed[0], tuple(placed[1:])
+    arguments = itertools.zip_longest(shardings, (params, *batch), names)
+    return tuple(_of_argument(mesh, entry, tree, name) for entry, tree, name in arguments)
 
 
 def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
@@ -225,7 +213,7 @@ def _axes(entries: Iterable[Any]) -> list[str]:
 def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:
     """The shardings of an optimizer's state: its parameter's sharding for an array of the same shape, else replicated.
 
-    `optax.tree_map_params` maps each array of the state to its parameter. Arrays in host memory have the same sharding there.
+    Arrays in host memory have the same sharding there.
     """
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     places = {
@@ -294,8 +282,8 @@ def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
 def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
     """Default shardings: the batch over `data` and `fsdp`, each parameter's largest dimension that divides over `fsdp`.
 
-    The batch size is the first dimension of the batch's first array. Arrays of the batch with a different first dimension, and
-    parameters that no dimension divides, are replicated. PyTorch's hybrid sharding and MaxText use the two names in this way.
+    Arrays of the batch with another first dimension than its first array, and parameters that no dimension divides, are
+    replicated. PyTorch's hybrid sharding and MaxText use the two names in this way.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> tuple(map(tuple, usual_shardings(as_mesh("data=2,fsdp=4"), x, (x,))))
@@ -307,7 +295,7 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
             f"mesh={shown(mesh)}: the workload does not say which arrays are partitioned over {', '.join(unnamed)}. Only the "
             f"names {REPLICATED!r} and {DIVIDED!r} imply this; for other axes write Workload(…, mesh={{…}}, shardings=(…))"
         )
-    parts = dict(mesh.shape).get(DIVIDED, 1)
+    parts = mesh.shape.get(DIVIDED, 1)
     # An old-style random key, uint32[2], is not an array of rows.
     arrays = [leaf for leaf in jax.tree.leaves(batch) if leaf.shape and (leaf.shape, leaf.dtype) != ((2,), "uint32")]
     rows = arrays[0].shape[0] if arrays else 0

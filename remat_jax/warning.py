@@ -34,16 +34,7 @@ _given: set[tuple[str, int, str]] = set()
 
 
 def warn(messages: str | Iterable[str] | None) -> None:
-    """Warn the line of user code that called this package with each of `messages`, once per line and message.
-
-    >>> import warnings
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     warnings.simplefilter("always")
-    ...     for _ in range(3):
-    ...         warn("the host has too little memory")
-    >>> [(str(one.message), one.category.__name__) for one in caught]
-    [('the host has too little memory', 'RematWarning')]
-    """
+    """Warn the line of user code that called this package with each of `messages`, once per line and message."""
     if messages is None or _silenced.get():
         return
     file, line, depth = _caller()
@@ -56,11 +47,7 @@ def warn(messages: str | Iterable[str] | None) -> None:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """In this context `warn` does nothing, because the caller reports the same texts itself. Also a decorator.
-
-    >>> with silenced():
-    ...     warn("never seen")
-    """
+    """In this context `warn` does nothing, because the caller reports the same texts itself. Also a decorator."""
     token = _silenced.set(True)
     try:
         yield

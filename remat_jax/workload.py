@@ -105,6 +105,8 @@ class Workload:
     """
 
     name: str
+    own_loss: Callable[..., Any] | None
+    """The user's loss; None for a finished step."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class Workload:
         self._model = ModelArrays(params)
         self.params = structs(self._model.arrays, "params")
         self.mesh, self.shardings = on_mesh(mesh, shardings, self._model.arrays, batch)
-        self.loss, self._own_loss, self._states = under(self.mesh, self._model.loss(loss)), loss, 0
+        self.loss, self.own_loss, self._states = under(self.mesh, self._model.loss(loss)), loss, 0
         self.blocks = _checked_blocks(blocks)
         self.trainable = trainable if trainable is not None else self._model.trainable
         self.has_aux, self.donate = has_aux, donate
@@ -151,15 +153,13 @@ class Workload:
         name: str | None = None,
         own_checkpoints: str = "replace",
     ) -> Workload:
-        """A workload of a finished train step; a `jit` around or inside the step is allowed.
-
-        `residuals` refuses such a workload: the residuals cannot be read from a step that takes its gradient inside.
-        """
+        """A workload of a finished train step, jitted or not; `residuals` refuses it, as the step takes its gradient inside."""
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
         self.own = OwnCheckpoints(own_checkpoints)
-        self.loss, self.optimizer, self.trainable, self.mesh, self.shardings = step, None, None, None, ()
+        self.loss, self.own_loss = step, None
+        self.optimizer, self.trainable, self.mesh, self.shardings = None, None, None, ()
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
         self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
@@ -174,11 +174,10 @@ class Workload:
     def from_nnx(
         cls, model: nnx.Module, loss: Callable[..., Any], batch: tuple[Any, ...], blocks: Any = None, **options: Any
     ) -> Workload:
-        """A workload of the NNX `model` and `loss(model, *batch)`.
+        """A workload of the NNX `model` and `loss(model, *batch)`; `options` are those of `Workload`.
 
         The parameters are the model's `nnx.Param` state; the loss gets other state (RNG counters, batch statistics, caches) as
-        it is. `options` are those of `Workload`. The default of `blocks` are the classes of modules in lists of one class, as
-        for `enable_gradient_checkpointing`.
+        it is. `blocks` default to the classes of modules in lists of one class, as for `enable_gradient_checkpointing`.
         """
         if not isinstance(model, nnx.Module):
             raise ArgumentError(f"model={model!r}: expected an NNX module")
@@ -197,7 +196,7 @@ class Workload:
         if options.get("mesh") is not None and options.get("shardings") is not None:
             # Checked here, so that an error counts the arguments as the caller does. State beside the parameters is replicated.
             described = structs(params, "params"), structs(batch, "batch")
-            of_state, of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
+            of_state, *of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
             options["shardings"] = (of_state, None, *of_batch)
         workload = cls(of_params, params, (rest, *batch), blocks, **options)
         workload._states = 1
@@ -220,36 +219,32 @@ class Workload:
         >>> [one.shape for one in job.on_mesh("data=2,fsdp=4").step("off").local_arguments if hasattr(one, "shape")]
         [(8, 8), (2, 8)]
         """
-        if not self.has_loss:
+        if self.own_loss is None:
             raise UnsupportedError(
                 f"mesh={mesh!r}: {self.name!r} is a finished step (Workload.from_step); give its loss instead"
             )
         new_mesh = as_mesh(mesh)
         if shardings is None and self.mesh is not None:
             shardings = specs_for(new_mesh, self.shardings, self.mesh)
-        elif shardings is None:
-            of_params, *of_batch = usual_shardings(new_mesh, self.params, self.batch[self._states :])
-            shardings = (of_params, *[None] * self._states, *of_batch)
-        elif self._states:
+        else:
             # The caller does not see the NNX model's other state, which is the first argument of the batch.
-            of_parameters, others = argument_shardings(new_mesh, shardings, self.params, self.batch[self._states :])
-            shardings = (of_parameters, *[None] * self._states, *others)
+            arguments = self.params, self.batch[self._states :]
+            if shardings is None:
+                of_params, *of_batch = usual_shardings(new_mesh, *arguments)
+            else:
+                of_params, *of_batch = argument_shardings(new_mesh, shardings, *arguments)
+            shardings = (of_params, *[None] * self._states, *of_batch)
         options = {name: getattr(self, name) for name in ("optimizer", "trainable", "has_aux", "donate", "name")}
         options |= {"mesh": new_mesh, "shardings": shardings, "own_checkpoints": self.own.choice}
-        workload = Workload(self._own_loss, self._model.whole(self.params), self.batch, self.blocks, **options)
+        workload = Workload(self.own_loss, self._model.whole(self.params), self.batch, self.blocks, **options)
         workload._states = self._states
         return workload
 
     def with_loss(self, loss: Callable[..., Any]) -> Workload:
         """The same step with a new loss of the same arguments."""
         workload = copy.copy(self)
-        workload.loss, workload._own_loss = under(self.mesh, self._model.loss(loss)), loss
+        workload.loss, workload.own_loss = under(self.mesh, self._model.loss(loss)), loss
         return workload
-
-    @property
-    def own_loss(self) -> Callable[..., Any] | None:
-        """The user's loss; None for a finished step."""
-        return self._own_loss if self.has_loss else None
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         """`fn` with `policy` (or policies by layer) on every block of the workload; a mapping from blocks is used as it is."""
@@ -305,10 +300,7 @@ class Workload:
         return self._placed(TrainingStep(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
     def step_with_residuals(self, policy: Any) -> tuple[TrainingStep, Callable[..., Any]]:
-        """A step on the mesh that returns (residuals, gradients), and a function that returns the residuals alone.
-
-        Both take the same arguments.
-        """
+        """A step on the mesh that returns (residuals, gradients), and a function of its arguments for the residuals alone."""
         loss, trained, frozen = self.split_loss(policy)
         of_trained, of_frozen = self._parted(self.shardings[0])
 

@@ -16,7 +16,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import CompileError, TargetError, UnsupportedError
 from remat_jax.hardware import find_attached_with, target, targets
-from remat_jax.memory.compile import attached
+from remat_jax.memory.compile import devices
 from remat_jax.memory.compile.compiler import export_step
 from remat_jax.workload import TrainingStep
 
@@ -37,9 +37,9 @@ child["main"]()
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / "counting.py"
-    path.write_text(COUNTING.format(child=str(attached.CHILD)))
-    monkeypatch.setattr(attached, "CHILD", path)
-    monkeypatch.setattr(attached, "PLATFORM", "cpu")
+    path.write_text(COUNTING.format(child=str(devices.CHILD)))
+    monkeypatch.setattr(devices, "CHILD", path)
+    monkeypatch.setattr(devices, "PLATFORM", "cpu")
     return path
 
 
@@ -73,7 +73,7 @@ def test_the_attached_gpu_is_one_of_the_targets(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_a_gpu_it_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached, "PLATFORM", "no such platform")
+    monkeypatch.setattr(devices, "PLATFORM", "no such platform")
     with pytest.raises(
         TargetError, match=r"no GPU on this machine \(.*no such platform.*Name a target instead, such as 'h200'"
     ):
@@ -82,8 +82,8 @@ def test_without_a_gpu_it_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPat
 
 def test_a_driver_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "hangs.py").write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(attached, "CHILD", tmp_path / "hangs.py")
-    monkeypatch.setattr(attached, "SECONDS_TO_START", 0.5)
+    monkeypatch.setattr(devices, "CHILD", tmp_path / "hangs.py")
+    monkeypatch.setattr(devices, "SECONDS_TO_START", 0.5)
     with pytest.raises(TargetError, match="no GPU on this machine .*not done after timeout=0.5 s"):
         target("attached")
 
@@ -103,14 +103,14 @@ def test_jax_is_kept_to_the_cpu_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch,
 
 def test_it_runs_as_it_was_compiled(on_the_cpu: pathlib.Path) -> None:
     one = program(lambda a: a * 2.0, jax.ShapeDtypeStruct((ROWS,), jnp.float32))
-    assert attached.measured_peak(one, 60, {"xla_cpu_enable_fast_math": False}) == 4 * ROWS
+    assert devices.measured_peak(one, 60, {"xla_cpu_enable_fast_math": False}) == 4 * ROWS
     with pytest.raises(CompileError, match="no_such_option"):
-        attached.measured_peak(one, 60, {"no_such_option": 1})
+        devices.measured_peak(one, 60, {"no_such_option": 1})
 
 
 def test_the_peak_is_that_of_the_step_alone(on_the_cpu: pathlib.Path) -> None:
     a, b = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.ShapeDtypeStruct((WIDTH, 5), jnp.float32)
-    kept = attached.measured_peak(program(lambda a, b: (a @ b, a * 2.0), a, b), 60)
+    kept = devices.measured_peak(program(lambda a, b: (a @ b, a * 2.0), a, b), 60)
     # The results are alive afterwards; the arguments belonged to the call.
     assert kept == 4 * (ROWS * 5 + ROWS * WIDTH)
 
@@ -123,7 +123,7 @@ def test_arguments_of_any_type_are_made(on_the_cpu: pathlib.Path) -> None:
         structs = [jax.ShapeDtypeStruct((8,), dtype) for dtype in dtypes]
         one = program(lambda *xs: [jnp.stack([x, x]) for x in xs], *structs, *keys, one_key)
     sizes = [jnp.dtype(dtype).itemsize for dtype in dtypes]
-    assert attached.measured_peak(one, 60) == 16 * (sum(sizes) + 8 + 16) + 2 * 8
+    assert devices.measured_peak(one, 60) == 16 * (sum(sizes) + 8 + 16) + 2 * 8
 
 
 def test_numbers_are_finite_and_whole_ones_small(on_the_cpu: pathlib.Path) -> None:
@@ -136,7 +136,7 @@ def test_numbers_are_finite_and_whole_ones_small(on_the_cpu: pathlib.Path) -> No
         # It has as many rounds as faults, and would not end.
         return jax.lax.while_loop(lambda state: state[0] > 0, lambda state: state, (bad.sum() + ~both, jnp.float32(0)))[1]
 
-    assert attached.measured_peak(program(step, ints, floats), 60) == 4
+    assert devices.measured_peak(program(step, ints, floats), 60) == 4
 
 
 def test_without_a_count_and_with_a_fault_there_is_no_figure(
@@ -145,16 +145,16 @@ def test_without_a_count_and_with_a_fault_there_is_no_figure(
     one = program(lambda x: x + 1.0, jax.ShapeDtypeStruct((4,), jnp.float32))
     lower = on_the_cpu.read_text().replace("sum(one.nbytes", "1000 - sum(one.nbytes")
     (tmp_path / "falls.py").write_text(lower)
-    monkeypatch.setattr(attached, "CHILD", tmp_path / "falls.py")
+    monkeypatch.setattr(devices, "CHILD", tmp_path / "falls.py")
     with pytest.raises(
         CompileError,
         match=r"running on target='attached': the device refused .*compiling used more device memory .1000 bytes",
     ):
-        attached.measured_peak(one, 60)
+        devices.measured_peak(one, 60)
     monkeypatch.undo()
-    monkeypatch.setattr(attached, "PLATFORM", "cpu")
+    monkeypatch.setattr(devices, "PLATFORM", "cpu")
     with pytest.raises(CompileError, match="the allocator of cpu reports no peak"):
-        attached.measured_peak(one, 60)
+        devices.measured_peak(one, 60)
 
 
 def job() -> rj.Workload:

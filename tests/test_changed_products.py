@@ -66,9 +66,9 @@ def sizes(workload: rj.Workload, change: Any, policy: str) -> set[int]:
 @pytest.mark.parametrize("flipped", [False, True])
 def test_a_changed_head_makes_one_chunk_of_logits(flipped: bool, policy: str) -> None:
     """63 tokens are padded to 64. Attention still computes its scores, which `off` keeps for all 3 layers."""
-    compiled = sizes(job(flipped=flipped), head_in_chunks(8), policy)
-    assert ROWS * LENGTH // 8 * CLASSES in compiled and ROWS * (LENGTH - 1) * CLASSES not in compiled
-    assert max(compiled) == ROWS * HEADS * LENGTH**2 * (3 if policy == "off" else 1)
+    found = sizes(job(flipped=flipped), head_in_chunks, policy)
+    assert ROWS * LENGTH // 8 * CLASSES in found and ROWS * (LENGTH - 1) * CLASSES not in found
+    assert max(found) == ROWS * HEADS * LENGTH**2 * (3 if policy == "off" else 1)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -84,16 +84,16 @@ def test_a_changed_attention_makes_no_scores(policy: str) -> None:
 
 def test_what_cannot_be_changed_is_said() -> None:
     with pytest.raises(UnsupportedError, match="returns what has the size of its logits"):
-        sizes(job(returned=True), head_in_chunks(8), "full")
+        sizes(job(returned=True), head_in_chunks, "full")
     dense = rj.Workload(lambda w, x: (x @ w).mean(), jnp.ones((4, 4)), (jnp.ones((2, 4)),), "*")
-    for change, message in ((head_in_chunks(8), "no head"), (attention_in_a_kernel, "no attention")):
+    for change, message in ((head_in_chunks, "no head"), (attention_in_a_kernel, "no attention")):
         with pytest.raises(UnsupportedError, match=message):
             sizes(dense, change, "off")
 
 
 def test_the_weights_of_a_head_still_have_a_gradient() -> None:
     workload = job()
-    loss = with_change(workload, "full", head_in_chunks(8))
+    loss = with_change(workload, "full", head_in_chunks)
     arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), (workload.params, *workload.batch))
     gradients = jax.grad(loss)(*arrays)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients[1]))

@@ -24,15 +24,14 @@ def cost(fn: Any, *args: Any) -> Cost:
 
 
 def of(fn: Any, *args: Any) -> tuple[float, float]:
-    counted = cost(fn, *args)
-    assert not counted.unknown
-    return counted.flops, counted.bytes
+    found = cost(fn, *args)
+    return found.flops, found.bytes
 
 
 @pytest.mark.parametrize(("dtype", "size", "units"), [(jnp.float32, 4, "tensorfloat32"), (jnp.bfloat16, 2, "bfloat16")])
 def test_a_product_reads_its_operands_and_writes_its_result(dtype, size, units):
-    counted = cost(lambda a, b: a @ b, A.astype(dtype), B.astype(dtype))
-    ((work, times),) = counted.kernels
+    found = cost(lambda a, b: a @ b, A.astype(dtype), B.astype(dtype))
+    ((work, times),) = found.kernels
     assert (dict(work.flops), work.bytes, times) == ({units: 2 * M * K * N}, size * (M * K + K * N + M * N), 1)
 
 
@@ -81,8 +80,8 @@ def test_views_cost_nothing_and_parts_what_is_read_of_them():
 
 def test_a_scatter_touches_what_it_falls_on():
     table, rows, updates = jnp.ones((100, N)), jnp.zeros(3, jnp.int32), jnp.ones((3, N))
-    counted = cost(lambda t, r, u: jax.lax.scatter_add(t, r[:, None], u, _ROWS), table, rows, updates)
-    assert counted.bytes == 3 * 4 * 3 * N + 4 * 3
+    found = cost(lambda t, r, u: jax.lax.scatter_add(t, r[:, None], u, _ROWS), table, rows, updates)
+    assert found.bytes == 3 * 4 * 3 * N + 4 * 3
 
 
 _ROWS = jax.lax.ScatterDimensionNumbers(update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
@@ -97,7 +96,7 @@ def test_loops_and_branches():
     clamped = 8  # the index, read and written
     assert (chosen.flops, chosen.bytes) == (one.flops + 1, one.bytes - 4 * M * M + clamped)
     looped = cost(lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x), w)
-    assert looped.unknown == {"while"} and looped.flops == 2 * M**3
+    assert looped.flops == 2 * M**3, "a loop of unknown length counts once"
 
 
 def test_calls_and_derivative_rules_are_no_border():
@@ -117,13 +116,12 @@ def test_calls_and_derivative_rules_are_no_border():
     ],
 )
 def test_factorisations(fn, flops):
-    counted = cost(fn, jnp.eye(8))
-    assert flops <= counted.flops <= flops + 4 * 8 * 8 and not counted.unknown
+    found = cost(fn, jnp.eye(8))
+    assert flops <= found.flops <= flops + 4 * 8 * 8
 
 
-def test_what_is_not_known_is_named_and_its_operands_counted():
-    counted = cost(lambda x: jax.lax.linalg.hessenberg(x)[0], jnp.ones((8, 8)))
-    assert counted.unknown == {"hessenberg"} and counted.bytes == 4 * (2 * 64 + 7)
+def test_of_what_is_not_known_only_the_operands_count():
+    assert of(lambda x: jax.lax.linalg.hessenberg(x)[0], jnp.ones((8, 8))) == (0, 4 * (2 * 64 + 7))
 
 
 def test_grouped_products_cost_one_product():
@@ -197,8 +195,8 @@ def test_seconds_are_the_longer_of_operations_and_bytes_kernel_by_kernel():
     rates = Rates({"tensorfloat32": 100.0, "float32": 50.0}, 10.0)
     # The product is bound by its operations, the chain by its bytes.
     x = jnp.ones((100, 100))
-    counted = cost(lambda x: jnp.sin(x @ x), x)
-    assert counted.seconds(rates) == pytest.approx(2e6 / 100 + 8e4 / 10)
+    found = cost(lambda x: jnp.sin(x @ x), x)
+    assert found.seconds(rates) == pytest.approx(2e6 / 100 + 8e4 / 10)
 
 
 def test_shares_add_up_and_what_another_has_read_is_free():

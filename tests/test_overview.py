@@ -31,8 +31,8 @@ def planned():
 
 def with_first(found, **changes):
     """`found` with other values for its first policy."""
-    first, *rest = found.comparison.policies
-    return replace(found, comparison=replace(found.comparison, policies=[replace(first, **changes), *rest]))
+    first, *rest = found.policies
+    return replace(found, policies=[replace(first, **changes), *rest])
 
 
 def test_a_policy_that_fits_and_has_no_time_is_not_said_to_be_over(found):
@@ -43,14 +43,14 @@ def test_a_policy_that_fits_and_has_no_time_is_not_said_to_be_over(found):
 
 
 def test_all_places_of_a_trap_are_shown(found):
-    (full,) = found.comparison.policies
+    (full,) = found.policies
     traps = [Finding("nested_checkpoint", block, f"h/{index}", "p", "r") for index, block in enumerate("aab")]
     (trouble,) = page.findings([replace(full, diagnosis=replace(full.diagnosis, findings=tuple(traps)))])
     assert trouble.where == "a at h/0; a at h/1; b at h/2" and trouble.under == "full"
 
 
 def test_a_plan_whose_figures_are_not_those_of_this_step_is_told(planned):
-    own = planned.comparison.policies[-1].memory
+    own = planned.policies[-1].memory
     note = next(note for note in page.notes(planned) if note.startswith("Compiled for this page, the plan's step needs"))
     assert f"{rj.report.format_bytes(own.device_bytes)} on the device and 0 B on the host" in note
     assert "compiled with the plan, it needed 4.0 MiB and 24.0 MiB" in note and "plan again" in note
@@ -66,7 +66,7 @@ def test_the_host_budget_is_with_what_fits(planned):
 
 def test_what_was_run_is_not_said_not_to_have_been(found):
     assert "nothing was run" in page.footer(found)
-    (full,) = found.comparison.policies
+    (full,) = found.policies
     memory = replace(full.memory, measured_peak_bytes=77, receipt=Receipt(3, 2, 1))
     there = with_first(replace(found, target=replace(found.target, attached=True)), memory=memory)
     assert "nothing was run" not in page.footer(there) and "Each step was run once" in page.footer(there)
@@ -107,7 +107,7 @@ def test_what_is_no_plan_is_called_one(plan):
 
 
 def test_what_off_in_a_mapping_keeps_has_its_modules():
-    alone, mapped = gather(JOB, ["off", {MlpLayer: "off"}], "cpu").comparison.policies
+    alone, mapped = gather(JOB, ["off", {MlpLayer: "off"}], "cpu").policies
     assert mapped.kept.rows == alone.kept.rows
 
 
@@ -126,5 +126,5 @@ def test_a_missing_section_is_noted():
     step = JOB.step("off")
     finished = rj.Workload.from_step(step.function, *step.arguments, blocks=MlpLayer, donate_argnums=(0, 1), name="finished")
     shown = gather(finished, ["full"], "cpu")
-    assert page.modules(shown.comparison.policies) == ""
+    assert page.modules(shown.policies) == ""
     assert any(note.startswith("No memory by module: ") for note in page.notes(shown))

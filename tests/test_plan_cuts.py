@@ -145,7 +145,7 @@ def test_the_parts_of_a_named_policy_take_together_what_it_takes(name):
     described = describe(decoder(scan=True), "h200", rates=RATES)
     candidate = named_candidate(described, name)
     parts = parts_of(described, described.stack, candidate)
-    kept = sum(len(kind.layers) * kind.program.price(Policy.parse(name), RATES).kept_seconds for kind in described.kinds)
+    kept = sum(len(kind.layers) * kind.program.price(Policy.parse(name)).kept_seconds for kind in described.kinds)
     assert kept > 0 and candidate.seconds > kept
     assert sum(part.layers * part.recompute_seconds for part in parts) == pytest.approx(candidate.seconds - kept)
 

@@ -31,13 +31,13 @@ def test_a_constant_that_the_compiler_leaves_whole_does_not_make_its_block_slow(
     model = Experts()
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     job = rj.Workload(lambda params, x: model.apply(params, x).sum(), params, (x,), Experts)
-    program = block_program(calls(job)[0])
+    rates = Rates({"float32": 1e9, "tensorfloat32": 1e9}, 1e9)
+    program = block_program(calls(job)[0], rates)
     before = flat_cost(program.flat.eqns, program.flat.outputs)
     names = {name for array in program.arrays for name in array.names}
     zeros = next(name for name in names if "broadcast_in_dim" in name and name not in program.inputs)
     everything = dict.fromkeys(names, 1 / 8)
     eighth, with_whole = (divided(program, Shares(shares, 1 / 8)) for shares in (everything, everything | {zeros: 1.0}))
-    rates = Rates({"float32": 1e9, "tensorfloat32": 1e9}, 1e9)
     for one in (eighth.forward, eighth.backward):
         assert one.seconds(rates) < program.forward.seconds(rates) + program.backward.seconds(rates)
     assert with_whole.forward.seconds(rates) == pytest.approx(eighth.forward.seconds(rates))

@@ -11,8 +11,9 @@ import pytest
 
 import remat_jax as rj
 from examples.models.diffusion import long_attention
+from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import describe, recompute_flops
-from remat_jax.planning.translate import named_candidate, rows_of
+from remat_jax.planning.translate import named_candidate
 from tests.planning_models import WIDTH, step_flops
 
 
@@ -52,7 +53,7 @@ def test_what_a_checkpoint_in_a_loop_computes_again_for_itself_is_not_its_result
 
 def test_what_a_checkpoint_in_a_loop_is_there_to_drop_makes_nothing_else_small() -> None:
     block = describe(attends(512), "h200").stack.blocks[-1]
-    by_name = {residual.name: residual for residual in block.residuals}
+    by_name = {one.name: one for one in block.residuals}
     scores, result = by_name["Attends/softmax:exp#0"], by_name["Attends:reshape#6"]
     assert result.bytes == 4 * 2 * 512 * WIDTH < 0.01 * scores.bytes
     assert result.needed and result.may_save and result.may_offload
@@ -99,8 +100,8 @@ def test_a_loop_is_counted_as_jax_runs_it(kind: str) -> None:
         return jnp.sum(jnp.square(x))
 
     job = rj.Workload(loss, params, (x,), Loops)
-    predicted = recompute_flops(describe(job, "h200"), "full")
-    assert predicted == step_flops(job, "full") - step_flops(job, "everything") > 0
+    told = recompute_flops(describe(job, "h200"), "full")
+    assert told == step_flops(job, "full") - step_flops(job, "everything") > 0
 
 
 class Twice(nn.Module):
@@ -126,16 +127,16 @@ def twice_job(rows: int, *, inner: bool = True) -> rj.Workload:
 def test_without_a_policy_a_checkpoint_of_the_blocks_own_drops_what_it_drops() -> None:
     rows = 64
     job, wide = twice_job(rows), 4 * rows * 4 * WIDTH
-    described = describe(job, "h200")
-    off, everything = (named_candidate(described, name) for name in ("off", "everything"))
+    found = describe(job, "h200")
+    off, everything = (named_candidate(found, name) for name in ("off", "everything"))
     # The first layer's argument of the sine and its result, recomputed by one product.
     assert [b.saved - a.saved for a, b in zip(off.loads, everything.loads, strict=True)] == [2 * wide] * 3
     again = 3 * 2 * rows * WIDTH * 4 * WIDTH
-    assert recompute_flops(described, "off") == again == step_flops(job, "off") - step_flops(job, "everything")
+    assert recompute_flops(found, "off") == again == step_flops(job, "off") - step_flops(job, "everything")
     assert off.seconds > 0
-    (kind, *_), (block, *_) = described.kinds, described.stack.blocks
-    assert sum(row.bytes for row in rows_of(kind, block, off, 0) if row.action == "recompute") == 2 * wide
+    rows_of_a_layer = parts_of(found, found.stack, off)[0].rows
+    assert sum(row.bytes for row in rows_of_a_layer if row.action == "recompute") == 2 * wide
     # Code outside the blocks does not count.
     plain = describe(twice_job(rows, inner=False), "h200")
-    assert described.base_seconds == pytest.approx(plain.base_seconds, rel=1e-6)
-    assert described.stack.fixed_bytes == plain.stack.fixed_bytes
+    assert found.base_seconds == pytest.approx(plain.base_seconds, rel=1e-6)
+    assert found.stack.fixed_bytes == plain.stack.fixed_bytes

@@ -42,16 +42,16 @@ def test_the_residuals_of_a_layer_by_hand():
 
 
 def test_seconds_of_the_passes_by_hand():
-    problem = describe(mlp(), "h200", rates=RATES)
-    (block,) = problem.stack.blocks
+    found = describe(mlp(), "h200", rates=RATES)
+    (block,) = found.stack.blocks
     wide, narrow, weights = 4 * ROWS * 4 * WIDTH, 4 * ROWS * WIDTH, 4 * 4 * WIDTH**2
     product = narrow + wide + weights
     # Forward: up, sine, down, add.
     assert block.forward_seconds == pytest.approx((2 * product + 2 * wide + 3 * narrow) / 1e8)
     # Backward: two products for each, the product with the cosine, the sum of both cotangents.
     assert block.backward_seconds == pytest.approx((4 * product + 3 * wide + 3 * narrow) / 1e8)
-    assert problem.outside_seconds > 0
-    assert problem.base_seconds == pytest.approx(3 * (block.forward_seconds + block.backward_seconds) + problem.outside_seconds)
+    assert found.outside_seconds > 0
+    assert found.base_seconds == pytest.approx(3 * (block.forward_seconds + block.backward_seconds) + found.outside_seconds)
 
 
 def test_a_scan_and_its_unrolled_twin_are_the_same_problem():
@@ -88,8 +88,8 @@ def choices(block: solver.Block, seed: int) -> solver.BlockPolicy:
 def test_what_a_solver_chooses_is_what_its_policy_does(scan):
     """The price of the policy is the solver's, minus arrays that it keeps or computes without use."""
     job = decoder(scan=scan)
-    problem = describe(job, "h200")
-    (kind,), (block,) = problem.kinds, problem.stack.blocks
+    found = describe(job, "h200")
+    (kind,), (block,) = found.kinds, found.stack.blocks
     for seed in range(12):
         choice = choices(block, seed)
         policy = policy_of(kind, choice)
@@ -99,7 +99,7 @@ def test_what_a_solver_chooses_is_what_its_policy_does(scan):
             {name for names, one in chosen if one.value == action for name in names} for action in ("offload", "save")
         )
         assert set(offloaded) == away and set(saved) == kept - {f"{kind.paths[0]}:input#0"}
-        price = kind.program.price(policy, problem.rates)
+        price = kind.program.price(policy)
         assert price.seconds <= choice.recompute_seconds * (1 + 1e-9)
         assert price.saved_bytes <= choice.saved_bytes + sum(
             one.bytes for one in block.residuals if one.seconds is None and choice.of[one.name].value == "unused"
@@ -110,29 +110,29 @@ def test_what_a_solver_chooses_is_what_its_policy_does(scan):
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_plan_s_policies_can_be_traced_and_cost_what_the_plan_says(scan):
     job = decoder(scan=scan)
-    problem = describe(job, "h200", working=0.0)
-    (kind,) = problem.kinds
-    most = peak_bytes(problem.stack, [solver.BlockPolicy(one, _saved(one)) for one in problem.stack.positions()])
-    stack = solver.Stack(problem.stack.blocks, None, problem.stack.fixed_bytes)
-    plan = solver.solve(stack, problem.stack.fixed_bytes + 0.8 * (most - problem.stack.fixed_bytes))
-    policies = [policy_of(kind, part.policy) for part in plan.ranges for _ in range(part.count)]
-    assert extra_seconds(problem, policies) == pytest.approx(plan.extra_seconds)
+    found = describe(job, "h200", working=0.0)
+    (kind,) = found.kinds
+    most = peak_bytes(found.stack, [solver.BlockPolicy(one, _saved(one)) for one in found.stack.positions()])
+    stack = solver.Stack(found.stack.blocks, None, found.stack.fixed_bytes)
+    plan = solver.solve(stack, found.stack.fixed_bytes + 0.8 * (most - found.stack.fixed_bytes))
+    policies = [policy_of(kind, policy) for policy in plan.policies]
+    assert extra_seconds(found, policies) == pytest.approx(plan.extra_seconds)
     for policy in dict.fromkeys(policies):
-        assert step_flops(job, policy) - step_flops(job, "everything") == recompute_flops(problem, policy)
+        assert step_flops(job, policy) - step_flops(job, "everything") == recompute_flops(found, policy)
 
 
 def _saved(block: solver.Block) -> tuple[str, ...]:
-    return tuple("save" if r.may_save and r.needed else "recompute" if r.needed else "unused" for r in block.residuals)
+    return tuple("save" if one.may_save and one.needed else "recompute" if one.needed else "unused" for one in block.residuals)
 
 
 def test_the_price_of_named_policies():
-    problem = describe(mlp(), "h200", rates=RATES)
-    (block,) = problem.stack.blocks
+    found = describe(mlp(), "h200", rates=RATES)
+    (block,) = found.stack.blocks
     x, up, both = block.residuals
     # Without a checkpoint XLA recomputes the cosine by itself.
-    assert extra_seconds(problem, "everything") == pytest.approx(3 * both.kept_seconds) and extra_seconds(problem, "off") == 0
-    assert extra_seconds(problem, "full") == pytest.approx(3 * (up.seconds + both.seconds))
-    assert extra_seconds(problem, "dots") == pytest.approx(3 * both.seconds)
+    assert extra_seconds(found, "everything") == pytest.approx(3 * both.kept_seconds) and extra_seconds(found, "off") == 0
+    assert extra_seconds(found, "full") == pytest.approx(3 * (up.seconds + both.seconds))
+    assert extra_seconds(found, "dots") == pytest.approx(3 * both.seconds)
     copied = 2 * x.bytes / 1e8
     again = up.seconds + both.seconds + copied
     out = x.bytes / 1e6 - 0.5 * block.forward_seconds
@@ -140,16 +140,16 @@ def test_the_price_of_named_policies():
     assert min(out, back) > 0
     # No compute runs beside the last block's copies back.
     expected = 3 * (again + out + back) + 0.5 * (block.backward_seconds + again)
-    assert extra_seconds(problem, "offload_inputs") == pytest.approx(expected)
-    assert kept_bytes(problem, "offload_inputs") == (0, 3 * x.bytes)
+    assert extra_seconds(found, "offload_inputs") == pytest.approx(expected)
+    assert kept_bytes(found, "offload_inputs") == (0, 3 * x.bytes)
     mixed = ["full", "everything", "dots"]
     by_layer = rj.LayerPolicies.of(mixed)
-    assert extra_seconds(problem, by_layer) == extra_seconds(problem, str(by_layer)) == extra_seconds(problem, mixed)
+    assert extra_seconds(found, by_layer) == extra_seconds(found, str(by_layer)) == extra_seconds(found, mixed)
     expected = up.seconds + 2 * both.seconds + both.kept_seconds
-    assert extra_seconds(problem, mixed) == extra_seconds(problem, {Layer: by_layer}) == pytest.approx(expected)
-    assert recompute_flops(problem, mixed) == 2 * ROWS * WIDTH * 4 * WIDTH
+    assert extra_seconds(found, mixed) == extra_seconds(found, {Layer: by_layer}) == pytest.approx(expected)
+    assert recompute_flops(found, mixed) == 2 * ROWS * WIDTH * 4 * WIDTH
     # A name of one layer applies to that layer only.
-    assert kept_bytes(problem, "save: layers_1/up:dot_general#0") == (3 * x.bytes + up.bytes, 0)
+    assert kept_bytes(found, "save: layers_1/up:dot_general#0") == (3 * x.bytes + up.bytes, 0)
 
 
 class Attending(nn.Module):
@@ -218,13 +218,13 @@ def test_several_calls_in_a_round_take_turns():
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     params = jax.eval_shape(Turns().init, jax.random.key(0), x)
     job = rj.Workload(lambda p, x: Turns().apply(p, x).sum(), params, (x,), (Layer, Attending))
-    problem = describe(job, "h200")
-    assert [(kind.block, kind.layers) for kind in problem.kinds] == [
+    described = describe(job, "h200")
+    assert [(kind.block, kind.layers) for kind in described.kinds] == [
         (Layer, range(0, 10, 2)),
         (Attending, range(5)),
         (Layer, range(1, 11, 2)),
     ]
-    parts = parts_of(problem, problem.stack, named_candidate(problem, "full"))
+    parts = parts_of(described, described.stack, named_candidate(described, "full"))
     assert [one.where for one in parts] == ["Layer 0–8, one in 2", "Attending 0–4", "Layer 1–9, one in 2"]
     assert recompute_flops(describe(job, "h200"), "full") == step_flops(job, "full") - step_flops(job, "everything")
 
@@ -244,12 +244,12 @@ def test_blocks_traced_once_for_many_calls_and_frozen_parameters():
     assert [kind.layers for kind in describe(job, "h200").kinds] == [range(1), range(1, 3)]
     # Nothing before the second block is differentiated, and the third has no gradient of its own.
     frozen = rj.Workload(loss, params, (x,), Layer, trainable="1/*")
-    problem = describe(frozen, "h200")
-    assert [len(block.residuals) for block in problem.stack.blocks] == [0, 3, 2]
-    assert problem.stack.blocks[0].backward_seconds == 0
+    found = describe(frozen, "h200")
+    assert [len(block.residuals) for block in found.stack.blocks] == [0, 3, 2]
+    assert found.stack.blocks[0].backward_seconds == 0
     for policy in ("full", "dots", ["everything", "full", "full"]):
         same = policy if isinstance(policy, str) else "full"
-        assert recompute_flops(problem, policy) == step_flops(frozen, same) - step_flops(frozen, "everything")
+        assert recompute_flops(found, policy) == step_flops(frozen, same) - step_flops(frozen, "everything")
 
 
 def test_nnx_blocks():
@@ -275,10 +275,10 @@ def test_nnx_blocks():
     job = rj.Workload.from_nnx(
         model, lambda m, x: (m(x) ** 2).sum(), (jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),), Block
     )
-    problem = describe(job, "h200")
-    assert [kind.layers for kind in problem.kinds] == [range(2)]
+    found = describe(job, "h200")
+    assert [kind.layers for kind in found.kinds] == [range(2)]
     for policy in ("full", "dots", "save: *:sin*"):
-        assert recompute_flops(problem, policy) == step_flops(job, policy) - step_flops(job, "everything")
+        assert recompute_flops(found, policy) == step_flops(job, policy) - step_flops(job, "everything")
 
 
 def test_working_bytes_may_be_given():
@@ -287,9 +287,7 @@ def test_working_bytes_may_be_given():
     wide, narrow, weights = 4 * ROWS * 4 * WIDTH, 4 * ROWS * WIDTH, 4 * 4 * WIDTH**2
     # After the second product of `up`: both gradients, the cotangent of its output, and those of the block's input and output.
     assert guess == 2 * weights + wide + 2 * narrow
-    name = describe(job, "h200").kinds[0].name
-    for given in (77.0, {name: 77.0}, lambda kind: 77.0 if kind.name == name else 0.0):
-        assert describe(job, "h200", working=given).stack.blocks[0].working_bytes == 77.0
+    assert describe(job, "h200", working=77.0).stack.blocks[0].working_bytes == 77.0
 
 
 def test_fixed_bytes_are_arguments_gradients_and_what_is_kept_outside():
@@ -313,17 +311,17 @@ def test_what_cannot_be_described():
 
 
 def test_what_cannot_be_priced():
-    problem: Described = describe(mlp(), "cpu")
-    assert problem.stack.link is None
+    found: Described = describe(mlp(), "cpu")
+    assert found.stack.link is None
     with pytest.raises(PlanningError, match="2 layers, but there are 3"):
-        extra_seconds(problem, ["full", "dots"])
+        extra_seconds(found, ["full", "dots"])
     with pytest.raises(PlanningError, match="none of the workload"):
-        extra_seconds(problem, {Attending: "full"})
+        extra_seconds(found, {Attending: "full"})
     with pytest.raises(PlanningError, match="JAX policy object"):
-        extra_seconds(problem, jax.checkpoint_policies.dots_saveable)
+        extra_seconds(found, jax.checkpoint_policies.dots_saveable)
     other = solver.Block("other", (solver.ResidualCosts("x", 1.0),), 1.0, 1.0)
     with pytest.raises(PlanningError, match="the choice is for a block of"):
-        policy_of(problem.kinds[0], solver.BlockPolicy(other, ("save",)))
+        policy_of(found.kinds[0], solver.BlockPolicy(other, ("save",)))
 
 
 class Named(nn.Module):
@@ -349,14 +347,14 @@ def of_layers(make: Any) -> Any:
 def test_arrays_of_one_name_are_decided_on_together():
     model, params, x = of_layers(lambda x: Named(name="b")(Named(name="a")(x)))
     job = rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), params, (x,), Named)
-    problem = describe(job, "h200")
-    (kind,), (block,) = problem.kinds, problem.stack.blocks
-    names = [residual.name for residual in block.residuals]
+    found = describe(job, "h200")
+    (kind,), (block,) = found.kinds, found.stack.blocks
+    names = [one.name for one in block.residuals]
     assert len(set(names)) == len(names) and "mine" in names
-    assert next(residual for residual in block.residuals if residual.name == "mine").bytes >= 2 * 4 * ROWS * WIDTH
+    assert next(one for one in block.residuals if one.name == "mine").bytes >= 2 * 4 * ROWS * WIDTH
     for seed in range(6):
         policy = policy_of(kind, choices(block, seed))
-        assert recompute_flops(problem, policy) == step_flops(job, policy) - step_flops(job, "everything")
+        assert recompute_flops(found, policy) == step_flops(job, policy) - step_flops(job, "everything")
 
 
 def test_a_layer_behind_a_scan_of_its_kind_has_its_own_name():
@@ -379,11 +377,11 @@ def test_blocks_under_vmaps_are_those_of_the_whole_batch(policy):
     batch = jax.ShapeDtypeStruct((2, 3, *x.shape), x.dtype)
     of_each = lambda params, x: jax.vmap(jax.vmap(lambda one: model.apply(params, one).sum()))(x).sum()  # noqa: E731
     job = rj.Workload(of_each, params, (batch,), Layer)
-    problem = describe(job, "h200")
+    described = describe(job, "h200")
     more = rj.residuals(job, policy).device_bytes - rj.residuals(job, "full").device_bytes
     inputs = 2 * 6 * x.size * 4
-    assert (kept_bytes(problem, "full")[0], kept_bytes(problem, policy)[0]) == (inputs, inputs + more)
-    assert recompute_flops(problem, policy) == step_flops(job, policy) - step_flops(job, "everything")
+    assert (kept_bytes(described, "full")[0], kept_bytes(described, policy)[0]) == (inputs, inputs + more)
+    assert recompute_flops(described, policy) == step_flops(job, policy) - step_flops(job, "everything")
 
 
 class Empty(nn.Module):
@@ -396,4 +394,4 @@ def test_what_is_empty_is_not_offloaded():
     model, params, x = of_layers(lambda x: Empty(name="a")(x, x[:0]))
     job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Empty)
     (block,) = describe(job, "h200").stack.blocks
-    assert [residual.name for residual in block.residuals if residual.may_offload and not residual.bytes] == []
+    assert [one.name for one in block.residuals if one.may_offload and not one.bytes] == []

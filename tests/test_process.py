@@ -307,7 +307,7 @@ def test_a_program_that_the_compiler_refuses_reports_its_error() -> None:
 
 def test_without_the_gpu_compiler_the_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     one = program()
-    monkeypatch.setattr(compat.gpu_compiler, "gpu_compiler_installed", lambda: False)
+    monkeypatch.setattr(compat.xla, "gpu_compiler_installed", lambda: False)
     with pytest.raises(UnsupportedError, match=r"pip install 'remat-jax\[gpu-compile\]'.*or use target='cpu'"):
         compiled(one, "h200")
     monkeypatch.setattr("sys.platform", "darwin")

@@ -59,12 +59,12 @@ def test_a_caller_that_is_gone_when_the_child_has_started_is_seen(tmp_path: path
 
 CALLER = """
 import jax, jax.numpy as jnp
-from remat_jax.memory.compile import attached
+from remat_jax.memory.compile import devices
 from tests.test_process_left import endless, export_step, TrainingStep, target
 
-attached.PLATFORM = "cpu"
+devices.PLATFORM = "cpu"
 program = export_step("k", TrainingStep(endless, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
-attached.measured_peak(program, 600.0)
+devices.measured_peak(program, 600.0)
 """
 
 

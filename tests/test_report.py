@@ -14,7 +14,7 @@ from rich.console import Console
 
 from examples.pictures import demo_pictures, memory_picture, mode_label, time_picture, trade_off_picture
 from remat_jax.report import format_bytes, format_error, format_ratio, table
-from remat_jax.report.labels import place_labels
+from remat_jax.report.chart import place_labels
 from remat_jax.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 
 MIB = 2**20

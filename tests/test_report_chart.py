@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from remat_jax.report.chart import Panel, Series, chart
-from remat_jax.report.labels import boxes_along, place_labels
+from remat_jax.report.chart import Panel, Series, boxes_along, chart, place_labels
 from remat_jax.report.svg import INK, VERMILLION, text_width
 
 SVG = "{http://www.w3.org/2000/svg}"

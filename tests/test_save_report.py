@@ -67,7 +67,7 @@ def table(text, label):
 
 def cell(gathered, row, title):
     """A cell of the table of policies."""
-    cells = policy_cells(gathered, gathered.comparison.policies[row])
+    cells = policy_cells(gathered, gathered.policies[row])
     return next(value for column, value in cells.items() if column.title == title)
 
 
@@ -179,16 +179,16 @@ def squares():
 
 
 def test_usual_policies_without_effect_are_left_out_and_the_page_says_why(tmp_path):
-    gathered = gather(squares(), target="cpu")
-    assert [policy.name for policy in gathered.comparison.policies] == ["off", "full"]
-    assert list(gathered.comparison.left_out) == [
+    found = gather(squares(), target="cpu")
+    assert [one.name for one in found.policies] == ["off", "full"]
+    assert list(found.left_out) == [
         "dots",
         "dots_with_no_batch_dims",
         "offload_inputs",
         "offload_dot_with_no_batch_dims",
     ]
-    assert "matches no residual" in gathered.comparison.left_out["dots"]
-    assert any(note.startswith("Left out: dots: ") for note in notes(gathered))
+    assert "matches no residual" in found.left_out["dots"]
+    assert any(note.startswith("Left out: dots: ") for note in notes(found))
     with pytest.raises(errors.NoEffectError, match="dots"):
         rj.save_report(tmp_path / "report.html", squares(), ["off", "dots"], "cpu")
 
@@ -198,44 +198,44 @@ def test_traps_and_what_offload_did_are_told():
     nested = rj.Workload(
         jax.checkpoint(inside.loss), inside.params, inside.batch, MlpLayer, name="nested", own_checkpoints="keep"
     )
-    gathered = gather(nested, ["full"], "cpu")
-    (trap,) = findings(gathered.comparison.policies)
+    found = gather(nested, ["full"], "cpu")
+    (trap,) = findings(found.policies)
     assert (trap.name, trap.under) == ("nested_checkpoint", "full") and "Remove the outer checkpoint" in trap.remedy
-    assert cell(gathered, 0, "traps") == 1 and "Known traps: 1, each with its remedy below." in summary(gathered)
-    gathered = gather(inside, ["offload_inputs"], "cpu")
+    assert cell(found, 0, "traps") == 1 and "Known traps: 1, each with its remedy below." in summary(found)
+    found = gather(inside, ["offload_inputs"], "cpu")
     offered = rj.residuals(inside, "offload_inputs").host_bytes
-    ((policy, *sizes, _),) = offload_rows(gathered.comparison.policies)
-    assert offered > 0 and (policy, *sizes[:2]) == ("offload_inputs", offered, 0) and cell(gathered, 0, "step") is None
-    warning, *_ = warnings(gathered.comparison.policies)
+    ((policy, *sizes, _),) = offload_rows(found.policies)
+    assert offered > 0 and (policy, *sizes[:2]) == ("offload_inputs", offered, 0) and cell(found, 0, "step") is None
+    warning, *_ = warnings(found.policies)
     assert warning.under == "offload_inputs" and "a CPU has one memory" in warning.problem
-    assert any("No time is estimated for offload_inputs" in note for note in notes(gathered))
+    assert any("No time is estimated for offload_inputs" in note for note in notes(found))
 
 
 def test_what_is_miscompiled_is_not_called_the_fastest():
-    gathered = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
-    off, full, planned = gathered.comparison.policies
-    assert "The fastest policy within the budget (1.0 TiB) is full:" in summary(gathered)[1]
+    found = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
+    off, full, planned = found.policies
+    assert "The fastest policy within the budget (1.0 TiB) is full:" in summary(found)[1]
     wrong = Finding("miscompiled_offload", "off", "", "gradients are wrong", "unroll the layers")
-    gathered.comparison.policies[1] = replace(full, diagnosis=replace(full.diagnosis, findings=(wrong,)))
-    assert "The fastest policy within the budget (1.0 TiB) is off:" in summary(gathered)[1]
-    gathered.comparison.policies[:] = [replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,))), planned]
-    assert summary(gathered)[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
+    found.policies[1] = replace(full, diagnosis=replace(full.diagnosis, findings=(wrong,)))
+    assert "The fastest policy within the budget (1.0 TiB) is off:" in summary(found)[1]
+    found.policies[:] = [replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,))), planned]
+    assert summary(found)[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
     # The plan's own host budget applies to the other policies.
     away = replace(full, memory=replace(full.memory, host_bytes=2))
-    gathered.comparison.policies[1:] = [away, planned]
+    found.policies[1:] = [away, planned]
     for host_budget, fits in ((2, "yes"), (1, "no")):
-        assert cell(replace(gathered, plan=plan_for(JOB, budget=2**40, host_budget=host_budget)), 1, "fits") == fits
+        assert cell(replace(found, plan=plan_for(JOB, budget=2**40, host_budget=host_budget)), 1, "fits") == fits
 
 
 def test_a_named_policy_that_beats_the_plan_is_named_where_the_times_can_be_compared():
-    gathered = gather(JOB, ["full"], "cpu")
-    (full,), described = gathered.comparison.policies, gathered.comparison.described
+    found = gather(JOB, ["full"], "cpu")
+    (full,), described = found.policies, found.described
     base = described.base_seconds + keeping_seconds(described)
     slow = plan_for(JOB, budget=2**40, base_seconds=base, seconds=2 * full.seconds)
     sentence = "Compiled for this page, these policies fit and are estimated to be faster than the plan: full."
-    assert sentence in summary(replace(gathered, plan=slow))
-    assert sentence not in summary(replace(gathered, plan=replace(slow, seconds=full.seconds)))
-    elsewhere = replace(gathered, plan=replace(slow, base_seconds=2 * base))
+    assert sentence in summary(replace(found, plan=slow))
+    assert sentence not in summary(replace(found, plan=replace(slow, seconds=full.seconds)))
+    elsewhere = replace(found, plan=replace(slow, base_seconds=2 * base))
     assert sentence not in summary(elsewhere) and any("or with different rates" in note for note in notes(elsewhere))
 
 
@@ -246,8 +246,8 @@ def test_one_usual_policy_that_the_compiler_refuses_does_not_end_the_report(monk
         return measure_many(workload, policies, *rest)
 
     monkeypatch.setattr(compared, "measure_many", refusing)
-    gathered = gather(squares(), target="cpu").comparison
-    assert [policy.name for policy in gathered.policies] == ["off"] and gathered.left_out["full"] == "full: out of memory"
+    found = gather(squares(), target="cpu")
+    assert [one.name for one in found.policies] == ["off"] and found.left_out["full"] == "full: out of memory"
     with pytest.raises(errors.CompileError):
         gather(squares(), ["off", "full"], "cpu")
 
@@ -318,24 +318,20 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
 def test_policies_of_all_kinds_are_taken_and_told_apart():
     dots, none = jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable
     wrapped = [lambda *args, **kwargs: dots(*args, **kwargs), lambda *args, **kwargs: none(*args, **kwargs)]
-    gathered = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}], "cpu").comparison.policies
-    assert [one.name for one in gathered] == ["<lambda>", "<lambda> (2)", "1 × full | 2 × dots", "MlpLayer: off"]
+    found = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}], "cpu").policies
+    assert [one.name for one in found] == ["<lambda>", "<lambda> (2)", "1 × full | 2 × dots", "MlpLayer: off"]
     # A function's policy is unknown before tracing, so its time is unknown; the others are priced layer by layer.
     full, off = rj.measure(JOB, "full", "cpu"), rj.measure(JOB, "off", "cpu")
-    assert [one.seconds is None for one in gathered] == [True, True, False, False]
-    assert gathered[1].memory.device_bytes == full.device_bytes and gathered[3].memory.device_bytes == off.device_bytes
-    assert gathered[2].recompute_flops == 2 * 2048 * 32 * 128 and gathered[3].extra_seconds == 0
+    assert [one.seconds is None for one in found] == [True, True, False, False]
+    assert found[1].memory.device_bytes == full.device_bytes and found[3].memory.device_bytes == off.device_bytes
+    assert found[2].recompute_flops == 2 * 2048 * 32 * 128 and found[3].extra_seconds == 0
 
 
 def test_progress_is_told():
-    messages = []
-    gather(squares(), ["full"], "cpu", progress=lambda *said: messages.append(said))
-    assert [said[0].partition(":")[0] for said in messages] == [
-        "squares",
-        "compiled full for cpu",
-        "looking for traps under full",
-    ]
-    assert [said[1:] for said in messages] == [(0, 1), (1, 1), (0, 1)]
+    told = []
+    gather(squares(), ["full"], "cpu", progress=lambda *said: told.append(said))
+    assert [said[0].partition(":")[0] for said in told] == ["squares", "compiled full for cpu", "looking for traps under full"]
+    assert [said[1:] for said in told] == [(0, 1), (1, 1), (0, 1)]
 
 
 # --- the command line --------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.solver import Block, HostLink, ResidualCosts, Stack
-from remat_jax.solver.candidates import MOST
 from tests.solver_oracles import Chain, Option, Stage, candidates, counts, solve_blocks, solve_chain, solve_counts, verify
+from tests.solver_oracles.candidates import MOST
 from tests.solver_oracles.columns import Programme, Run
 from tests.solver_oracles.milp import Model
 from tests.solver_oracles.pricing import with_priced

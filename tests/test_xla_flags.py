@@ -15,7 +15,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
-from remat_jax.memory.compile import attached, cache, compiler
+from remat_jax.memory.compile import cache, compiler, devices
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.memory.compile.process import Question, compiler_environment
 from remat_jax.workload import TrainingStep
@@ -64,8 +64,8 @@ def test_flags_of_a_file_are_read_before_others_are_joined(monkeypatch: pytest.M
         asked.append(question)
         return {"the attached GPU": {"device_kind": "NVIDIA H200"}}
 
-    monkeypatch.setattr(attached, "ask", answer)
-    assert attached.device_kind() == "NVIDIA H200" and asked[0].environment["XLA_FLAGS"] == f"{own} {GPU}"
+    monkeypatch.setattr(devices, "ask", answer)
+    assert devices.device_kind() == "NVIDIA H200" and asked[0].environment["XLA_FLAGS"] == f"{own} {GPU}"
 
 
 def test_a_step_is_compiled_with_the_flags_of_a_file(monkeypatch: pytest.MonkeyPatch, file: pathlib.Path) -> None:

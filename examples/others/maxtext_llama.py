@@ -19,7 +19,7 @@ Printed by commit e591f30 (22 August 2026) with JAX 0.10.2 on two idle cores, Ma
     a step of a small one under full: loss 5.541267, parameters changed by 0.025215
     a step of a small one under its plan, LlamaDecoderLayer in one run of 3: loss 5.541267, parameters changed by 0.025218
 
-`--own` prints device bytes and matrix products of a step under MaxText's own policies and under ours. An earlier run: its
+`--own` prints device bytes and matrix products of a step under MaxText's own policies and under ours: its
 own `full` and our `full` need the same 89,074,109,312 bytes and compute the same 1382 products; its own `minimal` needs
 110,574,087,856 bytes, our `dots_with_no_batch_dims` 768 more, with 1190 products each.
 

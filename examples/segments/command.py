@@ -136,8 +136,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     compat.keep_to_cpu_without_gpu()
     try:
-        with progress() as bar:
-            found = run(setting, bar.tell)
+        with progress() as show_step:
+            found = run(setting, show_step)
     except RematError as error:
         print(f"error: {error}\nWith --target none nothing is compiled for a GPU.", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The Typer application with all commands."""
+"""The Typer application with all commands, and its commands `policies` and `targets`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,96 @@ import typer
 from remat_jax.cli.calibrate import calibrate
 from remat_jax.cli.demo import demo
 from remat_jax.cli.doctor import doctor
-from remat_jax.cli.lists import policies, targets
 from remat_jax.cli.measure import measure
+from remat_jax.cli.output import Json, answering
 from remat_jax.cli.parity import parity
 from remat_jax.cli.plan import plan
 from remat_jax.cli.report import report
+from remat_jax.hardware import Target, target
+from remat_jax.hardware import targets as target_names
+from remat_jax.hardware.rates import Rates
+from remat_jax.policy import ALIASES, NAMED
+from remat_jax.report import format_bytes, table
+
+_MEANINGS = {
+    "off": "no checkpointing: JAX keeps what the backward pass reads",
+    "full": "keep a block's inputs, recompute everything else",
+    "offload_inputs": "as full, with the inputs in host memory",
+    "dots": "keep the results of matrix multiplications and convolutions, recompute the rest",
+    "dots_with_no_batch_dims": "keep the products with weights, recompute attention's own products and the rest",
+    "offload_dot_with_no_batch_dims": "as dots_with_no_batch_dims, with the kept arrays in host memory",
+    "everything": "keep every residual of a checkpointed block, recompute nothing",
+}
+_GRAMMAR = (
+    "Or write your own: action: selector[, selector]; ...  Actions: save, offload, recompute. Selectors: globs on residual "
+    "names, @inputs, @dots, @dots_with_no_batch_dims, @convs, @primitive:NAME. The first rule that matches wins; a residual "
+    'without a rule is recomputed. Example: "offload: *ffn/up*; save: @dots_with_no_batch_dims". The names of a model\'s '
+    "residuals: remat-jax measure FILE:FUNCTION --residuals"
+)
+
+_SEVERAL = (
+    "8xh100 means eight GPUs, 8x8xh200 eight hosts with eight GPUs each; FILE.toml:NAME is a target in a file of your own, "
+    "in the form of remat_jax/hardware/targets.toml."
+)
+
+_RATES = (
+    "Nominal rates; in brackets the rates that estimates use: published measurements (for products, of the best shape), else "
+    "an assumed share of the nominal rate (*)."
+)
+
+
+def policies(as_json: Json = False) -> None:
+    """List the named policies: what each says, and what it does."""
+    with answering(as_json) as answer:
+        rows = [
+            {
+                "name": name,
+                "text": str(policy),
+                "meaning": _MEANINGS[name],
+                "aliases": [alias for alias, meant in ALIASES.items() if meant == name],
+            }
+            for name, policy in NAMED.items()
+        ]
+        also = [f" (also called {', '.join(row['aliases'])})" if row["aliases"] else "" for row in rows]
+        cells = [(row["name"], row["text"], f"{row['meaning']}{more}") for row, more in zip(rows, also, strict=True)]
+        policy_table = table("Policies", ("name", "text", "what it does"), cells)
+        for column in policy_table.columns[:2]:
+            column.no_wrap = True
+        answer.show(policy_table, _GRAMMAR)
+        answer.data({"policies": rows})
+
+
+def targets(as_json: Json = False) -> None:
+    """List the targets, the hardware that steps can be measured and planned for; none has to be present."""
+    with answering(as_json) as answer:
+        listed = [target(name) for name in target_names()]
+        cells = [
+            (described.name, format_bytes(described.memory_bytes), *_rates(described), described.description)
+            for described in listed
+        ]
+        columns = ("name", "memory", "memory rate", "to the host, each way", "bfloat16", "description")
+        answer.show(table("Targets", columns, cells, caption=_RATES), _SEVERAL)
+        answer.data({"targets": [entry.to_dict() for entry in listed]})
+
+
+def _rates(described: Target) -> list[str | None]:
+    """The nominal rates of memory, of the link to the host and of products in bfloat16, and the rates of estimates."""
+    if described.kind == "cpu":
+        return [None, None, None]
+    rates = Rates.of(described)
+    assumed = rates.assumed(["bfloat16"])
+
+    def written(nominal: float | None, reached: float | None, name: str, unit: str = "GB/s", scale: float = 1e9) -> str | None:
+        if nominal is None or reached is None:
+            return None
+        return f"{nominal / scale:,.0f} {unit} ({reached / scale:,.0f}{'*' if name in assumed else ''})"
+
+    return [
+        written(described.hbm_bytes_per_s, rates.hbm_bytes_per_s, "hbm_bytes_per_s"),
+        written(described.host_link_bytes_per_s, rates.out_bytes_per_s, "out_bytes_per_s"),
+        written(described.peak_flops.get("bfloat16"), rates.flops_per_s("bfloat16"), "flops", "TFLOP/s", 1e12),
+    ]
+
 
 app = typer.Typer(
     help="Activation checkpointing and host offload for Flax models: apply, measure, plan, and prove against PyTorch.",
@@ -36,9 +121,10 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")]
-
-
 @app.callback()
-def _options(version: _Version = False) -> None:
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     pass

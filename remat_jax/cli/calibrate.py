@@ -34,8 +34,8 @@ def calibrate(
         if output.exists() and not overwrite:
             raise TargetError(f"output={str(output)!r} exists already; give another name, or --overwrite")
         compat.keep_to_cpu_without_gpu()
-        with progress() as steps:
-            calibration = measure(name, seconds=seconds, on_done=steps.tell)
+        with progress() as show_step:
+            calibration = measure(name, seconds=seconds, on_done=show_step)
         target = calibration.save(output, overwrite=overwrite)
         answer.show(
             table(

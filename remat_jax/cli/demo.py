@@ -54,8 +54,8 @@ def demo(
         except OSError as error:
             raise ArgumentError(f"output={str(output)!r} cannot be created as a folder ({error}); give another one") from None
         compat.keep_to_cpu_without_gpu()
-        with progress() as bar:
-            outcome = driver.run(dataclasses.replace(setting, **changes), bar.tell)
+        with progress() as show_step:
+            outcome = driver.run(dataclasses.replace(setting, **changes), show_step)
         main_model = outcome.rows[0].model
         pictures = driver.demo_pictures([row for row in outcome.rows if row.model == main_model], output)
         _show(driver, outcome, pictures, answer)

@@ -8,7 +8,7 @@ import typer
 
 from remat_jax import compat
 from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
-from remat_jax.cli.workloads import POLICY_HELP, MeshOption, check_policy, load_on_mesh, read_policy
+from remat_jax.cli.workloads import POLICY_HELP, WORKLOAD, MeshOption, check_policy, load_on_mesh, read_policy
 from remat_jax.diagnosis import doctor as diagnose
 from remat_jax.diagnosis import environment
 from remat_jax.errors import ArgumentError
@@ -18,12 +18,7 @@ from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
 
 def doctor(
     context: typer.Context,
-    workload: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.", show_default=False
-        ),
-    ] = None,
+    workload: Annotated[str | None, WORKLOAD] = None,
     policy: Annotated[str, typer.Option("--policy", "-p", help=f"{POLICY_HELP}; off checks the model as it is.")] = "off",
     target: Annotated[
         str | None, typer.Option(help="A GPU to compile for; see remat-jax targets. Default: trace, and compile nothing.")
@@ -47,8 +42,8 @@ def doctor(
         check_timeout(timeout)
         described = target_named(target) if target is not None else None
         job = load_on_mesh(workload, mesh, described)
-        with progress() as steps:
-            steps.tell(f"{job.name}: tracing" + (f", then compiling for {described.name}" if described else ""), 0, 1)
+        with progress() as show_step:
+            show_step(f"{job.name}: tracing" + (f", then compiling for {described.name}" if described else ""), 0, 1)
             diagnosis = diagnose(job, read_policy(policy, job), described, timeout)
         answer.show(diagnosis)
         answer.data(diagnosis.to_dict())

@@ -14,6 +14,7 @@ from remat_jax.cli.output import Answer, Json, answering, check_picture, progres
 from remat_jax.cli.workloads import (
     POLICY_HELP,
     MeshOption,
+    TargetOption,
     WorkloadArgument,
     check_policy,
     is_plan,
@@ -43,7 +44,7 @@ def measure(
         list[str] | None,
         typer.Option("--policy", "-p", help=f"{POLICY_HELP}; repeat the option for several policies. Default: off and full."),
     ] = None,
-    target: Annotated[str, typer.Option(help="The target to compile for; see remat-jax targets.")] = "cpu",
+    target: TargetOption = "cpu",
     mesh: MeshOption = None,
     memory_limit: Annotated[
         str | None,
@@ -75,7 +76,7 @@ def measure(
     attached, each step also runs on this machine's GPU.
     """
     with answering(as_json) as answer:
-        asked = _asked(policy, diff)
+        names = _distinct(policy, diff)
         described = target_named(target)
         limit = limit_bytes(memory_limit, described)
         check_picture(plot)
@@ -85,9 +86,9 @@ def measure(
                 f"{option}{described.name!r}: memory at the peak is known only for GPU targets; give one, such as --target h200"
             )
         job = load_on_mesh(workload, mesh, described)
-        with progress() as steps:
-            steps.tell(f"{job.name}: tracing, then compiling for {described.name}", 0, len(asked))
-            policies = {name: read_policy(name, job) for name in asked}
+        with progress() as show_step:
+            show_step(f"{job.name}: tracing, then compiling for {described.name}", 0, len(names))
+            policies = {name: read_policy(name, job) for name in names}
             if not diff and not any(map(is_off, policies.values())) and job.replaced_checkpoints:
                 policies["off"] = read_policy("off", job)
             tables = [_called(name, residuals(job, policy)) for name, policy in policies.items()] if show_residuals else []
@@ -95,7 +96,7 @@ def measure(
 
             def compiled(name: str) -> None:
                 step = f"compiled {name[:_MOST_LETTERS]} for {described.name}"
-                steps.tell(step, min(next(done), len(policies)), len(policies))
+                show_step(step, min(next(done), len(policies)), len(policies))
 
             measured = measure_many(job, [*policies.values()], described, timeout, on_done=compiled, memory_limit=limit)
             reports = [_called(name, report) for name, report in zip(policies, measured, strict=True)]
@@ -120,12 +121,12 @@ def measure(
         )
 
 
-def _asked(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list[str]:
+def _distinct(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list[str]:
     """The distinct policies to measure, including those of `--diff`, checked before the user's file runs."""
-    asked: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for policy in [*(policies or (() if diff else ("off", "full"))), *(diff or ())]:
-        asked.setdefault(check_policy(policy), policy)
-    return list(asked.values())
+        names.setdefault(check_policy(policy), policy)
+    return list(names.values())
 
 
 def _called(name: str, report: Any) -> Any:

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -142,27 +142,25 @@ def answering(as_json: bool) -> Iterator[Answer]:
 
 
 @contextlib.contextmanager
-def progress(total: int | None = None) -> Iterator[_Steps]:
-    """A bar on standard error; without a terminal, a line for each step that begins."""
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error; without a terminal, a line for each step that begins.
+
+    The context is a function of the step that runs now, of the number of steps done, and of all steps.
+    """
     screen = console(stderr=True)
     columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
     with Progress(
         *columns, TextColumn("{task.description}", markup=False), console=screen, transient=True, disable=not screen.is_terminal
     ) as bar:
-        yield _Steps(bar, screen, total)
+        bar.add_task("", total=None)
+        (task,), began = bar.tasks, time.monotonic()
 
+        def show_step(step: str, done: int, total: int) -> None:
+            if bar.disable and step != task.description:
+                screen.print(f"[{done}/{total}, {time.monotonic() - began:.0f} s] {step}", markup=False)
+            bar.update(task.id, description=step, completed=done, total=total)
 
-class _Steps:
-    def __init__(self, bar: Progress, screen: Console, total: int | None) -> None:
-        self._bar, self._screen, self._step, self._began = bar, screen, "", time.monotonic()
-        self._task = bar.add_task("", total=total)
-
-    def tell(self, step: str, done: int, total: int) -> None:
-        """Show that `step` runs, after `done` of `total` steps."""
-        self._bar.update(self._task, description=step, completed=done, total=total)
-        if self._bar.disable and step != self._step:
-            self._screen.print(f"[{done}/{total}, {time.monotonic() - self._began:.0f} s] {step}", markup=False)
-        self._step = step
+        yield show_step
 
 
 def finite(value: Any) -> Any:

@@ -33,8 +33,8 @@ def parity(
         require_torch()
         check_folder("html", html)
         compat.keep_to_cpu_without_gpu()
-        with progress() as steps:
-            report = parity_report(case, steps.tell)
+        with progress() as show_step:
+            report = parity_report(case, show_step)
         answer.show(report)
         if html is not None:
             with writing("html", html):
@@ -45,7 +45,7 @@ def parity(
         raise typer.Exit(FAILED)
 
 
-def parity_report(case: str, tell: Any) -> ParityReport:
+def parity_report(case: str, show_step: Any) -> ParityReport:
     """The report of the case `case`: the result of a comparison, or the report that the user's function returned."""
     given = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
     if isinstance(given, ParityReport):
@@ -57,4 +57,4 @@ def parity_report(case: str, tell: Any) -> ParityReport:
     if missing or unknown:
         faults = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(map(repr, unknown))}"] * bool(unknown)
         raise ArgumentError(f"case={case!r} gave a dictionary that {' and '.join(faults)}: expected {_EXPECTED}")
-    return compare(**{"progress": tell, **given})
+    return compare(**{"progress": show_step, **given})

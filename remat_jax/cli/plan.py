@@ -48,8 +48,8 @@ def plan(
             check_folder(option, path)
         check_picture(plot)
         job = load_on_mesh(workload, mesh, described)
-        with progress() as steps:
-            made = make_plan(job, device, described, host, timeout=timeout, progress=steps.tell)
+        with progress() as show_step:
+            made = make_plan(job, device, described, host, timeout=timeout, progress=show_step)
         answer.show(plan_table(made), named_table(made), next_gib(made), *made.notes)
         if explain:
             answer.show("", made.explain())

@@ -9,7 +9,7 @@ import typer
 
 from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
 from remat_jax.cli.parity import parity_report
-from remat_jax.cli.workloads import MeshOption, WorkloadArgument, load_on_mesh
+from remat_jax.cli.workloads import MeshOption, TargetOption, WorkloadArgument, load_on_mesh
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
@@ -33,7 +33,7 @@ def report(
             help="A name or a text; repeat the option for several policies. Default: the usual named policies.",
         ),
     ] = None,
-    target: Annotated[str, typer.Option(help="The target to compile for; see remat-jax targets.")] = "h200",
+    target: TargetOption = "h200",
     mesh: MeshOption = None,
     budget: Annotated[
         str | None, typer.Option("--budget", "-b", help="Also plan within this device memory: 40GiB, '38 GB', bytes, 80%, 0.8.")
@@ -58,7 +58,7 @@ def report(
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.
         described = target_named(target)
-        where, asked = checked_path(output, "output"), checked_policies(policy or None)
+        where, policies = checked_path(output, "output"), checked_policies(policy or None)
         check_timeout(timeout)
         if budget is not None and plan is not None:
             raise ArgumentError(f"budget={budget!r} and plan={str(plan)!r}: give only one of them; a plan has its own budget")
@@ -72,9 +72,9 @@ def report(
         check_devices(job, described)
         if isinstance(made, Plan):
             check_plan(made, job, described)
-        with progress() as steps:
-            compared = parity_report(parity, steps.tell) if parity is not None else None
-            gathered = gather(job, asked, described, plan=made, parity=compared, timeout=timeout, progress=steps.tell)
+        with progress() as show_step:
+            compared = parity_report(parity, show_step) if parity is not None else None
+            gathered = gather(job, policies, described, plan=made, parity=compared, timeout=timeout, progress=show_step)
         write_page(where, gathered, "output")
         _show(answer, gathered, where)
         answer.data({"report": str(where), **gathered.to_dict()})
@@ -85,8 +85,8 @@ def report(
 def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
     title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}"
     columns = ("policy", "device", "host", "step", "traps")
-    answer.show(table(title, columns, [_cells(policy) for policy in gathered.comparison.policies]))
-    for name, why in gathered.comparison.left_out.items():
+    answer.show(table(title, columns, [_cells(policy) for policy in gathered.policies]))
+    for name, why in gathered.left_out.items():
         answer.show(f"Left out: {name}: {why}")
     if gathered.parity is not None:
         answer.show(gathered.parity.verdict())

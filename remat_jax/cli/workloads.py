@@ -23,9 +23,11 @@ from remat_jax.planning.plan import Plan
 from remat_jax.policy import as_block_policy
 from remat_jax.workload import Workload
 
-WorkloadArgument = Annotated[
-    str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")
-]
+WORKLOAD = typer.Argument(
+    metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.", show_default=False
+)
+WorkloadArgument = Annotated[str, WORKLOAD]
+TargetOption = Annotated[str, typer.Option(help="The target to compile for; see remat-jax targets.")]
 MeshOption = Annotated[
     str | None,
     typer.Option(
@@ -85,10 +87,10 @@ def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str)
     An error calls the name `argument` and asks for `expected`.
     """
     where, colon, attribute = name.rpartition(":")
-    asked = f"{argument}={name!r}"
+    subject = f"{argument}={name!r}"
     if not colon or not where or not attribute.isidentifier():
-        raise ArgumentError(f"{asked}: {_EXPECTED}, such as train.py:job")
-    module = _guarded(asked, lambda: _module(where, asked))
+        raise ArgumentError(f"{subject}: {_EXPECTED}, such as train.py:job")
+    module = _guarded(subject, lambda: _module(where, subject))
     if not hasattr(module, attribute):
         choices = [
             choice
@@ -97,20 +99,20 @@ def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str)
             and (isinstance(value, kinds) or (inspect.isfunction(value) and value.__module__ == module.__name__))
         ]
         raise ArgumentError(
-            f"{asked}: {where} has no {attribute!r}.{nearest(attribute, choices)} "
+            f"{subject}: {where} has no {attribute!r}.{nearest(attribute, choices)} "
             f"It has {', '.join(choices[:8]) or 'no function of its own'}."
         )
     loaded = getattr(module, attribute)
     if not isinstance(loaded, kinds):
-        loaded = _called(asked, loaded, expected)
+        loaded = _called(subject, loaded, expected)
     if not isinstance(loaded, kinds):
-        raise ArgumentError(f"{asked} gave a {type(loaded).__name__}: expected {expected}")
+        raise ArgumentError(f"{subject} gave a {type(loaded).__name__}: expected {expected}")
     return loaded
 
 
-def _called(asked: str, function: Any, expected: str) -> Any:
+def _called(subject: str, function: Any, expected: str) -> Any:
     if not callable(function):
-        raise ArgumentError(f"{asked} is a {type(function).__name__}: expected {expected}, or a function that returns one")
+        raise ArgumentError(f"{subject} is a {type(function).__name__}: expected {expected}, or a function that returns one")
     needed = [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
@@ -118,20 +120,20 @@ def _called(asked: str, function: Any, expected: str) -> Any:
     ]
     if needed:
         raise ArgumentError(
-            f"{asked} needs the arguments {', '.join(needed)}: expected a function without arguments; "
+            f"{subject} needs the arguments {', '.join(needed)}: expected a function without arguments; "
             "give them defaults, or wrap it in one that takes none"
         )
-    return _guarded(asked, function)
+    return _guarded(subject, function)
 
 
-def _module(where: str, asked: str) -> ModuleType:
+def _module(where: str, subject: str) -> ModuleType:
     path = Path(where)
     if path.suffix == ".py":
         if not path.is_file():
-            raise ArgumentError(f"{asked}: there is no file {where} in {Path.cwd()}; {_EXPECTED}")
+            raise ArgumentError(f"{subject}: there is no file {where} in {Path.cwd()}; {_EXPECTED}")
         return _from_file(path.resolve())
     if not all(part.isidentifier() for part in where.split(".")):
-        raise ArgumentError(f"{asked}: {where!r} is neither a .py file nor a module's name; {_EXPECTED}")
+        raise ArgumentError(f"{subject}: {where!r} is neither a .py file nor a module's name; {_EXPECTED}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -139,7 +141,7 @@ def _module(where: str, asked: str) -> ModuleType:
     except ModuleNotFoundError:
         spec = None
     if spec is None:
-        raise ArgumentError(f"{asked}: there is no module {where!r} here or among the installed packages; {_EXPECTED}")
+        raise ArgumentError(f"{subject}: there is no module {where!r} here or among the installed packages; {_EXPECTED}")
     return importlib.import_module(where)
 
 
@@ -161,7 +163,7 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _guarded(asked: str, run: Callable[[], Any]) -> Any:
+def _guarded(subject: str, run: Callable[[], Any]) -> Any:
     """`run()`; an error of the user's code becomes an ArgumentError with its type, message and line."""
     try:
         return run()
@@ -173,4 +175,4 @@ def _guarded(asked: str, run: Callable[[], Any]) -> Any:
         here = Path(__file__).parent
         users = [frame for frame in frames if "importlib" not in frame.filename and Path(frame.filename).parent != here]
         at = f", at {users[0].filename}:{users[0].lineno} in {users[0].name}" if users else ""
-        raise ArgumentError(f"{asked}: running it raised {type(error).__name__}: {error}{at}") from error
+        raise ArgumentError(f"{subject}: running it raised {type(error).__name__}: {error}{at}") from error

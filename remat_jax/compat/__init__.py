@@ -1,24 +1,7 @@
-"""The only package that uses private JAX and Flax, checks JAX versions, and knows the CUDA plugin.
-
-Everything else uses public JAX. Supported: JAX 0.10.2 and later.
-"""
+"""The only package that uses private JAX and Flax, checks JAX versions (0.10.2 and later), and knows the CUDA plugin."""
 
 from __future__ import annotations
 
-from remat_jax.compat.flags import disabled_passes as disabled_passes
-from remat_jax.compat.flags import quick_compile_options as quick_compile_options
-from remat_jax.compat.flags import xla_flags as xla_flags
-from remat_jax.compat.gpu_compiler import CUDNN_REMEDY as CUDNN_REMEDY
-from remat_jax.compat.gpu_compiler import GPU_COMPILER_ENVIRONMENT as GPU_COMPILER_ENVIRONMENT
-from remat_jax.compat.gpu_compiler import GPU_COMPILER_FLAGS as GPU_COMPILER_FLAGS
-from remat_jax.compat.gpu_compiler import attention_kernel as attention_kernel
-from remat_jax.compat.gpu_compiler import cudnn_explained as cudnn_explained
-from remat_jax.compat.gpu_compiler import gpu_compiler_installed as gpu_compiler_installed
-from remat_jax.compat.gpu_compiler import keep_to_cpu_without_gpu as keep_to_cpu_without_gpu
-from remat_jax.compat.gpu_compiler import lowering_for as lowering_for
-from remat_jax.compat.gpu_compiler import require_gpu_compiler as require_gpu_compiler
-from remat_jax.compat.gpu_compiler import wants_cudnn as wants_cudnn
-from remat_jax.compat.gpu_compiler import without_source_lines as without_source_lines
 from remat_jax.compat.jaxprs import batched as batched
 from remat_jax.compat.jaxprs import bind as bind
 from remat_jax.compat.jaxprs import closed as closed
@@ -88,9 +71,25 @@ from remat_jax.compat.tracing import trace_settings as trace_settings
 from remat_jax.compat.tracing import type_of as type_of
 from remat_jax.compat.versions import JAX_VERSION as JAX_VERSION
 from remat_jax.compat.versions import SCANNED_OFFLOAD_MISCOMPILED as SCANNED_OFFLOAD_MISCOMPILED
+from remat_jax.compat.versions import SCANNED_OFFLOAD_REMEDY as SCANNED_OFFLOAD_REMEDY
 from remat_jax.compat.versions import eager_offload_explained as eager_offload_explained
+from remat_jax.compat.versions import installed_version as installed_version
 from remat_jax.compat.versions import limits as limits
 from remat_jax.compat.versions import miscompiles_scanned_offload as miscompiles_scanned_offload
 from remat_jax.compat.versions import refuse_miscompiled_offload as refuse_miscompiled_offload
 from remat_jax.compat.versions import require_named_policies as require_named_policies
 from remat_jax.compat.versions import warn_of_lost_threads as warn_of_lost_threads
+from remat_jax.compat.xla import CUDNN_REMEDY as CUDNN_REMEDY
+from remat_jax.compat.xla import GPU_COMPILER_ENVIRONMENT as GPU_COMPILER_ENVIRONMENT
+from remat_jax.compat.xla import GPU_COMPILER_FLAGS as GPU_COMPILER_FLAGS
+from remat_jax.compat.xla import attention_kernel as attention_kernel
+from remat_jax.compat.xla import cudnn_explained as cudnn_explained
+from remat_jax.compat.xla import disabled_passes as disabled_passes
+from remat_jax.compat.xla import gpu_compiler_installed as gpu_compiler_installed
+from remat_jax.compat.xla import keep_to_cpu_without_gpu as keep_to_cpu_without_gpu
+from remat_jax.compat.xla import lowering_for as lowering_for
+from remat_jax.compat.xla import quick_compile_options as quick_compile_options
+from remat_jax.compat.xla import require_gpu_compiler as require_gpu_compiler
+from remat_jax.compat.xla import wants_cudnn as wants_cudnn
+from remat_jax.compat.xla import without_source_lines as without_source_lines
+from remat_jax.compat.xla import xla_flags as xla_flags

@@ -222,9 +222,9 @@ def new_primitive(name: str, evaluate: Callable[..., Any], *, multiple_results: 
 def optimization_barrier(operands: Any) -> Any:
     """`jax.lax.optimization_barrier`, without a barrier in its derivative.
 
-    JAX's derivative of a barrier is a barrier. If one operand has a cotangent and another operand, in host memory, has none,
-    JAX creates zeros for it in device memory, which is an error. And in a `shard_map` that checks how values vary over mesh
-    axes, JAX before 0.12 makes all outputs of a barrier vary like the operand that varies most, which changes their types.
+    JAX's derivative of a barrier is a barrier. For an operand in host memory without a cotangent it creates zeros in device
+    memory, which is an error. In a `shard_map` that checks how values vary over mesh axes, JAX before 0.12 makes all outputs of
+    a barrier vary like the operand that varies most, which changes their types.
     """
     leaves, treedef = jax.tree.flatten(operands)
     return jax.tree.unflatten(treedef, _barrier_p.bind(*leaves) if leaves else [])
@@ -262,12 +262,8 @@ def batched(
 ) -> tuple[Any, list[Any], list[int | None]]:
     """The closed `jaxpr` under the `vmap` of a batching rule, its operands with the mapped axis in front, and output axes.
 
-    An output that is the same for the whole batch (a mean over it) stays one array, with the axis None.
-
-    Args:
-      axis: the axis data that JAX passes to the batching rule.
-      axes: for each operand, the index of its mapped axis, or None.
-      instantiate: whether all outputs, or which outputs, are mapped in any case.
+    `axis` and `axes` are what JAX passes to the rule. An output that is the same for the whole batch (a mean over it) stays one
+    array, with the axis None, unless `instantiate` says that all outputs, or this one, are mapped.
     """
     in_front = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
     mapped, which = _batching.batch_jaxpr(jaxpr, axis, [dim is not None for dim in axes], instantiate)
@@ -276,8 +272,8 @@ def batched(
 
 def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
     """Two more arguments since JAX 0.12: the number of residuals, and a name for messages."""
-    asked = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
-    return (lambda: num_res, "custom_vjp") if "num_res" in asked else ()
+    parameters = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
+    return (lambda: num_res, "custom_vjp") if "num_res" in parameters else ()
 
 
 def _map_linear(

@@ -24,13 +24,13 @@ def is_checkpoint(eqn: Any) -> bool:
 
 
 def checkpoint_parts(eqn: Any) -> tuple[Any, dict[str, Any]]:
-    """The body of a checkpoint region as a closed jaxpr, and its other parameters."""
+    """The body of a checkpoint region as a closed jaxpr, and its parameters."""
     params = eqn.params
     if hidden_body(eqn) is not None:
         # A `jax_remat3` region has no parameter `differentiated`; the name stack of its recomputation shows it.
         differentiated = "rematted_computation" in str(eqn.source_info.name_stack)
         params = {**params["_prim"].params, "differentiated": differentiated}
-    return closed(params["jaxpr"]), {key: value for key, value in params.items() if key != "jaxpr"}
+    return closed(params["jaxpr"]), params
 
 
 def given_name(eqn: Any) -> str | None:
@@ -98,9 +98,9 @@ def remat3() -> bool:
 def classic_rematerialisation() -> contextlib.AbstractContextManager[None]:
     """Inside this context `jax.checkpoint` and `checkpoint_name` use the established rematerialisation, despite `jax_remat3`.
 
-    Only the established rematerialisation can keep every residual of a block by its name. The new one keeps only arrays that
-    were named before differentiation. It recomputes the arrays of derivative rules, and outputs that a rule reads (exp, tanh,
-    softmax). Before JAX 0.12 it also ignores policies that are functions, or calls them only for names (0.11.2).
+    The new one keeps only arrays that were named before differentiation: it recomputes the arrays of derivative rules, and
+    outputs that a rule reads (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions, or calls them
+    only for names (0.11.2).
     """
     context: contextlib.AbstractContextManager[None] = _config.remat3(False)
     return context
@@ -113,10 +113,7 @@ def named(value: Any, name: str) -> Any:
 
 
 def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluate a `jax_remat3` region as an established region with the closed jaxpr `body`.
-
-    The derivative of an established region is a region too; the derivative of a `jax_remat3` region is not.
-    """
+    """Evaluate a `jax_remat3` region as an established one, whose derivative is a region too, with the closed jaxpr `body`."""
     given = eqn.params["_prim"].params
     prevent = given.get("prevent_cse", True)
     with eqn_context(eqn), classic_rematerialisation():
@@ -163,9 +160,8 @@ def binding_ours() -> contextlib.AbstractContextManager[None]:
 def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
     """From now on, evaluate a checkpoint region as its plain body, a closed jaxpr, if `gives_way(body)`.
 
-    JAX calls `bind` for every region (`jax.checkpoint`, `nn.remat` under a scan, `nnx.remat`) after tracing it. JAX has no
-    hook, so this function replaces `bind`. Regions that are differentiated already are not affected, nor are those of
-    `remat_jax`.
+    JAX has no hook, so this replaces `bind`, which JAX calls for every region (`jax.checkpoint`, `nn.remat` under a scan,
+    `nnx.remat`) after tracing it. Regions that are differentiated already, or are of `remat_jax`, are not affected.
     """
     bind = _ad_checkpoint.remat_p.bind
 

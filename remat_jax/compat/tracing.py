@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -15,7 +16,6 @@ from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _pe
 
 _LOOPS = frozenset({"scan", "while_body", "while_loop", "fori_loop", "map", "associative_scan"})
-_DIFFERENTIATIONS = ("JVPTrace", "LinearizeTrace")
 T = TypeVar("T")
 
 
@@ -37,6 +37,11 @@ def _traces() -> Iterator[Any]:
         trace = getattr(trace, "parent_trace", None)
 
 
+def _traces_inside_differentiation() -> Iterator[Any]:
+    """The current trace and the traces around it, up to the one that differentiates."""
+    return itertools.takewhile(lambda trace: type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"), _traces())
+
+
 def _is_loop(trace: Any) -> bool:
     """Whether a trace is of the body of a loop."""
     debug = getattr(getattr(trace, "frame", None), "debug_info", None)
@@ -55,12 +60,7 @@ def in_loop(*, around_gradient: bool = True) -> bool:
 
     Without `around_gradient`, a loop around the differentiation does not count, because its body contains both passes.
     """
-    for trace in _traces():
-        if not around_gradient and type(trace).__name__ in _DIFFERENTIATIONS:
-            return False
-        if _is_loop(trace):
-            return True
-    return False
+    return any(map(_is_loop, _traces() if around_gradient else _traces_inside_differentiation()))
 
 
 def is_fixed_in_loops(leaf: Any) -> bool:
@@ -68,28 +68,17 @@ def is_fixed_in_loops(leaf: Any) -> bool:
 
     Arrays computed from such arrays alone count too. A loop around the differentiation does not count.
     """
-    traces_in_loops = _traces_in_loops()
-    return bool(traces_in_loops) and _is_fixed(leaf, traces_in_loops)
+    traces = list(_traces_inside_differentiation())
+    while traces and not _is_loop(traces[-1]):  # up to the body of the outermost loop
+        traces.pop()
+    return bool(traces) and _is_fixed(leaf, set(map(id, traces)))
 
 
-def _traces_in_loops() -> list[Any]:
-    """The traces from the innermost to the body of the outermost loop; empty outside loops."""
-    passed: list[Any] = []
-    in_loops: list[Any] = []
-    for trace in _traces():
-        if type(trace).__name__ in _DIFFERENTIATIONS:
-            break
-        passed.append(trace)
-        if _is_loop(trace):
-            in_loops = list(passed)
-    return in_loops
-
-
-def _is_fixed(leaf: Any, traces_in_loops: Sequence[Any]) -> bool:
+def _is_fixed(leaf: Any, traces_in_loops: Container[int]) -> bool:
     waiting, seen = [leaf], set()
     while waiting:
         tracer = _staged(waiting.pop())
-        if tracer is None or id(tracer) in seen or not any(tracer._trace is trace for trace in traces_in_loops):
+        if tracer is None or id(tracer) in seen or id(tracer._trace) not in traces_in_loops:
             continue
         seen.add(id(tracer))
         outer = tracer._trace.get_const(tracer)
@@ -193,10 +182,7 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
 
 
 def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A context that binds again the axes (of `vmap`, of a mesh) that are bound now.
-
-    The body of a scan or `jit` may be differentiated after a `vmap` has ended whose axis a collective in the body names.
-    """
+    """A context that binds the axes (of `vmap`, of a mesh) that are bound now again, for a body differentiated after them."""
     axes = _core.get_axis_env().axis_sizes
 
     def bound() -> contextlib.AbstractContextManager[Any]:
@@ -212,7 +198,7 @@ def axes_of_vmaps(vmaps: Sequence[Any]) -> contextlib.AbstractContextManager[Any
 
 
 def trace_context(default: Any, *, reaches_blocks: bool = True) -> Any:
-    """A context whose `value` is a key of JAX's trace caches: under a new value, every `jit` inside is traced again.
+    """A context whose value is a key of JAX's trace caches: under a new value, every `jit` inside is traced again.
 
     Without `reaches_blocks`, the value does not distinguish blocks with equal jaxprs (`block_settings`).
     """

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import jax
 from jax._src import xla_bridge as _bridge
 
-from remat_jax.compat.flags import disabled_passes
-from remat_jax.compat.gpu_compiler import require_gpu_compiler
 from remat_jax.compat.rematerialisation import remat3
+from remat_jax.compat.xla import disabled_passes, require_gpu_compiler
 from remat_jax.errors import UnsupportedError
 from remat_jax.warning import warn
 
@@ -32,6 +31,7 @@ JAX_VERSION: tuple[int, ...] = _numbers(jax.__version__)[:3]
 SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
 
 _PASS = "dynamic-slice-annotator"
+SCANNED_OFFLOAD_REMEDY = f"JAX 0.11.1 or later, unroll the layers, or start with XLA_FLAGS=--xla_disable_hlo_passes={_PASS}"
 # An entry of `xla_disable_hlo_passes` (field 30 of XLA's DebugOptions) in a serialised message: tag, length, text.
 _ENTRY = b"\xf2\x01" + bytes([len(_PASS)]) + _PASS.encode()
 
@@ -68,26 +68,17 @@ def _has_gpu() -> bool:
 
 
 def refuse_miscompiled_offload() -> None:
-    """Refuse offload inside a loop if this JAX could run it on a GPU with silently wrong gradients.
-
-    Raises:
-      UnsupportedError: there is a GPU (the default device or not), this JAX is affected, and the pass is not disabled.
-    """
+    """Raise UnsupportedError for offload in a loop if this JAX could run it on a GPU here with silently wrong gradients."""
     if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _has_gpu() and _miscompiles_scanned_offload_here():
         raise UnsupportedError(
             f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiled backward pass reads another layer's "
-            "residuals, so gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or "
-            "start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator (XLA reads these flags once, when it "
-            "starts)"
+            f"residuals, so gradients are silently wrong (openxla/xla#46231). Use {SCANNED_OFFLOAD_REMEDY} (XLA reads these "
+            "flags once, when it starts)"
         )
 
 
 def require_named_policies() -> None:
-    """Refuse a policy that is a function if this JAX would silently ignore it.
-
-    Raises:
-      UnsupportedError: `jax_remat3` is on, before JAX 0.12.
-    """
+    """Raise UnsupportedError for a policy that is a function if this JAX would silently ignore it."""
     if remat3() and JAX_VERSION < (0, 12, 0):
         raise UnsupportedError(
             f"jax_remat3=True with JAX {jax.__version__}: this JAX version silently recomputes the arrays that such a policy "
@@ -106,8 +97,7 @@ def limits() -> tuple[str, ...]:
     if _miscompiles_scanned_offload_here():
         texts.append(
             f"offload inside a scan is refused on GPUs with JAX {jax.__version__}, which compiles it wrongly "
-            "(openxla/xla#46231): use JAX 0.11.1 or later, unroll the layers, or start with "
-            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+            f"(openxla/xla#46231): use {SCANNED_OFFLOAD_REMEDY}"
         )
     return (*texts, *_ignored_plugins())
 
@@ -120,9 +110,8 @@ def _ignored_plugins() -> list[str]:
     texts = []
     jaxlib = importlib.metadata.version("jaxlib")
     for plugin in _PLUGINS:
-        try:
-            version = importlib.metadata.version(plugin)
-        except importlib.metadata.PackageNotFoundError:
+        version = installed_version(plugin)
+        if version is None:
             continue
         # Like jaxlib, compare only the numbers and ignore suffixes.
         if _numbers(version) == _numbers(jaxlib):
@@ -134,8 +123,15 @@ def _ignored_plugins() -> list[str]:
     return texts
 
 
+def installed_version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 _lost_threads = False
-_warned_process = 0
 
 
 def _after_fork() -> None:
@@ -148,13 +144,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def warn_of_lost_threads() -> None:
-    """Warn, once for each process, if this process was forked from one in which JAX had started.
-
-    JAX's threads exist only in the parent, and calls that need them never return.
-    """
-    global _warned_process
-    if _lost_threads and _warned_process != os.getpid():
-        _warned_process = os.getpid()
+    """Warn, once for each process, if this process was forked from one in which JAX had started."""
+    global _lost_threads
+    if _lost_threads:
+        _lost_threads = False
         warn(
             "this process was forked after JAX had started, and a fork does not copy JAX's threads: JAX may hang. Start "
             "processes with multiprocessing.get_context('spawn')"
@@ -167,11 +160,7 @@ _NOT_EAGERLY = re.compile(r"Received incompatible devices for jitted computation
 
 @contextlib.contextmanager
 def eager_offload_explained() -> Iterator[None]:
-    """A context for an offload, where JAX's error for an offload that needs `jax.jit` becomes one with the remedy.
-
-    Raises:
-      UnsupportedError: instead of JAX's ValueError.
-    """
+    """A context for an offload: JAX's ValueError if it needs `jax.jit` becomes an UnsupportedError with the remedy."""
     try:
         yield
     except ValueError as error:

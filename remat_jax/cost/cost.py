@@ -5,30 +5,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from remat_jax import compat
 from remat_jax.cost.flat import Array, FlatEqn, flatten, region
 from remat_jax.cost.kernels import Work, dtype_of, own_kernel
-
-
-class HasSeconds(Protocol):
-    """Converts work to time, as `remat_jax.hardware.rates.Rates` does."""
-
-    def seconds(self, flops: Mapping[str, float], size: float) -> float:
-        """The time of `flops` by dtype and `size` bytes of memory traffic."""
-        ...
+from remat_jax.hardware.rates import Rates
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The work of each kernel of a program, and how often it runs.
-
-    `unknown` has the primitives of which only the operands' bytes count, and `while`, whose body counts once.
-    """
+    """The work of each kernel of a program, and how often it runs. The body of a `while` loop counts once."""
 
     kernels: tuple[tuple[Work, int], ...] = ()
-    unknown: frozenset[str] = frozenset()
 
     @property
     def flops(self) -> float:
@@ -40,13 +29,22 @@ class Cost:
         """Bytes read from and written to device memory."""
         return float(sum(times * work.bytes for work, times in self.kernels))
 
-    def seconds(self, rates: HasSeconds) -> float:
+    def seconds(self, rates: Rates) -> float:
         """The total time of all kernels. A kernel takes the longer of the time of its operations and of its bytes."""
         return sum(times * rates.seconds(work.flops, work.bytes) for work, times in self.kernels)
 
     def times(self, rounds: int) -> Cost:
         """The cost of running the program `rounds` times."""
-        return Cost(tuple((work, times * rounds) for work, times in self.kernels), self.unknown)
+        return Cost(tuple((work, times * rounds) for work, times in self.kernels))
+
+    def scaled(self, factors: Mapping[str, float], traffic: float) -> Cost:
+        """The cost with bytes multiplied by `traffic`, and operations by their dtype's factor (by `traffic` if it has none)."""
+
+        def scaled(work: Work) -> Work:
+            flops = {dtype: factors.get(dtype, traffic) * count for dtype, count in work.flops.items()}
+            return Work(flops, traffic * work.bytes)
+
+        return Cost(tuple((scaled(work), times) for work, times in self.kernels))
 
 
 def jaxpr_cost(jaxpr: Any) -> Cost:
@@ -97,18 +95,12 @@ def is_pass(eqn: FlatEqn) -> bool:
 def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
     """The cost of running `eqns`, after which `outputs` must be in memory."""
     kernels: list[tuple[Work, int]] = []
-    unknown: set[str] = set()
     for kernel in _kernels(eqns, outputs):
-        if isinstance(kernel, tuple):
-            kernels += kernel[1].kernels
-            unknown |= kernel[1].unknown
-        else:
-            kernels.append((_together(kernel), 1))
-            unknown |= kernels[-1][0].unknown
-    return Cost(tuple(kernels), frozenset(unknown))
+        kernels += kernel[1].kernels if isinstance(kernel, tuple) else [(_together(kernel), 1)]
+    return Cost(tuple(kernels))
 
 
-def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: HasSeconds) -> dict[FlatEqn, float]:
+def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: Rates) -> dict[FlatEqn, float]:
     """The time of each equation, which together is `flat_cost(eqns, outputs).seconds(rates)`.
 
     A kernel's time is divided in proportion to its equations' bytes, or to their operations if these take longer. Only the
@@ -136,8 +128,7 @@ def _together(parts: Parts) -> Work:
     flops: Counter[str] = Counter()
     for work in parts.values():
         flops.update(work.flops)
-    unknown = frozenset().union(*(work.unknown for work in parts.values()))
-    return Work(dict(flops), sum(work.bytes for work in parts.values()), unknown)
+    return Work(dict(flops), sum(work.bytes for work in parts.values()))
 
 
 def _kernels(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[Parts | tuple[FlatEqn, Cost]]:
@@ -180,13 +171,10 @@ def _structured(eqn: FlatEqn) -> Cost | None:
         branches = [jaxpr_cost(compat.closed(body)) for body in params["branches"]]
         whole = max(branches, key=lambda branch: (branch.flops, branch.bytes))
     elif eqn.primitive == "while":
-        body = jaxpr_cost(compat.closed(params["body_jaxpr"]))
-        whole = Cost(body.kernels, body.unknown | {"while"})
+        whole = jaxpr_cost(compat.closed(params["body_jaxpr"]))
     else:
         return None
-    if share == 1.0:
-        return whole
-    return Cost(tuple((work.scaled(share, share), times) for work, times in whole.kernels), whole.unknown)
+    return whole if share == 1.0 else whole.scaled({}, share)
 
 
 def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, Array]]:
@@ -197,37 +185,33 @@ def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, 
     """
     roots: dict[Array, Array] = {}
     level: dict[Array, int] = defaultdict(int)
-    group: dict[Array, int] = {}
-    parent: list[int] = []
-    members: dict[int, list[FlatEqn]] = defaultdict(list)
+    fused_by: dict[Array, FlatEqn] = {}
+    parent: dict[FlatEqn, FlatEqn] = {}
 
-    def top(index: int) -> int:
-        while parent[index] != index:
-            parent[index] = parent[parent[index]]
-            index = parent[index]
-        return index
+    def top(eqn: FlatEqn) -> FlatEqn:
+        while parent[eqn] is not eqn:
+            parent[eqn] = parent[parent[eqn]]
+            eqn = parent[eqn]
+        return eqn
 
-    placed: list[tuple[int, FlatEqn]] = []
     for eqn in eqns:
         inputs = [roots.get(array, array) for array in eqn.inputs]
         here = max((level[array] for array in inputs), default=0)
         if is_view(eqn):
             roots[eqn.outputs[0]] = inputs[0]
             continue
-        joined = eqn.primitive in _FUSED
-        if joined:
-            index = len(parent)
-            parent.append(index)
+        if eqn.primitive in _FUSED:
+            parent[eqn] = eqn
             for array in inputs:
-                if array in group and level[array] == here:
-                    parent[top(group[array])] = index
-            placed.append((index, eqn))
-        for array in eqn.outputs:
-            level[array] = here if joined else here + 1
-            if joined:
-                group[array] = index
-    for index, eqn in placed:
-        members[top(index)].append(eqn)
+                if array in fused_by and level[array] == here:
+                    parent[top(fused_by[array])] = eqn
+            fused_by.update(dict.fromkeys(eqn.outputs, eqn))
+        else:
+            here += 1
+        level.update(dict.fromkeys(eqn.outputs, here))
+    members: dict[FlatEqn, list[FlatEqn]] = defaultdict(list)
+    for eqn in parent:
+        members[top(eqn)].append(eqn)
     return list(members.values()), roots
 
 

@@ -38,22 +38,25 @@ def count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
 
     A `cond` counts as its most expensive branch.
     """
-    return _count(compat.dce(jaxpr).jaxpr, weight)
+    return _count(compat.dce(jaxpr), weight)
 
 
 def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
     total = 0
-    for eqn in jaxpr.eqns:
-        total += int(weight(eqn))
-        name = eqn.primitive.name
-        counted = [_count(body.jaxpr, weight) for body in bodies(eqn)]
-        if name == "cond":
-            total += max(counted, default=0)
-        elif name == "while" and any(counted):
+    for eqn in jaxpr.jaxpr.eqns:
+        inside = over_bodies(eqn, lambda body: _count(body, weight))
+        if inside and eqn.primitive.name == "while":
             raise UnsupportedError(
                 "the matrix multiplications in a while loop cannot be counted: its number of rounds is unknown before it "
                 "runs. Use lax.scan or a fori_loop with static bounds inside lax.scan."
             )
-        else:
-            total += sum(counted) * (eqn.params["length"] if name == "scan" else 1)
+        total += int(weight(eqn)) + inside
     return total
+
+
+def over_bodies(eqn: Any, count_body: Callable[[Any], int]) -> int:
+    """The sum over the jaxprs inside `eqn`: the body of a scan counts in each round, of a `cond` only the largest branch."""
+    counted = list(map(count_body, bodies(eqn)))
+    if eqn.primitive.name == "cond":
+        return max(counted)
+    return sum(counted) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)

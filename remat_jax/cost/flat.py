@@ -8,13 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat_jax import compat
+from remat_jax.core.flow import CALLS
 from remat_jax.core.walk import inner_jaxprs
 
-# Primitives that evaluate their one inner jaxpr on their own operands.
-_CALLS = frozenset(
-    """jit pjit closed_call core_call eval_jaxpr shard_map checkpoint remat remat2 custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr""".split()
-)
+_CALLS = CALLS | {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 # Primitives that return their operands unchanged.
 _SAME = frozenset({"name", "optimization_barrier", "reduce_precision", "copy", "copy_p", "mul_identity", "stop_gradient"})
 _SAME_VALUE = frozenset({"device_put", "sharding_constraint", "pvary", "pcast"})

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat_jax import compat
 from remat_jax.core.products import MATMULS, eqn_flops
 from remat_jax.core.walk import equations
+from remat_jax.cost.count import over_bodies
 from remat_jax.cost.flat import Array, FlatEqn
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one kernel.
-
-    Attributes:
-      flops: dtype whose units do the operations → floating-point operations.
-      bytes: the bytes read from and written to device memory.
-      unknown: its primitive, if its operations are unknown.
-    """
+    """The work of one kernel: operations by the dtype whose units do them, and bytes read from and written to device memory."""
 
     flops: Mapping[str, float] = field(default_factory=dict)
     bytes: float = 0.0
-    unknown: frozenset[str] = frozenset()
-
-    def scaled(self, work: float, traffic: float) -> Work:
-        """The work with operations multiplied by `work` and bytes multiplied by `traffic`."""
-        return Work({dtype: work * count for dtype, count in self.flops.items()}, traffic * self.bytes, self.unknown)
 
 
 def own_kernel(eqn: FlatEqn) -> Work:
-    """The work of an equation that does not fuse, on one device."""
+    """The work of an equation that does not fuse, on one device. Of an unknown primitive only the operands' bytes count."""
     special = _SPECIAL.get(eqn.primitive)
     if special is not None:
         work = special(eqn)
@@ -42,9 +32,9 @@ def own_kernel(eqn: FlatEqn) -> Work:
     elif eqn.primitive.startswith("scatter"):
         work = _scatter(eqn)
     else:
-        work = Work({}, _touched(eqn), frozenset({eqn.primitive}))
+        work = Work({}, _touched(eqn))
     # The arrays' bytes include their shares already.
-    return work.scaled(eqn.share, 1.0)
+    return replace(work, flops={dtype: eqn.share * count for dtype, count in work.flops.items()})
 
 
 def dtype_of(array: Array) -> str:
@@ -158,16 +148,8 @@ def kernel_flops(jaxpr: Any) -> int:
             bounded = any(not atom.aval.shape and atom.aval.dtype == "int32" for atom in varies)
             total += kernel_flops(body) * _rounds(body) // (2 if bounded else 1)
         else:
-            total += _plain_flops(eqn)
+            total += eqn_flops(eqn) + over_bodies(eqn, kernel_flops)
     return total
-
-
-def _plain_flops(eqn: Any) -> int:
-    if eqn.primitive.name == "cond":
-        return max(kernel_flops(compat.closed(branch)) for branch in eqn.params["branches"])
-    inner = [compat.closed(value) for value in eqn.params.values() if compat.is_jaxpr(value)]
-    rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    return eqn_flops(eqn) + rounds * sum(map(kernel_flops, inner))
 
 
 def _rounds(body: Any) -> int:

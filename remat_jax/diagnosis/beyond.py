@@ -27,7 +27,7 @@ from remat_jax.apply import scope
 from remat_jax.apply.effect import with_blocks
 from remat_jax.apply.per_layer import layered
 from remat_jax.core.marks import mark_of
-from remat_jax.core.walk import bodies, equations, map_inner, retrace, value_of, values_of_inputs
+from remat_jax.core.walk import bodies, equations, evaluate_equations, map_inner, retrace, value_of, values_of_inputs, variables
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport
@@ -96,7 +96,7 @@ def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingSt
     if advice.what in (HEAD, SCORES):
         if not workload.has_loss:
             return None
-        change = head_in_chunks(CHUNKS) if advice.what == HEAD else attention_in_a_kernel
+        change = head_in_chunks if advice.what == HEAD else attention_in_a_kernel
         changed.loss = with_change(workload, policy, change)
         return changed.step("off")
     if advice.what == STATE:
@@ -160,22 +160,18 @@ def _has_batch(eqn: Any) -> bool:
     return bool(eqn.params["dimension_numbers"][1][0])
 
 
-def _size(atom: Any) -> int:
-    return math.prod(atom.aval.shape)
+def _padded(array: Any, axis: int, more: int) -> Any:
+    return jnp.pad(array, [(0, more if dim == axis else 0) for dim in range(array.ndim)]) if more else array
 
 
 def _dependents(eqns: Sequence[Any], made: Sequence[Any]) -> list[Any]:
     """The equations that read a variable of `made`, or of an equation that does."""
     reached, dependents = set(made), []
     for eqn in eqns:
-        if any(atom in reached for atom in _variables(eqn)):
+        if not reached.isdisjoint(variables(eqn.invars)):
             dependents.append(eqn)
             reached.update(eqn.outvars)
     return dependents
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [atom for atom in eqn.invars if not hasattr(atom, "val")]
 
 
 def _has_exponential(eqns: Sequence[Any], product: Any, *, is_head: bool = False) -> bool:
@@ -187,39 +183,33 @@ def _has_exponential(eqns: Sequence[Any], product: Any, *, is_head: bool = False
 # --- a head in chunks --------------------------------------------------------------------------------------------------
 
 
-def head_in_chunks(chunks: int) -> Change:
-    """The change that runs every head in `chunks` chunks; the first output of the jaxpr is the loss."""
-
-    def change(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        eqns, outputs = jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars
-        heads = list(_heads(eqns))
-        after = _dependents(eqns, [eqn.outvars[0] for eqn in heads])
-        made = {atom for eqn in (*heads, *after) for atom in eqn.outvars}
-        if not heads or outputs[0] not in made:
-            raise UnsupportedError("the loss has no head outside loops whose logits it reads")
-        if any(_size(atom) >= _size(eqn.outvars[0]) for atom in outputs for eqn in heads if atom in made):
-            raise UnsupportedError("the loss returns what has the size of its logits")
-        removed = {id(eqn) for eqn in (*heads, *after)}
-        env = values_of_inputs(jaxpr, args)
-        for eqn in eqns:
-            if id(eqn) not in removed:
-                env.update(zip(eqn.outvars, compat.bind(eqn, [value_of(atom, env) for atom in eqn.invars]), strict=True))
-        # The values that the removed equations read, without the operands of the heads.
-        operands = {atom for eqn in heads for atom in _variables(eqn)}
-        others = dict.fromkeys(atom for eqn in after for atom in _variables(eqn) if atom in env and atom not in operands)
-        beside = [env[atom] for atom in others]
-        loss = sum(_cross_entropy(head, eqns, env, beside, chunks) for head in heads)
-        # What the loss adds to the losses of the heads, such as a router's, still has a gradient.
-        loss += sum(jnp.sum(value.astype(jnp.float32)) for value in beside if jnp.issubdtype(value.dtype, jnp.floating))
-        whole = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
-        return [loss.astype(outputs[0].aval.dtype), *whole[1:]]
-
-    return change
+def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """The change that runs every head in chunks; the first output of the jaxpr is the loss."""
+    eqns, outputs = jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars
+    heads = list(_heads(eqns))
+    after = _dependents(eqns, [eqn.outvars[0] for eqn in heads])
+    made = {atom for eqn in (*heads, *after) for atom in eqn.outvars}
+    if not heads or outputs[0] not in made:
+        raise UnsupportedError("the loss has no head outside loops whose logits it reads")
+    if any(atom.aval.size >= eqn.outvars[0].aval.size for atom in outputs for eqn in heads if atom in made):
+        raise UnsupportedError("the loss returns what has the size of its logits")
+    removed = {id(eqn) for eqn in (*heads, *after)}
+    env = values_of_inputs(jaxpr, args)
+    evaluate_equations([eqn for eqn in eqns if id(eqn) not in removed], env, lambda *_: None)
+    # The values that the removed equations read, without the operands of the heads.
+    operands = {atom for eqn in heads for atom in variables(eqn.invars)}
+    read = dict.fromkeys(atom for eqn in after for atom in variables(eqn.invars))
+    beside = [env[atom] for atom in read if atom in env and atom not in operands]
+    loss = sum(_cross_entropy(head, eqns, env, beside) for head in heads)
+    # What the loss adds to the losses of the heads, such as a router's, still has a gradient.
+    loss += sum(jnp.sum(value.astype(jnp.float32)) for value in beside if jnp.issubdtype(value.dtype, jnp.floating))
+    whole = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
+    return [loss.astype(outputs[0].aval.dtype), *whole[1:]]
 
 
 def _heads(eqns: Sequence[Any]) -> Iterator[Any]:
     for eqn in eqns:
-        if _is_product(eqn) and not _has_batch(eqn) and _size(eqn.outvars[0]):
+        if _is_product(eqn) and not _has_batch(eqn) and eqn.outvars[0].aval.size:
             if _has_exponential(_dependents(eqns, eqn.outvars), eqn.outvars[0], is_head=True):
                 yield eqn
 
@@ -227,7 +217,7 @@ def _heads(eqns: Sequence[Any]) -> Iterator[Any]:
 _VIEWS = ("convert_element_type", "transpose")
 
 
-def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], beside: Sequence[Any], chunks: int) -> Any:
+def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], beside: Sequence[Any]) -> Any:
     """A cross entropy of `head`, a product of tokens and a kernel among `eqns`, in chunks of its tokens.
 
     The targets are the integers in `beside` that are as many as the tokens, and 0 without such integers.
@@ -259,12 +249,11 @@ def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], besid
     axis, shape = free[place][-1], [tokens.shape[dim] for dim in free[place]]
     numbers = (x for x in beside if jnp.issubdtype(x.dtype, jnp.integer) and x.size == math.prod(shape))
     targets = next(numbers, jnp.zeros(shape, jnp.int32)).reshape(shape)
-    n = min(chunks, shape[-1])
-    padding = -shape[-1] % n
-    tokens = jnp.pad(tokens, [(0, padding if dim == axis else 0) for dim in range(tokens.ndim)])
-    targets = jnp.pad(targets, [(0, padding if dim == len(shape) - 1 else 0) for dim in range(len(shape))])
+    n = min(CHUNKS, shape[-1])
+    more = -shape[-1] % n
+    tokens, targets = _padded(tokens, axis, more), _padded(targets, targets.ndim - 1, more)
     with compat.eqn_context(head):
-        return in_chunks(summed, n, axis=(axis, len(shape) - 1))(tokens, targets)
+        return in_chunks(summed, n, axis=(axis, targets.ndim - 1))(tokens, targets)
 
 
 # --- attention in a kernel ---------------------------------------------------------------------------------------------
@@ -284,7 +273,7 @@ def attention_in_a_kernel(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 def _has_attention(jaxpr: Any) -> bool:
     if any(True for _ in _attentions(jaxpr.jaxpr.eqns)):
         return True
-    marks = [(eqn, mark_of(eqn)) for eqn in jaxpr.jaxpr.eqns]
+    marks = ((eqn, mark_of(eqn)) for eqn in jaxpr.jaxpr.eqns)
     inside = (body for eqn, mark in marks for body in ([_flat(mark.jaxpr)] if mark is not None else bodies(eqn)))
     return any(map(_has_attention, inside))
 
@@ -292,18 +281,18 @@ def _has_attention(jaxpr: Any) -> bool:
 def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     attentions = {id(attention[1]): attention for attention in _attentions(jaxpr.jaxpr.eqns)}
     env = values_of_inputs(jaxpr, args)
-    for eqn in jaxpr.jaxpr.eqns:
-        inputs = [value_of(atom, env) for atom in eqn.invars]
+
+    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if id(eqn) in attentions:
-            outputs = [_kernel(*attentions[id(eqn)], env)]
-        elif (mark := mark_of(eqn)) is not None:
+            return [_kernel(*attentions[id(eqn)], env)]
+        if (mark := mark_of(eqn)) is not None:
             # The block's jaxpr without the `vmap`s around it; `layered` puts them around the block under its policy.
-            outputs = compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_changed(mark.jaxpr, _with_kernels)))
-        elif any(map(_has_attention, bodies(eqn))):
-            outputs = compat.bind(eqn, inputs, **map_inner(eqn, lambda body: _changed(body, _with_kernels)))
-        else:
-            outputs = compat.bind(eqn, inputs)
-        env.update(zip(eqn.outvars, outputs, strict=True))
+            return compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_changed(mark.jaxpr, _with_kernels)))
+        if any(map(_has_attention, bodies(eqn))):
+            return compat.bind(eqn, inputs, **map_inner(eqn, lambda body: _changed(body, _with_kernels)))
+        return None
+
+    evaluate_equations(jaxpr.jaxpr.eqns, env, visit)
     return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
 
 
@@ -336,18 +325,17 @@ def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:
         query, key = sides if sides[1].shape[1:] == value.shape and len(sides[1]) == 1 else sides[::-1]
         if key.shape[1:] != value.shape or query.shape[3:] != key.shape[3:]:
             raise UnsupportedError(f"queries {query.shape}, keys {key.shape}, values {value.shape}: no kernel takes them")
-        of_key = functools.partial(compat.attention_kernel(), k=_padded(key[0]), v=_padded(value), segment_ids=None)
-        padded, out = _padded(query), mixed.outvars[0].aval
+        of_key = functools.partial(compat.attention_kernel(), k=_in_tiles(key[0]), v=_in_tiles(value), segment_ids=None)
+        padded, out = _in_tiles(query), mixed.outvars[0].aval
         result = (of_key(padded[0])[None] if len(query) == 1 else jax.vmap(of_key)(padded))[:, :, : query.shape[2]]
         order = (1, 3, 2, 0, 4) if place else (1, 3, 4, 2, 0)
         return jnp.transpose(result, order).reshape(out.shape).astype(out.dtype)
 
 
-def _padded(array: Any) -> Any:
+def _in_tiles(array: Any) -> Any:
     """`array` with its rows, the third dimension from the end, in whole tiles of the kernel."""
-    rows, place = array.shape[-3], array.ndim - 3
-    more = -rows % _TILE if rows > _TILE else 0
-    return jnp.pad(array, [(0, more if dim == place else 0) for dim in range(array.ndim)]) if more else array
+    rows = array.shape[-3]
+    return _padded(array, array.ndim - 3, -rows % _TILE if rows > _TILE else 0)
 
 
 def _as_heads(

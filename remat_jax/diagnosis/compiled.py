@@ -11,9 +11,9 @@ from remat_jax import compat
 from remat_jax.core.products import eqn_flops
 from remat_jax.core.walk import bodies
 from remat_jax.diagnosis.findings import Finding
-from remat_jax.diagnosis.watch import Observed, Region, contains_live_region, is_region
+from remat_jax.diagnosis.watch import Observed, contains_live_region, is_region
 from remat_jax.hardware import Target
-from remat_jax.memory import MemoryReport, measure
+from remat_jax.memory import MemoryReport
 from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.report.tables import format_bytes, format_seconds
@@ -34,7 +34,9 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
     after = _after_last_region(observed.jaxpr)
     if last is None or last.looped or after is None or sum(len(region.paths) for region in offloading) < 2:
         return None
-    rate = _rate(last, target)
+    dtypes = [str(eqn.invars[0].aval.dtype) for eqn in last.block.jaxpr.jaxpr.eqns if eqn_flops(eqn)]
+    rates = target.peak_flops
+    rate = min((rates[dtype] for dtype in dtypes if dtype in rates), default=rates.get("float32"))
     if rate is None or not target.host_link_bytes_per_s or not target.hbm_bytes_per_s:
         return None
     sizes = [kept.nbytes for kept in last.offloaded]
@@ -45,23 +47,14 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
     return (observed.order[-1], sum(sizes), copying, computing) if copying > computing else None
 
 
-def _rate(region: Region, target: Target) -> float | None:
-    """The nominal rate of the block's own dtype."""
-    dtypes = [str(eqn.invars[0].aval.dtype) for eqn in region.block.jaxpr.jaxpr.eqns if eqn_flops(eqn)]
-    rates = target.peak_flops
-    return min((rates[dtype] for dtype in dtypes if dtype in rates), default=rates.get("float32"))
-
-
 def _after_last_region(jaxpr: Any) -> list[Any] | None:
     """The equations after the last region; None if the region is in a loop or a branch, or does not exist."""
     eqns = jaxpr.jaxpr.eqns
-    for index in reversed(range(len(eqns))):
-        if is_region(eqns[index]):
+    for index, eqn in reversed(list(enumerate(eqns))):
+        if is_region(eqn):
             return list(eqns[index + 1 :])
-        if contains_live_region(eqns[index]):
-            if eqns[index].primitive.name in ("scan", "while", "cond"):
-                return None
-            inside = _after_last_region(bodies(eqns[index])[0])
+        if contains_live_region(eqn):
+            inside = None if eqn.primitive.name in ("scan", "while", "cond") else _after_last_region(bodies(eqn)[0])
             return None if inside is None else [*inside, *eqns[index + 1 :]]
     return None
 
@@ -73,8 +66,7 @@ def _seconds(eqns: list[Any], flops_per_s: float, hbm_bytes_per_s: float) -> flo
         if inside:
             total += sum(inside) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
             continue
-        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
-        traffic = compat.tree_bytes([aval for aval in avals if hasattr(aval, "shape") and hasattr(aval, "dtype")])
+        traffic = compat.tree_bytes([atom.aval for atom in (*eqn.invars, *eqn.outvars) if compat.is_array(atom.aval)])
         total += max(eqn_flops(eqn) / flops_per_s, traffic / hbm_bytes_per_s)
     return total
 
@@ -91,9 +83,8 @@ _SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
 _SCHEDULER_FLAG = re.compile(_SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
 
 
-def compiled_traps(observed: Observed, target: Target, timeout: float) -> Iterator[Finding]:
-    """The traps that compiling the step for the GPU `target` shows."""
-    report = measure(observed.workload, observed.policy, target, timeout)
+def compiled_traps(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
+    """The traps that the step compiled for the GPU `target` shows."""
     yield from offload_came_to_nothing(observed, report)
     yield from pinned_pool(observed, report.host_bytes_per_host)
     yield from host_memory(report)
@@ -133,8 +124,7 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
             "",
             f"JAX {report.jax_version} miscompiles offload inside a scan: the backward pass reads another layer's residuals, "
             "and gradients on a GPU are silently wrong (openxla/xla#46231)",
-            "Use JAX 0.11.1 or later, unroll the layers, or start with "
-            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator",
+            f"Use {compat.SCANNED_OFFLOAD_REMEDY}",
         )
 
 
@@ -187,9 +177,9 @@ def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding
 def xla_rematerialization(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
     """XLA's own rematerialization, which recomputes saved arrays if the step is too large for the device."""
     kept = (report.residual_device_bytes or 0) // report.devices
-    asked = report.argument_bytes + report.output_bytes - report.alias_bytes + kept
+    saved_bytes = report.argument_bytes + report.output_bytes - report.alias_bytes + kept
     # Far below the device's memory the pass does not run, so a compilation would be wasted.
-    if target.memory_bytes is None or max(asked, report.device_bytes) < target.memory_bytes / 2:
+    if target.memory_bytes is None or max(saved_bytes, report.device_bytes) < target.memory_bytes / 2:
         return
     passes = ",".join((*compat.disabled_passes(), "rematerialization"))
     plain = _compiled(observed, target, timeout, {"xla_disable_hlo_passes": passes}).device

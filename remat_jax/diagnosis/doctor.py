@@ -119,8 +119,8 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     is_refused = policies is not None and bool(REFUSED & {finding.trap for finding in findings})
     advice: tuple[Advice, ...] = ()
     if described is not None and not is_refused:
-        findings += compiled_traps(observed, described, timeout)
         report = measure(workload, observed.policy, described, timeout)
+        findings += compiled_traps(observed, report, described, timeout)
         advice = compiled_advice(workload, observed.policy, report, described, timeout)
     else:
         findings += pinned_pool(observed)

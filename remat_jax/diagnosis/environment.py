@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -12,7 +11,7 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.errors import TargetError
 from remat_jax.hardware import gpus
-from remat_jax.memory.compile.attached import device_kind
+from remat_jax.memory.compile.devices import device_kind
 from remat_jax.report.tables import render, table
 
 _PACKAGES = (
@@ -69,23 +68,15 @@ def environment() -> Environment:
     (True, True)
     """
     devices = tuple(gpus())
-    versions = {name: _version(name) for name in _PACKAGES}
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),
-        versions=versions,
+        versions={name: compat.installed_version(name) for name in _PACKAGES},
         gpus=devices,
         attached=_attached() if devices else None,
         flags={name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
         limits=(*compat.limits(), *(() if importlib.util.find_spec("torch") else (_WITHOUT_TORCH,))),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _attached() -> str:

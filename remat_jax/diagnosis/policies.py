@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from remat_jax import compat
 from remat_jax.apply.audit import closest
-from remat_jax.apply.scope import BlockPolicies
 from remat_jax.core.flow import CALLS, flagged
 from remat_jax.core.marks import name_of
 from remat_jax.core.origins import origin
 from remat_jax.core.products import MATMULS
-from remat_jax.core.walk import bodies, equations, given_names
+from remat_jax.core.walk import bodies, equations, given_names, variables
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Kept, Observed, Region, is_view
 from remat_jax.errors import nearest
@@ -29,21 +28,18 @@ _KERNELS = frozenset({"pallas_call", "ffi_call", "custom_call", "triton_kernel_c
 def unreached_block(observed: Observed) -> Iterator[Finding]:
     """Blocks that are never called, so that their policy has no effect."""
     for block, why in observed.unreached.items():
-        name = name_of(block)
         problem, _, remedy = why.partition(": ")[2].rstrip(".").rpartition(". ")
         if not remedy.startswith(("Name", "Take")):
             problem, remedy = f"{problem}. {remedy}", "Correct the glob: it is matched against module paths"
-        yield Finding("unreached_block", name, "", problem, remedy)
+        yield Finding("unreached_block", name_of(block), "", problem, remedy)
 
 
 def unmatched_name(observed: Observed) -> Iterator[Finding]:
     """Selectors, and names in JAX's policies, that match no residual."""
-    for policy in _distinct(observed.policies):
-        if isinstance(policy, Policy):
-            yield from _unmatched_selectors(policy, observed.of(policy))
-    for policy in {region.policy: None for region in observed.regions if callable(region.policy)}:
-        assert callable(policy)
-        yield from _unmatched_names(policy, [region for region in observed.regions if region.policy == policy])
+    for policy in _distinct_policies(observed):
+        yield from _unmatched_selectors(policy, observed.of(policy))
+    for jax_policy in dict.fromkeys(region.policy for region in observed.regions if callable(region.policy)):
+        yield from _unmatched_names(jax_policy, [region for region in observed.regions if region.policy == jax_policy])
 
 
 def _unmatched_selectors(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
@@ -119,8 +115,8 @@ def _named_output(region: Region, name: str) -> Finding:
 
 def nothing_offloaded(observed: Observed) -> Iterator[Finding]:
     """Policies with an offload that moves nothing at all."""
-    for policy in _distinct(observed.policies):
-        if isinstance(policy, Policy) and policy.offloads:
+    for policy in _distinct_policies(observed):
+        if policy.offloads:
             yield from _nothing_moved(policy, observed.of(policy))
 
 
@@ -131,10 +127,9 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
     if any(map(_offloaded_by_name, regions)) or offloaded <= set(_missed(policy, regions)):
         return  # reported by `named_for_offload` or `unmatched_name`
     selected = sorted({name for region in regions for name in region.block.offloaded})
+    why = "an offload rule must select an array of rank 1 or more that no earlier rule takes"
     if selected:
         why = f"it selects {some(selected)}, but given the other arrays that it keeps, the backward pass reads none of these"
-    else:
-        why = "an offload rule must select an array of rank 1 or more that no earlier rule takes"
     yield Finding(
         "offload_without_effect",
         some(path for region in regions for path in region.paths),
@@ -162,12 +157,11 @@ def _outputs(region: Region) -> set[str]:
     return {name for source in sources for name in (source.name, *source.aliases)}
 
 
-def _distinct(policies: BlockPolicies | None) -> Iterable[Policy | JaxPolicy]:
-    """The distinct policies of the workload, including those of single layers."""
-    unique: dict[Policy | JaxPolicy, None] = {}
-    for _, policy in policies.entries if policies else ():
-        unique |= dict.fromkeys([run for _, run in policy.runs] if isinstance(policy, LayerPolicies) else [policy])
-    return unique
+def _distinct_policies(observed: Observed) -> list[Policy]:
+    """The workload's distinct policies, including those of single layers, without JAX's policies."""
+    entries = observed.policies.entries if observed.policies else ()
+    runs = [policy.runs if isinstance(policy, LayerPolicies) else ((None, policy),) for _, policy in entries]
+    return [policy for policy in dict.fromkeys(policy for run in runs for _, policy in run) if isinstance(policy, Policy)]
 
 
 # --- saved arrays and recomputation ---------------------------------------------------------------------------------------
@@ -177,9 +171,10 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
     """Kernels with several results (flash attention and its log-sum-exp) that save one and run again for another."""
     for region in observed.regions:
         again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
+        makers = region.makers() if again else {}
         wasted: dict[int, tuple[Any, list[Kept]]] = {}
         for array in region.kept if again else ():
-            eqn = _kernel_of(*region.makers[array.name]) if array.name in region.makers else None
+            eqn = _kernel_of(*makers[array.name]) if array.name in makers else None
             if eqn is not None and any(_is_same(eqn, other) for other in again):
                 wasted.setdefault(id(eqn), (eqn, []))[1].append(array)
         for eqn, kept in wasted.values():
@@ -243,11 +238,11 @@ def parameter_kept(observed: Observed) -> Iterator[Finding]:
     """Parameters, or copies in another dtype, that a policy saves although they are on the device anyway."""
     for region in observed.regions:
         copies = _copies_of_parameters(region)
-        wasted = [array for array in region.kept if array.name in copies]
-        wasted = [array for array in wasted if array.on_host or copies[array.name] or region.looped]
+        arrays = [array for array in region.kept if array.name in copies]
         for on_host in (False, True):
-            names = sorted(array.name for array in wasted if array.on_host is on_host)
-            nbytes = sum(array.nbytes for array in wasted if array.on_host is on_host)
+            there = [array for array in arrays if array.on_host is on_host]
+            wasted = [array for array in there if on_host or copies[array.name] or region.looped]
+            names, nbytes = sorted(array.name for array in wasted), sum(array.nbytes for array in wasted)
             if nbytes <= _NEGLIGIBLE * sum(array.nbytes for array in region.kept):
                 continue
             each = " in each round of the loop" if region.looped else ""
@@ -274,8 +269,8 @@ def _copies_of_parameters(region: Region) -> dict[str, bool]:
     for eqn in jaxpr.jaxpr.eqns:
         if not eqn.outvars or eqn.outvars[0] not in views:
             continue
-        operands = [atom for atom in eqn.invars if not hasattr(atom, "val")]
-        if operands and (eqn.primitive.name == "convert_element_type" or cast & set(operands)):
+        operands = variables(eqn.invars)
+        if operands and (eqn.primitive.name == "convert_element_type" or not cast.isdisjoint(operands)):
             cast.add(eqn.outvars[0])
         name = compat.given_name(eqn)
         if name is not None:
@@ -284,10 +279,7 @@ def _copies_of_parameters(region: Region) -> dict[str, bool]:
 
 
 def keyless_random(observed: Observed) -> Iterator[Finding]:
-    """Random numbers without a key in a recomputation: they differ, so the gradients belong to a different mask.
-
-    Numbers of `jax.random` (any implementation) are a function of their key: recomputed, they are equal bit for bit.
-    """
+    """Random numbers without a key in a recomputation: they differ, so the gradients belong to a different mask."""
     for region in observed.regions:
         for eqn in region.rerun:
             if eqn.primitive.name == "rng_uniform":

@@ -58,8 +58,8 @@ def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, t
 def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
     """A checkpoint around all others, which runs everything three times without lowering the peak.
 
-    Its backward pass first recomputes all arrays that the inner checkpoints save. So it lowers memory only while later code
-    runs, and is reported if the residuals outside of it are smaller than the memory that an inner checkpoint uses.
+    It lowers memory only while later code runs, because its backward pass first recomputes all that the inner checkpoints save.
+    So it is reported if the residuals outside of it are smaller than the memory that an inner checkpoint uses.
     """
     outermost = list(region_equations(observed.jaxpr))
     if len(outermost) != 1 or outermost[0][3]:
@@ -94,7 +94,7 @@ def overruled_policy(observed: Observed) -> Iterator[Finding]:
     wanted = [kept for region in observed.regions if region.ours for kept in region.kept]
     wanted_bytes, names = sum(kept.nbytes for kept in wanted), {kept.name for kept in wanted}
     for region in observed.regions:
-        inside = 0 if region.ours else sum(1 for _ in _blocks(region.block.jaxpr))
+        inside = 0 if region.ours else _count_blocks(region.block.jaxpr)
         if inside and wanted_bytes and not names & {kept.name for kept in region.kept}:
             word = "policy=None, which recomputes everything in JAX" if region.policy is None else "a policy of its own"
             yield region.finding(
@@ -106,14 +106,9 @@ def overruled_policy(observed: Observed) -> Iterator[Finding]:
             )
 
 
-def _blocks(jaxpr: Any) -> Iterator[Any]:
-    """The outermost blocks in the closed `jaxpr`."""
-    for eqn in jaxpr.jaxpr.eqns:
-        if compat.is_block(eqn):
-            yield eqn
-        else:
-            for body in bodies(eqn):
-                yield from _blocks(body)
+def _count_blocks(jaxpr: Any) -> int:
+    """How many outermost blocks the closed `jaxpr` has."""
+    return sum(1 if compat.is_block(eqn) else sum(map(_count_blocks, bodies(eqn))) for eqn in jaxpr.jaxpr.eqns)
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from remat_jax.apply.audit import Audit
 from remat_jax.apply.effect import run_under
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.core import BlockUnderPolicy, block_under_policy, is_smooth
-from remat_jax.core.flow import CALLS, flagged, has, inner_flags
+from remat_jax.core.flow import CALLS, all_inputs, flagged, has, inner_flags
 from remat_jax.core.marks import Block
 from remat_jax.core.origins import is_on_host, origin
 from remat_jax.core.products import eqn_flops
@@ -52,16 +52,11 @@ class Kept:
 
 @dataclass(frozen=True)
 class Region:
-    """Checkpointed code: a block with the workload's policy, or the user's own `jax.checkpoint`.
+    """Checkpointed code: a block with the workload's policy (`ours`), or the user's own `jax.checkpoint`.
 
-    Attributes:
-      paths: the module paths of all regions with the same code and policy.
-      place: the user's source line.
-      policy: the region's policy; None is JAX's default, which recomputes everything.
-      block: the code, with named arrays.
-      parameters: for each input of the code, whether it is a parameter, a constant or an RNG key.
-      looped: whether the region is in a loop.
-      ours: whether the region comes from the workload's policy.
+    Regions with the same code and policy are one, with several `paths`. `place` is the user's source line. The policy None is
+    JAX's default, which recomputes everything. `parameters` says for each input of the code whether it is a parameter, a
+    constant or an RNG key; `looped`, whether the region is in a loop.
     """
 
     paths: tuple[str, ...]
@@ -99,7 +94,6 @@ class Region:
         """The FLOPs without this checkpoint, but with the checkpoints inside it."""
         return _flops(compat.jaxpr_function(self.block.jaxpr), self.block.jaxpr)
 
-    @functools.cached_property
     def makers(self) -> dict[str, tuple[Any, dict[Any, Any]]]:
         """Name → the equation that gives it, and variable → equation around it."""
         if self.is_opaque:
@@ -164,7 +158,7 @@ def bytes_in_use(body: Any) -> int:
 
 def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
     """The makers of names in a linearisation, restricted to values without tangents; `primal` flags such inputs."""
-    fixed = flagged(jaxpr, primal, _all)
+    fixed = flagged(jaxpr, primal, all_inputs)
     # A differentiated loop is no longer the loop that a backward pass recomputes; calls can be entered.
     eqns = [eqn for eqn in jaxpr.jaxpr.eqns if compat.kind(eqn) in CALLS or all(var in fixed for var in eqn.outvars)]
     made = {var: eqn for eqn in eqns for var in eqn.outvars if var in fixed}
@@ -175,11 +169,7 @@ def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any
         for key, inner in _inner(eqn):
             if len(inner.in_avals) == len(eqn.invars) or eqn.primitive.name in ("cond", "while"):
                 flags = [has(atom, fixed) for atom in eqn.invars]
-                yield from _makers(inner, inner_flags(eqn, key, inner, flags, _all))
-
-
-def _all(_: Any, flags: list[bool]) -> bool:
-    return all(flags)
+                yield from _makers(inner, inner_flags(eqn, key, inner, flags, all_inputs))
 
 
 def _inner(eqn: Any) -> Iterator[tuple[str, Any]]:
@@ -194,14 +184,10 @@ def _inner(eqn: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class Observed:
-    """A workload traced under its policies.
+    """A workload traced under its policies (None for `off`), and the jaxpr of its loss or finished step.
 
-    Attributes:
-      policies: the workload's policies; None for `off`.
-      jaxpr: the traced loss (or finished step) under the policies.
-      regions: the regions of the workload's policies, then the user's own; equal regions are merged.
-      order: the paths of the workload's blocks in the order of execution.
-      unreached: block → why the policy does not reach it.
+    `regions` are those of the workload's policies, then the user's own. `order` has the paths of the workload's blocks in the
+    order of execution. `unreached` says for a block why the policy does not reach it.
     """
 
     workload: Workload
@@ -286,13 +272,14 @@ class _Collector(Audit):
         layers: range | None = None,
         looped: bool | None = None,
     ) -> None:
-        if whole:
-            named = block.named.jaxpr.jaxpr
-            input_names = {name for name, candidate in block.named.candidates.items() if candidate.is_input}
-            inputs = {eqn.invars[0] for eqn in named.eqns if compat.given_name(eqn) in input_names}
-            parameters = tuple(var not in inputs for var in named.invars)
-            loop = compat.in_loop() if looped is None else looped
-            self.regions.append(Region((path or "the block",), _place_of(block), block.policy, block, parameters, loop, True))
+        if not whole:
+            return
+        named = block.named.jaxpr.jaxpr
+        input_names = {name for name, candidate in block.named.candidates.items() if candidate.is_input}
+        inputs = {eqn.invars[0] for eqn in named.eqns if compat.given_name(eqn) in input_names}
+        parameters = tuple(var not in inputs for var in named.invars)
+        loop = compat.in_loop() if looped is None else looped
+        self.regions.append(Region((path or "the block",), _place_of(block), block.policy, block, parameters, loop, True))
 
 
 def _place_of(block: BlockUnderPolicy) -> str:

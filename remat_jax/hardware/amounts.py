@@ -24,10 +24,7 @@ _BY_LOWER = {unit.lower(): unit for unit in UNITS}
 def device_amount(given: Any, target: Target, argument: str, error: type[RematError]) -> int:
     """The bytes of device memory that `given` stands for on `target`: more than 0, and no more than the target has.
 
-    Args:
-      given: an integer of bytes; a float above 0 and up to 1, a share of the target's memory; or a text: `"40GiB"` (1024³),
-        `"38 GB"` (1000³), `"80%"`, `"0.8"`, or digits alone for bytes.
-      argument, error: the argument's name in messages, and the class to raise.
+    `planning.budget.budget_bytes` lists the forms of `given`. Messages call it `argument`; the exception is an `error`.
     """
     nbytes = amount(given, target, argument, error)
     if nbytes <= 0:
@@ -66,7 +63,7 @@ def _written(text: str, target: Target | None, argument: str, error: type[RematE
     if unit is None:
         return int(number) if number.isdigit() else _share(text, float(number), target, argument, error)
     if unit.lower() not in _BY_LOWER:
-        hint = nearest(unit, [*UNITS]) if len(unit) > 1 else f" Did you mean {unit.upper() + 'iB'!r} or {unit.upper() + 'B'!r}?"
+        hint = nearest(unit, UNITS) if len(unit) > 1 else f" Did you mean {unit.upper() + 'iB'!r} or {unit.upper() + 'B'!r}?"
         raise error(f"{argument}={text!r}: {unit!r} is not a unit of bytes; the units are {', '.join(UNITS)} and %.{hint}")
     return int(float(number) * UNITS[_BY_LOWER[unit.lower()]])
 

@@ -19,10 +19,11 @@ SECONDS = ("launch_seconds", "copy_seconds", "device_link_seconds", "network_sec
 REACHED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", *LINKS, *SECONDS, "hidden_share")
 """The figures that programs reach: published ones (`reached`), or those of `remat-jax calibrate` (`measured`)."""
 MEASURED = (*REACHED, "products", "source")
-COMPILER = (
-    *("compute_capability", "core_count", "fpus_per_core", "clock_rate_ghz", "threads_per_core_limit"),
+COMPILER_NUMBERS = (
+    *("core_count", "fpus_per_core", "clock_rate_ghz", "threads_per_core_limit"),
     *("shared_memory_per_core", "shared_memory_per_block_optin", "l2_cache_size"),
 )
+COMPILER = ("compute_capability", *COMPILER_NUMBERS)
 """The keys of `compiler`."""
 # The same for every NVIDIA GPU from compute capability 8.0 on (CUDA C++ Programming Guide, technical specifications).
 _ALL_GPUS = """\
@@ -166,7 +167,7 @@ def compiler_description(facts: Mapping[str, Any], compiler: Mapping[str, Any], 
     wrong = [
         key
         for key, value in compiler.items()
-        if key in COMPILER[1:]
+        if key in COMPILER_NUMBERS
         and not (is_figure(value) and 0 < value < 2**31 and (isinstance(value, int) or key == "clock_rate_ghz"))
     ]
     if missing or unknown or wrong or not (dot and major.isdecimal() and minor.isdecimal()):
@@ -175,7 +176,7 @@ def compiler_description(facts: Mapping[str, Any], compiler: Mapping[str, Any], 
             f'{", ".join(COMPILER)}, with compute_capability as a text such as "9.0" and numbers for the others, and the '
             "target needs memory_bytes and hbm_bytes_per_s."
         )
-    stated = "".join(f"  {key}: {compiler[key]}\n" for key in COMPILER[1:])
+    stated = "".join(f"  {key}: {compiler[key]}\n" for key in COMPILER_NUMBERS)
     return (
         f"gpu_device_info {{\n{_ALL_GPUS}{stated}"
         f"  memory_bandwidth: {int(facts['hbm_bytes_per_s'])}\n"

@@ -2,7 +2,8 @@
 
 The extra `gpu-compile` installs the plugin without NVIDIA's libraries. The plugin looks for them when JAX starts, and JAX
 prints a traceback about cuDNN. Without a GPU they are useless, so the plugin is told not to look. The wheel's
-`remat_jax_quiet.pth` does the same for scripts that do not import this package.
+`remat_jax_quiet.pth`, which Python runs at startup, does what `quiet_without_gpu` does for scripts that do not import this
+package.
 """
 
 from __future__ import annotations
@@ -43,14 +44,3 @@ def quiet_without_gpu() -> None:
         os.environ.setdefault(VARIABLE, MARK)
     elif os.environ.get(VARIABLE) == MARK:
         del os.environ[VARIABLE]
-
-
-def startup_line() -> str:
-    """The line of the wheel's `.pth` file, which Python runs at startup: `quiet_without_gpu` without importing this package.
-
-    >>> startup_line().partition(";")[0]  # already loaded at startup
-    'import os'
-    """
-    no_device = f"not any(map(os.path.exists, {DEVICES}))"
-    otherwise = f"os.environ.get({VARIABLE!r}) == {MARK!r} and os.environ.pop({VARIABLE!r})"
-    return f"import os; os.environ.setdefault({VARIABLE!r}, {MARK!r}) if {no_device} else {otherwise}\n"

@@ -133,8 +133,9 @@ class Rates:
             )
         for dtype, rate in self.flops.items():
             _check_rate(f"flops[{dtype!r}]", rate)
-        for name in ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s"):
-            if name == "hbm_bytes_per_s" or getattr(self, name) is not None:
+        _check_rate("hbm_bytes_per_s", self.hbm_bytes_per_s)
+        for name in ("out_bytes_per_s", "in_bytes_per_s"):
+            if getattr(self, name) is not None:
                 _check_rate(name, getattr(self, name))
         if (self.out_bytes_per_s is None) != (self.in_bytes_per_s is None):
             raise TargetError("Rates: out_bytes_per_s and in_bytes_per_s belong together; give both, or neither.")
@@ -151,7 +152,7 @@ class Rates:
     def of(cls, target: Target | str) -> Rates:
         """The rates of a target: measured on it, else from published measurements, else a share of the nominal rates.
 
-        The rates of the CPU are assumed until `remat-jax calibrate` measures them, and the CPU has no link.
+        The rates of the CPU are assumed until `remat-jax calibrate` measures them.
 
         Raises:
             TargetError: the target has no rate for its operations or its memory.

@@ -28,7 +28,7 @@ MOST_LETTERS = 2_000
 
 @dataclass(frozen=True)
 class Target:
-    """A device in figures that do not depend on a program; None for an unknown figure. Rates are nominal; programs reach less.
+    """A device in figures that do not depend on a program; None for an unknown figure. Rates are nominal.
 
     Attributes:
         name: the target's name, in lower case.
@@ -90,11 +90,7 @@ class Target:
         return partial(Target, **self.to_dict()), ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes as plain data for JSON.
-
-        >>> target("h200").to_dict()["devices"]
-        1
-        """
+        """The attributes as plain data for JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
         return plain | {"device_kinds": list(self.device_kinds)}
@@ -103,13 +99,12 @@ class Target:
 def target(name: str) -> Target:
     """The target called ``name``; case does not count.
 
-    ``8xh100`` means eight H100s in one host, ``8x8xh200`` eight hosts with eight H200s each. ``path/to/file.toml:name`` is a
-    target from a user's file in the form of this package's ``targets.toml``, and ``path/to/file.toml:8xname`` is eight of it.
-    ``attached`` is the GPU of this machine. JAX's or the driver's name for a device, such as ``NVIDIA H200``, works too.
+    ``8xh100`` means eight H100s in one host, ``8x8xh200`` eight hosts with eight H200s each. ``path/to/file.toml:name`` (or
+    ``:8xname``) is a target from a user's file in the form of this package's ``targets.toml``. ``attached`` is the GPU of this
+    machine. JAX's or the driver's name for a device, such as ``NVIDIA H200``, works too.
 
     Raises:
-        TargetError: no target has the name (the message lists the names and the nearest), the file is wrong, or no GPU is
-            attached.
+        TargetError: no target has the name, the file is wrong, or no GPU is attached.
 
     >>> round(target("H200").memory_bytes / 2**30, 1), target("2x8xh100").devices
     (140.4, 16)
@@ -154,10 +149,7 @@ _find_attached: list[Callable[[], str]] = []
 
 
 def find_attached_with(device_kind: Callable[[], str]) -> None:
-    """Register ``device_kind``, which returns the attached GPU's name: this package does not import JAX.
-
-    ``device_kind`` raises ``TargetError`` if no GPU is attached.
-    """
+    """Register who asks JAX for the attached GPU's name, or raises ``TargetError``: this package does not import JAX."""
     _find_attached[:] = [device_kind]
 
 
@@ -220,11 +212,7 @@ def _read_target(name: str, given: object) -> Target:
 
 
 def entry(name: str) -> dict[str, Any]:
-    """The entry of a target in this package's table, as plain data.
-
-    >>> entry("h200")["memory_bytes"]
-    150754820096
-    """
+    """The entry of a target in this package's table, as plain data."""
     entries: dict[str, dict[str, Any]] = tomllib.loads(_text_of_table())
     if name not in entries:
         raise TargetError(f"target={name!r} is not in the table; the names are {', '.join(entries)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,8 @@ import jax.numpy as jnp
 
 from remat_jax import compat
 from remat_jax.memory.compile.compiler import Sizes
-from remat_jax.memory.hlo.live import LiveBuffer
-from remat_jax.memory.hlo.timeline import RESULT, Timeline
+from remat_jax.memory.hlo.live import RESULT, LiveBuffer, Timeline
+from remat_jax.memory.hlo.text import arrays_of
 from remat_jax.memory.softmax_products import SoftmaxProduct, softmax_products
 from remat_jax.report.tables import format_bytes
 from remat_jax.train import OffloadedOptimizer
@@ -70,10 +69,7 @@ def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
 def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...], devices: int = 1) -> tuple[Advice, ...]:
     """Changes that would save at least 2 % of a compiled step's device memory, the largest first; empty for the CPU.
 
-    Args:
-      sizes: the sizes of the step of `workload` under any policy.
-      products: `traced_products` of the workload.
-      devices: the number of devices among which the step is partitioned.
+    `sizes` are those of the workload's step under any policy, on `devices`; `products` are its `traced_products`.
     """
     if sizes.timeline is None:
         return ()
@@ -217,7 +213,6 @@ class _Adviser:
         yield Advice(DTYPE, self._saved(share), how, why)
 
     def _state_follows(self) -> bool:
-        """Whether the optimizer's state has the parameters' dtype."""
         if self.workload.optimizer is None or "parameters" not in self.arguments:
             return False
         trained = self.step.arguments[0]
@@ -226,7 +221,7 @@ class _Adviser:
 
 
 def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:
-    """Whether all arrays of the batch have the same number of rows, and each device has an even number of rows."""
+    """Whether all arrays of the batch have the same number of rows, which is even on each device."""
     if not workload.has_loss:
         return False
     batch = jax.tree.leaves(local_arguments[len(local_arguments) - len(workload.batch) :])
@@ -261,10 +256,6 @@ def _is_inside(module: str, path: str) -> bool:
 
 
 def _elements(shape: str) -> int:
-    """The number of elements of a buffer, from its shape as XLA writes it; 0 if that is not an array shape.
-
-    >>> _elements("bf16[2,8]"), _elements("(f32[2])")
-    (16, 0)
-    """
-    match = re.fullmatch(r"\w+\[([\d,]*)\]", shape)
-    return math.prod(int(size) for size in match[1].split(",") if size) if match else 0
+    """The number of elements of a buffer, from its shape as XLA writes it; 0 for a tuple."""
+    arrays = arrays_of(shape)
+    return math.prod(arrays[0].dims) if arrays and not shape.startswith("(") else 0

@@ -62,7 +62,6 @@ class PolicyDiff:
     """The difference of two policies; every difference is after − before.
 
     Attributes:
-      before, after: the compiled memory under the two policies.
       moves: the residuals whose action changes, the largest first.
       recompute_flops: (before, after): the FLOPs of the matrix products that a step recomputes, without products inside
         kernels. None if a loop of unknown length has products.
@@ -75,28 +74,12 @@ class PolicyDiff:
     recompute_flops: tuple[int, ...] | None
     recomputed: dict[str, tuple[int, ...]]
 
-    @property
-    def residual_device_bytes(self) -> int:
-        """The change of the residual bytes on the device."""
-        return (self.after.residual_device_bytes or 0) - (self.before.residual_device_bytes or 0)
-
-    @property
-    def residual_host_bytes(self) -> int:
-        """The change of the residual bytes in host memory."""
-        return (self.after.residual_host_bytes or 0) - (self.before.residual_host_bytes or 0)
-
-    @property
-    def device_bytes(self) -> int:
-        """The change of the compiled step's device memory."""
-        return self.after.device_bytes - self.before.device_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """The change of the compiled step's host memory."""
-        return self.after.host_bytes - self.before.host_bytes
+    def change(self, figure: str) -> int:
+        """The change of a figure of the reports, such as `device_bytes`."""
+        return (getattr(self.after, figure) or 0) - (getattr(self.before, figure) or 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; the keys are the attribute names, the reports are named by their policies."""
+        """Plain data for JSON; the reports are named by their policies."""
         names = ("residual_device_bytes", "residual_host_bytes", "device_bytes", "host_bytes")
         return {
             "before": self.before.policy,
@@ -104,7 +87,7 @@ class PolicyDiff:
             "moves": [asdict(each) | {"device_bytes": each.device_bytes, "host_bytes": each.host_bytes} for each in self.moves],
             "recompute_flops": self.recompute_flops,
             "recomputed": self.recomputed,
-            **{name: getattr(self, name) for name in names},
+            **{name: self.change(name) for name in names},
         }
 
     def tables(self) -> list[Any]:
@@ -183,20 +166,6 @@ def compare_policies(
     The bytes of residuals are from JAX's own linearisation (`residuals`), device and host memory from the compiled step
     (`measure`), FLOPs from the matrix products in the recomputed part of the step's jaxpr. Errors are those of `measure`;
     `UnsupportedError` for a workload made by `Workload.from_step`.
-
-    >>> import jax.numpy as jnp, flax.linen as nn
-    >>> class Block(nn.Module):
-    ...     @nn.compact
-    ...     def __call__(self, x):
-    ...         return jnp.exp(nn.Dense(8, name="up")(x)) * x
-    >>> x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
-    >>> params = jax.eval_shape(Block().init, jax.random.key(0), x)
-    >>> job = Workload(lambda p, x: (Block().apply(p, x) ** 2).mean(), params, (x,), blocks=Block)
-    >>> found = compare_policies(job, "full", "save: *exp*")
-    >>> [(one.name, one.before, one.after, one.device_bytes) for one in found.moves]
-    [('Block:exp#0', 'recompute', 'save', 64)]
-    >>> found.recompute_flops  # the product of 2×8 and 8×8
-    (256, 0)
     """
     with silenced():  # the reports repeat these warnings
         tables = [_table(workload, policy) for policy in (before, after)]
@@ -214,17 +183,17 @@ def _table(workload: Workload, policy: Any) -> ResidualTable:
 
 
 def _moves(before: ResidualTable, after: ResidualTable) -> tuple[Move, ...]:
-    """The residuals whose action changes; a name whose arrays have several actions has a row for each."""
+    """The residuals whose action changes; a name whose arrays have several actions has several rows."""
     by_name: dict[Any, tuple[list[Residual], list[Residual]]] = {}
     for side, rows in enumerate((before, after)):
         for row in rows:
             by_name.setdefault((row.name, row.shape, row.dtype), ([], []))[side].append(row)
-    moves = [move for sides in by_name.values() for move in _moved(*sides)]
+    moves = [move for sides in by_name.values() for move in _moves_of_name(*sides)]
     return tuple(sorted(moves, key=lambda move: (-move.bytes, move.name)))
 
 
-def _moved(before: list[Residual], after: list[Residual]) -> list[Move]:
-    """The moves of one name: kept rows are paired in order, and a side without a row counts as recomputed or not kept."""
+def _moves_of_name(before: list[Residual], after: list[Residual]) -> list[Move]:
+    """Kept rows are paired in order, and a side without a row counts as recomputed or not kept."""
     if {(row.action, row.bytes) for row in before} == {(row.action, row.bytes) for row in after}:
         return []
     moves = []
@@ -239,7 +208,6 @@ def _moved(before: list[Residual], after: list[Residual]) -> list[Move]:
 
 
 def _layers_together(moves: tuple[Move, ...]) -> list[Move]:
-    """The moves with equal moves of unrolled layers merged into one row."""
     by_key: dict[Any, list[Move]] = {}
     for move, name in zip(moves, merged_layers(move.name for move in moves), strict=True):
         by_key.setdefault((name, move.shape, move.dtype, move.before, move.after), []).append(move)

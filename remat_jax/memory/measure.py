@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +17,8 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import advise, traced_products
-from remat_jax.memory.compile.attached import measured_peak
 from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
-from remat_jax.memory.compile.devices import check_devices, host_shortage
+from remat_jax.memory.compile.devices import check_devices, host_shortage, measured_peak
 from remat_jax.memory.compile.options import limit_bytes
 from remat_jax.memory.compile.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
@@ -41,9 +40,9 @@ def measure(
 ) -> MemoryReport:
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed or used.
 
-    The compiler runs in its own process. If the policy offloads, or `replan` offloads in the loss, a second step with `save`
-    for `offload` is compiled too, for the receipt. Results are cached on the workload object, and programs compiled for a GPU
-    also on disk (`remat_jax.memory.compile.cache`).
+    If the policy offloads, or `replan` offloads in the loss, a second step with `save` for `offload` is compiled too, for the
+    receipt. Results are cached on the workload object, and programs compiled for a GPU also on disk
+    (`remat_jax.memory.compile.cache`).
 
     A workload with a mesh needs a target with as many devices (`"8x8xh200"`); the report is for one device. On the target
     `"attached"`, the GPU of this machine, the step also runs once, on random numbers: `measured_peak_bytes` is its peak.
@@ -196,14 +195,17 @@ def _given(policy: Any) -> Any:
 
 
 def _keys(policies: Sequence[Any]) -> dict[Any, str]:
-    """A text for each different policy; two JAX policy objects may have the same text."""
     texts: dict[Any, str] = {}
     for policy in policies:
         if policy not in texts:
-            text = _text(policy)
-            alike = sum(other == text or other.startswith(f"{text} (") for other in texts.values())
-            texts[policy] = f"{text} ({alike + 1})" if alike else text
+            texts[policy] = numbered(_text(policy), texts.values())
     return texts
+
+
+def numbered(text: str, others: Iterable[str]) -> str:
+    """`text`, numbered if it is among the others: two JAX policy objects may print alike."""
+    alike = sum(other == text or other.startswith(f"{text} (") for other in others)
+    return f"{text} ({alike + 1})" if alike else text
 
 
 def _offloads(policy: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -55,16 +56,15 @@ class MemoryReport:
       overlap: how far compute covers the copies to and from the host; None if nothing is copied, or a rate is unknown.
       devices, hosts: the number of devices among which the step is partitioned, and the number of their hosts.
       collectives: the data exchanged between devices in one step, by kind and phase; None for one device, and the target `cpu`.
-      host_warning: a warning that the hosts have too little memory; None if they have enough, or it is unknown.
-      policy_warning: a warning that the model's own checkpoints overrule the policy; else None.
-      compiler_warning: what the compiler could not do without a GPU, and the effect on the figures; None if nothing.
+      host_warning: says that the hosts have too little memory; None if they have enough, or it is unknown.
+      policy_warning: says that the model's own checkpoints overrule the policy; else None.
+      compiler_warning: what the compiler could not do without a GPU, and the effect on the figures; else None.
       replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced, those of a
         scanned block counted once.
       memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
       compiler_options: the limit as `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's own is lower.
-      seconds: the estimated time of the step: its compiled schedule, with copies and collectives, simulated at the rates that
-        programs reach on the target. None for the target `cpu`, and if a rate is unknown.
-      no_time: why `seconds` is None, in words; empty if it is not None.
+      seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
+        target. None for the target `cpu`, and if a rate is unknown; `no_time` says why.
       compute_seconds: the part of `seconds` in which compute runs; the rest is waiting for copies and collectives.
       exchanges: the collectives in the schedule, in the terms of `overlap`; None if there are none.
       untimed: kernels with unknown operations (custom calls): only their bytes count.
@@ -145,11 +145,10 @@ class MemoryReport:
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
         """Live bytes at the peak: (module path, phase) → bytes, the largest first."""
-        parts: dict[tuple[str, str], int] = {}
+        parts: Counter[tuple[str, str]] = Counter()
         for buffer in self.live:
-            key = buffer.module, buffer.phase
-            parts[key] = parts.get(key, 0) + buffer.nbytes
-        return dict(sorted(parts.items(), key=lambda entry: -entry[1]))
+            parts[buffer.module, buffer.phase] += buffer.nbytes
+        return dict(parts.most_common())
 
     def live_table(self, rows: int = 20) -> Any:
         """The live buffers at the peak, by module and phase, as a table of at most `rows` lines."""
@@ -193,7 +192,6 @@ class MemoryReport:
         return table(title, ("memory", "bytes", ""), rows, caption=self._caption())
 
     def _times(self) -> list[tuple[Any, ...]]:
-        """The rows of what the schedule says."""
         rows: list[tuple[Any, ...]] = []
         if self.overlap is not None:
             out, back = self.overlap.out, self.overlap.back

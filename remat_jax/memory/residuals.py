@@ -203,7 +203,7 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
 
 @contextlib.contextmanager
 def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
-    """What is traced meanwhile is traced anew, and each selector must keep something for the gradients that it takes."""
+    """Trace anew in this context, and then check that each selector keeps something for the gradients taken."""
     selecting: list[Policy] = []
     for policy in map(as_block_policy, policies):
         plain = [run[1] for run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]
@@ -233,13 +233,13 @@ def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
 
 
 def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]) -> str | None:
-    """A warning if the blocks are inside the model's own checkpoints, which overrule every policy; None otherwise."""
+    """A warning if the model's own checkpoints around the blocks overrule every policy; None otherwise."""
     loss, trained, frozen = workload.split_loss(everything)
     return KEPT if checkpoints_around_blocks(jax.make_jaxpr(loss)(trained, frozen, *workload.batch)) else None
 
 
 def _every_name(policy: Any) -> Policy | LayerPolicies:
-    """The policy that saves everything, with the same runs of layers; two spellings alternate, since equal runs would merge."""
+    """The policy that saves everything, by the same runs of layers; two spellings alternate, since equal runs would merge."""
     if not isinstance(policy, LayerPolicies):
         return _EVERY_NAME
     runs = enumerate(policy.ranges)

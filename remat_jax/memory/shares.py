@@ -6,9 +6,8 @@ To read the residuals' shardings, the training step under `everything` is compil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -25,10 +24,7 @@ DEFAULT_TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class Shares:
-    """The share of each residual on one device, from 1 / devices to 1, and their mean, weighted by bytes.
-
-    Residuals outside the blocks are named by their place in the program.
-    """
+    """The share of each residual on one device, from 1 / devices to 1, and their mean, weighted by bytes."""
 
     by_name: Mapping[str, float]
     mean: float
@@ -51,26 +47,16 @@ def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFA
     """The share of each residual on one device of the workload's mesh; compiles one step for `target`."""
     check_devices(workload, target)
     step, function = workload.step_with_residuals("everything")
-    names = _names(function, step.arguments)
+    jaxpr = jax.make_jaxpr(function)(*step.arguments).jaxpr
     shapes = result_shapes(export_step("everything, its residuals as results", step, target), target, timeout=timeout)
     shares: dict[str, float] = {}
     local = whole = 0.0
-    for (aliases, aval), shape in zip(names, shapes, strict=False):
-        size = math.prod(aval.shape)
-        if aliases and size:
-            share = math.prod(shape) / size
-            shares = dict.fromkeys(aliases, share) | shares
-            size *= compat.itemsize(aval.dtype)
-            local, whole = local + share * size, whole + size
+    for atom, shape in zip(jaxpr.outvars, shapes, strict=False):
+        size = math.prod(atom.aval.shape)
+        if not size or hasattr(atom, "val") or (source := origin(jaxpr, atom)).kind in ("argument", "constant"):
+            continue
+        share = math.prod(shape) / size
+        shares = dict.fromkeys((source.name, *source.aliases), share) | shares
+        size *= compat.itemsize(atom.aval.dtype)
+        local, whole = local + share * size, whole + size
     return Shares(shares, local / whole if whole else 1.0)
-
-
-def _names(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[tuple[str, ...], Any]]:
-    """The names and the type of each array that `function` keeps; arguments and constants have no names."""
-    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    named: list[tuple[tuple[str, ...], Any]] = []
-    for atom in jaxpr.outvars:
-        source = None if hasattr(atom, "val") else origin(jaxpr, atom)
-        is_named = source is not None and source.kind not in ("argument", "constant")
-        named.append(((source.name, *source.aliases) if source and is_named else (), atom.aval))
-    return named

@@ -23,7 +23,6 @@ class SoftmaxProduct:
       is_head: whether it is a head's product, without batch dimensions and outside loops, not one of queries and keys.
       shape: the result's shape, on all devices together.
       path: the innermost module around both the product and the softmax; empty if unknown.
-      source: the user's source line.
       read: the number of elements that the softmax reads: all, or most, as in a loss without the last token.
     """
 
@@ -49,15 +48,7 @@ class _Body:
 
 
 def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
-    """Every such product in the closed `jaxpr`, at any depth; products of equal shape, path and line count once.
-
-    >>> import jax, jax.numpy as jnp
-    >>> def head_loss(kernel, hidden):
-    ...     return jnp.mean(jax.nn.log_softmax(hidden @ kernel)[..., 0])
-    >>> traced = jax.make_jaxpr(head_loss)(jnp.ones((4, 50)), jnp.ones((2, 8, 4)))
-    >>> [(one.is_head, one.shape) for one in softmax_products(traced)]
-    [(True, (2, 8, 50))]
-    """
+    """Every such product in the closed `jaxpr`, at any depth; products of equal shape, path and line count once."""
     products: dict[SoftmaxProduct, None] = {}
     for body in _bodies(jaxpr):
         read = {_size(atom) for eqn, _ in body.products if _has_batch(eqn) for atom in eqn.invars}
@@ -75,7 +66,7 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
 
 
 def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) -> list[_Body]:
-    """What `jaxpr` computes itself, after the bodies of its loops, which count separately."""
+    """The bodies of the loops in `jaxpr`, and last what it computes itself."""
     loops: list[_Body] = []
     body = _Body(in_loop)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +15,7 @@ from remat_jax.diagnosis.findings import Diagnosis
 from remat_jax.errors import CompileError, PlanningError, PolicyError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, residuals
-from remat_jax.memory.measure import measure_many
+from remat_jax.memory.measure import measure_many, numbered
 from remat_jax.memory.residuals import ResidualTable
 from remat_jax.parity.report import ParityReport
 from remat_jax.planning import Plan
@@ -39,11 +40,9 @@ class Compared:
 
     Attributes:
       name: the policy's name on the page.
-      memory: the compiled memory.
       kept: the residuals; None if they cannot be read.
       seconds, extra_seconds: the estimated time of a step, and its excess over saving everything; None without an estimate.
       recompute_flops: the recomputed FLOPs of a step; None if unknown.
-      diagnosis: the result of the doctor.
     """
 
     name: str
@@ -73,24 +72,24 @@ class Compared:
 
 
 @dataclass
-class PolicyComparison:
-    """The compared policies, `notes` on missing figures, and the reasons why default policies are `left_out`."""
+class Gathered:
+    """What a page is made from; `plan` and `parity` are None if not given.
 
+    Attributes:
+      policies: the compared policies; the plan's is the last.
+      left_out: the default policies that are not compared, with the reasons.
+      notes: remarks on missing figures.
+      described: the workload as a planning problem; None without estimated times.
+    """
+
+    workload: Workload
+    target: Target
+    plan: Plan | None = None
+    parity: ParityReport | None = None
     policies: list[Compared] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     described: Described | None = None
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What a report is made from: its arguments, and the compared policies. `plan` and `parity` are None if not given."""
-
-    workload: Workload
-    target: Target
-    comparison: PolicyComparison
-    plan: Plan | None = None
-    parity: ParityReport | None = None
 
     @property
     def limit(self) -> tuple[str, int] | None:
@@ -114,10 +113,10 @@ class Gathered:
     @property
     def has_comparable_times(self) -> bool:
         """Whether the plan's times and the policies' times are of the same step with the same rates."""
-        plan, described = self.plan, self.comparison.described
+        plan, described = self.plan, self.described
         if plan is None or described is None:
             return True
-        planned = [policy for policy in self.comparison.policies if policy.name == THE_PLAN]
+        planned = [policy for policy in self.policies if policy.name == THE_PLAN]
         if plan.timed and planned:
             now, then = planned[0].memory.seconds, plan.seconds
         else:
@@ -129,40 +128,39 @@ class Gathered:
         return {
             "workload": self.workload.name,
             "target": self.target.name,
-            "policies": [policy.to_dict() for policy in self.comparison.policies],
-            "left_out": dict(self.comparison.left_out),
-            "notes": list(self.comparison.notes),
+            "policies": [policy.to_dict() for policy in self.policies],
+            "left_out": dict(self.left_out),
+            "notes": list(self.notes),
             "plan": self.plan.to_dict() if self.plan else None,
             "parity": {"passed": self.parity.passed, "verdict": self.parity.verdict()} if self.parity else None,
         }
 
 
 @silenced()  # the page shows the warnings
-def compare(
-    workload: Workload, policies: Sequence[Any] | None, target: Target, plan: Plan | None, timeout: float, tell: Progress
-) -> PolicyComparison:
+def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, tell: Progress) -> None:
     """Compare the policies and the plan; `policies=None` means the default policies that are possible here."""
-    comparison, ends = PolicyComparison(), time.monotonic() + timeout
+    workload, target, plan, ends = gathered.workload, gathered.target, gathered.plan, time.monotonic() + timeout
     if policies is None:
-        asked = [_Asked(policy, required=False) for policy in _usual(workload, target, comparison, tell)]
+        asked = [_Asked(policy, required=False) for policy in _usual(gathered, tell)]
     else:
         asked = [_Asked(policy) for policy in policies]
         if not any(map(_is_off, policies)) and workload.replaced_checkpoints:
             asked.append(_Asked("off"))
     if plan is not None:
         asked.append(_Asked("off" if plan.is_off else dict(plan.policies), plan=plan))
-    comparison.described = _described(workload, target, ends, comparison)
-    reports = _measured(workload, asked, target, ends, tell, comparison)
-    compiled_for = target if target.kind == "gpu" else None
+    try:
+        gathered.described = describe(workload, target, timeout=_left(ends))
+    except (PlanningError, TargetError, UnsupportedError) as error:
+        gathered.notes.append(f"No step time is estimated: {error}")
+    reports = _measured(gathered, asked, ends, tell)
     for number, (entry, memory) in enumerate(reports):
-        name = THE_PLAN if entry.plan else _new_name(memory.policy, comparison)
+        name = THE_PLAN if entry.plan else numbered(memory.policy, [policy.name for policy in gathered.policies])
         tell(f"looking for traps under {name}", number, len(reports))
-        diagnosis = doctor(workload, entry.policy, compiled_for, timeout)
+        diagnosis = doctor(workload, entry.policy, target if target.kind == "gpu" else None, timeout)
         kept = residuals(workload, _with_names(entry.policy)) if workload.has_loss else None
-        figures = _of_plan(entry.plan) if entry.plan else _estimated(comparison.described, entry.policy, memory)
-        comparison.policies.append(Compared(name, memory, kept, *figures, diagnosis))
-    comparison.policies[:] = _as_compiled(comparison.policies)
-    return comparison
+        figures = _estimated(gathered.described, entry, memory)
+        gathered.policies.append(Compared(name, memory, kept, *figures, diagnosis))
+    gathered.policies = _as_compiled(gathered.policies)
 
 
 @dataclass(frozen=True)
@@ -174,41 +172,33 @@ class _Asked:
     plan: Plan | None = None
 
 
-def _new_name(name: str, comparison: PolicyComparison) -> str:
-    """`name`, numbered if another policy has the same name: two of JAX's policy objects may print alike."""
-    alike = sum(other.name == name or other.name.startswith(f"{name} (") for other in comparison.policies)
-    return f"{name} ({alike + 1})" if alike else name
-
-
-def _usual(workload: Workload, target: Target, comparison: PolicyComparison, tell: Progress) -> list[str]:
+def _usual(gathered: Gathered, tell: Progress) -> list[str]:
     """The default policies that have an effect on this workload; the reasons against the others are recorded."""
-    able = []
+    workload, able = gathered.workload, []
     for name in USUAL:
-        if NAMED[name].offloads and target.kind == "cpu":
-            comparison.left_out[name] = "a CPU has one memory"
+        if NAMED[name].offloads and gathered.target.kind == "cpu":
+            gathered.left_out[name] = "a CPU has one memory"
             continue
         tell(f"{workload.name}: tracing under {name}", 0, len(USUAL))
         try:
             step = workload.step(name)
             jax.eval_shape(step.function, *step.arguments)
         except (PolicyError, UnsupportedError) as error:
-            comparison.left_out[name] = str(error)
+            gathered.left_out[name] = str(error)
         else:
             able.append(name)
     return able
 
 
-def _measured(
-    workload: Workload, asked: Sequence[_Asked], target: Target, ends: float, tell: Progress, comparison: PolicyComparison
-) -> list[tuple[_Asked, MemoryReport]]:
+def _measured(gathered: Gathered, asked: Sequence[_Asked], ends: float, tell: Progress) -> list[tuple[_Asked, MemoryReport]]:
     """Each policy with its memory; a policy that is not required is left out if it fails to compile."""
-    done: list[str] = []
+    workload, target = gathered.workload, gathered.target
+    done = itertools.count(1)
 
     def on_done(name: str) -> None:
-        done.append(name)
         # A plan's policy is too long for a line of progress.
         short = name if len(name) <= 60 else f"{name[:59]}…"
-        tell(f"compiled {short} for {target.name}", min(len(done), len(asked)), len(asked))
+        tell(f"compiled {short} for {target.name}", min(next(done), len(asked)), len(asked))
 
     def measured(entries: Sequence[_Asked]) -> list[tuple[_Asked, MemoryReport]]:
         reports = measure_many(workload, [entry.policy for entry in entries], target, _left(ends), on_done)
@@ -230,7 +220,7 @@ def _measured(
         except CompileError as error:
             if entry.required:
                 raise
-            comparison.left_out[str(entry.policy)] = str(error).splitlines()[0]
+            gathered.left_out[str(entry.policy)] = str(error).splitlines()[0]
     if not reports:
         raise refused
     return reports
@@ -238,15 +228,6 @@ def _measured(
 
 def _left(ends: float) -> float:
     return max(1.0, ends - time.monotonic())
-
-
-def _described(workload: Workload, target: Target, ends: float, comparison: PolicyComparison) -> Described | None:
-    """The workload as a planning problem, for estimating times; None with a note if it cannot be described."""
-    try:
-        return describe(workload, target, timeout=_left(ends))
-    except (PlanningError, TargetError, UnsupportedError) as error:
-        comparison.notes.append(f"No step time is estimated: {error}")
-        return None
 
 
 def _as_compiled(policies: list[Compared]) -> list[Compared]:
@@ -261,23 +242,20 @@ def _as_compiled(policies: list[Compared]) -> list[Compared]:
     ]
 
 
-def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -> tuple[float | None, float | None, int | None]:
+def _estimated(
+    described: Described | None, entry: _Asked, memory: MemoryReport
+) -> tuple[float | None, float | None, int | None]:
     """Seconds of a step, the excess over saving everything, and recomputed FLOPs; None if unknown."""
+    plan, policy = entry.plan, entry.policy
+    if plan is not None:
+        return plan.seconds, plan.seconds - plan.base_seconds, plan.recompute_flops
     if described is None or (memory.residual_host_bytes and described.stack.link is None):
         return None, None, None
-    if isinstance(policy, Mapping):
-        checked: Any = {block: as_block_policy(of_block) for block, of_block in policy.items()}
-    else:
-        checked = as_block_policy(policy)
     try:
-        extra = extra_seconds(described, checked)
-        return described.base_seconds + extra, extra - keeping_seconds(described), recompute_flops(described, checked)
+        extra = extra_seconds(described, policy)
+        return described.base_seconds + extra, extra - keeping_seconds(described), recompute_flops(described, policy)
     except PlanningError:
         return None, None, None  # one of JAX's policy objects, unknown before tracing
-
-
-def _of_plan(plan: Plan) -> tuple[float, float, int]:
-    return plan.seconds, plan.seconds - plan.base_seconds, plan.recompute_flops
 
 
 def _with_names(policy: Any) -> Any:

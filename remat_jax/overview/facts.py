@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from typing import Any
 
 import jax
 
 from remat_jax import compat
-from remat_jax.hardware import Target
+from remat_jax.overview.compared import Gathered
 from remat_jax.planning.model import block_name
 from remat_jax.planning.problem import Described
 from remat_jax.report.tables import format_bytes
@@ -27,8 +26,9 @@ _SHOWN = 6
 """The number of the batch's arrays that are listed one by one."""
 
 
-def facts(workload: Workload, target: Target, described: Described | None) -> list[tuple[str, str]]:
+def facts(gathered: Gathered) -> list[tuple[str, str]]:
     """The summary as pairs of a name and a text."""
+    workload, target, described = gathered.workload, gathered.target, gathered.described
     pairs = [("workload", workload.name), ("one step", _step(workload)), ("blocks", _blocks(workload, described))]
     pairs += _arguments(workload)
     if workload.mesh is not None:
@@ -39,17 +39,11 @@ def facts(workload: Workload, target: Target, described: Described | None) -> li
     if described is not None:
         rates = "; ".join(f"{_RATES.get(name, name)}: {text}" for name, text in described.rates.source.items())
         pairs.append(("rates used for times", rates or "as given"))
-    pairs.append(("versions", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)))
+    versions = (f"{name} {compat.installed_version(name) or '(run from its sources)'}" for name in _PACKAGES)
+    pairs.append(("versions", ", ".join(versions)))
     if flags := os.environ.get("XLA_FLAGS"):
         pairs.append(("XLA_FLAGS", flags))
     return pairs
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(run from its sources)"
 
 
 def _step(workload: Workload) -> str:

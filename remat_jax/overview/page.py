@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -62,14 +63,14 @@ class Trouble:
 
 def page(gathered: Gathered) -> str:
     """The page as text."""
-    comparison, parity = gathered.comparison, gathered.parity
-    pairs = facts(gathered.workload, gathered.target, comparison.described)
+    parity = gathered.parity
+    pairs = "".join(f"<dt>{escaped(name)}</dt><dd>{escaped(text)}</dd>" for name, text in facts(gathered))
     sections = {
         "policies": ("Policies compared", _policies(gathered)),
-        "modules": ("Memory by module", modules(comparison.policies)),
+        "modules": ("Memory by module", modules(gathered.policies)),
         "plan": ("The plan", _plan(gathered)),
         "parity": ("Parity with PyTorch", parity_body(parity, level=3) if parity is not None else ""),
-        "workload": ("What was measured", f'<dl class="facts">{"".join(_pair(*pair) for pair in pairs)}</dl>'),
+        "workload": ("What was measured", f'<dl class="facts">{pairs}</dl>'),
     }
     present = {name: entry for name, entry in sections.items() if entry[1]}
     links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, (heading, _) in present.items())
@@ -85,17 +86,13 @@ def page(gathered: Gathered) -> str:
     )
 
 
-def _pair(name: str, text: str) -> str:
-    return f"<dt>{escaped(name)}</dt><dd>{escaped(text)}</dd>"
-
-
 def footer(gathered: Gathered) -> str:
     """How the figures were made."""
     return _FOOTER + (_RUN if gathered.target.attached else "and nothing was run.")
 
 
 def _policies(gathered: Gathered) -> str:
-    policies = gathered.comparison.policies
+    policies = gathered.policies
     rows = [policy_cells(gathered, policy) for policy in policies]
     device = {policy.name: _device(policy) for policy in policies}
     host = {policy.name: {(_ON_HOST, "of one step"): size} for policy in policies if (size := policy.memory.host_bytes)}
@@ -130,7 +127,7 @@ def _list(troubles: Sequence[Trouble]) -> str:
 def policy_cells(gathered: Gathered, policy: Compared) -> dict[Column, Cell]:
     """A policy's row of the table, by column."""
     memory = policy.memory
-    has_peaks = any(other.memory.measured_peak_bytes is not None for other in gathered.comparison.policies)
+    has_peaks = any(other.memory.measured_peak_bytes is not None for other in gathered.policies)
     return {
         Column("policy", "name"): policy.name,
         Column("device", "bytes"): memory.device_bytes,
@@ -210,17 +207,17 @@ def _by_module(policies: Sequence[Compared]) -> dict[str, Memory]:
 
 
 def _kept(policy: Compared) -> Memory:
-    parts: dict[tuple[str, str], int] = {}
+    parts: Counter[tuple[str, str]] = Counter()
     for row in policy.kept or ():
         if row.action != Action.RECOMPUTE.value:
-            key = row.name.partition(":")[0], "forward" if row.action == Action.SAVE.value else _ON_HOST
-            parts[key] = parts.get(key, 0) + row.bytes
+            phase = "forward" if row.action == Action.SAVE.value else _ON_HOST
+            parts[row.name.partition(":")[0], phase] += row.bytes
     return parts
 
 
 def _with_compiled(gathered: Gathered) -> Plan | None:
     """The plan, with the bytes compiled for this page in place of its named policies' predicted bytes."""
-    compiled = {policy.name: policy.memory for policy in gathered.comparison.policies}
+    compiled = {policy.name: policy.memory for policy in gathered.policies}
 
     def as_compiled(point: Point) -> Point:
         if point.name not in compiled or point.compiled or point.remark:
@@ -241,7 +238,7 @@ def _plan(gathered: Gathered) -> str:
 
 def notes(gathered: Gathered) -> list[str]:
     """Remarks on the table, and on what is missing from it."""
-    comparison, limit, host = gathered.comparison, gathered.limit, gathered.host_budget
+    limit, host = gathered.limit, gathered.host_budget
     on_host = f", and {format_bytes(host)} of host memory" if host is not None else ""
     remarks = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")]
     if gathered.target.devices > 1:
@@ -249,13 +246,13 @@ def notes(gathered: Gathered) -> list[str]:
             f"Device and host memory is per device, of {gathered.target.devices}; residuals, bytes offered to the host, "
             "recomputed FLOPs, and the sizes of arguments below are totals of all devices."
         )
-    remarks += [f"Left out: {name}: {why}" for name, why in comparison.left_out.items()] + comparison.notes
-    untimed = [policy.name for policy in comparison.policies if policy.seconds is None]
-    if untimed and comparison.described is not None:
+    remarks += [f"Left out: {name}: {why}" for name, why in gathered.left_out.items()] + gathered.notes
+    untimed = [policy.name for policy in gathered.policies if policy.seconds is None]
+    if untimed and gathered.described is not None:
         remarks.append(
             f"No time is estimated for {', '.join(untimed)}: the costs of the offloaded or kept arrays are unknown here"
         )
-    if not _by_module(comparison.policies):
+    if not _by_module(gathered.policies):
         remarks.append(
             "No memory by module: memory at the peak is known only for GPU targets, and residuals only if the workload has "
             "its loss"
@@ -264,9 +261,8 @@ def notes(gathered: Gathered) -> list[str]:
 
 
 def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
-    """Remarks on differences between the plan's step and the report's."""
-    comparison, remarks = gathered.comparison, []
-    versions = {policy.memory.jax_version for policy in comparison.policies} - {plan.jax_version}
+    remarks = []
+    versions = {policy.memory.jax_version for policy in gathered.policies} - {plan.jax_version}
     if versions:
         remarks.append(f"The plan was made with JAX {plan.jax_version}, but the report with JAX {', '.join(versions)}")
     if not gathered.has_comparable_times:
@@ -274,7 +270,7 @@ def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
             "The plan's times and the policies' times are not comparable: they were estimated for different steps or with "
             "different rates"
         )
-    for policy in comparison.policies:
+    for policy in gathered.policies:
         now, then = ((step.device_bytes, step.host_bytes) for step in (policy.memory, plan))
         if policy.name == THE_PLAN and now != then:
             remarks.append(
@@ -288,7 +284,7 @@ def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
 def summary(gathered: Gathered) -> list[str]:
     """What the figures say, in sentences."""
     limit, plan = gathered.limit, _with_compiled(gathered)
-    named = [policy for policy in gathered.comparison.policies if policy.name != THE_PLAN]
+    named = [policy for policy in gathered.policies if policy.name != THE_PLAN]
     sentences = [_least_and_most(named)] if named else []
     # A miscompiled policy is never recommended, however fast.
     fits = [policy for policy in named if gathered.fits(policy) and policy.is_sound]
@@ -307,7 +303,7 @@ def summary(gathered: Gathered) -> list[str]:
             sentences.append(
                 f"Compiled for this page, these policies fit and are estimated to be faster than the plan: {', '.join(faster)}."
             )
-    traps = len(findings(gathered.comparison.policies))
+    traps = len(findings(gathered.policies))
     sentences.append(
         f"Known traps: {traps or 'none'}" + (", each with its remedy below." if traps else " found under any policy.")
     )

@@ -92,9 +92,9 @@ def gather(
     check_devices(workload, described)
     tell = progress or (lambda *_: None)
     # The plan comes first: a budget that nothing fits ends the report before minutes of compiling.
-    checked_plan = _plan(workload, plan, described, timeout, tell)
-    comparison = compare(workload, asked, described, checked_plan, timeout, tell)
-    return Gathered(workload, described, comparison, checked_plan, parity)
+    gathered = Gathered(workload, described, _plan(workload, plan, described, timeout, tell), parity)
+    compare(gathered, asked, timeout, tell)
+    return gathered
 
 
 def write_page(path: Path, gathered: Gathered, argument: str = "path") -> Path:
@@ -107,11 +107,7 @@ def write_page(path: Path, gathered: Gathered, argument: str = "path") -> Path:
 
 
 def checked_path(path: Any, argument: str = "path") -> Path:
-    """The checked `path`, so that a wrong one is reported before minutes of compiling.
-
-    Raises:
-      ArgumentError: `path` is no path, a folder, or in a folder that does not exist or is not writable.
-    """
+    """The checked `path`, so that a wrong one is reported before minutes of compiling."""
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(f"{argument}={path!r}: expected the path of a file, such as 'report.html'")
     file, shown = Path(path), f"{argument}={str(path)!r}"
@@ -129,12 +125,7 @@ def checked_path(path: Any, argument: str = "path") -> Path:
 
 
 def checked_policies(policies: Any) -> list[Any] | None:
-    """The distinct policies in `policies`; None for the default policies.
-
-    Raises:
-      ArgumentError: `policies` is no sequence, or empty.
-      PolicyError: an entry is no policy.
-    """
+    """The distinct policies in `policies`; None for the default policies."""
     if policies is None:
         return None
     if isinstance(policies, str) or not isinstance(policies, Sequence):
@@ -170,7 +161,7 @@ def _plan(workload: Workload, plan: Any, target: Target, timeout: float, tell: P
 
 
 def check_plan(plan: Plan, workload: Workload, target: Target) -> None:
-    """Raise PlanningError, with the difference, unless a plan is for this target and model."""
+    """Raise PlanningError unless a plan is for this target and model."""
     if plan.target != target.name:
         raise PlanningError(
             f"the plan is for target={plan.target!r}, but the report is for {target.name!r}: plan again, or give "

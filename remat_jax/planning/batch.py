@@ -38,7 +38,7 @@ class LargestBatch:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
-        return {"batch": self.batch, "plan": self.plan.to_dict(), "tried": [list(one) for one in self.tried]}
+        return {"batch": self.batch, "plan": self.plan.to_dict(), "tried": [list(pair) for pair in self.tried]}
 
     def __rich__(self) -> Any:
         budget = self.plan.budget
@@ -102,80 +102,56 @@ def largest_batch(
         raise ArgumentError(f"start={start!r}: expected a batch size, a whole number from 1 to {MOST}")
     described = target if isinstance(target, Target) else target_named(target)
     device, host = budget_bytes(budget, described), host_budget_bytes(host_budget, described)
-    probes = _Probes(make_workload, device, described, host, timeout, progress or (lambda what, done, of: None))
-    batch = probes.largest(start)
-    made = probes.workload(batch)
-    found = plan(made, device, described, host, timeout=timeout, progress=progress)
-    return LargestBatch(batch, found, tuple(probes.tried))
+    tried: list[tuple[int, int | None]] = []
 
-
-class _Probes:
-    """Compiles the leanest step of each batch that is tried."""
-
-    def __init__(
-        self,
-        make: Callable[[int], Workload],
-        budget: int,
-        target: Target,
-        host_budget: int | None,
-        timeout: float,
-        progress: Progress,
-    ) -> None:
-        self._make, self._budget, self._target, self._host = make, budget, target, host_budget
-        self._timeout, self._progress = timeout, progress
-        self.tried: list[tuple[int, int | None]] = []
-        self._open = 2 * MOST
-
-    def workload(self, batch: int) -> Workload:
-        """The workload of a batch, checked for its type."""
-        made = self._make(batch)
+    def workload(batch: int) -> Workload:
+        made = make_workload(batch)
         if not isinstance(made, Workload):
             raise ArgumentError(f"make_workload({batch}) gave {made!r}: expected a remat_jax.Workload")
         return made
 
-    def largest(self, start: int) -> int:
-        """The largest batch that fits."""
-        fits, fails = 0, None
-        at = start
-        while fails is None or fails - fits > 1:
-            if self._fits(at):
-                fits = at
-            else:
-                fails = at
-            if fits >= MOST:
-                raise ArgumentError(f"make_workload: a batch of {fits} still fits; memory does not seem to grow with the batch")
-            at = self._next(fits, fails)
-        return fits
-
-    def _fits(self, batch: int) -> bool:
-        self._progress(f"batch {batch}: compiling the leanest step", len(self.tried), len(self.tried) + 1)
-        made = self.workload(batch)
-        size, error = leanest(made, self._budget, self._target, self._host, timeout=self._timeout)
-        self.tried.append((batch, size))
+    def fits(batch: int) -> bool:
+        if progress is not None:
+            progress(f"batch {batch}: compiling the leanest step", len(tried), len(tried) + 1)
+        size, error = leanest(workload(batch), device, described, host, timeout=timeout)
+        tried.append((batch, size))
         if error is not None and batch == 1:
             raise error
         return error is None
 
-    def _next(self, fits: int, fails: int | None) -> int:
-        """The limit predicted from two batches; without a prediction, twice the batch that fits, or the middle of the range."""
-        compiled_sizes = sorted((batch, size) for batch, size in self.tried if size is not None)
-        aim = _limit(compiled_sizes, self._budget)
-        if fails is None:
+    batch = _largest(start, fits, tried, device)
+    made = plan(workload(batch), device, described, host, timeout=timeout, progress=progress)
+    return LargestBatch(batch, made, tuple(tried))
+
+
+def _largest(start: int, fits: Callable[[int], bool], tried: list[tuple[int, int | None]], budget: int) -> int:
+    """The largest batch that fits. `fits` adds each batch with its bytes to `tried`."""
+    low, batch, span = 0, start, 2 * MOST
+    high: int | None = None
+    while high is None or high - low > 1:
+        if fits(batch):
+            low = batch
+        else:
+            high = batch
+        if low >= MOST:
+            raise ArgumentError(f"make_workload: a batch of {low} still fits; memory does not seem to grow with the batch")
+        aim = _limit(sorted((batch, size) for batch, size in tried if size is not None), budget)
+        if high is None:
             # If the predicted batch fits, the next larger batch decides.
-            return 2 * fits if aim is None else max(fits + 1, min(aim, 16 * fits))
-        before, self._open = self._open, fails - fits
-        last = [batch for batch, _ in self.tried[-2:]]
+            batch = 2 * low if aim is None else max(low + 1, min(aim, 16 * low))
+            continue
+        span_before, span = span, high - low
+        last = [batch for batch, _ in tried[-2:]]
         crept = len(last) == 2 and abs(last[1] - last[0]) == 1
         # Where memory does not grow linearly, the predictions advance in small steps: bisect instead.
-        slow = crept if aim is not None and aim <= fits else 2 * self._open > before
-        if aim is None or slow:
-            return max(1, (fits + fails) // 2)
-        return min(max(aim, fits + 1), fails - 1)
+        slow = crept if aim is not None and aim <= low else 2 * span > span_before
+        batch = max(1, (low + high) // 2) if aim is None or slow else min(max(aim, low + 1), high - 1)
+    return low
 
 
-def _limit(known: list[tuple[int, int]], budget: int) -> int | None:
+def _limit(sizes: list[tuple[int, int]], budget: int) -> int | None:
     """The limit by linear extrapolation from the two largest batches; None if their memory does not grow."""
-    if len(known) < 2:
+    if len(sizes) < 2:
         return None
-    (first, small), (last, large) = known[-2:]
+    (first, small), (last, large) = sizes[-2:]
     return math.floor(last + (budget - large) * (last - first) / (large - small)) if large > small else None

@@ -33,7 +33,7 @@ def grouped_candidates(
         return []
     layers, load = block.repeats, full.loads[0]
     gradients = compat.tree_bytes(workload.params) / layers
-    layer = GroupedLayer(load.saved, 0.0, 0.0, block.forward_seconds, full.seconds / layers, gradients if kind.scanned else 0.0)
+    layer = GroupedLayer(load.saved, 0.0, block.forward_seconds, full.seconds / layers, gradients if kind.scanned else 0.0)
     # Except for the layers' inputs, groups need the same memory as `full`.
     fixed = max(0.0, full_bytes - layers * load.saved)
     fitting = groupings(layers, layer, float(budget), fixed_bytes=fixed, scanned=kind.scanned)

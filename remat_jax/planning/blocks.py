@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,14 +16,15 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.effect import with_blocks
 from remat_jax.core import BlockUnderPolicy, block_under_policy, is_smooth
-from remat_jax.core.flow import flagged, has, inner_flags
+from remat_jax.core.flow import all_inputs, flagged, has, inner_flags
 from remat_jax.core.marks import Batch, Block, Mark, mark_of, vmapped
-from remat_jax.core.walk import bodies, equations
+from remat_jax.core.walk import bodies, equations, variables
 from remat_jax.cost.flat import called
 from remat_jax.errors import BlockError, UnsupportedError
 from remat_jax.policy import Policy
 from remat_jax.workload import Workload
 
+EVERYTHING = Policy.parse("everything")
 _FOLDED = re.compile(r"\b\d+:u32\[\]")
 
 
@@ -41,9 +43,9 @@ class Call:
       rounds: how often the call runs: the length of the scan around it.
       scanned: whether the call is in a scan.
       nested: whether it is in nested scans, so that its rounds cannot have different policies.
+      position: its first position among all calls of its key; each further round adds `stride`.
       batches: the `vmap`s around it, the innermost first.
       within: the `shard_map`s around it; each device runs the call on its own part of the arrays.
-      position: its first position among all calls of its key; each further round adds `stride`.
     """
 
     key: Block
@@ -53,13 +55,13 @@ class Call:
     free: tuple[bool, ...]
     same: tuple[bool, ...]
     shared: tuple[bool, ...]
-    rounds: int = 1
-    scanned: bool = False
-    position: int = 0
-    stride: int = 1
-    nested: bool = False
-    within: tuple[Any, ...] = ()
-    batches: tuple[Batch, ...] = ()
+    rounds: int
+    scanned: bool
+    nested: bool
+    position: int
+    stride: int
+    batches: tuple[Batch, ...]
+    within: tuple[Any, ...]
 
     def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` under the `vmap`s around the call."""
@@ -110,28 +112,25 @@ def calls(workload: Workload) -> list[Call]:
     trained = jax.tree.leaves(workload.split_loss("off")[1])
     untrained = [index >= len(trained) for index in range(len(jaxpr.in_avals))]
     arrays = [_Source(argument=True) for _ in jaxpr.in_avals]
-    marked_calls = list(_walk(jaxpr, untrained, arrays, _Place()))
-    if not marked_calls:
+    marked = list(_walk(jaxpr, untrained, arrays, _Place()))
+    if not marked:
         raise BlockError(f"workload={workload.name!r}: its loss calls none of the blocks {workload.blocks!r}")
-    return _numbered(_calls(marked_calls))
+    return _calls(marked)
 
 
 def _traced(workload: Workload) -> Any:
     """The loss as a closed jaxpr, with a mark in place of every block."""
-    policies = workload.own.policies(dict.fromkeys(workload.blocks, _EVERYTHING))
+    policies = workload.own.policies(dict.fromkeys(workload.blocks, EVERYTHING))
     checked = replace(policies, waits=True).anew()
     loss, trained, frozen = workload.split_loss("off")
     arguments = (trained, frozen, *workload.batch)
-    with scope.applying(checked) as found:
+    with scope.applying(checked) as audit:
         jaxpr = jax.make_jaxpr(lambda *args: with_blocks(checked, loss, args, {}))(*arguments)
-        missing = scope.missed(checked, found)
-    workload.own.note(found)
+        missing = scope.missed(checked, audit)
+    workload.own.note(audit)
     if missing is not None:
         raise missing
     return jaxpr
-
-
-_EVERYTHING = Policy.parse("everything")
 
 
 @dataclass(eq=False)
@@ -155,7 +154,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _MarkedCall:
     eqn: Any
     mark: Mark
     live: tuple[bool, ...]
@@ -167,48 +166,39 @@ class _Found:
 _VIEWS = frozenset({"broadcast_in_dim", "copy", "dynamic_slice", "reshape", "slice", "squeeze", "transpose"})
 
 
-def _is_known(eqn: Any, flags: list[bool]) -> bool:
-    return all(flags)
-
-
-def _walk(jaxpr: Any, known: Sequence[bool], sources: Sequence[_Source], place: _Place) -> Iterator[_Found]:
-    """The block calls in the closed `jaxpr`; `known` marks the inputs that depend on no trained parameter."""
-    fixed = flagged(jaxpr, known, _is_known)
+def _walk(jaxpr: Any, untrained: Sequence[bool], sources: Sequence[_Source], place: _Place) -> Iterator[_MarkedCall]:
+    """The block calls in the closed `jaxpr`; `untrained` marks the inputs that depend on no trained parameter."""
+    fixed = flagged(jaxpr, untrained, all_inputs)
     where: dict[Any, _Source] = dict(zip(jaxpr.jaxpr.invars, sources, strict=True))
+    # A constant of the program is the same in all rounds.
+    where.update((var, _Source(shared=True)) for var in jaxpr.jaxpr.constvars)
     for eqn in jaxpr.jaxpr.eqns:
-        inputs = [_Source(argument=True) if hasattr(atom, "val") else where.get(atom, _SHARED) for atom in eqn.invars]
+        inputs = [_Source(argument=True) if hasattr(atom, "val") else where[atom] for atom in eqn.invars]
         flags = [has(atom, fixed) for atom in eqn.invars]
         if (mark := mark_of(eqn)) is not None:
-            found = _Found(eqn, mark, tuple(not flag for flag in flags), tuple(inputs), place)
             # An array passed twice to one block has one reader.
-            for source in {id(source): source for source in inputs}.values():
+            for source in set(inputs):
                 source.readers += 1
-            yield found
+            yield _MarkedCall(eqn, mark, tuple(not flag for flag in flags), tuple(inputs), place)
         elif any(mark_of(inner) is not None for body in bodies(eqn) for inner in equations(body)):
             yield from _inside(eqn, flags, inputs, place)
         view = eqn.primitive.name in _VIEWS and inputs and inputs[0].argument
         where.update((var, inputs[0] if view else _Source()) for var in eqn.outvars)
 
 
-_SHARED = _Source(shared=True)
-
-
-def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -> Iterator[_Found]:
+def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -> Iterator[_MarkedCall]:
     name = eqn.primitive.name
     if name == "scan":
         body = compat.closed(eqn.params["jaxpr"])
         consts, carry = compat.scan_layout(eqn)
         # A row of an argument needs no memory beside the argument.
-        rows = [_Source(argument=one.argument) for one in inputs[consts + carry :]]
-        same = [_Source(argument=one.argument, shared=True) for one in inputs[:consts]]
-        length = eqn.params["length"]
-        deeper = replace(place, rounds=place.rounds * length, loops=(*place.loops, id(eqn)))
-        known = inner_flags(eqn, "jaxpr", body, flags, _is_known)
-        yield from _walk(body, known, [*same, *(_Source() for _ in range(carry)), *rows], deeper)
+        rows = [_Source(argument=source.argument) for source in inputs[consts + carry :]]
+        same = [_Source(argument=source.argument, shared=True) for source in inputs[:consts]]
+        deeper = replace(place, rounds=place.rounds * eqn.params["length"], loops=(*place.loops, id(eqn)))
+        untrained = inner_flags(eqn, "jaxpr", body, flags, all_inputs)
+        yield from _walk(body, untrained, [*same, *(_Source() for _ in range(carry)), *rows], deeper)
     elif name == "cond":
-        branches = [compat.closed(one) for one in eqn.params["branches"]]
-        inner = [list(_walk(one, flags[1:], inputs[1:], place)) for one in branches]
-        yield from max(inner, key=len)
+        yield from max((list(_walk(branch, flags[1:], inputs[1:], place)) for branch in bodies(eqn)), key=len)
     elif name == "while":
         raise UnsupportedError("a block in a while loop: its number of rounds is unknown before it runs; use lax.scan")
     elif compat.is_checkpoint(eqn):
@@ -223,69 +213,65 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
         yield from _walk(body, flags, inputs, replace(place, within=(*place.within, eqn)) if name == "shard_map" else place)
 
 
-def _calls(found: Sequence[_Found]) -> list[Call]:
-    """The calls, each with its block's program."""
+def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
+    """The calls, each with its block's program and its positions among the calls of its key."""
     blocks: dict[int, BlockUnderPolicy] = {}
-    readers = _readers(found)
-    result = []
-    for one in found:
-        mark = one.mark
-        if any(mark_of(inner) is not None for inner in equations(mark.jaxpr)):
-            raise UnsupportedError(
-                "blocks inside blocks: a plan needs blocks that follow each other; name only the outer or only the inner blocks"
-            )
+    # A body that two loops share is read once.
+    by_eqn = {id(one.eqn): one.eqn for one in marked}
+    readers = Counter(atom for eqn in by_eqn.values() for atom in set(variables(eqn.invars)))
+    # Calls of one key in one loop alternate.
+    alternating = Counter((one.mark.marked.block, one.place.loops) for one in marked)
+    first, turn = Counter[Block](), Counter[Block]()
+    calls = []
+    for one in marked:
+        mark, place, key = one.mark, one.place, one.mark.marked.block
         if id(mark) not in blocks:
-            with contextlib.ExitStack() as stack:
-                for around in one.place.within:
-                    stack.enter_context(compat.inner_context(around))
-                stack.enter_context(compat.axes_of_vmaps(mark.batches))
-                blocks[id(mark)] = block_under_policy(mark.jaxpr, _EVERYTHING, mark.path, mark.inputs)
+            blocks[id(mark)] = _block(one)
         block = blocks[id(mark)]
-        smooth = tuple(live and is_smooth(aval) for live, aval in zip(one.live, block.jaxpr.in_avals, strict=True))
-        free = tuple(source.free for source in one.sources)
-        same = tuple(source.shared for source in one.sources)
-        shared = tuple(every or len(readers.get(atom, ())) > 1 for atom, every in zip(_atoms(one.eqn), same, strict=True))
-        call = Call(mark.marked.block, mark.path, block, smooth, free, same, shared, one.place.rounds, bool(one.place.loops))
-        call = replace(call, nested=len(one.place.loops) > 1, within=one.place.within, batches=mark.batches)
-        result.append((call, one.place.loops))
-    return _strided(result)
+        shared = (
+            source.shared or (not hasattr(atom, "val") and readers[atom] > 1)
+            for atom, source in zip(one.eqn.invars, one.sources, strict=True)
+        )
+        stride = alternating[key, place.loops] if place.loops else 1
+        call = Call(
+            key=key,
+            path=mark.path,
+            block=block,
+            live=tuple(live and is_smooth(aval) for live, aval in zip(one.live, block.jaxpr.in_avals, strict=True)),
+            free=tuple(source.free for source in one.sources),
+            same=tuple(source.shared for source in one.sources),
+            shared=tuple(shared),
+            rounds=place.rounds,
+            scanned=bool(place.loops),
+            nested=len(place.loops) > 1,
+            position=first[key] + turn[key],
+            stride=stride,
+            batches=mark.batches,
+            within=place.within,
+        )
+        calls.append(call)
+        turn[key] += 1
+        if turn[key] >= stride:
+            turn[key] = 0
+            first[key] += stride * place.rounds
+    return calls
 
 
-def _readers(found: Sequence[_Found]) -> dict[Any, set[int]]:
-    """The block calls that read each variable, by variable."""
-    readers: dict[Any, set[int]] = {}
-    for one in found:
-        for atom in _atoms(one.eqn):
-            readers.setdefault(atom, set()).add(id(one.eqn))
-    readers.pop(None, None)
-    return readers
+def _block(one: _MarkedCall) -> BlockUnderPolicy:
+    mark = one.mark
+    if any(mark_of(inner) is not None for inner in equations(mark.jaxpr)):
+        raise UnsupportedError(
+            "blocks inside blocks: a plan needs blocks that follow each other; name only the outer or only the inner blocks"
+        )
+    with axes_around(one.place.within, mark.batches):
+        return block_under_policy(mark.jaxpr, EVERYTHING, mark.path, mark.inputs)
 
 
-def _atoms(eqn: Any) -> list[Any]:
-    """The variables that `eqn` reads; None for literals."""
-    return [None if hasattr(atom, "val") else atom for atom in eqn.invars]
-
-
-def _strided(found: Sequence[tuple[Call, tuple[int, ...]]]) -> list[Call]:
-    """The calls with their strides: calls of one key in one loop alternate."""
-    together: dict[Any, int] = {}
-    for call, loops in found:
-        together[call.key, loops] = together.get((call.key, loops), 0) + 1
-    return [replace(call, stride=together[call.key, loops] if loops else 1) for call, loops in found]
-
-
-def _numbered(found: Sequence[Call]) -> list[Call]:
-    """The calls with their positions among the calls of their key."""
-    first: dict[Any, int] = {}
-    turn: dict[Any, int] = {}
-    result = []
-    for call in found:
-        here = turn.get(call.key, 0)
-        base = first.get(call.key, 0)
-        result.append(replace(call, position=base + here))
-        if here + 1 < call.stride:
-            turn[call.key] = here + 1
-        else:
-            turn[call.key] = 0
-            first[call.key] = base + call.stride * call.rounds
-    return result
+@contextlib.contextmanager
+def axes_around(within: Sequence[Any], batches: Sequence[Batch]) -> Iterator[None]:
+    """Inside it the axes of the `shard_map`s and `vmap`s around a call are bound."""
+    with contextlib.ExitStack() as stack:
+        for eqn in within:
+            stack.enter_context(compat.inner_context(eqn))
+        stack.enter_context(compat.axes_of_vmaps(batches))
+        yield

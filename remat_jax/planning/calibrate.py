@@ -27,24 +27,20 @@ _SMALLEST, _LARGEST, _MANY_NUMBERS, _MOST_CALLS = 128, 16384, 2**26, 100
 _KERNELS = 64
 _CHAIN = 4
 _REPEATS = 3
-_HOST, _DEVICE = "pinned_host", "device"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The rates measured on a device.
+    """The rates measured on a device, which JAX names `device_kind`; `name` is the target's name in the file.
 
     Attributes:
-      name: the target's name in the file.
-      device_kind: JAX's name for the device.
       flops: operations per second of a large matrix product, by dtype name; `tensorfloat32` is float32 at JAX's default
         precision, on a GPU only.
       hbm_bytes_per_s: bytes per second read and written by the addition of two large arrays.
-      out_bytes_per_s, in_bytes_per_s: bytes per second of copies to and from pinned host memory; None on a CPU, which has one
-        memory.
-      hidden_share: the share of compute that a copy can overlap, from 0 to 1; None on a CPU.
+      out_bytes_per_s, in_bytes_per_s: the rates of copies to and from pinned host memory; None on a CPU, as `hidden_share`.
+      hidden_share: the share of compute that a copy can overlap, from 0 to 1.
       source: the device, the versions and the date of the measurement.
-      products: the rates of square matrix products by dtype and size, small sizes included.
+      products: the rates of square matrix products by dtype and size.
       launch_seconds: the time of a kernel that does next to nothing.
     """
 
@@ -64,19 +60,15 @@ class Calibration:
         figures = {key: value for key, value in asdict(self).items() if key not in ("name", "device_kind")}
         return {key: value for key, value in figures.items() if value not in (None, {})}
 
-    def text(self) -> str:
-        """The target as TOML: the device's entry in the table of targets, and the measured figures."""
-        return target_text(self.name, {**_known(self.device_kind), "measured": self.measured()})
-
     def save(self, path: str | Path, *, overwrite: bool = False) -> str:
-        """Write the file, and return the target's name, `FILE:NAME`.
+        """Write the target as TOML, with what is known of the device, and return the target's name, `FILE:NAME`.
 
         Raises:
           TargetError: the file exists and `overwrite` is False, or it cannot be written.
         """
-        where = Path(path)
+        text = target_text(self.name, {**_known(self.device_kind), "measured": self.measured()})
         try:
-            write_whole(where, self.text(), replace=overwrite)
+            write_whole(path, text, replace=overwrite)
         except FileExistsError:
             raise TargetError(f"output={str(path)!r} exists already; give another name, or overwrite it") from None
         except OSError as error:
@@ -97,38 +89,44 @@ def calibrate(
 
     Args:
       name: the target's name: lower-case letters, digits, `-` and `_`.
-      seconds: the approximate total time, without compiling; sizes grow until it is spent.
+      seconds: the approximate total time, without compiling.
       on_done: called with the part being measured, the number of finished parts, and the number of parts.
 
     Raises:
       TargetError: the name has other characters, or `seconds` is not a positive number.
     """
-    _check(name, seconds)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]+", name):
+        raise TargetError(f"name={name!r}: expected lower-case letters, digits, - and _, such as 'my-h100'")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+        raise TargetError(f"seconds={seconds!r}: expected a positive number")
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
     dtypes = [dtype for dtype in DTYPES if on_gpu or dtype != "tensorfloat32"]
-    parts = [*(f"products in {dtype}" for dtype in dtypes), "memory", *(["link to the host"] if on_gpu else [])]
-    each = seconds / len(parts)
-
-    def tell(part: int) -> None:
-        if on_done is not None:
-            on_done(parts[part] if part < len(parts) else "done", part, len(parts))
-
-    products = {}
-    for part, dtype in enumerate(dtypes):
-        tell(part)
-        products[dtype] = product_rates(device, dtype, each)
-    flops = {dtype: max(curve.values()) for dtype, curve in products.items()}
-    tell(len(dtypes))
-    memory = memory_rate(device, each)
-    out = back = hidden = None
-    if on_gpu:
-        tell(len(dtypes) + 1)
-        out, back, hidden = link_rates(device, each)
-    tell(len(parts))
-    said = f"measured by remat-jax calibrate on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}"
-    curves = {dtype: {str(size): rate for size, rate in curve.items()} for dtype, curve in products.items()}
-    return Calibration(name, device.device_kind, flops, memory, out, back, hidden, said, curves, launch_seconds(device))
+    parts: dict[str, Callable[[float], Any]] = {
+        **{f"products in {dtype}": partial(product_rates, device, dtype) for dtype in dtypes},
+        "memory": partial(memory_rate, device),
+        **({"link to the host": partial(link_rates, device)} if on_gpu else {}),
+    }
+    on_done = on_done or (lambda part, done, of: None)
+    rates = []
+    for done, (part, measure) in enumerate(parts.items()):
+        on_done(part, done, len(parts))
+        rates.append(measure(seconds / len(parts)))
+    on_done("done", len(parts), len(parts))
+    out, back, hidden = rates.pop() if on_gpu else (None, None, None)
+    *products, memory = rates
+    return Calibration(
+        name,
+        device.device_kind,
+        {dtype: max(curve.values()) for dtype, curve in zip(dtypes, products, strict=True)},
+        memory,
+        out,
+        back,
+        hidden,
+        f"measured by remat-jax calibrate on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}",
+        {dtype: {str(size): rate for size, rate in curve.items()} for dtype, curve in zip(dtypes, products, strict=True)},
+        launch_seconds(device),
+    )
 
 
 def launch_seconds(device: Any) -> float:
@@ -186,7 +184,7 @@ def link_rates(device: Any, seconds: float) -> tuple[float, float, float]:
     The share is the time saved by running a copy beside compute instead of after it, divided by the shorter of the two times.
     The smaller share of the two directions counts.
     """
-    here, there = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in (_DEVICE, _HOST))
+    here, there = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host"))
     deadline, size = time.perf_counter() + seconds, 2**22
     while True:
         x = jax.device_put(jnp.ones(size, jnp.float32), here)
@@ -247,10 +245,3 @@ def _known(device_kind: str) -> dict[str, Any]:
     if jax.devices()[0].platform == "gpu":
         return {"kind": "gpu", "description": f"{device_kind}; only its rates are known", "source": {}}
     return {"kind": "cpu", "description": f"the CPU of this machine, {platform.machine()}", "source": {}}
-
-
-def _check(name: str, seconds: float) -> None:
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]+", name):
-        raise TargetError(f"name={name!r}: expected lower-case letters, digits, - and _, such as 'my-h100'")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-        raise TargetError(f"seconds={seconds!r}: expected a positive number")

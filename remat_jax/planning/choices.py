@@ -28,17 +28,16 @@ def together(stack: Stack, plan: StackPlan) -> Choices:
 
     Blocks that keep least come first if possible: residuals of the last blocks, nearest the loss, live shortest.
     """
-    chosen = [equal.policy for equal in plan.ranges for _ in range(equal.count)]
     for rank in _ORDERS:
         alike: list[BlockPolicy] = []
         for block in stack.blocks:
-            of_kind = chosen[len(alike) : len(alike) + block.repeats]
+            of_kind = plan.policies[len(alike) : len(alike) + block.repeats]
             order = list(dict.fromkeys(policy.choices for policy in of_kind))
             alike += sorted(of_kind, key=lambda policy: (rank(policy, of_kind[-1]), order.index(policy.choices)))
         changed = stack_plan(stack, alike)
         if changed.peak_bytes <= plan.peak_bytes * _ALIKE and changed.extra_seconds <= plan.extra_seconds * _ALIKE:
             return tuple(policy.choices for policy in alike)
-    return tuple(policy.choices for policy in chosen)
+    return tuple(policy.choices for policy in plan.policies)
 
 
 def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:

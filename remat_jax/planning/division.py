@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
-from remat_jax import compat
 from remat_jax.cost.cost import Cost, flat_cost
-from remat_jax.cost.flat import Array, FlatEqn
-from remat_jax.cost.kernels import Work
+from remat_jax.cost.flat import Array, Flat, FlatEqn
 from remat_jax.memory.shares import Shares
 from remat_jax.planning.program import BlockProgram
 
@@ -24,136 +21,115 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
     kernel takes the time of its own arrays.
     """
     program = _copied(program)
-    if not program.flat.eqns:
+    flat, backward, parameters = program.flat, program.backward_program, program.parameters
+    if not flat.eqns:
         # No backward pass reaches the program: assume the mean share of the other arrays.
-        return replace(program, forward=_scaled(program.forward, {}, shares.mean))
-    before = flat_cost(program.flat.eqns, program.flat.outputs)
-    constants = _constants(program.flat.eqns)
-    known = {array: share for array in program.arrays if array not in constants and (share := _said(array, shares)) is not None}
-    parameters = set(program.flat.inputs) - set(program.inputs.values())
-    known |= dict.fromkeys((array for array in parameters if array not in known), 1.0)
-    _divide(program.flat.inputs, program.flat.eqns, known, parameters, shares.mean)
-    after = flat_cost(program.flat.eqns, program.flat.outputs)
+        return replace(program, forward=program.forward.scaled({}, shares.mean))
+    before = flat_cost(flat.eqns, flat.outputs)
+    _divide(flat, _known_shares(program, shares), parameters, shares.mean)
+    after = flat_cost(flat.eqns, flat.outputs)
     # The forward pass is approximately the program of its residuals, so the program's ratios apply to it.
-    forward = _scaled(after, _ratios(program.forward, before), _ratio(program.forward.bytes, before.bytes))
-    backward = program.backward_program
-    given = dict(zip(backward.inputs, program.flat.outputs, strict=False))
-    shapes = {array.aval.shape for array in parameters}
+    forward = after.scaled(_ratios(program.forward, before), _ratio(program.forward.bytes, before.bytes))
+    residuals = dict(zip(backward.inputs, flat.outputs, strict=False))
     # A parameter's gradient is whole on each device before the devices sum theirs.
-    whole = {array for array in backward.outputs if array.aval.shape in shapes}
-    seen = {array: of.share for array, of in given.items()} | dict.fromkeys(whole - given.keys(), 1.0)
-    _divide(backward.inputs, backward.eqns, seen, {array for array, of in given.items() if of in parameters}, shares.mean)
+    shapes = {array.aval.shape for array in parameters}
+    gradients = {array for array in backward.outputs if array.aval.shape in shapes} - residuals.keys()
+    known = {array: residual.share for array, residual in residuals.items()} | dict.fromkeys(gradients, 1.0)
+    _divide(backward, known, {array for array, residual in residuals.items() if residual in parameters}, shares.mean)
     return replace(program, forward=forward, backward=_backward(program, _ratios(after, before)))
 
 
-def _backward(program: BlockProgram, work: Mapping[str, float]) -> Cost:
-    """The backward pass on one device: bytes of its kernels' arrays; operations scaled by `work`, the forward ratios by dtype.
+def _known_shares(program: BlockProgram, shares: Shares) -> dict[Array, float]:
+    """The compiler's shares of the named arrays, without constants; parameters without a share are whole."""
+    constants = set[Array]()
+    for eqn in program.flat.eqns:
+        if all(array.literal or array in constants for array in eqn.inputs):
+            constants.update(eqn.outputs)
+    known = {}
+    for array in program.arrays:
+        name = next((name for name in array.names if name in shares.by_name), None)
+        if name is not None and array not in constants:
+            known[array] = shares.by_name[name]
+    return known | dict.fromkeys(program.parameters - known.keys(), 1.0)
+
+
+def _backward(program: BlockProgram, forward_ratios: Mapping[str, float]) -> Cost:
+    """The backward pass on one device: bytes of its kernels' arrays; operations scaled by the forward ratios of their dtype.
 
     The division of a gradient between two residuals is unknown, and each product of the forward pass has two in the backward
     pass, so the forward ratios are used.
     """
-    backward = program.backward_program
-    found = flat_cost(backward.eqns, backward.outputs)
-    left = _operations(found)
-    rest = {dtype: _ratio(work.get(dtype, 1.0) * count, left[dtype]) for dtype, count in _operations(program.backward).items()}
-    return _scaled(found, rest, 1.0)
+    divided_cost = flat_cost(program.backward_program.eqns, program.backward_program.outputs)
+    left = _operations(divided_cost)
+    whole = _operations(program.backward)
+    ratios = {dtype: _ratio(forward_ratios.get(dtype, 1.0) * count, left[dtype]) for dtype, count in whole.items()}
+    return divided_cost.scaled(ratios, 1.0)
 
 
 def _copied(program: BlockProgram) -> BlockProgram:
     """A copy of the program with its own arrays, so that their shares can be set."""
     copies: dict[Array, Array] = {}
     flat, backward = (one.copied(copies) for one in (program.flat, program.backward_program))
-    return replace(
-        program,
-        flat=flat,
-        backward_program=backward,
-        inputs={name: copies[array] for name, array in program.inputs.items()},
-        own=frozenset(copies[array] for array in program.own if array in copies),
-        _prices={},
-        _names={},
-        _seconds={},
-    )
-
-
-def _constants(eqns: Iterable[FlatEqn]) -> set[Array]:
-    """Arrays computed from literals alone."""
-    constants: set[Array] = set()
-    for eqn in eqns:
-        if all(array.literal or array in constants for array in eqn.inputs):
-            constants.update(eqn.outputs)
-    return constants
+    inputs = {name: copies[array] for name, array in program.inputs.items()}
+    own = frozenset(copies[array] for array in program.own if array in copies)
+    return replace(program, flat=flat, backward_program=backward, inputs=inputs, own=own)
 
 
 def gathered_bytes(program: BlockProgram) -> int:
     """The bytes of the whole parameters that one block reads."""
-    parameters = set(program.flat.inputs) - set(program.inputs.values())
-    return sum(math.prod(one.aval.shape) * compat.itemsize(one.aval.dtype) for one in parameters if hasattr(one.aval, "dtype"))
-
-
-def _said(array: Array, shares: Shares) -> float | None:
-    return next((shares.by_name[name] for name in array.names if name in shares.by_name), None)
+    return sum(replace(array, share=1.0).bytes for array in program.parameters)
 
 
 # These primitives split an array or join parts: the compiler divides the parts like the whole.
 _PARTS = frozenset({"concatenate", "dynamic_slice", "pad", "slice", "split"})
 
 
-def _divide(
-    inputs: Iterable[Array], eqns: Iterable[FlatEqn], known: Mapping[Array, float], whole: set[Array], otherwise: float
-) -> None:
+def _divide(flat: Flat, known: Mapping[Array, float], whole: Set[Array], otherwise: float) -> None:
     """Give every array its share.
 
     In this order: the known share; the share of a result that has the same size, is a part of it or contains it; the share of
     its largest operand; the share of any array of its shape, for constants that only the backward pass reads; `otherwise`.
     A whole small operand implies nothing about a larger result.
     """
-    found, eqns = dict(known), list(eqns)
-    _from_results(eqns, found)
-    for one in eqns:
-        sources = [array for array in one.inputs if array in found and array not in whole and not array.literal]
-        for array in one.outputs:
+    share_of = dict(known)
+    _from_results(flat.eqns, share_of)
+    for eqn in flat.eqns:
+        sources = [array for array in eqn.inputs if array in share_of and array not in whole and not array.literal]
+        for array in eqn.outputs:
             alike = [source for source in sources if source.size == array.size] or sources
-            if array in found or not alike:
+            if array in share_of or not alike:
                 continue
             largest = max(alike, key=lambda source: source.size)
-            if found[largest] < 1 or largest.size >= array.size:
-                found[array] = found[largest]
-    _from_results(eqns, found)
-    alike_in_shape = {getattr(array.aval, "shape", None): share for array, share in found.items()}
-    for array in (*inputs, *(array for one in eqns for array in one.outputs)):
-        array.share = found.get(array, alike_in_shape.get(getattr(array.aval, "shape", None), otherwise))
+            if share_of[largest] < 1 or largest.size >= array.size:
+                share_of[array] = share_of[largest]
+    _from_results(flat.eqns, share_of)
+    alike_in_shape = {getattr(array.aval, "shape", None): share for array, share in share_of.items()}
+    for array in (*flat.inputs, *(array for eqn in flat.eqns for array in eqn.outputs)):
+        array.share = share_of.get(array, alike_in_shape.get(getattr(array.aval, "shape", None), otherwise))
 
 
-def _from_results(eqns: Sequence[FlatEqn], found: dict[Array, float]) -> None:
+def _from_results(eqns: Sequence[FlatEqn], share_of: dict[Array, float]) -> None:
     """Divide arrays like their results, if these have a share."""
-    for one in reversed(eqns):
-        for array in one.inputs:
-            in_parts = one.primitive in _PARTS
-            like = next((out for out in one.outputs if out in found and (in_parts or out.size == array.size)), None)
-            if array not in found and like is not None:
-                found[array] = found[like]
+    for eqn in reversed(eqns):
+        in_parts = eqn.primitive in _PARTS
+        for array in eqn.inputs:
+            like = next((out for out in eqn.outputs if out in share_of and (in_parts or out.size == array.size)), None)
+            if array not in share_of and like is not None:
+                share_of[array] = share_of[like]
 
 
 def _ratios(after: Cost, before: Cost) -> dict[str, float]:
     """The share of the operations that is left, by dtype."""
-    left, whole = _operations(after), _operations(before)
-    return {dtype: _ratio(left[dtype], count) for dtype, count in whole.items()}
+    left = _operations(after)
+    return {dtype: _ratio(left[dtype], count) for dtype, count in _operations(before).items()}
 
 
 def _operations(cost: Cost) -> Counter[str]:
-    found: Counter[str] = Counter()
+    operations: Counter[str] = Counter()
     for kernel, times in cost.kernels:
-        found.update({dtype: times * count for dtype, count in kernel.flops.items()})
-    return found
+        operations.update({dtype: times * count for dtype, count in kernel.flops.items()})
+    return operations
 
 
 def _ratio(after: float, before: float) -> float:
     return after / before if before else 1.0
-
-
-def _scaled(cost: Cost, work: Mapping[str, float], traffic: float) -> Cost:
-    def scaled(kernel: Work) -> Work:
-        flops = {dtype: work.get(dtype, traffic) * count for dtype, count in kernel.flops.items()}
-        return replace(kernel, flops=flops, bytes=traffic * kernel.bytes)
-
-    return replace(cost, kernels=tuple((scaled(kernel), times) for kernel, times in cost.kernels))

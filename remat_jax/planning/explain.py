@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from remat_jax.planning.plan_data import CUT_SHORT, PlanData
+from remat_jax.planning.plan_data import CUT_SHORT, PlanData, over_budget, plan_point
 from remat_jax.planning.point import LayerRow, Part, Point
 from remat_jax.policy import NAMED
 from remat_jax.report.tables import format_bytes, format_estimate, table
@@ -24,58 +24,50 @@ def plan_table(plan: PlanData) -> Any:
         (
             part.where,
             *(format_bytes(size) for size in (part.saved_bytes, part.offloaded_bytes, part.recomputed_bytes)),
-            said_time(plan, part.layers * part.recompute_seconds),
-            said_time(plan, part.layers * part.copy_seconds),
+            time_text(plan, part.layers * part.recompute_seconds),
+            time_text(plan, part.layers * part.copy_seconds),
             _what(part),
         )
         for part in plan.parts
     ]
-    asked = f"{format_bytes(plan.budget)}" + (
-        f", host {format_bytes(plan.host_budget)}" if plan.host_budget is not None else ""
-    )
-    title = f"Plan for {plan.workload} on {plan.target} within {asked}: {format_bytes(plan.device_bytes)} compiled"
+    host = f", host {format_bytes(plan.host_budget)}" if plan.host_budget is not None else ""
+    budgets = f"{format_bytes(plan.budget)}{host}"
+    title = f"Plan for {plan.workload} on {plan.target} within {budgets}: {format_bytes(plan.device_bytes)} compiled"
     return table(title, columns, rows, caption=summary(plan))
 
 
 def named_table(plan: PlanData) -> Any:
     """The memory and time of the named policies beside the plan, as a table."""
-    own = Point("this plan", plan.device_bytes, plan.host_bytes, plan.seconds, True, timed=plan.timed)
-    rows = [_named_row(own, plan, "fits")]
-    rows += [_named_row(one, plan, _verdict(plan, one)) for one in sorted(plan.named, key=_by_time)]
+    rows = [_named_row(plan_point(plan, "this plan"), plan, "fits")]
+    rows += [_named_row(point, plan, _verdict(plan, point)) for point in sorted(plan.named, key=_by_time)]
     columns = ("policy", "device", "", "host", "step", "", "over keeping everything", "")
     return table("The plan and the named policies", columns, rows)
 
 
 def summary(plan: PlanData) -> str:
     """The estimated time, the recomputation, the memory, and the best named policy that fits, in a few sentences."""
-    of = " (compiled schedule)" if plan.timed else ""
-    said = (
-        f"Estimated {said_time(plan, plan.seconds)} per step{of}, {over_everything(plan, plan.seconds)}; "
-        f"{plan.recompute_flops / 1e12:.3g} TFLOP are recomputed. Compiled: {format_bytes(plan.device_bytes)} on the device "
-        f"(predicted: {format_bytes(plan.predicted_bytes)})"
-        f"{f', {format_bytes(plan.host_bytes)} in host memory' if plan.host_bytes else ''}; {_compiled(plan)}."
-        f"{_limit(plan)}{_bound(plan)}"
-    )
+    schedule = " (compiled schedule)" if plan.timed else ""
+    device, predicted = format_bytes(plan.device_bytes), format_bytes(plan.predicted_bytes)
+    host = f", {format_bytes(plan.host_bytes)} in host memory" if plan.host_bytes else ""
+    steps = f"{len(plan.tried)} steps were compiled" if len(plan.tried) > 1 else "one step was compiled"
+    sentences = [
+        f"Estimated {time_text(plan, plan.seconds)} per step{schedule}, {_over_everything(plan)}; "
+        f"{plan.recompute_flops / 1e12:.3g} TFLOP are recomputed.",
+        f"Compiled: {device} on the device (predicted: {predicted}){host}; {steps}.",
+    ]
+    if plan.compiler_options:
+        options = dict(plan.compiler_options)
+        sentences.append(f"Compiled with a memory limit: jax.jit(step, compiler_options={options!r}).")
+    if plan.lower_bound is not None and plan.seconds:
+        least, below = time_text(plan, plan.lower_bound), 100 * (1 - plan.lower_bound / plan.seconds)
+        sentences.append(f"By the same estimate, no plan within the budget takes less than {least} ({below:.1f} % less).")
     best = plan.best_named
-    if best is None or best.seconds is None:
-        return f"{said} No named policy fits."
-    return f"{said} The best named policy that fits, {best.name}, takes {said_time(plan, best.seconds)}{_how(best, plan)}."
-
-
-def _limit(plan: PlanData) -> str:
-    """The compiler options as a sentence with a space before it; empty if there are none."""
-    if not plan.compiler_options:
-        return ""
-    return f" Compiled with a memory limit: jax.jit(step, compiler_options={dict(plan.compiler_options)!r})."
-
-
-def _bound(plan: PlanData) -> str:
-    """The lower bound on the time as a sentence with a space before it; empty if unknown."""
-    if plan.lower_bound is None or not plan.seconds:
-        return ""
-    below = 100 * (1 - plan.lower_bound / plan.seconds)
-    least = said_time(plan, plan.lower_bound)
-    return f" By the same estimate, no plan within the budget takes less than {least} ({below:.1f} % less)."
+    if best is None:
+        sentences.append("No named policy fits.")
+    else:
+        how = ", estimated before compiling" if plan.timed and not best.timed else ""
+        sentences.append(f"The best named policy that fits, {best.name}, takes {time_text(plan, best.seconds)}{how}.")
+    return " ".join(sentences)
 
 
 def explanation(plan: PlanData) -> str:
@@ -94,21 +86,16 @@ def explanation(plan: PlanData) -> str:
     return "\n".join(lines)
 
 
-def said_time(plan: PlanData, seconds: float | None) -> str:
+def time_text(plan: PlanData, seconds: float | None) -> str:
     """A time estimated by the plan; a range if a rate behind it is assumed."""
     return format_estimate(seconds, bool(plan.assumed_rates))
 
 
-def over_everything(plan: PlanData, seconds: float) -> str:
+def _over_everything(plan: PlanData) -> str:
     """The difference from a step that keeps everything, which may be slower: keeping residuals costs writes and reads."""
-    extra = seconds - plan.base_seconds
+    extra = plan.seconds - plan.base_seconds
     share = f" ({100 * abs(extra) / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
-    return f"{said_time(plan, abs(extra))} {'over' if extra >= 0 else 'less than'} keeping everything{share}"
-
-
-def _how(point: Point, plan: PlanData) -> str:
-    """Marks a traced estimate beside times from compiled schedules."""
-    return ", estimated before compiling" if plan.timed and not point.timed else ""
+    return f"{time_text(plan, abs(extra))} {'over' if extra >= 0 else 'less than'} keeping everything{share}"
 
 
 def next_gib(plan: PlanData) -> str:
@@ -121,17 +108,13 @@ def next_gib(plan: PlanData) -> str:
     if not plan.next_gib_seconds:
         return f"The next {more} would buy nothing: the next faster step needs more."
     share = 100 * plan.next_gib_seconds / plan.seconds if plan.seconds else 0.0
-    return f"The next {more} would buy {said_time(plan, plan.next_gib_seconds)} a step ({share:.2g} %), by the estimate."
+    return f"The next {more} would buy {time_text(plan, plan.next_gib_seconds)} a step ({share:.2g} %), by the estimate."
 
 
 def ranked(rows: Sequence[LayerRow]) -> list[LayerRow]:
     """Rows in reading order: saved, offloaded, recomputed; the largest first."""
     order = ("save", "offload", "recompute")
     return sorted(rows, key=lambda row: (order.index(row.action), -row.bytes, row.residual))
-
-
-def _compiled(plan: PlanData) -> str:
-    return f"{len(plan.tried)} steps were compiled" if len(plan.tried) > 1 else "one step was compiled"
 
 
 def _lines(part: Part, plan: PlanData) -> list[str]:
@@ -152,30 +135,30 @@ def _what(part: Part) -> str:
     """The named policy of a run of layers, or the names of the largest residuals that it keeps."""
     if part.policy in NAMED:
         return part.policy
-    said = []
+    texts = []
     for action in ("save", "offload"):
         names = [row.residual for row in ranked(part.rows) if row.action == action]
         if names:
             more = f" and {len(names) - _SHORT} more" if len(names) > _SHORT else ""
-            said.append(f"{action}: {', '.join(names[:_SHORT])}{more}")
-    return "; ".join(said) or part.policy
+            texts.append(f"{action}: {', '.join(names[:_SHORT])}{more}")
+    return "; ".join(texts) or part.policy
 
 
 def _why(row: LayerRow, part: Part, plan: PlanData) -> str:
     price = "it cannot be recomputed" if row.seconds is None else f"recomputing it takes {_price(row, plan)}"
-    if row.action == "offload":
-        compute = f"the layer's compute ({said_time(plan, part.forward_seconds)} forward)"
-        if not part.copy_seconds:
-            return f"{price}; {compute} hides the copies"
-        return f"{price}; {compute} does not hide {said_time(plan, part.copy_seconds)} of the copies"
-    return price
+    if row.action != "offload":
+        return price
+    compute = f"{price}; the layer's compute ({time_text(plan, part.forward_seconds)} forward)"
+    if not part.copy_seconds:
+        return f"{compute} hides the copies"
+    return f"{compute} does not hide {time_text(plan, part.copy_seconds)} of the copies"
 
 
 def _price(row: LayerRow, plan: PlanData) -> str:
     if not row.seconds:
         return "no time of its own"
-    per_gib = f", {said_time(plan, row.seconds * GIB / row.bytes)} for each GiB" if row.bytes else ""
-    return f"{said_time(plan, row.seconds)}{per_gib}"
+    per_gib = f", {time_text(plan, row.seconds * GIB / row.bytes)} for each GiB" if row.bytes else ""
+    return f"{time_text(plan, row.seconds)}{per_gib}"
 
 
 def _verdict(plan: PlanData, point: Point) -> str:
@@ -183,11 +166,7 @@ def _verdict(plan: PlanData, point: Point) -> str:
         return point.remark
     if point.device_bytes is None:
         return "not compiled"
-    if point.device_bytes > plan.budget:
-        return "too large"
-    if plan.host_budget is not None and point.host_bytes > plan.host_budget:
-        return "too much host memory"
-    return "fits"
+    return {"device": "too large", "host": "too much host memory"}.get(over_budget(plan, point), "fits")
 
 
 def _by_time(point: Point) -> tuple[float, float]:
@@ -196,14 +175,14 @@ def _by_time(point: Point) -> tuple[float, float]:
     return math.inf if seconds is None else seconds, math.inf if size is None else size
 
 
-def _named_row(one: Point, plan: PlanData, verdict: str) -> tuple[Any, ...]:
-    how = "" if one.device_bytes is None else "compiled" if one.compiled else "predicted"
-    time = "" if one.seconds is None else "compiled" if one.timed else "estimated"
-    extra = None if one.seconds is None else one.seconds - plan.base_seconds
-    sizes = format_bytes(one.device_bytes), how, format_bytes(one.host_bytes)
-    return one.name, *sizes, said_time(plan, one.seconds), time, signed(plan, extra), verdict
+def _named_row(point: Point, plan: PlanData, verdict: str) -> tuple[Any, ...]:
+    how = "" if point.device_bytes is None else "compiled" if point.compiled else "predicted"
+    time = "" if point.seconds is None else "compiled" if point.timed else "estimated"
+    extra = None if point.seconds is None else point.seconds - plan.base_seconds
+    sizes = format_bytes(point.device_bytes), how, format_bytes(point.host_bytes)
+    return point.name, *sizes, time_text(plan, point.seconds), time, signed(plan, extra), verdict
 
 
 def signed(plan: PlanData, extra: float | None) -> str:
     """A difference of two times, with its sign before the text: a range would hide it."""
-    return said_time(plan, extra) if extra is None or extra >= 0 else f"-{said_time(plan, -extra)}"
+    return time_text(plan, extra) if extra is None or extra >= 0 else f"-{time_text(plan, -extra)}"

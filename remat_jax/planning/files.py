@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from remat_jax.core.marks import CHECKPOINTS, Block
+from remat_jax.core.marks import CHECKPOINTS
 from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.memory.compile.options import OPTION
 from remat_jax.planning.model import Model, block_key, find_block
@@ -27,25 +28,35 @@ READ = (1, 2, 3)
 the number of the loss's own checkpoints, and blocks may be functions and checkpoints."""
 MOST_BYTES = 64 * 2**20
 """A larger file is not a plan."""
-
 MOST_RUNS = 10_000
 """The most runs of one block: no model has more layers, and reading takes quadratic time."""
-
 MOST_FACTOR = 100
 """The largest memory limit, in per cent."""
-
+_MOST = 2**127
+"""The largest count: the FLOPs of a large cluster's step exceed 2⁶³."""
 _ACTIONS = ("save", "offload", "recompute")
+_DERIVED = ("version", "texts", "best_named")
+"""Keys of a file that are not read."""
 
 
 def to_dict(plan: PlanData) -> dict[str, Any]:
     """The plan as plain data."""
-    values = {one.name: getattr(plan, one.name) for one in dataclasses.fields(plan)}
+    values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     for name in ("frontier", "named", "parts"):
-        values[name] = [dataclasses.asdict(one) for one in values[name]]
+        values[name] = [dataclasses.asdict(item) for item in values[name]]
     policies = [{"block": list(block_key(block)), **_written(policy)} for block, policy in plan.policies.items()]
     best = plan.best_named
-    said = {"texts": plan.texts, "best_named": best.name if best else None}
-    return {"version": VERSION, **values, "policies": policies, "model": dataclasses.asdict(plan.model), **said}
+    derived = {"texts": plan.texts, "best_named": best.name if best else None}
+    return {"version": VERSION, **values, "policies": policies, "model": dataclasses.asdict(plan.model), **derived}
+
+
+def _written(policy: Any) -> dict[str, Any]:
+    """A policy as runs of equal layers, and the groups of layers if there are any."""
+    if isinstance(policy, Policy):
+        return {"runs": [[None, policy.to_dict()]]}
+    # `groups` is written only if there are groups: an older reader refuses the file.
+    groups = {"groups": [list(group) for group in policy.groups]} if policy.groups else {}
+    return {"runs": [[len(layers), of_run.to_dict()] for layers, of_run in policy.ranges], **groups}
 
 
 def to_json(plan: PlanData) -> str:
@@ -53,162 +64,64 @@ def to_json(plan: PlanData) -> str:
     return json.dumps(to_dict(plan), indent=1, allow_nan=False) + "\n"
 
 
-def write(path: str | os.PathLike[str], text: str, argument: str) -> Path:
-    """Write a file atomically: a concurrent reader finds the old or the new file, and concurrent writers are safe.
-
-    Raises:
-      PlanningError: the file cannot be written.
-    """
+def write(path: str | os.PathLike[str], text: str) -> Path:
+    """Write a file atomically: a concurrent reader finds the old or the new file, and concurrent writers are safe."""
     try:
         return write_whole(path, text)
     except (OSError, TypeError, ValueError) as error:
-        raise PlanningError(f"{argument}={str(path)!r} cannot be written ({error}); give another file") from None
+        raise PlanningError(f"path={str(path)!r} cannot be written ({error}); give another file") from None
 
 
 def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, Any]:
-    """The arguments of a `Plan` from a file that `to_json` wrote.
-
-    Raises:
-      PlanningError: the file cannot be read, is malformed or of another version, or is for another model.
-    """
-    told = f"the plan file {str(path)!r}"
+    """The arguments of a `Plan` from a file that `to_json` wrote."""
+    file = f"the plan file {str(path)!r}"
     if workload is not None and not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload, or nothing")
     try:
         data = json.loads(read_limited(path, MOST_BYTES).decode("utf-8"), parse_constant=_refuse_constant)
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise PlanningError(f"{told} cannot be read ({error}); give a file that Plan.save wrote") from None
+        raise PlanningError(f"{file} cannot be read ({error}); give a file that Plan.save wrote") from None
     try:
-        return _checked(data, workload, told)
+        return _arguments(data, workload, file)
     except _Malformed as error:
-        raise PlanningError(f"{told} is malformed: {error}; give a file that Plan.save wrote") from None
+        raise PlanningError(f"{file} is malformed: {error}; give a file that Plan.save wrote") from None
     except RecursionError:
-        raise PlanningError(f"{told} is malformed: it is nested too deeply; give a file that Plan.save wrote") from None
-
-
-_Checks = dict[str, Callable[[Any, str], Any]]
-"""By key, the check of an object's value."""
-
-
-class _Malformed(Exception):
-    """A value of the file is wrong; the message names it."""
+        raise PlanningError(f"{file} is malformed: it is nested too deeply; give a file that Plan.save wrote") from None
 
 
 def _refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is not a JSON number")
 
 
-def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
+def _arguments(data: Any, workload: Workload | None, file: str) -> dict[str, Any]:
     if not isinstance(data, dict) or "version" not in data:
         raise _Malformed("it is not an object with a version")
     if type(data["version"]) is not int or data["version"] not in READ:
-        known = f"{', '.join(map(str, READ[:-1]))} and {READ[-1]}"
-        raise PlanningError(f"{told} has version {data['version']!r}, but this release reads only versions {known}: plan again")
-    values = _fields({**_NEWER, **data}, _PLAN, "the plan")
-    model = _model(values["model"])
+        readable = f"{', '.join(map(str, READ[:-1]))} and {READ[-1]}"
+        raise PlanningError(
+            f"{file} has version {data['version']!r}, but this release reads only versions {readable}: plan again"
+        )
+    values = _fields({key: value for key, value in data.items() if key not in _DERIVED}, _PLAN, _NEWER, "the plan")
     if workload is not None:
-        model.check_workload(workload, told)
-    values["model"] = model
-    values["policies"] = _policies(values["policies"], workload, told)
-    for name in ("frontier", "named"):
-        values[name] = tuple(_point(one) for one in values[name])
-    values["parts"] = _parts(values["parts"])
-    values["tried"] = tuple((_text(name, "tried"), _count(size, "tried")) for name, size in _pairs(values["tried"]))
-    values["assumed_rates"] = tuple(_text(one, "assumed_rates") for one in values["assumed_rates"])
-    values["notes"] = tuple(_text(one, "notes") for one in values["notes"])
+        values["model"].check_workload(workload, file)
+    policies = [(find_block(key, workload, file), policy) for key, policy in values["policies"]]
+    if not policies:
+        raise _Malformed("policies is empty")
+    values["policies"] = dict(policies)
+    if len(values["policies"]) < len(policies):
+        raise _Malformed("policies has a block twice")
     return values
 
 
-def _model(data: Any) -> Model:
-    checks: _Checks = {**dict.fromkeys(("parameters", "batch", "blocks"), _list), "mesh": _or_none(_list)}
-    checks["checkpoints"] = _or_none(_count)
-    # Plans before version 3 have neither.
-    values = _fields({"mesh": None, "checkpoints": None, **data} if isinstance(data, dict) else data, checks, "model")
-    parameters, batch = (tuple(_leaf(one) for one in values[name]) for name in ("parameters", "batch"))
-    blocks = tuple(_key({"block": one}) for one in values["blocks"])
-    mesh = None if values["mesh"] is None else tuple(_axis(one) for one in values["mesh"])
-    return Model(parameters, batch, blocks, mesh, values["checkpoints"])
-
-
-def _axis(data: Any) -> tuple[str, int]:
-    axis, size = _items(data, 2, "an axis of mesh")
-    return _text(axis, "mesh"), _count(size, "mesh", least=2)
-
-
-def _leaf(data: Any) -> tuple[str, tuple[int, ...], str]:
-    path, shape, dtype = _items(data, 3, "a parameter of model")
-    return _text(path, "path"), tuple(_count(one, "shape") for one in _list(shape, "shape")), _text(dtype, "dtype")
-
-
-def _key(data: dict[str, Any]) -> tuple[str, str, str]:
-    kind, name, module = (_text(one, "block") for one in _items(data["block"], 3, "block"))
-    if kind not in ("class", "function", "glob", CHECKPOINTS) or not name:
-        raise _Malformed(f"block={data['block']!r} is neither a class, a function nor a glob")
-    return kind, name, module
-
-
-def _policies(data: list[Any], workload: Workload | None, told: str) -> dict[Block, Any]:
-    # `groups` is written only if there are groups: an older reader refuses the file.
-    full = [{"groups": [], **one} if isinstance(one, dict) else one for one in data]
-    found = [(find_block(_key(one), workload, told), _policy(one)) for one in full if _has(one, "block", "runs", "groups")]
-    if not found:
-        raise _Malformed("policies is empty")
-    if len(dict(found)) < len(found):
-        raise _Malformed("policies has a block twice")
-    return dict(found)
-
-
-def _policy(data: dict[str, Any]) -> Any:
-    """A policy, or a policy for each layer, from runs of equal layers."""
-    runs = []
-    if len(_list(data["runs"], "runs")) > MOST_RUNS:
-        raise _Malformed(f"runs has {len(data['runs'])} items, expected at most {MOST_RUNS}")
-    for run in data["runs"]:
-        count, policy = _items(run, 2, "runs")
-        try:
-            runs.append((None if count is None else _count(count, "runs", least=1), Policy.from_dict(policy)))
-        except RematError as error:
-            raise _Malformed(f"policies: {error}") from None
-    if len(runs) == 1 and runs[0][0] is None:
-        return runs[0][1]
-    groups = tuple(_group(one) for one in _list(data["groups"], "groups"))
-    ends = list(itertools.accumulate(count or 0 for count, _ in runs))
-    if not runs or any(count is None for count, _ in runs) or ends[-1] > 10**6:
-        raise _Malformed("runs: expected pairs of a number of layers and a policy")
-    try:
-        return LayerPolicies(tuple((count or 0, policy) for count, policy in runs), tuple(ends[:-1]), groups)
-    except RematError as error:
-        raise _Malformed(f"policies: {error}") from None
-
-
-def _group(data: Any) -> tuple[int, int]:
-    first, last = _items(data, 2, "groups")
-    return _count(first, "groups"), _count(last, "groups", least=1)
-
-
-def _written(policy: Any) -> dict[str, Any]:
-    """A policy as runs of equal layers, and the groups of layers if there are any."""
-    if isinstance(policy, Policy):
-        return {"runs": [[None, policy.to_dict()]]}
-    groups = {"groups": [list(group) for group in policy.groups]} if policy.groups else {}
-    return {"runs": [[len(layers), one.to_dict()] for layers, one in policy.ranges], **groups}
-
-
-def _point(data: Any) -> Point:
-    values = _fields({"timed": False, **data} if isinstance(data, dict) else data, _POINT, "a point of the frontier")
-    return Point(**values | {"parts": _parts(values["parts"])})
-
-
-def _parts(data: list[Any]) -> tuple[Part, ...]:
-    found = []
-    for one in data:
-        # Older plans have no `every`; the layers were adjacent.
-        values = _fields({"every": 1, **one} if isinstance(one, dict) else one, _PART, "a part")
-        found.append(Part(**values | {"rows": tuple(LayerRow(**_fields(row, _ROW, "a residual")) for row in values["rows"])}))
-    return tuple(found)
-
-
 # --- checks of values -------------------------------------------------------------------------------------------------
+
+
+class _Malformed(Exception):
+    """A value of the file is wrong; the message names it."""
+
+
+_Check = Callable[[Any, str], Any]
+"""Returns a value of the file as the plan has it; its second argument is the value's name in messages."""
 
 
 def _text(value: Any, name: str) -> str:
@@ -224,6 +137,9 @@ def _count(value: Any, name: str, least: int = 0) -> int:
     return value
 
 
+_positive = functools.partial(_count, least=1)
+
+
 def _seconds(value: Any, name: str) -> float:
     # math.isfinite fails on an integer larger than any float. The comparisons also refuse NaN.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
@@ -237,10 +153,10 @@ def _flag(value: Any, name: str) -> bool:
     return value
 
 
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _Malformed(f"{name}={str(value)[:40]} is not a list")
-    return value
+def _action(value: Any, name: str) -> str:
+    if value not in _ACTIONS:
+        raise _Malformed(f"{name}={value!r} is none of {', '.join(_ACTIONS)}")
+    return str(value)
 
 
 def _compiler_options(value: Any, name: str) -> dict[str, int]:
@@ -252,18 +168,10 @@ def _compiler_options(value: Any, name: str) -> dict[str, int]:
     return dict(value)
 
 
-def _any(value: Any, name: str) -> Any:
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _Malformed(f"{name}={str(value)[:40]} is not a list")
     return value
-
-
-def _action(value: Any, name: str) -> str:
-    if value not in _ACTIONS:
-        raise _Malformed(f"{name}={value!r} is none of {', '.join(_ACTIONS)}")
-    return str(value)
-
-
-def _or_none(check: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    return lambda value, name: None if value is None else check(value, name)
 
 
 def _items(value: Any, count: int, name: str) -> list[Any]:
@@ -272,58 +180,123 @@ def _items(value: Any, count: int, name: str) -> list[Any]:
     return value
 
 
-def _pairs(value: Any) -> list[list[Any]]:
-    return [_items(one, 2, "tried") for one in _list(value, "tried")]
+def _or_none(check: _Check) -> _Check:
+    return lambda value, name: None if value is None else check(value, name)
 
 
-def _has(data: Any, *names: str) -> bool:
-    _fields(data, dict.fromkeys(names, _any), "policies")
-    return True
+def _each(check: _Check) -> _Check:
+    return lambda value, name: tuple(check(item, name) for item in _list(value, name))
 
 
-def _fields(data: Any, checks: _Checks, where: str) -> dict[str, Any]:
+def _pair(first: _Check, second: _Check, where: str = "") -> _Check:
+    def check(value: Any, name: str) -> tuple[Any, Any]:
+        items = _items(value, 2, where or name)
+        return first(items[0], name), second(items[1], name)
+
+    return check
+
+
+def _object(
+    make: Callable[..., Any], checks: Mapping[str, _Check], where: str, newer: Mapping[str, Any] | None = None
+) -> _Check:
+    """A check for objects with these keys; `newer` has the values of keys that older files lack."""
+    return lambda value, name: make(**_fields(value, checks, newer or {}, where))
+
+
+def _fields(data: Any, checks: Mapping[str, _Check], newer: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise _Malformed(f"{where} is no object")
-    known = {*checks, *(_SAID if checks is _PLAN else ())}
-    missing, unknown = [name for name in checks if name not in data], [name for name in data if name not in known]
+    data = {**newer, **data}
+    missing, unknown = [name for name in checks if name not in data], [name for name in data if name not in checks]
     if missing or unknown:
         raise _Malformed(f"{where} lacks {missing} and has {unknown}" if unknown else f"{where} lacks {missing}")
     return {name: check(data[name], name) for name, check in checks.items()}
 
 
-_MOST = 2**127
-"""The largest count: the FLOPs of a large cluster's step exceed 2⁶³."""
-_SAID = ("version", "texts", "best_named")
-_ROW: _Checks = {"residual": _text, "action": _action, "bytes": _count, "seconds": _or_none(_seconds)}
-_PART: _Checks = {
+# --- the parts of a plan ----------------------------------------------------------------------------------------------
+
+
+def _leaf(value: Any, name: str) -> tuple[str, tuple[int, ...], str]:
+    path, shape, dtype = _items(value, 3, "a parameter of model")
+    return _text(path, "path"), _each(_count)(shape, "shape"), _text(dtype, "dtype")
+
+
+def _key(value: Any, name: str) -> tuple[str, str, str]:
+    kind, block, module = (_text(item, "block") for item in _items(value, 3, "block"))
+    if kind not in ("class", "function", "glob", CHECKPOINTS) or not block:
+        raise _Malformed(f"block={value!r} is neither a class, a function nor a glob")
+    return kind, block, module
+
+
+def _runs(value: Any, name: str) -> tuple[tuple[int | None, Policy], ...]:
+    if len(_list(value, name)) > MOST_RUNS:
+        raise _Malformed(f"{name} has {len(value)} items, expected at most {MOST_RUNS}")
+    return tuple(_pair(_or_none(_positive), _run_policy)(run, name) for run in value)
+
+
+def _run_policy(value: Any, name: str) -> Policy:
+    try:
+        return Policy.from_dict(value)
+    except RematError as error:
+        raise _Malformed(f"policies: {error}") from None
+
+
+def _policy(block: tuple[str, str, str], runs: tuple[Any, ...], groups: tuple[Any, ...]) -> tuple[Any, Policy | LayerPolicies]:
+    """A block's key, and its policy or a policy for each layer, from runs of equal layers."""
+    if len(runs) == 1 and runs[0][0] is None:
+        return block, runs[0][1]
+    ends = list(itertools.accumulate(count or 0 for count, _ in runs))
+    if not runs or any(count is None for count, _ in runs) or ends[-1] > 10**6:
+        raise _Malformed("runs: expected pairs of a number of layers and a policy")
+    try:
+        return block, LayerPolicies(runs, tuple(ends[:-1]), groups)
+    except RematError as error:
+        raise _Malformed(f"policies: {error}") from None
+
+
+_ROW: dict[str, _Check] = {"residual": _text, "action": _action, "bytes": _count, "seconds": _or_none(_seconds)}
+_PART: dict[str, _Check] = {
     **dict.fromkeys(("block", "policy"), _text),
     **dict.fromkeys(("first", "layers", "saved_bytes", "offloaded_bytes", "recomputed_bytes"), _count),
-    "every": lambda value, name: _count(value, name, least=1),
-    "rows": _list,
+    "every": _positive,
+    "rows": _each(_object(LayerRow, _ROW, "a residual")),
     **dict.fromkeys(("forward_seconds", "backward_seconds", "recompute_seconds", "copy_seconds"), _seconds),
 }
-_POINT: _Checks = {
+# Older plans have no `every`; the layers were adjacent.
+_parts = _each(_object(Part, _PART, "a part", {"every": 1}))
+_POINT: dict[str, _Check] = {
     "name": _text,
     "device_bytes": _or_none(_count),
     "host_bytes": _count,
     "seconds": _or_none(_seconds),
     "compiled": _flag,
-    "parts": _list,
+    "parts": _parts,
     "remark": _text,
     "timed": _flag,
 }
-_NEWER: dict[str, Any] = {"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30}
-"""The values of fields that older files lack: no memory limit, traced times, no bound."""
-_PLAN: _Checks = {
-    "policies": _list,
+_MODEL: dict[str, _Check] = {
+    **dict.fromkeys(("parameters", "batch"), _each(_leaf)),
+    "blocks": _each(_key),
+    "mesh": _or_none(_each(_pair(_text, functools.partial(_count, least=2), "an axis of mesh"))),
+    "checkpoints": _or_none(_count),
+}
+_POLICY: dict[str, _Check] = {"block": _key, "runs": _runs, "groups": _each(_pair(_count, _positive))}
+_PLAN: dict[str, _Check] = {
+    "policies": _each(_object(_policy, _POLICY, "policies", {"groups": []})),
     **dict.fromkeys(("device_bytes", "predicted_bytes", "host_bytes", "recompute_flops", "budget"), _count),
     **dict.fromkeys(("seconds", "base_seconds"), _seconds),
-    **dict.fromkeys(("frontier", "named", "parts", "tried", "notes", "assumed_rates"), _list),
+    **dict.fromkeys(("frontier", "named"), _each(_object(Point, _POINT, "a point of the frontier", {"timed": False}))),
+    "parts": _parts,
+    "tried": _each(_pair(_text, _count)),
+    **dict.fromkeys(("notes", "assumed_rates"), _each(_text)),
     **dict.fromkeys(("workload", "target", "jax_version"), _text),
     "host_budget": _or_none(_count),
     **dict.fromkeys(("next_gib_seconds", "lower_bound"), _or_none(_seconds)),
     "timed": _flag,
-    "next_bytes": lambda value, name: _count(value, name, least=1),
-    "model": _any,
+    "next_bytes": _positive,
+    # Plans before version 3 have neither a mesh nor the number of checkpoints.
+    "model": _object(Model, _MODEL, "model", {"mesh": None, "checkpoints": None}),
     "compiler_options": _compiler_options,
 }
+_NEWER: dict[str, Any] = {"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30}
+"""The values of fields that older files lack: no memory limit, traced times, no bound."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.core.walk import bodies, equations
+from remat_jax.core.walk import bodies, equations, given_names
 from remat_jax.cost.cost import is_pass
 from remat_jax.cost.flat import Array, Flat, FlatEqn, flatten
 
@@ -22,9 +22,8 @@ def inner_names(jaxpr: Any) -> frozenset[str]:
     regions = filter(compat.is_checkpoint, equations(jaxpr))
     dropping = (eqn for eqn in regions if compat.checkpoint_parts(eqn)[1].get("policy") in _DROPS)
     inside = [body for eqn in dropping for body in bodies(eqn)]
-    found = {compat.given_name(eqn) for body in inside for eqn in equations(body)}
     results = {name for body in inside for array in flatten(body).outputs for name in array.names}
-    return frozenset(name for name in found - results if name is not None)
+    return frozenset(name for body in inside for name in given_names(body)) - results
 
 
 def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
@@ -37,52 +36,51 @@ def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
     an example: if its result is kept, only the scores are recomputed; if nothing is kept, the result is recomputed, and the
     scores are computed once more.
     """
-    read = {array for one in flat.eqns for array in one.inputs}
-    made = {array for one in flat.eqns if one.primitive == "scan" for array in one.outputs} - read
+    read = {array for eqn in flat.eqns for array in eqn.inputs}
+    made = {array for eqn in flat.eqns if eqn.primitive == "scan" for array in eqn.outputs} - read
     own = frozenset(array for array in made if inside.intersection(array.names))
     eqns: list[FlatEqn] = []
-    for one in flat.eqns:
-        parts = _parts(one, own)
+    for eqn in flat.eqns:
+        parts = _parts(eqn, own)
         # The other computations of such a loop would be in both parts.
         if len(parts) > 1 and _has_other_work(parts[1].eqn, inside):
-            parts = [one]
-        if len(parts) == 1 and not own.issuperset(one.outputs):
-            own = own.difference(one.outputs)
+            parts = [eqn]
+        if len(parts) == 1 and not own.issuperset(eqn.outputs):
+            own = own.difference(eqn.outputs)
         eqns += parts
     return replace(flat, eqns=tuple(eqns)), own
 
 
-def _has_other_work(eqn: Any, inside: frozenset[str]) -> bool:
+def _has_other_work(loop: Any, inside: frozenset[str]) -> bool:
     """Whether the body of a loop computes arrays without a name of `inside`."""
-    for one in flatten(compat.closed(eqn.params["jaxpr"])).eqns:
-        if one.primitive == "scan":
-            if _has_other_work(one.eqn, inside):
+    for eqn in flatten(compat.closed(loop.params["jaxpr"])).eqns:
+        if eqn.primitive == "scan":
+            if _has_other_work(eqn.eqn, inside):
                 return True
-        elif not is_pass(one) and not any(inside.intersection(array.names) for array in one.outputs):
+        elif not is_pass(eqn) and not any(inside.intersection(array.names) for array in eqn.outputs):
             return True
     return False
 
 
-def _parts(one: FlatEqn, own: frozenset[Array]) -> list[FlatEqn]:
-    flags = [array in own for array in one.outputs]
-    if not any(flags) or all(flags):
-        return [one]
-    parts = [_part(one, [index for index, flag in enumerate(flags) if flag == wanted]) for wanted in (False, True)]
-    return [part for part in parts if part is not None] if None not in parts else [one]
+def _parts(eqn: FlatEqn, own: frozenset[Array]) -> list[FlatEqn]:
+    """The part of an equation that computes no array of `own`, and the other part; the equation if it cannot be split."""
+    places = [[place for place, array in enumerate(eqn.outputs) if (array in own) == wanted] for wanted in (False, True)]
+    parts = [_part(eqn, of_part) for of_part in places] if all(places) else [None]
+    return [part for part in parts if part is not None] if None not in parts else [eqn]
 
 
-def _part(one: FlatEqn, places: Sequence[int]) -> FlatEqn | None:
+def _part(eqn: FlatEqn, places: Sequence[int]) -> FlatEqn | None:
     """The part of an equation that computes its outputs at `places`; None if that part is not a single equation."""
 
     def run(*values: Any) -> list[Any]:
-        results = compat.bind(one.eqn, values)
+        results = compat.bind(eqn.eqn, values)
         return [results[place] for place in places]
 
-    small = flatten(compat.dce(jax.make_jaxpr(run)(*(array.aval for array in one.inputs))))
+    small = flatten(compat.dce(jax.make_jaxpr(run)(*(array.aval for array in eqn.inputs))))
     if len(small.eqns) != 1:
         return None
-    (eqn,) = small.eqns
-    arrays = dict(zip(small.inputs, one.inputs, strict=True))
-    arrays |= dict(zip(small.outputs, (one.outputs[place] for place in places), strict=True))
-    inputs, outputs = (tuple(arrays.get(array, array) for array in group) for group in (eqn.inputs, eqn.outputs))
-    return FlatEqn(eqn.eqn, inputs, outputs)
+    (part,) = small.eqns
+    arrays = dict(zip(small.inputs, eqn.inputs, strict=True))
+    arrays |= dict(zip(small.outputs, (eqn.outputs[place] for place in places), strict=True))
+    inputs, outputs = (tuple(arrays.get(array, array) for array in group) for group in (part.inputs, part.outputs))
+    return FlatEqn(part.eqn, inputs, outputs)

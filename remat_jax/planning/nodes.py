@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat_jax import solver
-from remat_jax.cost.cost import HasSeconds, is_pass
+from remat_jax.cost.cost import is_pass
 from remat_jax.cost.flat import Array, FlatEqn, region
 from remat_jax.planning.program import BlockProgram
 
@@ -26,10 +26,8 @@ class Node:
     """Arrays that share one decision.
 
     Attributes:
-      members: the arrays.
       needed: whether the backward pass reads a member.
       parents: the nodes from which the members are computed.
-      is_input: whether the node is an input of the block.
       only_again: whether the node can only be recomputed, because keeping other nodes is at least as good.
       others: how many earlier nodes have the same name as its largest member; a user gave the name to all of them.
     """
@@ -49,9 +47,9 @@ class Node:
     @property
     def names(self) -> tuple[str, ...]:
         """The residual names of the members, the largest member's first."""
-        return tuple(self._asked_by(array) for array in sorted(self.members, key=lambda array: -array.bytes))
+        return tuple(self._kept_name(array) for array in sorted(self.members, key=lambda array: -array.bytes))
 
-    def _asked_by(self, array: Array) -> str:
+    def _kept_name(self, array: Array) -> str:
         """The name by which a policy keeps `array`: the name after a sharding constraint, if it has one.
 
         Saving the array before its sharding constraint would reshard it. The stacked array of a scan's layers has no
@@ -80,88 +78,69 @@ def nodes(program: BlockProgram) -> list[Node]:
     Arrays made by single passes from the same arrays become one node, because they cost the same per byte. An array below
     `SMALL` of the largest joins an array with the same sources, one of its sources, or one of its results.
     """
-    found = _all_nodes(program)
-    _of_one_name(found)
-    _leave_out(program, found)
-    _together(program, found)
-    _leave_out(program, found)
-    for node in found:
-        node.only_again |= node.needed and _is_view_of_parent(program, node, found)
-    return found
+    graph = _all_nodes(program)
+    _join_same_names(graph)
+    _leave_out(program, graph)
+    _join_small_and_alike(program, graph)
+    _leave_out(program, graph)
+    for node in graph:
+        node.only_again |= node.needed and _is_view_of_parent(program, node, graph)
+    return graph
 
 
 def _all_nodes(program: BlockProgram) -> list[Node]:
-    free = program.free
-    needed = set(program.needed)
-    of: dict[Array, Node] = {}
-    found: list[Node] = []
-    for array in program.inputs.values():
-        if array not in free and array not in of:
-            found.append(Node([array], array in needed, set(), is_input=True))
-            of[array] = found[-1]
-    reach: dict[Array, set[Node]] = {array: {node} for array, node in of.items()}
-    for one in program.flat.eqns:
-        parents = set().union(*(reach.get(array, set()) for array in one.inputs)) if one.inputs else set()
-        named = [array for array in one.outputs if array.names and array not in free]
-        if named:
-            node = Node(named, bool(needed.intersection(named)), set(parents))
-            found.append(node)
-            reach.update((array, {node}) for array in one.outputs if array not in free)
-        else:
-            reach.update((array, parents) for array in one.outputs if array not in free)
-    return found
+    free, needed = program.free, set(program.needed)
+    inputs = dict.fromkeys(array for array in program.inputs.values() if array not in free)
+    graph = [Node([array], array in needed, set(), is_input=True) for array in inputs]
+    reach: dict[Array, set[Node]] = {array: {node} for array, node in zip(inputs, graph, strict=True)}
+    for eqn in program.flat.eqns:
+        sources = set[Node]().union(*(reach.get(array, set()) for array in eqn.inputs))
+        made = [array for array in eqn.outputs if array not in free]
+        if named := [array for array in made if array.names]:
+            graph.append(Node(named, bool(needed.intersection(named)), set(sources)))
+            sources = {graph[-1]}
+        reach.update((array, sources) for array in made)
+    return graph
 
 
-def _of_one_name(found: list[Node]) -> None:
+def _join_same_names(graph: list[Node]) -> None:
     """Join nodes to which a user gave one name, since a policy decides on all; nodes that cannot join follow the first."""
     first: dict[str, Node] = {}
     others: Counter[str] = Counter()
-    for node in list(found):
+    for node in list(graph):
         name = node.names[0]
         into = first.setdefault(name, node)
-        if into is not node and not _join(node, into, found):
+        if into is not node and not _join(node, into, graph):
             others[name] += 1
             node.others, node.only_again = others[name], True
-    waiting = list(found)
-    found.clear()
+    waiting = list(graph)
+    graph.clear()
     while waiting:
         # A node joined to an earlier node may depend on nodes between the two: order parents first.
-        found.append(next(node for node in waiting if node.parents.isdisjoint(waiting)))
-        waiting.remove(found[-1])
+        graph.append(next(node for node in waiting if node.parents.isdisjoint(waiting)))
+        waiting.remove(graph[-1])
 
 
-def _children(found: Sequence[Node]) -> dict[Node, list[Node]]:
-    result: dict[Node, list[Node]] = {node: [] for node in found}
-    for node in found:
-        for parent in node.parents:
-            result[parent].append(node)
-    return result
+def _children(node: Node, graph: Sequence[Node]) -> list[Node]:
+    return [other for other in graph if node in other.parents]
 
 
-def _leave_out(program: BlockProgram, found: list[Node]) -> None:
+def _leave_out(program: BlockProgram, graph: list[Node]) -> None:
     changed = True
     while changed:
         changed = False
-        children = _children(found)
-        for node in [one for one in found if not one.needed and not one.only_again]:
-            one_pass = _is_one_pass(program, node, found)
-            if not one_pass and not _is_beaten(node, children[node]):
+        for node in [node for node in graph if not node.needed and not node.only_again]:
+            children = _children(node, graph)
+            one_pass = _is_one_pass(program, node, graph)
+            if not one_pass and not _is_beaten(node, children):
                 continue
             changed = True
-            if one_pass or len(children[node]) == 1:
-                _remove(node, found, children)
+            if one_pass or len(children) == 1:
+                graph.remove(node)
+                for child in children:
+                    child.parents = (child.parents - {node}) | node.parents
             else:
                 node.only_again = True
-
-
-def _remove(node: Node, found: list[Node], children: dict[Node, list[Node]]) -> None:
-    for child in children[node]:
-        child.parents.remove(node)
-        child.parents |= node.parents
-    for parent in node.parents:
-        kept = [one for one in children[parent] if one is not node]
-        children[parent] = kept + [one for one in children[node] if one not in kept]
-    found.remove(node)
 
 
 def _is_beaten(node: Node, children: Sequence[Node]) -> bool:
@@ -169,90 +148,81 @@ def _is_beaten(node: Node, children: Sequence[Node]) -> bool:
     return not node.is_input and sum(child.bytes for child in children) <= node.bytes
 
 
-def _between(program: BlockProgram, node: Node, found: Sequence[Node]) -> list[FlatEqn]:
+def _between(program: BlockProgram, node: Node, graph: Sequence[Node]) -> list[FlatEqn]:
     """The equations that compute `node` from the other nodes."""
-    given = {array for other in found if other is not node for array in other.members}
+    given = {array for other in graph if other is not node for array in other.members}
     return region(program.flat.eqns, node.members, given | program.free | set(program.flat.inputs))
 
 
-def _is_one_pass(program: BlockProgram, node: Node, found: Sequence[Node]) -> bool:
+def _is_one_pass(program: BlockProgram, node: Node, graph: Sequence[Node]) -> bool:
     large = [parent for parent in node.parents if parent.bytes > SMALL * node.bytes]
     if node.is_input or len(large) != 1 or large[0].bytes > node.bytes:
         return False
-    return all(is_pass(one) for one in _between(program, node, found))
+    return all(map(is_pass, _between(program, node, graph)))
 
 
-def _is_view_of_parent(program: BlockProgram, node: Node, found: Sequence[Node]) -> bool:
+def _is_view_of_parent(program: BlockProgram, node: Node, graph: Sequence[Node]) -> bool:
     """Whether it is a view of a single parent of its size or smaller, so that keeping both never pays."""
     if node.is_input or len(node.parents) != 1:
         return False
     (parent,) = node.parents
-    return parent.bytes <= node.bytes and all(one.primitive in _MOVES for one in _between(program, node, found))
+    return parent.bytes <= node.bytes and all(eqn.primitive in _MOVES for eqn in _between(program, node, graph))
 
 
-def _together(program: BlockProgram, found: list[Node]) -> None:
+def _join_small_and_alike(program: BlockProgram, graph: list[Node]) -> None:
     """Join nodes that share one decision, unless another node is on the path between them."""
-    least = _small(program, found)
-    small = {node for node in found if node.bytes < least and not node.is_input}
+    least = _small(program, graph)
+    small = {node for node in graph if node.bytes < least and not node.is_input}
     sources: dict[Node, frozenset[Node]] = {}
-    for node in found:
+    for node in graph:
         through = (sources[parent] if parent in small else {parent} for parent in node.parents)
         sources[node] = frozenset[Node]().union(*through)
-    alike: dict[frozenset[Node], Node] = {}
-    large = [node for node in found if node not in small]
-    passes = {node for node in large if node.needed and not node.is_input and _is_pass_from(program, node, large)}
-    for node in [one for one in large if one in passes]:
+    large = [node for node in graph if node not in small]
+    able = [node for node in large if node.needed and not node.is_input]
+    first: dict[frozenset[Node], Node] = {}
+    for node in [node for node in able if all(map(is_pass, _between(program, node, large)))]:
         # Nodes with equal sources join the first of them.
-        into = alike.setdefault(sources[node], node)
-        if into is not node:
-            _join(node, into, found)
-    waiting = [node for node in found if node in small]
+        _join(node, first.setdefault(sources[node], node), graph)
+    waiting = [node for node in graph if node in small]
     joined = True
     while joined:
         # Nodes on the path between two others are joined first.
-        left = [node for node in waiting if not any(_join(node, into, found) for into in _hosts(node, found, small, sources))]
+        left = [node for node in waiting if not any(_join(node, into, graph) for into in _hosts(node, graph, small, sources))]
         joined, waiting = len(left) < len(waiting), left
     for place, node in enumerate(waiting):
-        next((into for into in waiting[:place] if into in found and _join(node, into, found)), None)
+        next((into for into in waiting[:place] if into in graph and _join(node, into, graph)), None)
 
 
-def _small(program: BlockProgram, found: Sequence[Node]) -> float:
-    """The bytes below which a residual is small.
-
-    Residuals that an inner checkpoint recomputes do not count as the largest: beside the scores of a long attention, every
-    other residual would be small.
-    """
-    kept = [node.bytes for node in found if program.own.isdisjoint(node.members)]
-    return SMALL * max(kept or [node.bytes for node in found], default=0)
+def _small(program: BlockProgram, graph: Sequence[Node]) -> float:
+    """The bytes below which a residual is small."""
+    # Beside the scores of a long attention, which an inner checkpoint recomputes, every other residual would be small.
+    kept = [node.bytes for node in graph if program.own.isdisjoint(node.members)]
+    return SMALL * max(kept or [node.bytes for node in graph], default=0)
 
 
-def _hosts(node: Node, found: Sequence[Node], small: set[Node], sources: dict[Node, frozenset[Node]]) -> list[Node]:
+def _hosts(node: Node, graph: Sequence[Node], small: set[Node], sources: dict[Node, frozenset[Node]]) -> list[Node]:
     """The large nodes that a small node may join: nodes with the same sources, its results, and its parents."""
-    near = [*_children(found)[node], *(one for one in found if one in node.parents)]
-    beside = [one for one in found if sources[one] == sources[node]]
-    return [one for one in (*beside, *near) if one.needed and one not in small and not one.is_input]
+    beside = [other for other in graph if sources[other] == sources[node]]
+    parents = [other for other in graph if other in node.parents]
+    near = (*beside, *_children(node, graph), *parents)
+    return [other for other in near if other.needed and other not in small and not other.is_input]
 
 
-def _is_pass_from(program: BlockProgram, node: Node, large: Sequence[Node]) -> bool:
-    return all(is_pass(one) for one in _between(program, node, large))
-
-
-def _join(node: Node, into: Node, found: list[Node]) -> bool:
+def _join(node: Node, into: Node, graph: list[Node]) -> bool:
     """Join `node` to `into`. Do nothing and return False if a third node is on the path between the two."""
-    if node is into or _leads_by_way(node, into, found) or _leads_by_way(into, node, found):
+    if node is into or _leads_by_way(node, into) or _leads_by_way(into, node):
         return False
     into.members += node.members
     into.needed |= node.needed
     into.parents = (into.parents | node.parents) - {node, into}
-    found.remove(node)
-    for other in found:
+    graph.remove(node)
+    for other in graph:
         if node in other.parents:
             other.parents = (other.parents - {node}) | {into}
-    into.parents.discard(into)
     return True
 
 
-def _leads_by_way(start: Node, end: Node, found: Sequence[Node]) -> bool:
+def _leads_by_way(start: Node, end: Node) -> bool:
     """Whether `end` depends on `start` through a third node."""
     seen: set[Node] = set()
     waiting = [parent for parent in end.parents if parent is not start]
@@ -266,11 +236,11 @@ def _leads_by_way(start: Node, end: Node, found: Sequence[Node]) -> bool:
     return False
 
 
-def residual(program: BlockProgram, node: Node, found: Sequence[Node], rates: HasSeconds) -> solver.ResidualCosts:
+def residual(program: BlockProgram, node: Node, graph: Sequence[Node]) -> solver.ResidualCosts:
     """`node` for the solver, with the cost to recompute it from its parents."""
     seconds = None
     if not node.is_input:
-        seconds = sum(map(program.seconds(rates).__getitem__, _between(program, node, found)))
+        seconds = sum(map(program.seconds.__getitem__, _between(program, node, graph)))
     # Scalars and empty arrays are never offloaded. Residuals that a checkpoint in a loop of the block drops are not offloaded
     # either: with scanned layers XLA refuses their copies, "Expected instruction to have shape equal to".
     movable = any(getattr(array.aval, "shape", ()) and array.bytes for array in node.members)
@@ -279,10 +249,10 @@ def residual(program: BlockProgram, node: Node, found: Sequence[Node], rates: Ha
         node.name,
         float(node.bytes),
         seconds,
-        tuple(parent.name for parent in found if parent in node.parents),
+        tuple(parent.name for parent in graph if parent in node.parents),
         may_save=not node.only_again,
         # Copying a small array costs more than its bytes.
-        may_offload=movable and not node.only_again and (node.is_input or node.bytes >= _small(program, found)),
+        may_offload=movable and not node.only_again and (node.is_input or node.bytes >= _small(program, graph)),
         needed=node.needed,
-        kept_seconds=sum(program.kept_seconds(array, rates) for array in node.members),
+        kept_seconds=sum(map(program.kept_seconds, node.members)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from remat_jax.hardware import Target
@@ -12,11 +13,13 @@ from remat_jax.planning.candidate import FAILED, StepCandidate, Tried
 from remat_jax.planning.choices import runs
 from remat_jax.planning.fitting import singles
 from remat_jax.planning.last_word import Times
-from remat_jax.planning.point import Part, Point, next_bytes, unbeaten
-from remat_jax.planning.problem import Described, busy_seconds, copy_seconds
+from remat_jax.planning.model import block_name
+from remat_jax.planning.point import LayerRow, Part, Point, next_bytes, unbeaten
+from remat_jax.planning.problem import Described, Kind, busy_seconds, copy_seconds, policy_of
 from remat_jax.planning.proposals import Proposals
-from remat_jax.planning.translate import name_of, price_at, rows_of, text_of
-from remat_jax.solver import Stack
+from remat_jax.planning.translate import choices_of
+from remat_jax.policy import Policy
+from remat_jax.solver import Block, BlockPolicy, Choice, Stack
 
 POINTS = 12
 
@@ -39,26 +42,25 @@ def outcome(
     stack = fit.stack
 
     def point(candidate: StepCandidate) -> Point:
-        known, (seconds, timed) = fit.known(candidate), times.of(candidate)
+        tried, (seconds, timed) = fit.known(candidate), times.of(candidate)
         return Point(
             candidate.name,
-            None if known and known.compiled.device_bytes == FAILED else fit.shown(candidate, stack),
-            known.compiled.host_bytes if known else round(candidate.host_bytes),
+            None if tried and tried.compiled.device_bytes == FAILED else fit.shown(candidate, stack),
+            tried.compiled.host_bytes if tried else round(candidate.host_bytes),
             seconds,
-            known is not None,
+            tried is not None,
             parts_of(described, stack, candidate),
-            "" if known is None or known.compiled.sound else "its compiled step must not be run",
+            "" if tried is None or tried.compiled.sound else "its compiled step must not be run",
             timed,
         )
 
-    failed = [one for one in fit.tried if one.compiled.device_bytes == FAILED]
     tried = [point(one.candidate) for one in fit.tried]
     named = [point(one) for one in proposals.named]
     bound = None if is_over() else _lower_bound(proposals, times, best)
     next_gib = None if is_over() else _next_gib(proposals, times, searched, best)
     predicted = proposals.frontier(stack, POINTS, is_over)
     seconds, timed = times.of_compiled(best)
-    beside = [one for one in (*tried, *named, *map(point, predicted)) if not one.remark]
+    compiled = [one for one in fit.tried if one.compiled.device_bytes != FAILED]
     return {
         "device_bytes": best.compiled.device_bytes,
         "predicted_bytes": best.predicted_bytes,
@@ -67,13 +69,13 @@ def outcome(
         "timed": timed,
         "base_seconds": times.base,
         "lower_bound": bound,
-        "frontier": unbeaten(beside),
+        "frontier": unbeaten([one for one in (*tried, *named, *map(point, predicted)) if not one.remark]),
         "named": (*named, *remarks),
         "parts": parts_of(described, stack, best.candidate),
         "assumed_rates": _assumed(best, target),
-        "next_bytes": next_bytes(proposals.fit.budget),
+        "next_bytes": next_bytes(fit.budget),
         "next_gib_seconds": next_gib,
-        "tried": tuple((one.candidate.name or "a plan", one.compiled.device_bytes) for one in fit.tried if one not in failed),
+        "tried": tuple((one.candidate.name or "a plan", one.compiled.device_bytes) for one in compiled),
     }
 
 
@@ -82,32 +84,56 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
     kinds = {block.name: kind for block, kind in zip(stack.blocks, described.kinds, strict=True)}
     blocks = singles(stack)
     first = {block.name: at for at, block in reversed(list(enumerate(blocks)))}
-    found = []
+    parts = []
     for start, stop in runs(stack, candidate.choices or candidate.loads, candidate.cuts):
         block, load = blocks[start], candidate.loads[start]
         kind, layers = kinds[block.name], stop - start
-        rows = rows_of(kind, block, candidate, start)
-        price = price_at(described, kind, block, candidate, start)
+        policy, text, choices = _policy_at(kind, block, candidate, start)
+        # The price of the whole policy: a named policy may keep arrays beside the residuals.
+        price = kind.program.price(policy)
+        if start < candidate.grouped:
+            # A group of layers runs forward once more, before its layers do.
+            price = replace(price, seconds=price.seconds + block.forward_seconds)
         busy = busy_seconds(stack.link, price)
         each = [copy_seconds(stack.link, block, load.away, busy, last=at == len(blocks) - 1) for at in range(start, stop)]
-        found.append(
-            Part(
-                block=name_of(kind),
-                first=kind.layers[start - first[block.name]],
-                layers=layers,
-                every=kind.layers.step,
-                policy=text_of(kind, block, candidate, start),
-                saved_bytes=layers * load.saved,
-                offloaded_bytes=layers * load.away,
-                recomputed_bytes=layers * load.again,
-                rows=rows,
-                forward_seconds=block.forward_seconds,
-                backward_seconds=block.backward_seconds,
-                recompute_seconds=price.seconds,
-                copy_seconds=sum(each) / layers,
-            )
+        part = Part(
+            block=block_name(kind.block),
+            first=kind.layers[start - first[block.name]],
+            layers=layers,
+            every=kind.layers.step,
+            policy=text,
+            saved_bytes=layers * load.saved,
+            offloaded_bytes=layers * load.away,
+            recomputed_bytes=layers * load.again,
+            rows=_rows(kind, block, choices),
+            forward_seconds=block.forward_seconds,
+            backward_seconds=block.backward_seconds,
+            recompute_seconds=price.seconds,
+            copy_seconds=sum(each) / layers,
         )
-    return tuple(found)
+        parts.append(part)
+    return tuple(parts)
+
+
+def _policy_at(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> tuple[Policy, str, Sequence[Choice]]:
+    """The policy of the block at a position, its text, and its choices."""
+    if candidate.choices is None:
+        policy = Policy.parse(candidate.policy_name)
+        return policy, candidate.name, choices_of(kind, block, policy)
+    choices = candidate.choices[at]
+    policy = policy_of(kind, BlockPolicy(block, choices))
+    return policy, policy.name or str(policy), choices
+
+
+def _rows(kind: Kind, block: Block, choices: Sequence[Choice]) -> tuple[LayerRow, ...]:
+    """The action for each residual of a block; residuals neither kept nor recomputed are left out."""
+    rows = []
+    for residual, choice in zip(block.residuals, choices, strict=True):
+        # The block's path differs in each layer.
+        name = residual.name.removeprefix(kind.paths[0]).lstrip("/:") or residual.name
+        if choice is not Choice.UNUSED:
+            rows.append(LayerRow(name, choice.value, round(residual.bytes), residual.seconds))
+    return tuple(rows)
 
 
 def _assumed(best: Tried, target: Target) -> tuple[str, ...]:
@@ -143,11 +169,12 @@ def _next_gib(proposals: Proposals, times: Times, searched: Tried, best: Tried) 
 
     None if no step is faster, however much memory there is.
     """
-    any_size = [*filter(None, [proposals.solve(times.fit.stack, math.inf)]), *proposals.named]
-    if all(one.seconds * _ALIKE >= best.candidate.seconds for one in any_size):
+    stack, budget = times.fit.stack, times.fit.budget
+    of_any_size = [*filter(None, [proposals.solve(stack, math.inf)]), *proposals.named]
+    if all(one.seconds * _ALIKE >= best.candidate.seconds for one in of_any_size):
         return None
-    found = proposals.solve(times.fit.stack, proposals.fit.budget + next_bytes(proposals.fit.budget))
-    if found is None:
+    larger = proposals.solve(stack, budget + next_bytes(budget))
+    if larger is None:
         return 0.0
     (seconds, _), (start, _) = times.of_compiled(best), times.of_compiled(searched)
-    return max(0.0, seconds - start * times.traced(found) / times.traced(searched.candidate))
+    return max(0.0, seconds - start * times.traced(larger) / times.traced(searched.candidate))

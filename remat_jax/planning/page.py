@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat_jax.planning.explain import next_gib, ranked, said_time, signed, summary
-from remat_jax.planning.plan_data import PlanData
+from remat_jax.planning.explain import next_gib, ranked, signed, summary, time_text
+from remat_jax.planning.plan_data import PlanData, over_budget, plan_point
 from remat_jax.planning.point import Part, Point
 from remat_jax.report.document import document, escaped
 from remat_jax.report.frontier import FrontierPoint, frontier_figure
@@ -15,7 +15,8 @@ from remat_jax.report.tables import format_bytes
 
 _COLUMNS = (Column("device", "bytes"), Column("host", "bytes"), Column("step", "seconds"), Column("known"), Column("budget"))
 _RESIDUAL_COLUMNS = (Column("residual", "name"), Column("action"), Column("of one layer", "bytes"), Column("recomputing it"))
-_EXCESS = {"within": "", "over": "; over the budget", "over on the host": "; over the budget of host memory"}
+_BUDGET = {"": "within", "device": "over", "host": "over on the host"}
+_EXCESS = {"": "", "device": "; over the budget", "host": "; over the budget of host memory"}
 _OFFLOADED = "in host memory"
 _HINT = (
     "Left is less memory, down is faster. Filled points were compiled, hollow ones are predicted; points with a name are named "
@@ -31,12 +32,12 @@ def page(plan: PlanData) -> str:
 def body(plan: PlanData, level: int = 2) -> str:
     """The page below its title; `level` is the level of the headings. The script shows one `data-point` at a time."""
     points = with_plan(plan)
-    chosen = next(index for index, point in enumerate(points) if point is points[-1] or _is_plan(plan, point))
+    chosen = next(index for index, point in enumerate(points) if _is_plan(plan, point))
     label = "device memory against the estimated time of a step; the same figures are in the tables below"
     sentences = "".join(f"<p>{escaped(sentence)}</p>" for sentence in (summary(plan), next_gib(plan), *plan.notes))
     figures, layers = "", ""
     for index, point in enumerate(points):
-        text = ("The plan: " if index == chosen else "") + _described(plan, point) + _EXCESS[_budget(plan, point)]
+        text = ("The plan: " if index == chosen else "") + _described(plan, point) + _EXCESS[over_budget(plan, point)]
         shown = f'data-point="{index}"' + " hidden" * (index != chosen)
         figures += f'<dl class="figures" {shown} data-says="{escaped(text)}">{_figures(plan, point)}</dl>'
         layers += f"<div {shown}>{_layers(plan, point.parts)}</div>"
@@ -73,8 +74,7 @@ def with_plan(plan: PlanData) -> tuple[Point, ...]:
     frontier = tuple(filter(_has_place, plan.frontier))
     if any(_is_plan(plan, point) for point in frontier):
         return frontier
-    own = Point("", plan.device_bytes, plan.host_bytes, plan.seconds, True, plan.parts, timed=plan.timed)
-    return tuple(sorted((*frontier, own), key=lambda point: (point.device_bytes or 0, point.seconds or 0.0)))
+    return tuple(sorted((*frontier, plan_point(plan)), key=lambda point: (point.device_bytes or 0, point.seconds or 0.0)))
 
 
 def _named(plan: PlanData) -> list[Point]:
@@ -97,18 +97,12 @@ def _place(plan: PlanData, point: Point) -> FrontierPoint:
 def _described(plan: PlanData, point: Point) -> str:
     on_host = f", {format_bytes(point.host_bytes)} in host memory" if point.host_bytes else ""
     device = f"{format_bytes(point.device_bytes)} ({'compiled' if point.compiled else 'predicted'})"
-    return f"{device}, {said_time(plan, point.seconds)} a step ({_timing(point)}){on_host}"
+    return f"{device}, {time_text(plan, point.seconds)} a step ({_timing(point)}){on_host}"
 
 
 def _timing(point: Point) -> str:
     """The origin of a point's time."""
     return "compiled schedule" if point.timed else "traced program"
-
-
-def _budget(plan: PlanData, point: Point) -> str:
-    if (point.device_bytes or 0) > plan.budget:
-        return "over"
-    return "within" if plan.host_budget is None or point.host_bytes <= plan.host_budget else "over on the host"
 
 
 def _figures(plan: PlanData, point: Point) -> str:
@@ -118,7 +112,7 @@ def _figures(plan: PlanData, point: Point) -> str:
     figures = {
         "device memory": format_bytes(point.device_bytes),
         "host memory": format_bytes(point.host_bytes),
-        "estimated step": f"{said_time(plan, point.seconds)}, {_timing(point)}",
+        "estimated step": f"{time_text(plan, point.seconds)}, {_timing(point)}",
         "over keeping everything": signed(plan, extra) + share,
         "left of the budget" if left >= 0 else "over the budget": format_bytes(abs(left)),
     }
@@ -141,8 +135,8 @@ def _layers(plan: PlanData, parts: Sequence[Part]) -> str:
 def _residuals(plan: PlanData, part: Part) -> str:
     saved, offloaded, recomputed = map(format_bytes, (part.saved_bytes, part.offloaded_bytes, part.recomputed_bytes))
     sizes = f"{saved} saved, {offloaded} offloaded, {recomputed} recomputed"
-    costs = said_time(plan, part.layers * (part.recompute_seconds + part.copy_seconds))
-    rows: list[list[Cell]] = [[row.residual, row.action, row.bytes, said_time(plan, row.seconds)] for row in ranked(part.rows)]
+    costs = time_text(plan, part.layers * (part.recompute_seconds + part.copy_seconds))
+    rows: list[list[Cell]] = [[row.residual, row.action, row.bytes, time_text(plan, row.seconds)] for row in ranked(part.rows)]
     return (
         f"<details><summary><b>{escaped(part.where)}</b> <small>{sizes}; takes {costs} more</small></summary>"
         f'<p class="hint">{escaped(part.policy)}</p>'
@@ -162,4 +156,4 @@ def _named_table(plan: PlanData) -> str:
 
 def _row(plan: PlanData, point: Point, note: str = "") -> list[Cell]:
     known = ("compiled" if point.compiled else "predicted") + note
-    return [point.device_bytes, point.host_bytes, point.seconds, known, _budget(plan, point)]
+    return [point.device_bytes, point.host_bytes, point.seconds, known, _BUDGET[over_budget(plan, point)]]

@@ -90,33 +90,30 @@ class Plan(PlanData):
         if not callable(fn):
             raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
         planned = fn if self.is_off else checkpoint_blocks(fn, self.policies)
+        name = f"the plan for {self.workload!r}"
         passed: set[Hashable] = set()
 
         @functools.wraps(fn)
         def with_plan(*args: P.args, **kwargs: P.kwargs) -> R:
             if strict:
-                self.model.check_call(fn, args, kwargs, self._told)
+                self.model.check_call(fn, args, kwargs, name)
             else:
-                self.model.check_arguments((args, kwargs), self._told)
+                self.model.check_arguments((args, kwargs), name)
             try:
                 with noting_regions() as regions:
                     outputs = planned(*args, **kwargs)
             except NoEffectError as error:
                 raise NoEffectError(
-                    f"{self._told} does not fit this function: the plan was made with JAX {self.jax_version}, and since then "
-                    f"the model's code, its dtypes or JAX have changed its residuals. Plan again. ({error})"
+                    f"{name} does not fit this function: the plan was made with JAX {self.jax_version}, and since then the "
+                    f"model's code, its dtypes or JAX have changed its residuals. Plan again. ({error})"
                 ) from None
             # Counting checkpoints takes another trace: do it once for each signature, and only if there are checkpoints.
             if strict and (regions or self.model.checkpoints) and (signature := call_signature(args, kwargs)) not in passed:
-                self.model.check_checkpoints(fn, args, kwargs, self._told)
+                self.model.check_checkpoints(fn, args, kwargs, name)
                 passed.add(signature)
             return outputs
 
         return with_plan
-
-    @property
-    def _told(self) -> str:
-        return f"the plan for {self.workload!r}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names, and `version`."""
@@ -128,7 +125,7 @@ class Plan(PlanData):
         Raises:
           PlanningError: the file cannot be written.
         """
-        return files.write(path, files.to_json(self), "path")
+        return files.write(path, files.to_json(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], workload: Workload | None = None) -> Plan:
@@ -152,7 +149,7 @@ class Plan(PlanData):
         Raises:
           PlanningError: the page cannot be written.
         """
-        return files.write(path, page(self), "path")
+        return files.write(path, page(self))
 
     def __rich__(self) -> Any:
         return Group(plan_table(self), *map(Text, self.notes))

@@ -54,17 +54,14 @@ class PlanData:
     @property
     def best_named(self) -> Point | None:
         """The fastest compiled named policy that fits, else the fastest predicted; None if none fits."""
-        fits = [one for one in self.named if self._fits(one) and one.seconds is not None]
-        return min(fits, key=lambda one: (one.timed < self.timed, one.seconds, one.device_bytes)) if fits else None
-
-    def _fits(self, point: Point) -> bool:
-        host = point.host_bytes <= self.host_budget if self.host_budget is not None else True
-        return point.device_bytes is not None and point.device_bytes <= self.budget and not point.remark and host
+        timed = (point for point in self.named if point.seconds is not None and not point.remark)
+        fits = [point for point in timed if point.device_bytes is not None and not over_budget(self, point)]
+        return min(fits, key=lambda point: (point.timed < self.timed, point.seconds, point.device_bytes), default=None)
 
     @property
     def is_off(self) -> bool:
         """Whether the plan checkpoints nothing."""
-        return all(isinstance(one, Policy) and not one.checkpoint for one in self.policies.values())
+        return all(isinstance(policy, Policy) and not policy.checkpoint for policy in self.policies.values())
 
     @property
     def is_maximal(self) -> bool:
@@ -74,3 +71,15 @@ class PlanData:
         stay the same (`docs/how/planner.md`).
         """
         return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
+
+
+def over_budget(plan: PlanData, point: Point) -> str:
+    """The budget that a point exceeds, `device` or `host`; empty if it exceeds none."""
+    if (point.device_bytes or 0) > plan.budget:
+        return "device"
+    return "host" if plan.host_budget is not None and point.host_bytes > plan.host_budget else ""
+
+
+def plan_point(plan: PlanData, name: str = "") -> Point:
+    """The plan as a point."""
+    return Point(name, plan.device_bytes, plan.host_bytes, plan.seconds, True, plan.parts, timed=plan.timed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -39,10 +39,9 @@ class Kind:
       name: the name of the solver's block.
       block: the key in the workload's blocks, a class or a glob.
       layers: the blocks' positions in forward order among all calls of the key.
-      scanned: whether the blocks are rounds of one scan.
       paths: the module path of each block; rounds of a scan share one path.
-      residuals: the full residual names in the first block, in the order of the solver's residuals.
-      members: for each residual, the names of all arrays that share its decision, its own name first.
+      residuals: the names of the solver's residuals, as in the first block.
+      members: for each residual, the names of all arrays that share its decision.
     """
 
     name: str
@@ -57,13 +56,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Described:
-    """A workload as a planning problem.
+    """A workload as a planning problem: `stack` for the solver, with a kind for each of its blocks.
 
-    Attributes:
-      stack: the problem for the solver.
-      kinds: a kind for each block of the stack, in the same order.
-      outside_seconds: the time of the work outside the blocks: embedding, head, loss, optimizer.
-      rates: the rates behind all times.
+    `outside_seconds` is the time of the work outside the blocks: embedding, head, loss, optimizer.
     """
 
     stack: solver.Stack
@@ -77,29 +72,24 @@ class Described:
         return self.stack.base_seconds + self.outside_seconds
 
 
-Working = Callable[[Kind], float] | Mapping[str, float] | float
-
-
 def describe(
     workload: Workload,
     target: Target | str,
     *,
     rates: Rates | None = None,
-    working: Working | None = None,
+    working: float | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Described:
     """The planning problem of `workload` on `target`. Nothing is compiled without a mesh, and nothing runs.
 
     On a mesh, bytes and times are of one device, and one step is compiled to see how the compiler partitions the residuals.
-
-    Consecutive equal blocks are one kind, as are the rounds of a scan. Kinds that alternate in one scan follow each other in
-    the problem. The times are estimates of the cost model (`docs/how/planner.md`); the bytes are the residuals' sizes.
+    Kinds that alternate in one scan follow each other in the problem. The times are estimates of the cost model
+    (`docs/how/planner.md`).
 
     Args:
-      target: a target's name, or a `Target`; gives the rates, unless `rates` is given.
-      working: the bytes that a block's backward pass needs besides its residuals: a number for all, by the kind's name, or a
-        function of the kind. Without it, a first guess is the peak of live bytes in the backward pass, run in the order of
-        its jaxpr.
+      rates: those of `target`, if not given.
+      working: the bytes that a block's backward pass needs besides its residuals. The first guess is
+        `BlockProgram.working_bytes`.
 
     Raises:
       TargetError: the target's rates are unknown.
@@ -120,21 +110,20 @@ def describe(
     target = target if isinstance(target, Target) else target_named(target)
     rates = Rates.of(target) if rates is None else rates
     shares = residual_shares(workload, target, timeout=timeout) if workload.mesh is not None else None
-    found = calls(workload)
     kinds, blocks, alone, written = [], [], 0.0, 0.0
-    for number, (_, alike) in enumerate(groupby(found, key=lambda call: call.signature)):
-        same = list(alike)
-        program = block_program(same[0])
+    for number, same in enumerate(_equal_calls(workload)):
+        program = block_program(same[0], rates)
         count = sum(len(call.layers()) for call in same)
         alone += count * (program.forward.seconds(rates) + program.backward.seconds(rates))
-        written += count * program.written_seconds(rates)
+        written += count * program.written_seconds
+        gathered = 0
         if shares is not None:
             program = divided(program, shares.of_parts(same[0].parts))
+            gathered = gathered_bytes(program)
         chosen = nodes(program)
-        kind = _kind(number, same, program, chosen)
-        kinds.append(kind)
-        gathered = gathered_bytes(program) if shares is not None else 0
-        blocks.append(_block(kind, program, chosen, rates, working, gathered))
+        kinds.append(_kind(number, same, program, chosen))
+        needs = program.working_bytes + gathered if working is None else working
+        blocks.append(_block(kinds[-1], chosen, float(needs)))
     link = None
     if rates.out_bytes_per_s is not None and rates.in_bytes_per_s is not None:
         link = solver.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share, rates.hbm_bytes_per_s)
@@ -148,10 +137,22 @@ def describe(
     return Described(stack, tuple(kinds), outside, rates)
 
 
+def _equal_calls(workload: Workload) -> Iterator[list[Call]]:
+    """The calls of the workload's blocks, of which equal neighbours are together if their positions form one range."""
+    for _, neighbours in groupby(calls(workload), key=lambda call: call.signature):
+        same = list(neighbours)
+        layers = sorted(layer for call in same for layer in call.layers())
+        # Two equal blocks that alternate with a third in one scan leave out the positions of the third.
+        is_range = layers[-1] - layers[0] + 1 == len(layers)
+        if is_range:
+            yield same
+        else:
+            yield from ([call] for call in same)
+
+
 def _kind(number: int, same: Sequence[Call], program: BlockProgram, chosen: Sequence[Node]) -> Kind:
     first, key = same[0].layers(), same[0].key
     path = {layer: call.path for call in same for layer in call.layers()}
-    # Equal calls that alternate in one scan form one contiguous range.
     layers = first if len(same) == 1 else range(min(path), max(path) + 1)
     return Kind(
         f"{number}:{key if isinstance(key, str) else key.__name__}",
@@ -165,20 +166,14 @@ def _kind(number: int, same: Sequence[Call], program: BlockProgram, chosen: Sequ
     )
 
 
-def _block(
-    kind: Kind, program: BlockProgram, chosen: Sequence[Node], rates: Rates, working: Working | None, gathered: int
-) -> solver.Block:
-    needs = program.working_bytes + gathered if working is None else working
-    if callable(needs):
-        needs = needs(kind)
-    elif isinstance(needs, Mapping):
-        needs = needs[kind.name]
+def _block(kind: Kind, chosen: Sequence[Node], working: float) -> solver.Block:
+    program = kind.program
     return solver.Block(
         kind.name,
-        tuple(residual(program, node, chosen, rates) for node in chosen),
-        program.forward.seconds(rates),
-        program.backward.seconds(rates),
-        working_bytes=float(needs),
+        tuple(residual(program, node, chosen) for node in chosen),
+        program.forward.seconds(program.rates),
+        program.backward.seconds(program.rates),
+        working_bytes=working,
         repeats=len(kind.layers),
     )
 
@@ -200,30 +195,15 @@ def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], 
 
 
 def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
-    """The solver's choice for a block of `kind` as a policy: kept residuals by name; the rest is recomputed.
+    """The solver's choice for a block of `kind` as a policy for every block of the kind.
 
-    The policy holds for every block of the kind: if the blocks have different paths, its selectors match any path.
-
-    Raises:
-      PlanningError: `choice` is for a block with other residuals.
-
-    >>> import flax.linen as nn, jax.numpy as jnp
-    >>> class Layer(nn.Module):
-    ...     @nn.compact
-    ...     def __call__(self, x):
-    ...         return jnp.sin(nn.Dense(8, name="up")(x))
-    >>> model, x = nn.Sequential([Layer(), Layer()]), jax.ShapeDtypeStruct((2, 8), jnp.float32)
-    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
-    >>> found = describe(Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Layer), "h200")
-    >>> found.kinds[1].residuals
-    ('layers_1:input#0', 'layers_1:cos#0')
-    >>> policy_of(found.kinds[1], solver.BlockPolicy(found.stack.blocks[1], ("save", "offload")))
-    Policy.parse('offload: layers_1:cos#0')
+    If the blocks have different paths, its selectors match any path. A `choice` for other residuals is a `PlanningError`.
     """
-    if tuple(one.name for one in choice.block.residuals) != kind.residuals:
+    residual_names = [one.name for one in choice.block.residuals]
+    if residual_names != list(kind.residuals):
         raise PlanningError(
-            f"policy_of: the choice is for a block of {[one.name for one in choice.block.residuals]}, and {kind.name!r} has "
-            f"{list(kind.residuals)}; take the block of the same Described."
+            f"policy_of: the choice is for a block of {residual_names}, and {kind.name!r} has {list(kind.residuals)}; take the "
+            "block of the same Described."
         )
     chosen: dict[str, list[str]] = {"offload": [], "save": []}
     for names, action in zip(kind.members, choice.choices, strict=True):
@@ -236,16 +216,19 @@ def extra_seconds(described: Described, policy: Any) -> float:
     """The time that residuals cost under `policy`: keeping, recomputing, and copies that a block's compute does not hide.
 
     Args:
-      policy: for all layers of all blocks, or a mapping from block to policy. A policy is a `Policy`, its name or text,
-        `LayerPolicies` or their text, or a sequence with a policy for each layer.
+      policy: for all layers of all blocks, or a mapping from block to policy; or a sequence with a policy for each layer.
 
     Raises:
-      PlanningError: the policy has too few or too many layers, or groups of layers, or is a JAX policy object, whose choices
-        cannot be read in advance.
+      PlanningError: the policy has too few or too many layers, or groups of layers, or is a JAX policy object.
     """
-    return sum(
-        block_seconds(described.stack.link, block, price, last=last) for block, _, price, last in _priced(described, policy)
-    )
+    *before, last = _priced(described, policy)
+    seconds = sum(block_seconds(described.stack.link, *priced, last=False) for priced in before)
+    return seconds + block_seconds(described.stack.link, *last, last=True)
+
+
+def keeping_seconds(described: Described) -> float:
+    """The time that residuals cost if all are kept, under `off` or `everything`, whichever is faster."""
+    return min(extra_seconds(described, name) for name in KEEP_ALL)
 
 
 def block_seconds(link: solver.HostLink | None, block: solver.Block, price: Price, *, last: bool) -> float:
@@ -256,76 +239,70 @@ def block_seconds(link: solver.HostLink | None, block: solver.Block, price: Pric
 
 def busy_seconds(link: solver.HostLink | None, price: Price) -> float:
     """Seconds of the device for a block's residuals: keeping and recomputing them, and its memory's part in their copies."""
-    return price.work_seconds + (0.0 if link is None else link.seconds_per_byte * price.host_bytes)
-
-
-def keeping_seconds(described: Described) -> float:
-    """The time that residuals cost if all are kept, under `off` or `everything`, whichever is faster."""
-    return min(extra_seconds(described, name) for name in KEEP_ALL)
+    return price.seconds + price.kept_seconds + (0.0 if link is None else link.seconds_per_byte * price.host_bytes)
 
 
 def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, busy: float, *, last: bool) -> float:
     """Seconds of one block's copies of `away` bytes to the host and back that compute does not hide.
 
-    The compute includes the `busy` seconds of the block's residuals. The backward pass of the very last block follows at once,
-    so nothing overlaps its copies back.
+    The compute of the backward pass includes the `busy` seconds of the block's residuals.
     """
     if link is None or not away:
         return 0.0
+    # The backward pass of the very last block follows at once, so nothing overlaps its copies back.
     beside = 0.0 if last else block.backward_seconds + busy
     return link.exposed_out(away, block.forward_seconds) + link.exposed_in(away, beside)
 
 
 def recompute_flops(described: Described, policy: Any) -> int:
-    """The operations of matrix products and convolutions that `policy` recomputes in one step.
-
-    They agree with the jaxprs: `cost.count.flops` of the step under `policy`, less that of the step under `everything`.
-    """
-    return sum(price.flops for _, _, price, _ in _priced(described, policy))
+    """The FLOPs that `policy` recomputes in one step: `cost.count.flops` under `policy`, less that under `everything`."""
+    return sum(price.flops for _, price in _priced(described, policy))
 
 
 def kept_bytes(described: Described, policy: Any) -> tuple[int, int]:
     """The bytes of the blocks' residuals that `policy` keeps between the passes, on the device and on the host."""
-    prices = [price for _, _, price, _ in _priced(described, policy)]
+    prices = [price for _, price in _priced(described, policy)]
     return sum(price.saved_bytes for price in prices), sum(price.host_bytes for price in prices)
 
 
-def _priced(described: Described, policy: Any) -> list[tuple[solver.Block, int, Price, bool]]:
-    """For each layer: its block, its position, the price of its policy, and whether it is the very last layer."""
-    result = []
+def _priced(described: Described, policy: Any) -> list[tuple[solver.Block, Price]]:
+    """The block and the price of each layer's policy."""
+    priced = []
     for block, kind in zip(described.stack.blocks, described.kinds, strict=True):
-        wanted = _for_block(policy, kind.block, described)
         count = sum(len(other.layers) for other in described.kinds if other.block == kind.block)
-        for layer, path in zip(kind.layers, kind.paths, strict=True):
-            result.append((block, layer, kind.program.price(_at(wanted, layer, count), described.rates, path), False))
-    return [*result[:-1], (*result[-1][:3], True)]
+        policies = _of_layers(_for_block(policy, kind.block, described), count)
+        layers = zip(kind.layers, kind.paths, strict=True)
+        priced += [(block, kind.program.price(policies[layer], path)) for layer, path in layers]
+    return priced
 
 
 def _for_block(policy: Any, key: Block, described: Described) -> Any:
     if not isinstance(policy, Mapping):
         return policy
-    unknown = [block for block in policy if block not in {kind.block for kind in described.kinds}]
+    blocks = list(dict.fromkeys(kind.block for kind in described.kinds))
+    unknown = [block for block in policy if block not in blocks]
     if unknown or key not in policy:
         raise PlanningError(
             f"policy: blocks {unknown or [key]} {'are none of the workload' if unknown else 'have no policy'}; give one for "
-            f"each of {list(dict.fromkeys(kind.block for kind in described.kinds))}"
+            f"each of {blocks}"
         )
     return policy[key]
 
 
-def _at(policy: Any, layer: int, count: int) -> Policy:
+def _of_layers(policy: Any, count: int) -> list[Policy]:
+    """The policy of each of `count` layers."""
     if isinstance(policy, Sequence) and not isinstance(policy, str):
         policy = LayerPolicies.of(policy)
     checked = as_block_policy(policy)
-    if isinstance(checked, LayerPolicies):
-        if checked.layers != count:
-            raise PlanningError(f"policy: it is for {checked.layers} layers, but there are {count}; give one for each")
-        if checked.groups:
-            raise PlanningError(f"policy={str(checked)!r}: groups of layers are not priced; ask remat_jax.measure")
-        return checked[layer]
-    if not isinstance(checked, Policy):
+    if isinstance(checked, Policy):
+        return [checked] * count
+    if not isinstance(checked, LayerPolicies):
         raise PlanningError(
             f"policy={policy!r}: a JAX policy object decides while tracing, so it cannot be priced before; write it as a "
             "text, such as 'save: @dots'"
         )
-    return checked
+    if checked.layers != count:
+        raise PlanningError(f"policy: it is for {checked.layers} layers, but there are {count}; give one for each")
+    if checked.groups:
+        raise PlanningError(f"policy={str(checked)!r}: groups of layers are not priced; ask remat_jax.measure")
+    return [checked[layer] for layer in range(count)]

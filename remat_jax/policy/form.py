@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,9 +40,8 @@ class Policy:
 
     Attributes:
         rules: the rules, in order. Only the last rule can be ``*``, which matches every residual.
-        default: what happens to a residual that no rule before ``*`` matches. A default other than ``recompute`` becomes
-            a last rule ``*``, and a last rule ``*`` sets the default, so policies that do the same compare equal.
-            A policy without rules is ``recompute: *``.
+        default: what happens to a residual that no rule before ``*`` matches; the same as a last rule ``*``, so policies that
+            do the same compare equal. A policy without rules is ``recompute: *``.
         checkpoint: False for ``off``: no checkpointing and no rules.
 
     Raises:
@@ -142,13 +142,9 @@ class Policy:
 
     @property
     def kept_globs(self) -> tuple[str, ...]:
-        """Of these, the selectors that save or offload.
-
-        >>> Policy.parse("recompute: *norm*; save: *ffn/up*").kept_globs
-        ('*ffn/up*',)
-        """
+        """The `automatic_globs` of rules that save or offload."""
         kept = (rule.selectors for rule in self.rules if rule.action is not Action.RECOMPUTE)
-        return tuple(selector for selectors in kept for selector in filter(is_automatic_glob, selectors))
+        return tuple(filter(is_automatic_glob, itertools.chain.from_iterable(kept)))
 
     def action(self, candidate: Candidate) -> Action:
         """The action of the first rule that matches ``candidate``, else the default."""
@@ -190,11 +186,7 @@ class Policy:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Policy:
-        """The policy that ``to_dict`` wrote as ``data``.
-
-        Raises:
-            PolicyError: keys are missing or unknown, the version is not supported, or a rule is malformed.
-        """
+        """The policy that ``to_dict`` wrote as ``data``; `PolicyError` for anything else."""
         _check_keys(data, ("version", "checkpoint", "rules"), "a policy")
         if type(data["version"]) is not int or data["version"] != VERSION:
             raise PolicyError(
@@ -216,10 +208,7 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
-        """The policy that ``to_json`` wrote as ``text``.
-
-        Raises:
-            PolicyError: ``text`` is not JSON, or ``from_dict`` refuses its content.
+        """The policy that ``to_json`` wrote as ``text``; `PolicyError` for anything else.
 
         >>> Policy.from_json(Policy.parse("full").to_json()).name
         'full'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,14 +16,7 @@ _IN_GROUPS = re.compile(r"(.*\S)\s+in\s+groups\s+of\s+(\S+)\s*", re.DOTALL)
 
 
 def split_groups(text: str, argument: str) -> tuple[str, int | None]:
-    """The policy in a run's text, and the number of layers in each group; None without groups.
-
-    Raises:
-        PolicyError: the size of the groups is not a positive integer.
-
-    >>> split_groups("full in groups of 6", "policy"), split_groups("dots", "policy")
-    (('full', 6), ('dots', None))
-    """
+    """The policy in a run's text, and the number of layers in each group; None without groups."""
     match = _IN_GROUPS.fullmatch(text)
     if match is None:
         return text, None
@@ -38,38 +33,19 @@ def is_in_groups(text: str) -> bool:
     return _IN_GROUPS.fullmatch(text) is not None
 
 
-def divided(first: int, layers: int, size: int) -> list[Group]:
-    """``layers`` layers from ``first`` on, in groups of ``size``; the last group has the rest.
-
-    >>> divided(2, 7, 3)
-    [(2, 5), (5, 8), (8, 9)]
-    """
-    end = first + layers
-    return [(start, min(start + size, end)) for start in range(first, end, size)]
-
-
 def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[int]) -> tuple[Group, ...]:
-    """The groups in order; each is inside one run, contains no cut and overlaps no other group.
-
-    Raises:
-        PolicyError: a group is not a pair of positions, crosses a run's border, contains a cut, overlaps another group, or has
-            a policy that offloads.
-    """
+    """The groups in order; each is inside one run without offload, contains no cut and overlaps no other group."""
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise PolicyError(f"LayerPolicies: groups={groups!r}: expected pairs (first layer, the one after the last).")
     checked = sorted(_checked_pair(pair) for pair in groups)
-    borders, start = [0], 0
-    for count, _ in runs:
-        start += count
-        borders.append(start)
+    borders = [0, *itertools.accumulate(count for count, _ in runs)]
     cut = set(cuts)
-    last_end, run = 0, 0
+    last_end = 0
     for first, end in checked:
         if first < last_end:
             raise PolicyError(f"LayerPolicies: groups: layer {first} is in two groups; a layer is in one group at most.")
         last_end = end
-        while run < len(runs) - 1 and borders[run + 1] <= first:
-            run += 1
+        run = min(bisect.bisect_right(borders, first), len(runs)) - 1
         if not borders[run] <= first < end <= borders[run + 1]:
             raise PolicyError(
                 f"LayerPolicies: groups: the group of layers {first} to {end - 1}: expected layers of one run, such as those "
@@ -93,14 +69,10 @@ def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[
 
 def series_borders(groups: Sequence[Group]) -> set[int]:
     """Where each series of consecutive groups of equal size begins and ends."""
-    borders: set[int] = set()
-    for nth, (first, end) in enumerate(groups):
-        before = groups[nth - 1] if nth else None
-        if before is None or before[1] != first or before[1] - before[0] != end - first:
-            borders.add(first)
-        if nth + 1 == len(groups) or groups[nth + 1][0] != end:
-            borders.add(end)
-    return borders
+    sizes = {first: end - first for first, end in groups}
+    size_before = {end: end - first for first, end in groups}
+    starts = {first for first, size in sizes.items() if size_before.get(first) != size}
+    return starts | (size_before.keys() - sizes.keys())
 
 
 def _checked_pair(pair: Any) -> Group:

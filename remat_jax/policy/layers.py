@@ -12,11 +12,11 @@ from typing import Any
 
 from remat_jax.errors import PolicyError
 from remat_jax.policy.form import Policy
-from remat_jax.policy.grouping import Group, checked_groups, divided, is_in_groups, series_borders, split_groups
+from remat_jax.policy.grouping import Group, checked_groups, is_in_groups, series_borders, split_groups
 from remat_jax.policy.text import parse_json
 
 VERSION, CUT_VERSION, GROUP_VERSION = 1, 2, 3
-"""The versions of JSON without cuts, with cuts, and with groups. An older release must refuse what it cannot read."""
+"""The versions of JSON without cuts, with cuts, and with groups."""
 MOST_LAYERS = 10**6
 """The most layers in a run. A larger number is a typo, and a list of its layers would not fit in memory."""
 _RUN = re.compile(r"\s*(\d+)\s*[x×]\s+(.*)", re.DOTALL)
@@ -32,31 +32,27 @@ _GRAMMAR = (
 class LayerPolicies:
     """A policy for each layer: the i-th call of a block, in forward order, runs under the i-th policy.
 
-    `checkpoint_blocks`, `Workload`, `residuals`, `measure` and `doctor` take it as a block's policy. Unrolled layers are
-    counted in the order of their calls. A scan over layers is cut into one scan for each run of equal policies, with the same
-    parameters and the same results. There must be as many layers as calls.
+    `checkpoint_blocks`, `Workload`, `residuals`, `measure` and `doctor` take it as a block's policy. A scan over layers is cut
+    into one scan for each run of equal policies, with the same parameters and the same results. There must be as many layers as
+    calls.
 
-    A text lists the runs, `N × policy` or `N x policy`, separated by bars, the first layers first. Two bars cut a scan between
-    layers under one policy. A cut can change memory, because XLA does not treat a scan of a single layer as a loop
-    (`docs/notes/cutting_a_scan.md`).
+    A text lists the runs, `N × policy` or `N x policy`, separated by bars. Two bars cut a scan between layers under one policy.
+    A cut can change memory, because XLA does not treat a scan of a single layer as a loop (`docs/notes/cutting_a_scan.md`).
 
-    `N × policy in groups of k` sets one checkpoint around each k consecutive layers. The checkpoint keeps only the group's
-    input. The backward pass recomputes the group, and this recomputation runs its layers under their policy.
-    Under `full` at most N/k + k inputs and the residuals of one layer are alive, and each layer runs forward three times.
-    Under `off` each layer runs forward twice, and the residuals of k layers are alive (Chen et al., arXiv:1604.06174). The last
-    group of a run has the layers that are left over. A group of one layer is that layer under `full`. Computation between the
-    layers of a group is recomputed with them.
+    `N × policy in groups of k` sets one checkpoint around each k consecutive layers, which keeps only the group's input. The
+    backward pass recomputes the group, with its layers under their policy and the computation between them. Under `full` at
+    most N/k + k inputs and the residuals of one layer are alive, and each layer runs forward three times. Under `off` each
+    layer runs forward twice, and the residuals of k layers are alive (Chen et al., arXiv:1604.06174). The last group of a run
+    has the layers that are left over. A group of one layer is that layer under `full`.
 
     Attributes:
         runs: pairs of the number of consecutive layers and their policy; equal neighbours become one run.
-        cuts: the layers, counted from 0, before which a scan is cut between layers under one policy. A cut where the policy
-            changes anyway is dropped. A round of a scan is never cut: if a round calls the block several times, the cut comes
-            before the next round. Cuts have no effect on unrolled layers.
+        cuts: the layers, counted from 0, before which a scan is cut between layers under one policy; in a scan whose round
+            calls the block several times, before the next round. A cut where the policy changes anyway is dropped.
         groups: for each group its first layer and the layer after it. A group is inside one run and contains no cut.
 
     Raises:
-        PolicyError: there is no run, a run has no layer, a run's policy is not a policy, a cut is not between two layers, a
-            group is not inside a run, or a policy offloads inside a group.
+        PolicyError: a run, its policy, a cut or a group is malformed, or a policy offloads inside a group.
 
     >>> policies = LayerPolicies.parse("8 x full | 4 x save: @dots")
     >>> str(policies), policies.layers, policies[8].name
@@ -90,9 +86,6 @@ class LayerPolicies:
     def of(cls, policies: Iterable[Policy | str], cuts: Iterable[int] = (), groups: Iterable[Group] = ()) -> LayerPolicies:
         """Policies by layer from one policy (or its name or text) for each layer, the first layer's first.
 
-        Raises:
-            PolicyError: there is no policy, or an element is not a policy.
-
         >>> LayerPolicies.of(["full", "dots", "dots"]).runs[1][0]
         2
         """
@@ -117,12 +110,13 @@ class LayerPolicies:
         if not isinstance(text, str):
             raise PolicyError(f"{argument}={text!r} is of type {type(text).__name__}; write {_GRAMMAR}.")
         runs: list[tuple[int, Policy]] = []
-        cuts = []
+        cuts: list[int] = []
         groups: list[Group] = []
         # Odd parts are the bars between runs.
         for nth, part in enumerate(_BAR.split(text)):
+            first = sum(count for count, _ in runs)
             if nth % 2:
-                cuts += [sum(count for count, _ in runs)] if part == "||" else []
+                cuts += [first] if part == "||" else []
                 continue
             match = _RUN.fullmatch(part)
             if match is None:
@@ -134,7 +128,7 @@ class LayerPolicies:
             policy, size = split_groups(match[2].strip(), argument)
             count = int(digits or 0)
             if size is not None and count <= MOST_LAYERS:
-                groups += divided(sum(before for before, _ in runs), count, size)
+                groups += [(start, min(start + size, first + count)) for start in range(first, first + count, size)]
             runs.append((count, Policy.parse(policy, argument)))
         return cls(tuple(runs), tuple(cuts), tuple(groups))
 
@@ -185,11 +179,7 @@ class LayerPolicies:
         return tuple(pieces)
 
     def run_of(self, layer: int) -> tuple[range, Policy]:
-        """The element of `ranges` that contains a layer, counted from 0.
-
-        Raises:
-            IndexError: the layer does not exist.
-        """
+        """The element of `ranges` that contains a layer, counted from 0; `IndexError` if there is no such layer."""
         for positions, policy in self.ranges:
             if layer in positions:
                 return positions, policy
@@ -224,18 +214,14 @@ class LayerPolicies:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: ``version``; ``runs``, each with ``layers`` and ``policy``; ``cuts`` and ``groups`` if any."""
-        runs = [{"layers": count, "policy": policy.to_dict()} for count, policy in self.runs]
-        data = {"version": GROUP_VERSION if self.groups else CUT_VERSION if self.cuts else VERSION, "runs": runs}
+        data: dict[str, Any] = {"runs": [{"layers": count, "policy": policy.to_dict()} for count, policy in self.runs]}
         data |= {"cuts": list(self.cuts)} if self.cuts else {}
-        return data | ({"groups": [list(group) for group in self.groups]} if self.groups else {})
+        data |= {"groups": [list(group) for group in self.groups]} if self.groups else {}
+        return {"version": _version(data), **data}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LayerPolicies:
-        """The policies that ``to_dict`` wrote as ``data``.
-
-        Raises:
-            PolicyError: keys are missing or unknown, the version is not supported, or a run is malformed.
-        """
+        """The policies that ``to_dict`` wrote as ``data``; `PolicyError` for anything else."""
         keys = set(data) if isinstance(data, dict) else set()
         runs = data["runs"] if {"version", "runs"} <= keys <= {"version", "runs", "cuts", "groups"} else None
         if not isinstance(runs, list) or not all(isinstance(run, dict) and set(run) == {"layers", "policy"} for run in runs):
@@ -243,8 +229,7 @@ class LayerPolicies:
                 f"policies by layer: {data!r}: expected an object with version and runs, and in each run layers and policy; "
                 "give what LayerPolicies.to_dict wrote."
             )
-        expected_version = GROUP_VERSION if "groups" in keys else CUT_VERSION if "cuts" in keys else VERSION
-        if type(data["version"]) is not int or data["version"] != expected_version:
+        if type(data["version"]) is not int or data["version"] != _version(data):
             raise PolicyError(
                 f"policies by layer: version={data['version']!r}, and this release reads version {VERSION}, version "
                 f"{CUT_VERSION} with cuts and version {GROUP_VERSION} with groups; write the file again with this release."
@@ -260,10 +245,7 @@ class LayerPolicies:
 
     @classmethod
     def from_json(cls, text: str) -> LayerPolicies:
-        """The policies that ``to_json`` wrote as ``text``.
-
-        Raises:
-            PolicyError: ``text`` is not JSON, or ``from_dict`` refuses its content.
+        """The policies that ``to_json`` wrote as ``text``; `PolicyError` for anything else.
 
         >>> LayerPolicies.from_json(LayerPolicies.parse("8 x full | 4 x dots").to_json()).layers
         12
@@ -271,15 +253,16 @@ class LayerPolicies:
         return cls.from_dict(parse_json(text, "policies by layer", "LayerPolicies.to_json"))
 
 
-def is_by_layer(value: object) -> bool:
-    """Whether ``value`` is a `LayerPolicies` or the text of policies by layer.
+def _version(data: dict[str, Any]) -> int:
+    """The version of JSON with these keys; an older release must refuse what it cannot read."""
+    return GROUP_VERSION if "groups" in data else CUT_VERSION if "cuts" in data else VERSION
 
-    >>> is_by_layer("8 x full"), is_by_layer("save: x")
-    (True, False)
-    """
-    return isinstance(value, LayerPolicies) or (
-        isinstance(value, str) and (_RUN.match(value) is not None or is_in_groups(value))
-    )
+
+def is_by_layer(value: object) -> bool:
+    """Whether ``value`` is a `LayerPolicies` or the text of policies by layer."""
+    if isinstance(value, str):
+        return _RUN.match(value) is not None or is_in_groups(value)
+    return isinstance(value, LayerPolicies)
 
 
 def _checked_cuts(cuts: Any, layers: int) -> set[int]:

@@ -22,8 +22,8 @@ def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Poli
     A JAX policy object, which is a function, is returned as it is. Error messages call ``value`` ``argument``.
 
     Raises:
-        UnknownPolicyError: a single word that is not a policy's name; the message lists the names and the nearest.
-        PolicyError: ``None``, a malformed text, or anything else that is not a policy.
+        UnknownPolicyError: a single word that is not a policy's name.
+        PolicyError: ``value`` is not a policy.
 
     >>> as_policy("nothing_saveable").name
     'full'
@@ -42,14 +42,7 @@ def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Poli
 
 
 def as_block_policy(value: Any, argument: str = "policy") -> Policy | JaxPolicy | LayerPolicies:
-    """The policy for blocks that ``value`` describes: policies by layer or their text, or what `as_policy` takes.
-
-    Raises:
-        PolicyError: ``value`` is neither.
-
-    >>> as_block_policy("2 x full | 1 x dots").layers, as_block_policy("dots").name
-    (3, 'dots')
-    """
+    """The policy for blocks that ``value`` describes: policies by layer or their text, or what `as_policy` takes."""
     if isinstance(value, LayerPolicies):
         return value
     return LayerPolicies.parse(value, argument) if is_by_layer(value) else as_policy(value, argument)

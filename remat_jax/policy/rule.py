@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -11,21 +11,15 @@ from remat_jax.errors import PolicyError, nearest
 
 INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS, PRIMITIVE = "@inputs", "@dots", "@dots_with_no_batch_dims", "@primitive:"
 CONVS = "@convs"
-_WORDS = (INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS, CONVS)
 
 # As jax.checkpoint_policies.dots_saveable and dots_with_no_batch_dims_saveable (jax/_src/ad_checkpoint.py): the first saves
 # convolutions, the second does not.
 CONVOLUTION = "conv_general_dilated"
 _DOTS = frozenset({"dot_general", CONVOLUTION, "scaled_matmul_wrapper"})
-_DOTS_THAT_MAY_HAVE_NO_BATCH_DIMS = frozenset({"dot_general", "scaled_matmul_wrapper"})
 
 
 class Action(StrEnum):
-    """What happens to a residual between the forward and the backward pass.
-
-    >>> Action("offload").value
-    'offload'
-    """
+    """What happens to a residual between the forward and the backward pass."""
 
     SAVE = "save"
     OFFLOAD = "offload"
@@ -54,9 +48,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PolicyRule:
-    """An action, and the selectors of the residuals that it applies to.
-
-    ``action`` may be a word, and ``selectors`` any sequence of texts.
+    """An action (or its word), and the selectors of the residuals that it applies to, any sequence of texts.
 
     Raises:
         PolicyError: an unknown action, no selectors, or a selector that cannot be written in a policy's text.
@@ -90,11 +82,7 @@ class PolicyRule:
 
 
 def to_action(word: object) -> Action:
-    """The action with this word.
-
-    Raises:
-        PolicyError: the word is not ``save``, ``offload`` or ``recompute``.
-    """
+    """The action with this word."""
     try:
         return Action(word)  # type: ignore[arg-type]  # it refuses what is not a word
     except ValueError:
@@ -112,18 +100,21 @@ def matches(selector: str, candidate: Candidate) -> bool:
     >>> matches("@convs", Candidate("Block/Conv_0:conv_general_dilated#0", "conv_general_dilated"))
     True
     """
-    if selector == INPUTS:
-        return candidate.is_input
-    if selector == DOTS:
-        return candidate.primitive in _DOTS
-    if selector == CONVS:
-        return candidate.primitive == CONVOLUTION
-    if selector == DOTS_WITH_NO_BATCH_DIMS:
-        return candidate.primitive in _DOTS_THAT_MAY_HAVE_NO_BATCH_DIMS and not candidate.has_batch_dims
+    if selector in _MATCHES:
+        return _MATCHES[selector](candidate)
     if selector.startswith(PRIMITIVE):
         return fnmatchcase(candidate.primitive, selector[len(PRIMITIVE) :])
     # A name copied from a table must match itself, although a glob reads its brackets as a set.
     return candidate.name == selector or fnmatchcase(candidate.name, selector)
+
+
+_MATCHES: dict[str, Callable[[Candidate], bool]] = {
+    INPUTS: lambda candidate: candidate.is_input,
+    DOTS: lambda candidate: candidate.primitive in _DOTS,
+    DOTS_WITH_NO_BATCH_DIMS: lambda candidate: candidate.primitive in _DOTS - {CONVOLUTION} and not candidate.has_batch_dims,
+    CONVS: lambda candidate: candidate.primitive == CONVOLUTION,
+}
+"""What the selectors without arguments match."""
 
 
 def is_catch_all(selector: str) -> bool:
@@ -132,29 +123,25 @@ def is_catch_all(selector: str) -> bool:
 
 
 def is_automatic_glob(selector: str) -> bool:
-    """Whether ``selector`` needs automatic residual names.
-
-    False for ``@…`` selectors, the catch-all ``*``, and plain names, which may be a user's ``checkpoint_name``.
-    """
+    """Whether ``selector`` needs automatic residual names; a plain name may be a user's ``checkpoint_name``."""
     return not selector.startswith("@") and not is_catch_all(selector) and any(mark in selector for mark in "*?[/:#")
 
 
 def what_is_wrong(selector: object) -> str:
-    """Why ``selector`` is invalid, as the end of a sentence that begins with the selector; empty if it is valid."""
+    """Why ``selector`` is invalid, as the rest of a sentence that begins with it; empty if it is valid."""
     if not isinstance(selector, str):
         return "is not a text; write a glob on residual names such as '*ffn/up*', or '@dots'."
     if not selector.strip():
         return "is empty; write a glob on residual names such as '*ffn/up*', or '@dots'."
     if selector != selector.strip() or "," in selector or ";" in selector:
         return "has a comma, a semicolon or outer whitespace, which separate selectors; give them one by one."
-    if not selector.startswith("@") or selector in _WORDS:
+    if not selector.startswith("@") or selector in _MATCHES:
         return ""
     if selector.startswith(PRIMITIVE):
         primitive = selector[len(PRIMITIVE) :]
-        if primitive and primitive == primitive.strip():
-            return ""
-        return "names no primitive; write one after the colon, as in '@primitive:exp'."
-    known_selectors = [*_WORDS, PRIMITIVE + "NAME"]
+        good = primitive and primitive == primitive.strip()
+        return "" if good else "names no primitive; write one after the colon, as in '@primitive:exp'."
+    known_selectors = [*_MATCHES, PRIMITIVE + "NAME"]
     return f"is not a known selector; those with @ are {', '.join(known_selectors)}." + nearest(selector, known_selectors)
 
 
@@ -170,8 +157,7 @@ def first_unreachable(selectors: Sequence[str]) -> tuple[int, str] | None:
         if selector in seen:
             return index, f"{selector!r} is never reached: the same selector comes before it; remove one of them."
         if catch_all:
-            why = f"{catch_all!r} before it takes every residual; move it in front."
-            return index, f"{selector!r} is never reached: {why}"
+            return index, f"{selector!r} is never reached: {catch_all!r} before it takes every residual; move it in front."
         seen.add(selector)
         catch_all = selector if is_catch_all(selector) else ""
     return None

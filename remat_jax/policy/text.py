@@ -45,10 +45,7 @@ FACTORIES: dict[str, str] = {
 }
 
 _GRAMMAR = "'action: selector, selector; action: selector', as in 'offload: *ffn/up*; save: @dots'"
-
-
-def _choices() -> str:
-    return f"The names are {', '.join(NAMED_TEXTS)}; also taken: {', '.join(ALIASES)}; or write {_GRAMMAR}."
+_CHOICES = f"The names are {', '.join(NAMED_TEXTS)}; also taken: {', '.join(ALIASES)}; or write {_GRAMMAR}."
 
 
 def not_a_policy(value: object, argument: str) -> PolicyError:
@@ -61,18 +58,18 @@ def not_a_policy(value: object, argument: str) -> PolicyError:
     hint = ""
     if isinstance(value, bool):
         hint = " Write 'full' to recompute everything." if value else " Write 'off' for no checkpointing."
-    return PolicyError(f"{argument}={value!r} is of type {type(value).__name__}, not a policy.{hint} {_choices()}")
+    return PolicyError(f"{argument}={value!r} is of type {type(value).__name__}, not a policy.{hint} {_CHOICES}")
 
 
 def unknown_name(word: str, argument: str) -> UnknownPolicyError:
     """The error for a single word that is not a policy's name."""
     if word in FACTORIES:
         hint = f" In JAX this function makes a policy from arguments; here {FACTORIES[word]}."
-    elif word in [action.value for action in Action]:
+    elif word in tuple(Action):
         hint = f" It is an action and needs selectors, as in '{word}: *'."
     else:
         hint = nearest(word, [*NAMED_TEXTS, *ALIASES])
-    return UnknownPolicyError(f"{argument}={word!r} is not the name of a policy.{hint} {_choices()}")
+    return UnknownPolicyError(f"{argument}={word!r} is not the name of a policy.{hint} {_CHOICES}")
 
 
 def parse_json(text: str, kind: str, writer: str) -> Any:
@@ -86,8 +83,7 @@ def parse_json(text: str, kind: str, writer: str) -> Any:
 def parse_rules(text: str, argument: str = "policy") -> tuple[PolicyRule, ...]:
     """The rules in ``text``; a closing semicolon and whitespace around the parts are allowed.
 
-    Raises:
-        PolicyError: the text is malformed; the message quotes the part and its position, counted from 1.
+    An error quotes the malformed part and its position, counted from 1.
 
     >>> [str(rule) for rule in parse_rules("save: @dots ;recompute:*;")]
     ['save: @dots', 'recompute: *']

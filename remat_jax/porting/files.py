@@ -118,7 +118,7 @@ def _path(path: Any) -> Path:
 
 @contextlib.contextmanager
 def _writing(path: Path, refused: type[Exception]) -> Iterator[Path]:
-    """The path to which a library writes the file; errors of the library or the system are raised with the path's name."""
+    """The path to which a library writes the file; its errors, and the system's, are raised with the path's name."""
     try:
         if path.is_dir() or not path.parent.is_dir():
             raise OSError("it is a folder" if path.is_dir() else "there is no such folder")

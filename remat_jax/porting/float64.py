@@ -107,11 +107,9 @@ def keep_float64() -> Iterator[None]:
     """Make PyTorch use float64 wherever float32, float16 or bfloat16 is requested, by dtype or by default.
 
     Many models cast to float32 for a norm, a softmax or a rotation: after `.double()` they are exact only to 1e-7, which hides
-    real faults of a port. Run both passes in the context (a checkpoint runs forward code in the backward pass). Build the model
-    in it too, and load its weights afterwards: tables that a constructor computes in float32, such as rotary frequencies, keep
-    their rounding through `.double()`. Existing float32 tensors stay float32.
-
-    The context does not see casts that C++ makes inside an operator. The default dtype is float64 in all threads meanwhile.
+    real faults of a port. Run both passes in the context. Build the model in it too, and load its weights afterwards: tables
+    that a constructor computes in float32, such as rotary frequencies, keep their rounding through `.double()`. Existing
+    float32 tensors stay float32, and C++'s casts inside an operator are not seen. The default dtype is float64 in all threads.
 
     >>> import torch
     >>> x = torch.tensor(1 / 3, dtype=torch.float64)
@@ -209,10 +207,8 @@ def _wide_like(value: Any, like: bool) -> Any:
 
 
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call `func`, which runs a backward pass, with graph edges in place of tensors.
-
-    A tensor argument would invoke the mode, which is disabled while it handles a call, also for recomputation.
-    """
+    # Graph edges replace tensors: a tensor would invoke the mode, which is disabled while it handles a call, also for
+    # recomputation.
     import torch
     from torch.autograd.graph import get_gradient_edge
 

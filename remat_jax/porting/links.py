@@ -7,40 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from remat_jax.errors import PortingError, nearest
-from remat_jax.porting.pattern import Captures, Index, indexed
+from remat_jax.porting.pattern import Captures, Place, Shape
 from remat_jax.porting.rules import Rule, Rules
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Place:
-    """An array of the Flax model, or a part of a stacked one."""
-
-    path: str
-    index: Index = ()
-
-    def __str__(self) -> str:
-        return indexed(self.path, self.index)
-
-    @property
-    def key(self) -> tuple[int | slice, ...]:
-        """The NumPy index of the part."""
-        return tuple(slice(None) if entry is None else entry for entry in self.index)
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """The axes that the index selects on."""
-        return tuple(axis for axis, entry in enumerate(self.index) if entry is not None)
-
-    def shape(self, whole: Shape) -> Shape:
-        """The shape of the part."""
-        return tuple(size for axis, size in enumerate(whole) if axis >= len(self.index) or self.index[axis] is None)
-
-    def inside(self, whole: Shape) -> bool:
-        """Whether an array of shape `whole` has this part."""
-        fits = (entry is None or entry < size for entry, size in zip(self.index, whole, strict=False))
-        return len(self.index) <= len(whole) and all(fits)
 
 
 @dataclass(frozen=True)
@@ -72,13 +40,8 @@ def links_of_places(rules: Rules, shapes: Mapping[str, Shape]) -> dict[Place, Li
     links: dict[Place, Link] = {}
     for path, shape in shapes.items():
         here: dict[Place, Link] = {}
-        matches = (
-            (rule, captures, Place(path, index))
-            for rule in rules.rules
-            for target in rule.flax
-            for captures, index in target.matches(path, shape)
-        )
-        for rule, captures, place in matches:
+        matches = ((rule, match) for rule in rules.rules for target in rule.flax for match in target.matches(path, shape))
+        for rule, (captures, place) in matches:
             link = _link(rule, captures)
             # Several rules may fill parts of a stack; a later rule that indexes different axes is ignored.
             if link and (not here or place.axes == next(iter(here)).axes):
@@ -89,19 +52,19 @@ def links_of_places(rules: Rules, shapes: Mapping[str, Shape]) -> dict[Place, Li
 
 def tied_pairs(rules: Rules, names: Iterable[str]) -> list[tuple[str, str]]:
     """The ties of these names, as (the name that rules use, the second name); only one of the two need be in `names`."""
-    found: dict[tuple[str, str], None] = {}
-    for name in names:
-        for first, second in rules.ties:
-            for captures in (first.match(name), second.match(name)):
-                pair = (first.format(captures), second.format(captures)) if captures is not None else (None, None)
-                if pair[0] is not None and pair[1] is not None:
-                    found[pair[0], pair[1]] = None
-    return list(found)
+    pairs = [
+        (first.format(captures), second.format(captures))
+        for name in names
+        for first, second in rules.ties
+        for captures in (first.match(name), second.match(name))
+        if captures is not None
+    ]
+    return list(dict.fromkeys((first, second) for first, second in pairs if first is not None and second is not None))
 
 
 def _link(rule: Rule, captures: Captures) -> Link | None:
     names = tuple(name for pattern in rule.torch if (name := pattern.format(captures)) is not None)
-    places = tuple(Place(*place) for target in rule.flax if (place := target.format(captures)) is not None)
+    places = tuple(place for target in rule.flax if (place := target.format(captures)) is not None)
     return Link(rule, names, places) if len(names) == len(rule.torch) and len(places) == len(rule.flax) else None
 
 

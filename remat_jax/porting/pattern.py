@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from remat_jax.errors import PortingError
 
 Captures = dict[str, str]
-# One entry per leading axis of a stacked array; None keeps the axis whole.
-Index = tuple[int | None, ...]
+Shape = tuple[int, ...]
 
 # At most nine digits, so that every number fits into Python's and NumPy's integers.
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:\s*([+-])\s*(\d{1,9}))?\}")
@@ -69,12 +68,45 @@ class Pattern:
 
 
 @dataclass(frozen=True)
+class Place:
+    """An array of the Flax model, or a part of a stacked one.
+
+    `index` has an entry for each leading axis that it selects on; None keeps an axis whole.
+    """
+
+    path: str
+    index: tuple[int | None, ...] = ()
+
+    def __str__(self) -> str:
+        return _indexed(self.path, self.index)
+
+    @property
+    def key(self) -> tuple[int | slice, ...]:
+        """The NumPy index of the part."""
+        return tuple(slice(None) if entry is None else entry for entry in self.index)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes that the index selects on."""
+        return tuple(axis for axis, entry in enumerate(self.index) if entry is not None)
+
+    def shape(self, whole: Shape) -> Shape:
+        """The shape of the part."""
+        return tuple(size for axis, size in enumerate(whole) if axis not in self.axes)
+
+    def inside(self, whole: Shape) -> bool:
+        """Whether an array of shape `whole` has this part."""
+        fits = (entry is None or entry < size for entry, size in zip(self.index, whole, strict=False))
+        return len(self.index) <= len(whole) and all(fits)
+
+
+@dataclass(frozen=True)
 class FlaxPattern:
     """A Flax path and an index into its array: `params/layers/q/kernel[{i}]` is the i-th layer of a stack.
 
     >>> target = FlaxPattern.parse("params/layers/q/kernel[{i}]")
     >>> target.format({"i": "3"})
-    ('params/layers/q/kernel', (3,))
+    Place(path='params/layers/q/kernel', index=(3,))
     >>> [captures for captures, _ in target.matches("params/layers/q/kernel", (2, 8, 8))]
     [{'i': '0'}, {'i': '1'}]
     """
@@ -99,28 +131,25 @@ class FlaxPattern:
         return cls(Pattern(match[1]), tuple(None if entry == ":" else Pattern(entry) for entry in entries))
 
     def __str__(self) -> str:
-        return indexed(self.path, self.index)
+        return _indexed(self.path, self.index)
 
     @property
     def placeholders(self) -> frozenset[str]:
         """The names of the placeholders, also in the index."""
         return self.path.placeholders.union(*(entry.placeholders for entry in self.index if entry is not None))
 
-    def format(self, captures: Captures) -> tuple[str, Index] | None:
-        """The path and index for these captures; None if a number would be negative, or an index is no number."""
+    def format(self, captures: Captures) -> Place | None:
+        """The place for these captures; None if a number would be negative, or an index is no number."""
         path = self.path.format(captures)
         index = tuple(None if entry is None else _number(entry.format(captures)) for entry in self.index)
-        return None if path is None or index.count(None) > self.index.count(None) else (path, index)
+        return None if path is None or index.count(None) > self.index.count(None) else Place(path, index)
 
-    def matches(self, path: str, shape: tuple[int, ...]) -> Iterator[tuple[Captures, Index]]:
-        """The captures and the index of every place in the array at `path` that matches this target."""
+    def matches(self, path: str, shape: Shape) -> Iterator[tuple[Captures, Place]]:
+        """The captures of every place in the array at `path` that matches this target, and the place."""
         captures = self.path.match(path)
         if captures is None or len(shape) < len(self.index):
             return
-        sizes = shape[: len(self.index)]
-        ranges: list[list[int | None]] = [
-            [None] if entry is None else list(range(size)) for entry, size in zip(self.index, sizes, strict=True)
-        ]
+        ranges = [[None] if entry is None else range(size) for entry, size in zip(self.index, shape, strict=False)]
         for index in itertools.product(*ranges):
             merged = dict(captures)
             for entry, number in zip(self.index, index, strict=True):
@@ -128,7 +157,7 @@ class FlaxPattern:
                 if inside is None or any(merged.setdefault(name, value) != value for name, value in inside.items()):
                     break
             else:
-                yield merged, index
+                yield merged, Place(path, index)
 
 
 def expand(text: str) -> list[str]:
@@ -154,7 +183,7 @@ def expand(text: str) -> list[str]:
     return result
 
 
-def indexed(path: object, index: Sequence[object]) -> str:
+def _indexed(path: object, index: Sequence[object]) -> str:
     """A path and an index as text, such as `params/layers/q/kernel[0, :, 1]`."""
     entries = ", ".join(":" if entry is None else str(entry) for entry in index)
     return f"{path}[{entries}]" if index else str(path)

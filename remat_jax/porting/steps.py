@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,29 +24,25 @@ Group = tuple[str, ...]
 
 
 class Step:
-    """A step from arrays to arrays; the base class is the identity.
+    """A step from arrays to arrays; the base class is the identity, and converts gradients like values.
 
-    Gradients are converted like values unless a step overrides it.
+    `before` returns the shapes that become `after`; `count` is the number of arrays at the start of the whole transform. The
+    other methods are those of `Transform`, with the shapes of their results.
     """
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
-        """The shapes that become `after`; `count` is the number of arrays at the start of the whole transform."""
         return after
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
-        """PyTorch's values to Flax's, which have the shapes `after`."""
         return arrays
 
     def inverse(self, arrays: Arrays, before: list[Shape]) -> Arrays:
-        """Flax's values to PyTorch's, which have the shapes `before`."""
         return arrays
 
     def adjoint(self, arrays: Arrays, before: list[Shape]) -> Arrays:
-        """Flax's gradients to PyTorch's: the transpose of the linear part."""
         return self.inverse(arrays, before)
 
     def gradient(self, arrays: Arrays, after: list[Shape]) -> Arrays:
-        """PyTorch's gradients to Flax's: the inverse of `adjoint`."""
         return self.forward(arrays, after)
 
 
@@ -131,7 +127,11 @@ class Split(Step):
         return f"split({self.axis})"
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
-        return [_joined(after, self.axis, self)]
+        first, rank = after[0], len(after[0])
+        axis = _axis(self.axis, first, self)
+        if {len(shape) for shape in after} != {rank} or len({(*shape[:axis], *shape[axis + 1 :]) for shape in after}) != 1:
+            raise PortingError(f"{self}: the shapes {', '.join(map(str, after))} differ in more than axis {axis}")
+        return [(*first[:axis], sum(shape[axis] for shape in after), *first[axis + 1 :])]
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
         return _cut(arrays, [shape[self.axis] for shape in after], self.axis)
@@ -152,13 +152,11 @@ class Concat(Step):
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
         shape = _single(after, self)
-        if not -len(shape) <= self.axis < len(shape):
-            raise PortingError(f"{self}: an array of shape {shape} has no such axis")
-        total = shape[self.axis]
+        axis = _axis(self.axis, shape, self)
+        total = shape[axis]
         sizes = self.sizes or (total // count,) * count
         if sum(sizes) != total or len(sizes) != count:
             raise PortingError(f"{self} of {count} tensors: the sizes {sizes} do not add up to axis {self.axis} of {shape}")
-        axis = self.axis % len(shape)
         return [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
@@ -229,6 +227,13 @@ def _single(after: list[Shape], step: Step) -> Shape:
     return after[0]
 
 
+def _axis(axis: int, shape: Shape, step: Step) -> int:
+    """The axis, counted from the front."""
+    if not -len(shape) <= axis < len(shape):
+        raise PortingError(f"{step}: an array of shape {shape} has no such axis")
+    return axis % len(shape)
+
+
 def _the_same(arrays: Arrays, step: Step) -> np.ndarray:
     """The first of several gradients, which are equal up to rounding because PyTorch adds their tensors."""
     first = arrays[0].astype(np.float64)
@@ -239,17 +244,6 @@ def _the_same(arrays: Arrays, step: Step) -> np.ndarray:
             f"{step}: the tensors are added in PyTorch, so their gradients are equal; the given gradients differ"
         )
     return arrays[0]
-
-
-def _joined(shapes: Sequence[Shape], axis: int, step: Step) -> Shape:
-    """The shape of arrays concatenated along `axis`."""
-    rank = len(shapes[0])
-    if not -rank <= axis < rank:
-        raise PortingError(f"{step}: an array of shape {shapes[0]} has no such axis")
-    axis %= rank
-    if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) != 1 or {len(shape) for shape in shapes} != {rank}:
-        raise PortingError(f"{step}: the shapes {', '.join(map(str, shapes))} differ in more than axis {axis}")
-    return (*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :])
 
 
 def _cut(arrays: Arrays, sizes: Iterable[int], axis: int) -> Arrays:
@@ -267,10 +261,7 @@ class Rearrange(Step):
     A name is an axis, names in parentheses split a single axis (the last varies fastest), and `1` is an axis of size one.
     Sizes are read from Flax's shape; if an axis there joins several names, all but one of their sizes must be in `sizes`.
 
-    >>> heads = Rearrange("(h d) e -> e h d")
-    >>> heads.before([(8, 2, 4)], 1)
-    [(8, 8)]
-    >>> heads.forward([np.arange(6).reshape(6, 1)], [(1, 2, 3)])[0]
+    >>> Rearrange("(h d) e -> e h d").forward([np.arange(6).reshape(6, 1)], [(1, 2, 3)])[0]
     array([[[0, 1, 2],
             [3, 4, 5]]])
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -69,24 +70,13 @@ def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
     return jnp.array(array)  # a copy, unlike jnp.asarray
 
 
-def same_memory(one: Any, other: Any) -> bool:
-    """Whether two tensors or arrays share all their memory, so that they hold a single gradient."""
-    if one is other:
-        return True
-    if is_torch(one) and is_torch(other):
-        same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
-        return bool(same and one.numel() and not one.is_meta and one.data_ptr() == other.data_ptr())
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        there, here = one.__array_interface__, other.__array_interface__
-        return bool(one.size and there["data"] == here["data"] and one.shape == other.shape and one.strides == other.strides)
-    return False
-
-
-def address(value: Any) -> int:
-    """The memory address of a tensor's or array's data; for other values, the object's id."""
-    if is_torch(value):
-        return int(value.data_ptr())
-    return int(value.__array_interface__["data"][0]) if isinstance(value, np.ndarray) else id(value)
+def memory_of(value: Any) -> Hashable:
+    """A key that is equal for tensors or arrays that share all their memory, so that they hold a single gradient."""
+    if is_torch(value) and value.numel() and not value.is_meta:
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    if isinstance(value, np.ndarray) and value.size:
+        return value.__array_interface__["data"], value.shape, value.strides
+    return id(value)
 
 
 def _torch() -> Any:

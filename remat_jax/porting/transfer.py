@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.links import Place, fit, links_of_places, links_of_tensors, tied_pairs
-from remat_jax.porting.pattern import FlaxPattern, Pattern
+from remat_jax.porting.links import fit, links_of_places, links_of_tensors, tied_pairs
+from remat_jax.porting.pattern import FlaxPattern, Pattern, Place
 from remat_jax.porting.rules import Rule, Rules, as_rules
-from remat_jax.porting.tensors import address, as_jax, as_numpy, as_torch, is_torch, same_memory
+from remat_jax.porting.tensors import as_jax, as_numpy, as_torch, is_torch, memory_of
 from remat_jax.porting.variables import Leaves, Variables
 
 Arrays = dict[str, np.ndarray]
@@ -22,10 +22,10 @@ Arrays = dict[str, np.ndarray]
 def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dtype: Any = None) -> Any:
     """Return `variables` filled with PyTorch's values; every tensor is used exactly once and every array is filled.
 
-    `state_dict` maps names to tensors or arrays. `variables` are the Flax model's, arrays or `jax.ShapeDtypeStruct`: the result
-    of a Linen module's `init`, an NNX State, or an NNX module. The result has the same type; an NNX module gives a new module.
-    `rules` is a `Rules`, its text, or a sequence of rules. The arrays are copies with the tensors' dtypes, floating-point ones
-    in `dtype` if it is given, each with the NamedSharding that the array in `variables` has.
+    `state_dict` maps names to tensors or arrays. `variables` are arrays or `jax.ShapeDtypeStruct`: the result of a Linen
+    module's `init`, an NNX State, or an NNX module; the result has the same type. `rules` is a `Rules`, its text, or a sequence
+    of rules. The arrays are copies with the tensors' dtypes, floating-point ones in `dtype` if it is given, each with the
+    NamedSharding that the array in `variables` has.
 
     Raises:
         PortingError: lists every tensor that is missing, extra, duplicated or of the wrong shape, and every array that is not
@@ -44,7 +44,7 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
     arrays = _join_tied(rules, arrays, problems)
     filled = fill(rules, arrays, target.leaves, problems, direction="forward")
     filled = {path: _in_dtype(array, dtype, target.leaves[path]) for path, array in filled.items()}
-    leaves = target.leaves | _as_jax(filled, target.leaves, problems)
+    leaves = target.leaves | _converted(filled, lambda path, array: as_jax(array, target.leaves[path]), problems)
     if not problems:
         remedy = "named as missing, but has no value to keep; give variables with values, such as those of the model's init"
         problems += [f"{path}: {remedy}" for path in _abstract(leaves)]
@@ -104,7 +104,7 @@ def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: An
     for path, leaf in target.leaves.items():
         if path not in filled and rules.allows_missing(path):
             filled[path] = np.zeros(leaf.shape, leaf.dtype)
-    leaves = _as_jax(filled, {}, problems)
+    leaves = _converted(filled, lambda _, array: as_jax(array), problems)
     _raise(problems, "the gradients do not fit the parameters")
     return target.rebuild(leaves)
 
@@ -165,26 +165,24 @@ def _unrolling(variables: Variables, each: str, stack: str) -> Rules:
 def _read(tensors: Mapping[str, Any], problems: list[str]) -> Arrays:
     if not isinstance(tensors, Mapping):
         raise PortingError(f"{type(tensors).__name__} is not a mapping of names to tensors; give module.state_dict().")
-    arrays = {}
-    for name, value in tensors.items():
+
+    def read(_: str, value: Any) -> np.ndarray:
         if not (is_torch(value) or hasattr(value, "__array__")):
-            problems.append(f"{name}: is of type {type(value).__name__}, not a tensor or array")
-            continue
+            raise PortingError(f"is of type {type(value).__name__}, not a tensor or array")
+        return as_numpy(value)
+
+    return _converted(tensors, read, problems)
+
+
+def _converted(values: Mapping[str, Any], convert: Callable[[str, Any], Any], problems: list[str]) -> dict[str, Any]:
+    """`convert(name, value)` of each value; a PortingError becomes a problem with the value's name."""
+    converted = {}
+    for name, value in values.items():
         try:
-            arrays[name] = as_numpy(value)
+            converted[name] = convert(name, value)
         except PortingError as error:
             problems.append(f"{name}: {error}")
-    return arrays
-
-
-def _as_jax(arrays: Arrays, like: Leaves, problems: list[str]) -> Leaves:
-    leaves = {}
-    for path, array in arrays.items():
-        try:
-            leaves[path] = as_jax(array, like.get(path))
-        except PortingError as error:
-            problems.append(f"{path}: {error}")
-    return leaves
+    return converted
 
 
 def _join_tied(rules: Rules, arrays: Arrays, problems: list[str], gradients: Mapping[str, Any] | None = None) -> Arrays:
@@ -204,7 +202,7 @@ def _join_tied(rules: Rules, arrays: Arrays, problems: list[str], gradients: Map
             if first.tobytes() != second.tobytes():
                 remedy = "remove the tie, or give equal tensors"
                 problems.append(f"{name}: tied to {first_name}, but their values differ; {remedy}")
-        elif not same_memory(gradients[first_name], gradients[name]):
+        elif memory_of(gradients[first_name]) != memory_of(gradients[name]):
             result[first_name] = (first.astype(np.float64) + second.astype(np.float64)).astype(first.dtype)
     return result
 
@@ -212,12 +210,12 @@ def _join_tied(rules: Rules, arrays: Arrays, problems: list[str], gradients: Map
 def _refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, problems: list[str]) -> None:
     """Refuse a tensor with two names that would fill two arrays: the arrays would diverge in training."""
     tied = {frozenset(pair) for pair in tied_pairs(rules, state_dict)}
-    by_address: dict[int, list[str]] = {}
+    by_memory: dict[Hashable, list[str]] = {}
     for name in links_of_tensors(rules, arrays):
-        by_address.setdefault(address(state_dict[name]), []).append(name)
-    for first, *others in by_address.values():
+        by_memory.setdefault(memory_of(state_dict[name]), []).append(name)
+    for first, *others in by_memory.values():
         for other in others:
-            if same_memory(state_dict[first], state_dict[other]) and frozenset((first, other)) not in tied:
+            if frozenset((first, other)) not in tied:
                 problems.append(
                     f"{other}: duplicated: it is the same tensor as {first}, but would fill a second array, which then trains "
                     f"separately; share one array in Flax, and write 'tie: {first} = {other}'; or give copies if the arrays "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from flax import nnx
 from remat_jax.errors import PortingError
 
 Leaves = dict[str, Any]
+Entries = list[tuple[str, Any]]
+Rebuild = Callable[[Leaves], Any]
 
 
 class Variables:
@@ -26,62 +29,50 @@ class Variables:
     """
 
     def __init__(self, tree: Any, *, trainable: bool = False) -> None:
-        self.leaves: Leaves = {}
-        self.rebuild: Callable[[Leaves], Any]
-        if isinstance(tree, nnx.Module):
-            graph, state = nnx.split(tree)
-            self._read_nnx(state, trainable, None if trainable else graph)
-        elif isinstance(tree, nnx.State):
-            self._read_nnx(tree, trainable, None)
+        if isinstance(tree, nnx.Module | nnx.State):
+            entries, self.rebuild = _read_nnx(tree, trainable)
         elif isinstance(tree, Mapping):
-            self._read_linen(tree, trainable)
+            entries, self.rebuild = _read_linen(tree, trainable)
         else:
             raise PortingError(
                 f"variables={repr(tree)[:200]} is of type {type(tree).__name__}; "
                 "give what a Linen module's init returns, or an NNX State or module."
             )
-
-    def _read_linen(self, tree: Any, trainable: bool) -> None:
-        if trainable and "params" in tree:
-            tree = type(tree)({"params": tree["params"]})
-        entries, treedef = jax.tree.flatten_with_path(tree)
-        # A box with metadata, such as nn.Partitioned, adds the attribute of its array, which is no part of the path.
-        names = [[key for key in keys if not isinstance(key, jax.tree_util.GetAttrKey)] for keys, _ in entries]
-        paths = [jax.tree_util.keystr(tuple(keys), simple=True, separator="/") for keys in names]
-        self._fill(paths, [leaf for _, leaf in entries])
-        self.rebuild = lambda leaves: jax.tree.unflatten(treedef, [leaves[path] for path in paths])
-
-    def _read_nnx(self, state: Any, trainable: bool, graph: Any) -> None:
-        flat = nnx.to_flat_state(state)
-        if trainable:
-            flat = [(keys, variable) for keys, variable in flat if issubclass(variable.type, nnx.Param)]
-        paths = [_nnx_path(keys, variable) for keys, variable in flat]
-        values = [variable.get_value() for path, (_, variable) in zip(paths, flat, strict=True) if path is not None]
-        self._fill([path for path in paths if path is not None], values)
-
-        def rebuild(leaves: Leaves) -> Any:
-            filled = [
-                (keys, variable if path is None else variable.replace(leaves[path]))
-                for path, (keys, variable) in zip(paths, flat, strict=True)
-            ]
-            rebuilt = nnx.from_flat_state(filled)
-            return rebuilt if graph is None else nnx.merge(graph, rebuilt)
-
-        self.rebuild = rebuild
-
-    def _fill(self, paths: list[str], leaves: list[Any]) -> None:
-        self.leaves = dict(zip(paths, leaves, strict=True))
-        if len(self.leaves) != len(paths):
-            twice = sorted({path for path in paths if paths.count(path) > 1})
+        self.leaves: Leaves = dict(entries)
+        if len(self.leaves) != len(entries):
+            twice = sorted(path for path, count in Counter(path for path, _ in entries).items() if count > 1)
             raise PortingError(f"variables: {', '.join(twice)}: several variables of one path; rename one of the modules.")
-        wrong = [f"{path}: {repr(leaf)[:80]}" for path, leaf in self.leaves.items() if not hasattr(leaf, "shape")]
+        wrong = [f"{path}: {repr(leaf)[:80]}" for path, leaf in entries if not hasattr(leaf, "shape")]
         if wrong:
             raise PortingError("variables: every leaf must be an array or a shape, unlike\n  " + "\n  ".join(wrong))
 
 
-def _nnx_path(keys: tuple[Any, ...], variable: Any) -> str | None:
-    if issubclass(variable.type, nnx.RngState):
-        return None
+def _read_linen(tree: Any, trainable: bool) -> tuple[Entries, Rebuild]:
+    if trainable and "params" in tree:
+        tree = type(tree)({"params": tree["params"]})
+    with_keys, treedef = jax.tree.flatten_with_path(tree)
+    # A box with metadata, such as nn.Partitioned, adds the attribute of its array, which is no part of the path.
+    names = [tuple(key for key in keys if not isinstance(key, jax.tree_util.GetAttrKey)) for keys, _ in with_keys]
+    paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys in names]
+    entries = [(path, leaf) for path, (_, leaf) in zip(paths, with_keys, strict=True)]
+    return entries, lambda leaves: jax.tree.unflatten(treedef, [leaves[path] for path in paths])
+
+
+def _read_nnx(tree: Any, trainable: bool) -> tuple[Entries, Rebuild]:
+    graph, state = nnx.split(tree) if isinstance(tree, nnx.Module) else (None, tree)
+    kind = nnx.Param if trainable else nnx.Variable
+    flat = [(keys, variable) for keys, variable in nnx.to_flat_state(state) if issubclass(variable.type, kind)]
+    paths = {keys: _nnx_path(keys, variable) for keys, variable in flat if not issubclass(variable.type, nnx.RngState)}
+
+    def rebuild(leaves: Leaves) -> Any:
+        filled = [(keys, variable.replace(leaves[paths[keys]]) if keys in paths else variable) for keys, variable in flat]
+        rebuilt = nnx.from_flat_state(filled)
+        return rebuilt if graph is None or trainable else nnx.merge(graph, rebuilt)
+
+    return [(paths[keys], variable.get_value()) for keys, variable in flat if keys in paths], rebuild
+
+
+def _nnx_path(keys: tuple[Any, ...], variable: Any) -> str:
     return re.sub(r"/(\d+)(?=/|$)", r"_\1", "/".join(map(str, (_collection(variable.type), *keys))))
 
 

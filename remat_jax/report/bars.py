@@ -18,7 +18,7 @@ _LEAST_WIDTH = 600.0
 
 @dataclass(frozen=True)
 class BarSegment:
-    """A part of a bar: its length in the panel's unit, its colour and tooltip, and perhaps stripes and a letter."""
+    """A part of a bar; `length` is in the panel's unit."""
 
     length: float
     colour: str
@@ -29,31 +29,19 @@ class BarSegment:
 
 @dataclass(frozen=True)
 class PanelBar:
-    """A bar from its parts, and the text at its end; `missing` writes the text in grey italics.
-
-    `label` is for screen readers; by default it is the parts' tooltips.
-    """
+    """A bar, and the text at its end, in grey italics if `missing`; screen readers get `label`, or else the tooltips."""
 
     parts: Sequence[BarSegment]
     text: str = ""
     missing: bool = False
     label: str = ""
 
-    @property
-    def length(self) -> float:
-        """The length of all parts."""
-        return sum(part.length for part in self.parts)
-
 
 @dataclass(frozen=True)
 class BarPanel:
-    """One system of axes.
+    """One system of axes. The bars of a row share its height; a dashed line is drawn at the value `mark`.
 
-    Attributes:
-        title, label: the text above the panel and at its axis.
-        rows: the bars of each row, from top to bottom; several share the row's height, and a row may have none.
-        end: the right end of the axis; None leaves room beside the longest bar for its text.
-        mark: a value at which a dashed line is drawn.
+    Without the axis's `end` there is room for the text beside the longest bar.
     """
 
     title: str
@@ -66,9 +54,7 @@ class BarPanel:
 def bars_picture(
     names: Sequence[str], panels: Sequence[BarPanel], keys: Sequence[Key] = (), title: str = "", width: float = WIDTH
 ) -> Picture:
-    """The panels, with the names of their rows, and the legend below.
-
-    A name whose row has no bar in any panel is a heading.
+    """The panels, with the names of their rows, and the legend below. A row without bars in all panels is a heading.
 
     >>> bar = PanelBar([BarSegment(3.0, INK, tooltip="3 MiB")], "3.0")
     >>> picture = bars_picture(["off"], [BarPanel("Bytes", "MiB", rows=[[bar]])])
@@ -87,7 +73,8 @@ def bars_picture(
     picture.text((12, 24), title, size=14)
     for at, panel in enumerate(panels):
         start = left + (panel_width + 24) * (at % columns)
-        end = panel.end or 1.22 * max((bar.length for bars in panel.rows for bar in bars), default=0.0) or 1.0
+        lengths = [sum(part.length for part in bar.parts) for bars in panel.rows for bar in bars]
+        end = panel.end or 1.22 * max(lengths, default=0.0) or 1.0
         scale = AxisScale(0, max(end, 1.1 * (panel.mark or 0)), start, start + panel_width)
         panel_top = top + panel_height * (at // columns)
         picture.text((start, panel_top - 12), panel.title, size=14, look='font-weight="bold"')

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from remat_jax.report.document import escaped
-from remat_jax.report.labels import Box, boxes_along, place_labels
 from remat_jax.report.svg import GREY, VERMILLION, WIDTH, AxisScale, Key, Picture, Place, legend_height, text_width
 
+Box = tuple[float, float, float, float]
+"""Left, bottom, right, top."""
+
+_DISTANCES = (9, 12, 16, 22, 30, 40, 52, 66, 82, 100, 122, 148, 178)
+_DIRECTIONS = 24
+_CLEARANCE, _RADIUS, _STEP = 2.0, 6.0, 6.0
 _LETTERS = 12
 
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity.
+    """One quantity: the points (x, y) of its line, its marked points, and its ringed points.
 
-    Attributes:
-        label: its name in the legend; empty for a series that the legend does not name.
-        colour: the colour of line, marks and names.
-        line: points (x, y) to join. May be empty.
-        points: points (x, y) to mark. May be empty.
-        hollow: for each marked point, whether its mark is hollow; empty for none.
-        names: for each marked point, the text beside it; empty for none.
-        tooltips: for each marked point; empty for its name and values.
-        shape, size: of the marks.
-        dashed, faint: the look of the line.
-        rings: points to ring.
+    `hollow`, `names` and `tooltips` are empty, or have an entry for each marked point; by default a tooltip is the name and
+    values. A series with an empty `label` has no legend entry. `dashed` and `faint` are the look of the line.
     """
 
     label: str
@@ -45,23 +42,20 @@ class Series:
 
     @property
     def key(self) -> Key:
-        """The legend's entry."""
+        """The legend entry."""
         shape = self.shape if self.points or self.rings else ""
         return Key(self.label, self.colour, shape, hollow=bool(self.rings), line=bool(self.line), dashed=self.dashed)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One system of axes.
+    """One system of axes; the first series is at the back.
 
     Attributes:
-        title, xlabel, ylabel: the texts.
-        series: what is drawn, the first at the back.
         binary_x, binary_y: whether an axis is logarithmic to base 2.
-        from_zero: whether the y axis begins at zero.
-        percent: whether y values are shares.
+        from_zero, percent: whether the y axis begins at zero, and whether y values are shares.
         limit: the name and the x value of a dashed vertical line.
-        keys: further entries of the legend.
+        keys: further legend entries.
     """
 
     title: str
@@ -77,10 +71,9 @@ class Panel:
 
 
 def chart(panels: Sequence[Panel], height: float = 460.0, note: str = "", width: float = WIDTH) -> Picture:
-    """The panels side by side, each with its legend below, and a note at the foot. Each series' marks are one group.
+    """The panels side by side, each with its legend below, and a note at the foot.
 
-    Raises:
-        ValueError: there is no panel, or a panel has no point to draw.
+    Raises `ValueError` without a panel, or for a panel without a point.
 
     >>> picture = chart([Panel("t", "x", "y", [Series("a", "#222222", [(1, 2), (2, 3)], [(1, 2)])])])
     >>> picture.svg().count("<circle"), ">a<" in picture.svg()  # the point and its key
@@ -154,7 +147,7 @@ def _values(series: Series, index: int) -> str:
 
 
 def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, taken: Sequence[Box]) -> None:
-    """Write each name beside its point, clear of points, lines and other names, joined to a point that is far."""
+    """Write each name beside its point, clear of points, lines and other names, joined by a line if far."""
     sizes = [(text_width(name, _LETTERS) + 8, _LETTERS * 1.2) for _, name, _ in named]
     boxes = place_labels([place for place, _, _ in named], sizes, area, taken=taken)
     for (place, name, colour), (left, top, right, bottom) in zip(named, boxes, strict=True):
@@ -165,7 +158,7 @@ def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, 
 
 
 def _spread(values: Sequence[float], binary: bool, share: float) -> tuple[float, float]:
-    """The least and the largest value with a margin of `share` of their distance."""
+    """The range of the values with a margin of `share` of it."""
     if binary:
         low, high = _spread([math.log2(value) for value in values], False, share)
         return 2.0**low, 2.0**high
@@ -173,3 +166,74 @@ def _spread(values: Sequence[float], binary: bool, share: float) -> tuple[float,
     # Large values that differ in their last digit alone are drawn as equal ones.
     margin = share * (high - low if high - low > 1e-9 * abs(high) else abs(high) or 1.0)
     return low - margin, high + margin
+
+
+# --- placing labels ----------------------------------------------------------------------------------------------------
+
+
+def place_labels(
+    points: Sequence[tuple[float, float]],
+    sizes: Sequence[tuple[float, float]],
+    area: Box,
+    *,
+    taken: Sequence[Box] = (),
+) -> list[Box]:
+    """A box of each size near its point, inside `area`, clear of the other boxes, all points and `taken`.
+
+    Boxes are tried in rings around each point, the most crowded points first. Without a free place a label gets the box with
+    the least overlap.
+    """
+    obstacles = [(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for x, y in points] + list(taken)
+    placed: dict[int, Box] = {}
+
+    def nearness(index: int) -> float:
+        return sum(1 / (1 + math.dist(points[index], other)) for other in points)
+
+    for index in sorted(range(len(points)), key=nearness, reverse=True):
+        best, least = (0.0, 0.0, 0.0, 0.0), math.inf
+        for box in _candidates(points[index], sizes[index]):
+            overlap = sum(_shared(box, other) for other in [*obstacles, *placed.values()]) + _outside(box, area)
+            if overlap < least:
+                best, least = box, overlap
+            if overlap == 0:
+                break
+        placed[index] = best
+    return [placed[index] for index in range(len(points))]
+
+
+def boxes_along(path: Sequence[Sequence[float]]) -> list[Box]:
+    """Small boxes along the line through `path`, close to each other, as obstacles for labels."""
+    boxes: list[Box] = []
+    for (x0, y0), (x1, y1) in itertools.pairwise(path):
+        parts = max(1, math.ceil(math.dist((x0, y0), (x1, y1)) / _STEP))
+        for part in range(parts + 1):
+            x, y = x0 + (x1 - x0) * part / parts, y0 + (y1 - y0) * part / parts
+            boxes.append((x - 1, y - 1, x + 1, y + 1))
+    return boxes
+
+
+def _candidates(point: tuple[float, float], size: tuple[float, float]) -> Iterator[Box]:
+    """Boxes around the point, the nearest first, beginning at the right."""
+    (x, y), (width, height) = point, size
+    for distance in _DISTANCES:
+        for step in range(_DIRECTIONS):
+            # 0, 1, -1, 2, -2, …: from the right, turning to both sides.
+            turn = (step + 1) // 2 * (1 if step % 2 else -1)
+            angle = 2 * math.pi * turn / _DIRECTIONS
+            across, up = math.cos(angle), math.sin(angle)
+            # The box's side that faces the point keeps the distance, whatever the direction.
+            left = x + across * distance - width * (1 - across) / 2
+            bottom = y + up * distance - height * (1 - up) / 2
+            yield (left, bottom, left + width, bottom + height)
+
+
+def _shared(first: Box, second: Box) -> float:
+    width = min(first[2], second[2]) - max(first[0], second[0]) + _CLEARANCE
+    height = min(first[3], second[3]) - max(first[1], second[1]) + _CLEARANCE
+    return width * height if width > 0 and height > 0 else 0.0
+
+
+def _outside(box: Box, area: Box) -> float:
+    across = max(0.0, area[0] - box[0]) + max(0.0, box[2] - area[2])
+    up = max(0.0, area[1] - box[1]) + max(0.0, box[3] - area[3])
+    return across * (box[3] - box[1]) + up * (box[2] - box[0])

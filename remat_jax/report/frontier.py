@@ -10,12 +10,12 @@ from remat_jax.report.svg import BLUE, GREY, INK, VERMILLION, WIDTH, Key, Pictur
 from remat_jax.report.tables import byte_unit, scaled_bytes, time_unit
 
 FRONTIER, THE_PLAN = "frontier", "the plan"
-"""The series of the points that a page's slider moves along, and of the ring around one of them."""
+"""The series that a page's script reads: the slider's points, and the ring around one of them."""
 _FAR = 1.25
 
 
 class FrontierPoint(NamedTuple):
-    """The device memory and time of a step, whether it was compiled, its tooltip, and the name of a named policy."""
+    """A step; `name` is that of a named policy."""
 
     device_bytes: int
     seconds: float
@@ -32,17 +32,9 @@ def frontier_figure(
     title: str = "",
     width: float = WIDTH,
 ) -> Picture:
-    """Device memory against the estimated time of a step.
+    """The frontier (the smallest first), the named policies, the `chosen` plan in a ring, and the budget as a dashed line.
 
-    Args:
-      frontier: the points to join, the smallest first. Points that were not compiled are hollow.
-      named: the named policies.
-      chosen: the plan, ringed.
-      budget: drawn as a dashed line; points to its right do not fit.
-      title: the title above the picture.
-
-    Raises:
-      ValueError: the frontier is empty.
+    Points that were not compiled are hollow. Raises `ValueError` for an empty frontier.
 
     >>> chosen, full = FrontierPoint(2**30, 1.0, True, "1 GiB"), FrontierPoint(2**30, 1.2, True, "", "full")
     >>> picture = frontier_figure([chosen], [full], chosen, budget=2**31)

@@ -26,10 +26,7 @@ _NUMBERS: Mapping[str, Callable[[Any], str]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its title, and the format of its cells.
-
-    `style` is `text`, `name` (the row's heading), `count`, `bytes`, `seconds`, `flops`, `error` or `ratio`.
-    """
+    """A column: `style` is `text`, `name` (the row's heading), `count`, `bytes`, `seconds`, `flops`, `error` or `ratio`."""
 
     title: str
     style: str = "text"
@@ -44,7 +41,7 @@ def html_table(
     sortable: bool = True,
     passed: Iterable[bool] | None = None,
 ) -> str:
-    """A table as HTML. `rows` have a cell for each column; `label` is for screen readers; `passed` marks the other rows.
+    """A table as HTML. `label` is for screen readers; rows that did not pass are marked.
 
     >>> text = html_table([Column("policy", "name"), Column("device", "bytes")], [["full", 2048]], label="memory")
     >>> '<td class="number" data-value="2048" title="2,048 bytes">2.0 KiB</td>' in text

@@ -28,19 +28,12 @@ MOST_MODULES = len(_COLOURS)
 
 
 def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int = MOST_MODULES) -> Picture:
-    """Device memory at the peak under each policy, by module, as `stacked_figure`.
+    """Device memory at the peak under each policy, by module: `MemoryReport.live_bytes_by_module` by policy, as stacked bars.
 
-    Plain parts are arguments and saved arrays of the forward pass. Hatched parts are the working set: recomputed arrays and
-    those of the backward pass.
+    Plain parts are arguments and saved arrays of the forward pass; hatched parts are the working set: recomputed arrays and
+    those of the backward pass. The `modules` with the largest share of any bar have their own colours, at most 7.
 
-    Args:
-      memory: policy → (module path, phase) → bytes, as in `MemoryReport.live_bytes_by_module`. Layers whose paths differ only
-        in a number are one module; the arrays of one argument are one part.
-      title: the title above the panels.
-      modules: the number of modules with a colour of their own, at most 7: the modules with the largest share of any bar.
-
-    Raises:
-      ValueError: there is no policy, a policy has no bytes, or `modules` is out of range.
+    Raises `ValueError` without a policy, for a policy without bytes, and for `modules` out of range.
 
     >>> picture = module_memory_figure({"off": {("ffn/up", "forward"): 2048, ("parameters", "argument"): 512}}, "a model")
     >>> "<title>off: A up, kept 2.0 KiB, 80.0 % (2,048 bytes)</title>" in picture.svg()
@@ -66,13 +59,9 @@ def stacked_figure(
     title: str = "",
     width: float = WIDTH,
 ) -> Picture:
-    """Bars of bytes by part and kind, each part with a colour and a letter.
-
-    The first panel has bytes, the second the shares of each bar, which make small bars readable. There is no second panel if
-    each bar has one part.
+    """Bars of bytes by part and kind, each part with a colour and a letter, and the shares of each bar beside them.
 
     Args:
-      bars: name → (part, kind) → bytes.
       label: the name of the bytes, at their axis.
       hatched: the kinds that are drawn with stripes, and their names in the legend.
       limit: a name and bytes, drawn as a dashed line unless it is far beyond the bars.
@@ -115,25 +104,22 @@ def part_letters(bars: Mapping[str, Memory]) -> dict[str, str]:
 def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[str, str], int]]:
     """The bytes of each bar by (module or argument, `kept` or `working set`), with at most `modules` modules.
 
-    >>> layers = {("Net/layer_0/up", "forward"): 8, ("Net/layer_1/up", "forward"): 8, ("Net/head", "backward"): 1}
-    >>> grouped({"off": layers}, 1)
-    {'off': {('layer_*/up', 'kept'): 16, ('other modules', 'working set'): 1}}
+    Layers whose paths differ only in a number are one module; the arrays of one argument are one part.
     """
     paths = dict.fromkeys(path for bar in memory.values() for path, phase in bar if _argument(path, phase) is None)
     names = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
-    bars: dict[str, Counter[tuple[str, str]]] = {}
-    largest_share: dict[str, float] = {}
+    bars = {policy: Counter[tuple[str, str]]() for policy in memory}
     for policy, bar in memory.items():
-        parts, modules_of_bar = bars.setdefault(policy, Counter()), Counter[str]()
         for (path, phase), size in bar.items():
             module = _argument(path, phase) or names[path] or _NOWHERE
-            parts[module, _PHASES.get(phase, WORKING)] += size
-            modules_of_bar[module] += size
-        for module, size in modules_of_bar.items():
-            largest_share[module] = max(largest_share.get(module, 0.0), size / (parts.total() or 1))
-    ranked = sorted(largest_share, key=lambda name: (-largest_share[name], name))
-    coloured = [name for name in ranked if name not in (*_ARGUMENTS, _NOWHERE)]
-    order = [*coloured[:modules], _OTHER, _NOWHERE, *_ARGUMENTS]
+            bars[policy][module, _PHASES.get(phase, WORKING)] += size
+
+    def largest_share(module: str) -> float:
+        return max((bar[module, KEPT] + bar[module, WORKING]) / (bar.total() or 1) for bar in bars.values())
+
+    computed = {module for bar in bars.values() for module, _ in bar} - {*_ARGUMENTS, _NOWHERE}
+    ranked = sorted(computed, key=lambda module: (-largest_share(module), module))
+    order = [*ranked[:modules], _OTHER, _NOWHERE, *_ARGUMENTS]
     merged: dict[str, dict[tuple[str, str], int]] = {}
     for policy, parts in bars.items():
         sizes = Counter[tuple[str, str]]()
@@ -144,9 +130,7 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
 
 
 def merged_layers(paths: Iterable[str]) -> list[str]:
-    """Each path with `*` for its layer's number, if other paths differ from it only in that number.
-
-    Only the outermost numbered part is a layer; numbered parts inside it, such as `Dense_0`, stay distinct.
+    """Each path with `*` for its layer's number, its outermost number, if other paths differ from it only there.
 
     >>> merged_layers(["Net/block_0/Dense_0", "Net/block_0/Dense_1", "Net/block_1/Dense_0", "Net/head_0"])
     ['Net/block_*/Dense_0', 'Net/block_*/Dense_1', 'Net/block_*/Dense_0', 'Net/head_0']
@@ -167,9 +151,7 @@ def merged_layers(paths: Iterable[str]) -> list[str]:
 
 
 def without_common_root(paths: Sequence[str]) -> list[str]:
-    """The paths without the model's class, which is the first part of more than half of the paths.
-
-    Some names of the compiled program lack the class; they stay as they are.
+    """The paths without the model's class: the first part of more than half of them, as some names of a program lack it.
 
     >>> without_common_root(["Net/ffn/up", "Net/head", "Net", "head"]), without_common_root(["a/x", "b/x"])
     (['ffn/up', 'head', 'Net', 'head'], ['a/x', 'b/x'])

@@ -30,13 +30,11 @@ _LETTERED = 15.0
 _ROW = 22.0
 
 Place = tuple[float, float]
-Write = Callable[[float], str]
-_PLAIN: Write = "{:g}".format
 
 
 @dataclass(frozen=True)
 class AxisScale:
-    """Values from `low` to `high` as pixels from `start` to `end`; `binary` for a logarithmic scale to base 2.
+    """Values from `low` to `high` as pixels from `start` to `end`; `binary` is a logarithmic scale to base 2.
 
     >>> AxisScale(0, 10, 100, 200)(5), AxisScale(0, 10, 100, 200).ticks(5), AxisScale(3, 70, 0, 1, binary=True).ticks(9)
     (150.0, [0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [4.0, 8.0, 16.0, 32.0, 64.0])
@@ -79,13 +77,7 @@ class Key:
 
 
 class Picture:
-    """A picture; `parts` are its elements in the order of drawing. Sizes are in pixels.
-
-    >>> picture = Picture(40)
-    >>> picture.bar(0, 0, 10, 20, BLUE, tooltip="10 MiB")
-    >>> "<title>10 MiB</title>" in picture.svg()
-    True
-    """
+    """A picture; `parts` are its elements in the order of drawing. Sizes are in pixels."""
 
     def __init__(self, height: float, width: float = WIDTH) -> None:
         self.height, self.width = height, width
@@ -130,7 +122,7 @@ class Picture:
         hatched: bool = False,
         tooltip: str = "",
     ) -> None:
-        """A filled rectangle, with a letter in its middle if it is wide enough."""
+        """A rectangle, with a letter in its middle if it is wide enough."""
         self._rectangle(x, y, width, height, f'fill="{colour}" stroke="{WHITE}" stroke-width=".5"', _title(tooltip))
         # The tooltip is the bar's, not that of its stripes and its letter.
         through = 'pointer-events="none"'
@@ -156,7 +148,7 @@ class Picture:
         fill: str = "",
         tooltip: str = "",
     ) -> None:
-        """A mark of `SHAPES` at `place`; a hollow mark is white inside unless `fill` says otherwise."""
+        """A mark of `SHAPES`; a hollow one is white inside unless `fill` says otherwise."""
         x, y = place
         look = f'fill="{fill or (WHITE if hollow else colour)}" stroke="{colour}" stroke-width="1.8"'
         if shape == "circle":
@@ -175,15 +167,15 @@ class Picture:
         attributes = f'x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" fill="{colour}" text-anchor="{anchor}" {look}'
         self.parts.append(f"<text {attributes.rstrip()}>{escaped(text)}</text>")
 
-    def x_axis(self, scale: AxisScale, top: float, bottom: float, label: str, write: Write = _PLAIN) -> None:
+    def x_axis(self, scale: AxisScale, top: float, bottom: float, label: str) -> None:
         """Vertical grid lines with their values below, and the axis."""
         for value in scale.ticks(max(2, round((scale.end - scale.start) / 62))):
             self.line([(scale(value), top), (scale(value), bottom)], GRID)
-            self.text((scale(value), bottom + 19), write(round(value, 9)), anchor="middle")
+            self.text((scale(value), bottom + 19), f"{round(value, 9):g}", anchor="middle")
         self.line([(scale.start, bottom), (scale.end, bottom)], EDGE)
         self.text(((scale.start + scale.end) / 2, bottom + 41), label, anchor="middle")
 
-    def y_axis(self, scale: AxisScale, left: float, right: float, label: str, write: Write = _PLAIN) -> None:
+    def y_axis(self, scale: AxisScale, left: float, right: float, label: str, write: Callable[[float], str]) -> None:
         """Horizontal grid lines with their values at the left, and the axis."""
         for value in scale.ticks(8):
             self.line([(left, scale(value)), (right, scale(value))], GRID)
@@ -193,7 +185,7 @@ class Picture:
         self.text((left - 58, middle), label, anchor="middle", look=f'transform="rotate(-90 {left - 58:.2f} {middle:.2f})"')
 
     def legend(self, keys: Sequence[Key], left: float, top: float, width: float) -> None:
-        """The keys from left to right in rows of `width`; `legend_height` says how high they are."""
+        """The keys from left to right, in rows of at most `width`."""
         for key, (across, down) in zip(keys, _flow(keys, width), strict=True):
             x, y = left + across, top + down + _ROW / 2
             if key.line:
@@ -205,15 +197,7 @@ class Picture:
             self.text((x + 34, y + 4), key.label, size=12)
 
     def save(self, path: str | Path) -> str:
-        """Write the picture to `path` and return the path. Creates the folder if needed.
-
-        Raises `ValueError` for an ending other than .svg.
-
-        >>> Picture(9).save("memory.png")
-        Traceback (most recent call last):
-        ...
-        ValueError: path='memory.png' ends in '.png': pictures are written as SVG; expected a name that ends in .svg
-        """
+        """Write the picture, creating its folder, and return the path. Raises `ValueError` for an ending other than .svg."""
         path = Path(path)
         if path.suffix.lower() not in FORMATS:
             raise ValueError(
@@ -229,16 +213,11 @@ def legend_height(keys: Sequence[Key], width: float) -> float:
 
 
 def text_width(text: str, size: float = 13) -> float:
-    """The width of `text` in pixels, estimated from the letters of DejaVu Sans.
-
-    >>> text_width("ill") < text_width("MMM") / 2
-    True
-    """
-    return size * sum(0.34 if one in "iljIft.,:;'|!/()[] " else 0.9 if one in "mwMW@%" else 0.64 for one in text)
+    """The width of `text` in pixels, estimated from the letters of DejaVu Sans."""
+    return size * sum(0.34 if letter in "iljIft.,:;'|!/()[] " else 0.9 if letter in "mwMW@%" else 0.64 for letter in text)
 
 
 def _flow(keys: Sequence[Key], width: float) -> list[Place]:
-    """The places of the keys in a legend, from its upper left corner."""
     places, across, down = [], 0.0, 0.0
     for key in keys:
         needed = 34 + text_width(key.label, 12)
@@ -250,7 +229,7 @@ def _flow(keys: Sequence[Key], width: float) -> list[Place]:
 
 
 def _stripes(x: float, y: float, width: float, height: float) -> str:
-    """The path of diagonal stripes inside a rectangle. A pattern would not be drawn where its first use is hidden."""
+    """The path of diagonal stripes in a rectangle. A pattern would not be drawn where its first use is hidden."""
     inset = _STRIPE / 2
     x, y, width, height = x + inset, y + inset, max(0.0, width - _STRIPE), max(0.0, height - _STRIPE)
     path = ""

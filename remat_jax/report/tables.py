@@ -53,7 +53,10 @@ def table(
                 f"rows[{position}] has {len(row)} values, expected {len(columns)}, one for each of {list(columns)}"
             )
     result = Table(title=Text(title) if title else None, caption=Text(caption) if caption else None)
-    written = [[_written(value, formats.get(name, str)) for name, value in zip(columns, row, strict=True)] for row in rows]
+    written = [
+        [MISSING if value is None else formats.get(name, str)(value) for name, value in zip(columns, row, strict=True)]
+        for row in rows
+    ]
     for position, name in enumerate(columns):
         numeric = _is_numeric([row[position] for row in written])
         # A wrapped number can be misread, so only text wraps.
@@ -86,21 +89,13 @@ def format_bytes(n: SupportsIndex | None, unit: str | None = None) -> str:
 
 
 def byte_unit(n: int) -> str:
-    """The smallest unit in which `n` bytes, rounded to one decimal, are below 1024.
-
-    >>> byte_unit(1023), byte_unit(1024), byte_unit(1024**2 - 1)
-    ('B', 'KiB', 'MiB')
-    """
+    """The smallest unit in which `n` bytes, rounded to one decimal, are below 1024."""
     # Without rounding first, 1024**2 - 1 bytes would be written "1024.0 KiB".
     return next((unit for unit in BYTE_UNITS if round(abs(scaled_bytes(n, unit)), 1) < 1024), BYTE_UNITS[-1])
 
 
 def scaled_bytes(n: int, unit: str) -> float:
-    """`n` bytes in `unit`.
-
-    >>> scaled_bytes(3 * 1024**2, "MiB")
-    3.0
-    """
+    """`n` bytes in `unit`."""
     return n / 1024.0 ** BYTE_UNITS.index(unit)
 
 
@@ -158,8 +153,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 ASSUMED_RANGE = (0.85, 1.35)
 """The range of the true time as shares of an estimate from assumed rates.
 
-In published measurements a large matrix product reaches 0.65 to 0.87 of the data sheet's rate; 0.8 is assumed. The lower end
-leaves room for the rest of the model.
+Published large matrix products reach 0.65 to 0.87 of the data sheet's rate; 0.8 is assumed. The rest of a model is slower.
 """
 
 
@@ -188,10 +182,6 @@ def format_flops(n: int, *, sign: bool = False) -> str:
             break
         scaled, unit = scaled / 1000, larger
     return f"{scaled:{'+' if sign else ''}.3g} {unit}FLOP"
-
-
-def _written(value: object, write: Callable[[Any], str]) -> str:
-    return MISSING if value is None else write(value)
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remat_jax.solver.policies import BlockPolicy, Choice, Range, StackPlan, peak_bytes, stack_plan
-from remat_jax.solver.problem import Block, HostLink, ResidualCosts, Stack
+from remat_jax.solver.policies import BlockPolicy, StackPlan, peak_bytes, stack_plan
+from remat_jax.solver.problem import Block, Choice, HostLink, ResidualCosts, Stack
 from remat_jax.solver.solve import Solver, solve
 from remat_jax.solver.table import Prices, cheapest_policy
 
@@ -13,7 +13,6 @@ __all__ = [
     "Choice",
     "HostLink",
     "Prices",
-    "Range",
     "ResidualCosts",
     "Solver",
     "Stack",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from remat_jax.solver.checks import check_count, check_number
+from remat_jax.solver.problem import check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -20,34 +20,27 @@ class GroupedLayer:
         input_bytes: size of the layer's input.
         saved_bytes: bytes that the policy saves besides the input: nothing for `full`; for `off` all residuals, including the
             layer's output, which is the next layer's input.
-        working_bytes: memory that the backward pass needs while it runs, besides the saved bytes.
         forward_seconds: time of the forward pass.
         extra_seconds: what the residuals cost under the policy; 0 for `off`.
         gradient_bytes: size of the parameters' gradients. A scan of groups stacks the gradients of one group separately.
         checkpointed: whether the layer keeps its input as a checkpoint does; False for `off`.
-
-    Raises:
-        PlanningError: a value is negative or not a number.
     """
 
     input_bytes: float
     saved_bytes: float
-    working_bytes: float
     forward_seconds: float = 1.0
     extra_seconds: float = 0.0
     gradient_bytes: float = 0.0
     checkpointed: bool = True
 
     def __post_init__(self) -> None:
-        for name in (
-            "input_bytes",
-            "saved_bytes",
-            "working_bytes",
-            "forward_seconds",
-            "extra_seconds",
-            "gradient_bytes",
-        ):
+        for name in ("input_bytes", "saved_bytes", "forward_seconds", "extra_seconds", "gradient_bytes"):
             check_number(name, getattr(self, name))
+
+    @property
+    def kept_input_bytes(self) -> float:
+        """The bytes of the layer's input if the layer keeps it."""
+        return self.input_bytes if self.checkpointed else 0.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,6 @@ class Grouping:
         size: the number of layers in a group. If all layers are in groups, the last group may be smaller.
         grouped: the number of layers in groups. The remaining layers have the same policy without groups.
         peak_bytes: peak memory, including the fixed bytes.
-        kept_bytes: memory kept between the forward and the backward pass.
         extra_seconds: what the residuals cost.
     """
 
@@ -67,7 +59,6 @@ class Grouping:
     size: int
     grouped: int
     peak_bytes: float
-    kept_bytes: float
     extra_seconds: float
 
     @property
@@ -81,25 +72,23 @@ def grouping(
 ) -> Grouping:
     """Memory and time of a stack whose first ``grouped`` layers are in groups of ``size``.
 
-    Let a layer have input bytes a, saved bytes s and working bytes w. A group of n layers keeps its input. Its backward pass
-    needs the inputs of the other n - 1 layers, n s, and w. The groups come first in the stack, so the later layers' residuals
-    are free by then. With g groups and r ungrouped layers behind them, the peak is the larger of g a + (n - 1) a + n s + w and
-    g a + r (a + s) + w. A scan of two groups or more also needs a copy of one group's input, sliced from the stacked inputs,
-    and the gradients of n layers (`docs/notes/groups_of_layers.md` has the compiled figures).
+    Let a layer have input bytes a and saved bytes s. A group of n layers keeps its input. Its backward pass needs the inputs of
+    the other n - 1 layers, and n s. The groups come first in the stack, so the later layers' residuals are free by then. With g
+    groups and r ungrouped layers behind them, the peak is the larger of g a + (n - 1) a + n s and g a + r (a + s). A scan of
+    two groups or more also needs a copy of one group's input, sliced from the stacked inputs, and the gradients of n layers
+    (`docs/notes/groups_of_layers.md` has the compiled figures).
 
     The backward pass recomputes all n layers of a group in a scan, or if the layers are not checkpoints. In an unrolled stack
     of checkpoints it recomputes n - 1 layers, because nothing reads the last layer's output. A group of one layer is that layer
     as a checkpoint.
 
     Args:
-        fixed_bytes: memory in use during the whole step.
+        fixed_bytes: memory in use besides, such as the working set of a layer's backward pass.
         scanned: whether the layers are rounds of a scan.
 
-    Raises:
-        PlanningError: an argument is wrong.
-
-    >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, working_bytes=17.0, extra_seconds=1.0)
-    >>> [(one.peak_bytes, one.extra_seconds) for one in (grouping(64, size, 64, full) for size in (1, 8))]
+    >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, extra_seconds=1.0)
+    >>> stacks = [grouping(64, size, 64, full, fixed_bytes=17.0) for size in (1, 8)]
+    >>> [(stack.peak_bytes, stack.extra_seconds) for stack in stacks]
     [(81.0, 64.0), (32.0, 120.0)]
     """
     check_count("layers", layers)
@@ -116,10 +105,10 @@ def grouping(
         place * layer.input_bytes + _inside(length, layer, looped=looped and length == size)
         for place, length in enumerate(lengths, 1)
     ]
-    kept = len(lengths) * layer.input_bytes + ungrouped * _kept(layer)
-    peaks += [kept + layer.working_bytes] if ungrouped else []
-    recompute_seconds = sum(_again(length, layer, scanned) for length in lengths) + ungrouped * layer.extra_seconds
-    return Grouping(layers, size, grouped, fixed_bytes + max(peaks), kept, recompute_seconds)
+    if ungrouped:
+        peaks.append(len(lengths) * layer.input_bytes + ungrouped * (layer.saved_bytes + layer.kept_input_bytes))
+    seconds = sum(_recomputed_seconds(length, layer, scanned) for length in lengths) + ungrouped * layer.extra_seconds
+    return Grouping(layers, size, grouped, fixed_bytes + max(peaks), seconds)
 
 
 def groupings(
@@ -127,18 +116,12 @@ def groupings(
 ) -> tuple[Grouping, ...]:
     """The groupings within a budget that are Pareto-optimal in peak and time, the fastest first; empty if none fits.
 
-    For each group size from 2 to all layers: the fewest groups that meet the budget. Without a budget, all layers are in
-    groups.
+    For each group size from 2 to all layers: the fewest groups whose peak is within the budget in bytes. Without a budget, all
+    layers are in groups.
 
-    Args:
-        budget: the largest allowed peak in bytes.
-        fixed_bytes, scanned: as for `grouping`.
-
-    Raises:
-        PlanningError: an argument is wrong.
-
-    >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, working_bytes=17.0, extra_seconds=1.0)
-    >>> [(one.size, one.grouped, one.peak_bytes, one.extra_seconds) for one in groupings(64, full, 34.0, scanned=True)]
+    >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, extra_seconds=1.0)
+    >>> fitting = groupings(64, full, 34.0, fixed_bytes=17.0, scanned=True)
+    >>> [(stack.size, stack.grouped, stack.peak_bytes, stack.extra_seconds) for stack in fitting]
     [(13, 52, 34.0, 116.0), (9, 54, 33.0, 118.0), (8, 56, 32.0, 120.0)]
     """
     check_count("layers", layers)
@@ -159,18 +142,11 @@ def groupings(
 
 def _inside(length: int, layer: GroupedLayer, *, looped: bool) -> float:
     """Bytes that the backward pass of a group needs besides the groups' inputs; ``looped`` in a scan of groups."""
-    inputs = (length - 1) * layer.input_bytes if layer.checkpointed else 0.0
     scan_copies = layer.input_bytes + length * layer.gradient_bytes if looped and length > 1 else 0.0
-    return inputs + length * layer.saved_bytes + layer.working_bytes + scan_copies
+    return (length - 1) * layer.kept_input_bytes + length * layer.saved_bytes + scan_copies
 
 
-def _kept(layer: GroupedLayer) -> float:
-    """Bytes that an ungrouped layer keeps."""
-    return layer.saved_bytes + (layer.input_bytes if layer.checkpointed else 0.0)
-
-
-def _again(length: int, layer: GroupedLayer, scanned: bool) -> float:
-    """Seconds of a group's recomputation."""
+def _recomputed_seconds(length: int, layer: GroupedLayer, scanned: bool) -> float:
     if length == 1:
         return max(layer.forward_seconds, layer.extra_seconds)
     rounds = length if scanned or not layer.checkpointed else length - 1

@@ -8,85 +8,54 @@ Gomory, Operations Research 9, 1961).
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from remat_jax.errors import SolverError
 from remat_jax.solver.candidates import grow, unbeaten
 from remat_jax.solver.problem import Block, Stack
-from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED, BlockTable, Prices
-
-Array = Any
-"""A NumPy array."""
+from remat_jax.solver.table import EXTRA, HOST, NEED, RECOMPUTE, SAVED, Array, BlockTable, Prices
 
 ROUNDS = 40
 """The most rounds of column generation."""
-
 _NEAR = 1e-4
 """The relative gap between the relaxation's value and its bound at which the rounds end."""
-
 _DEMANDS = 16
 """The number of blocks with a memory constraint, shared among the kinds; each kind has at least one."""
-
 _FEW = 300
 """The most partial policies when all policies of a block are enumerated."""
-
 _SEEDS, _TRANSIENT = 13, (0.0, 0.03, 0.3, 1.0)
 """The number of prices of a saved byte for a block's first policies, and the price of a transient byte as its shares."""
-
-
-@dataclass(frozen=True)
-class Relaxed:
-    """The optimum of the linear relaxation.
-
-    Attributes:
-        bound: a lower bound of every plan's extra seconds; minus infinity if unknown.
-        prices: prices of a byte, in seconds, for each run of the stack.
-        over: bytes by which this optimum exceeds a budget; 0 if it fits.
-    """
-
-    bound: float
-    prices: tuple[Prices, ...]
-    over: float
-
-
-@dataclass(frozen=True)
-class _Optimum:
-    """The relaxation's optimum over the current policies: its value, the budgets' excess, the prices, each run's dual."""
-
-    value: float
-    over: float
-    prices: tuple[Prices, ...]
-    worth: tuple[float, ...]
+_OVER = 1e3
+"""The cost of a unit of memory over the budget, in largest extra times of a block."""
 
 
 class Hull:
     """The policies of a stack's blocks that are cheapest at some price. Each new budget adds policies.
 
-    A run is several equal blocks in a row. The blocks of a kind are divided into several runs, and the last block of each is
-    a run of one block. These blocks have the memory constraints: more constraints give a higher bound.
+    The blocks of a kind are divided into several runs of equal blocks, and the last block of each is a run of one block. These
+    blocks have the memory constraints: more constraints give a higher bound. `kinds` has the indices of each kind's runs.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
     >>> hull = Hull(Stack((Block("layer", residuals, 1.0, 2.0, repeats=8),)))
-    >>> round(hull.relaxed(200.0, math.inf).bound, 3), len(hull.policies(0))
+    >>> round(hull.relaxed(200.0, math.inf)[0], 3), len(hull.policies(0))
     (1.875, 2)
     """
 
-    def __init__(self, stack: Stack, known: Hull | None = None) -> None:
-        """Begin with the policies of `known`, whose stack has the same residuals with different bytes."""
-        self.stack, self.runs, self.kinds = stack, *_split(stack)
+    def __init__(self, stack: Stack, earlier: Hull | None = None) -> None:
+        """Begin with the policies of `earlier`, whose stack has the same residuals with different bytes."""
+        self.stack, self.runs = stack, stack.runs(max(1, _DEMANDS // len(stack.blocks)))
+        self.kinds = [[at for at, run in enumerate(self.runs) if run.name == block.name] for block in stack.blocks]
         tables: dict[Block, int] = {}
         self._kind = [tables.setdefault(_nameless(run), len(tables)) for run in self.runs]
         self._tables = [BlockTable(block, stack.link) for block in tables]
         self._codes = [_seeds(table, sum(run.repeats for run in self.runs)) for table in self._tables]
-        if known is not None:
-            for kind, other in dict.fromkeys(zip(self._kind, known._kind, strict=True)):
-                self._extend(kind, known._codes[other])
+        if earlier is not None:
+            for kind, other in dict.fromkeys(zip(self._kind, earlier._kind, strict=True)):
+                self._extend(kind, earlier._codes[other])
 
     def table(self, run: int) -> BlockTable:
         """The table of a run's block."""
@@ -108,29 +77,31 @@ class Hull:
         self._codes[kind] = joined[np.sort(first)]
         return len(first) > len(before)
 
-    def relaxed(self, budget: float, host_budget: float) -> Relaxed:
-        """The optimum at a budget; adds the policies that it needs."""
+    def relaxed(self, budget: float, host_budget: float) -> tuple[float, tuple[Prices, ...]]:
+        """A lower bound of every plan's extra seconds, and each run's prices; adds the policies that the optimum needs."""
         bound = -math.inf
         for _ in range(ROUNDS):
-            optimum = self._optimum(budget, host_budget)
+            value, prices, worth = self._optimum(budget, host_budget)
             cheapest: dict[tuple[int, Prices], tuple[Array, float]] = {}
             missing, new = 0.0, False
-            for run, (kind, prices) in enumerate(zip(self._kind, optimum.prices, strict=True)):
-                if (kind, prices) not in cheapest:
-                    cheapest[kind, prices] = self._tables[kind].cheapest(prices)
-                    new |= self.add(run, cheapest[kind, prices][0])
-                missing += self.runs[run].repeats * min(0.0, cheapest[kind, prices][1] - optimum.worth[run])
-            bound = max(bound, optimum.value + missing)
-            if not new or optimum.value - bound <= _NEAR * abs(optimum.value):
+            for run, at_prices in enumerate(zip(self._kind, prices, strict=True)):
+                if at_prices not in cheapest:
+                    cheapest[at_prices] = self.table(run).cheapest(prices[run])
+                    new |= self.add(run, cheapest[at_prices][0])
+                missing += self.runs[run].repeats * min(0.0, cheapest[at_prices][1] - worth[run])
+            bound = max(bound, value + missing)
+            if not new or value - bound <= _NEAR * abs(value):
                 break
-        return Relaxed(bound, optimum.prices, optimum.over)
+        return bound, prices
 
-    def _optimum(self, budget: float, host_budget: float) -> _Optimum:
+    def _optimum(self, budget: float, host_budget: float) -> tuple[float, tuple[Prices, ...], tuple[float, ...]]:
+        """The relaxation's optimum over the current policies: its value, and each run's prices and dual."""
         # Imported here: SciPy takes a quarter of remat_jax's import time.
         from scipy.optimize import linprog
 
-        measured = [self.table(at).measures(self.policies(at)) for at in range(len(self.runs))]
-        owner = np.repeat(np.arange(len(self.runs)), [len(measures) for measures in measured])
+        measured = [self.table(run).measures(self.policies(run)) for run in range(len(self.runs))]
+        runs = np.arange(len(self.runs))
+        owner = np.repeat(runs, [len(measures) for measures in measured])
         columns = np.concatenate(measured)
         ends = [at for at, run in enumerate(self.runs) if run.repeats == 1] if math.isfinite(budget) else []
         unit = columns[:, NEED].max() + self.stack.fixed_bytes or 1.0
@@ -141,12 +112,11 @@ class Hull:
             limits.append(host_budget / unit)
         # The last column exceeds the budgets at a cost above any plan's gain, so the programme is always feasible.
         scale = float(columns[:, EXTRA].max()) or 1.0
-        cost = np.append(columns[:, EXTRA] / scale, _OVER * sum(run.repeats for run in self.runs))
         solution = linprog(
-            cost,
+            np.append(columns[:, EXTRA] / scale, _OVER * sum(run.repeats for run in self.runs)),
             A_ub=np.column_stack([np.stack(rows), -np.ones(len(rows))]) if rows else None,
             b_ub=np.array(limits) if rows else None,
-            A_eq=np.column_stack([owner == np.arange(len(self.runs))[:, None], np.zeros(len(self.runs))]).astype(float),
+            A_eq=np.column_stack([owner == runs[:, None], np.zeros(len(runs))]).astype(float),
             b_eq=np.array([float(run.repeats) for run in self.runs]),
             method="highs",
         )
@@ -156,69 +126,35 @@ class Hull:
         host = float(worth[-1]) if len(rows) > len(ends) else 0.0
         transient_prices = dict(zip(ends, map(float, worth), strict=False))
         prices = tuple(
-            Prices(sum(price for row, price in transient_prices.items() if row >= at), host, transient_prices.get(at, 0.0))
+            Prices(sum(price for end, price in transient_prices.items() if end >= at), host, transient_prices.get(at, 0.0))
             for at in range(len(self.runs))
         )
-        return _Optimum(
-            float(solution.fun) * scale,
-            float(solution.x[-1]) * unit,
-            prices,
-            tuple(map(float, solution.eqlin.marginals * scale)),
-        )
-
-
-_OVER = 1e3
-"""The cost of a unit of memory over the budget, in largest extra times of a block."""
-
-
-def _split(stack: Stack) -> tuple[list[Block], list[range]]:
-    """The runs of a stack, the last block of each as a run of one block, and the range of runs of each kind."""
-    runs: list[Block] = []
-    kinds: list[range] = []
-    for block in stack.blocks:
-        block_runs = block if stack.link is not None else block.without_offload()
-        pieces = min(block.repeats, max(1, _DEMANDS // len(stack.blocks)))
-        borders = [block.repeats * piece // pieces for piece in range(pieces + 1)]
-        first = len(runs)
-        for start, stop in itertools.pairwise(borders):
-            if stop - start > 1:
-                runs.append(replace(block_runs, repeats=stop - start - 1))
-            runs.append(replace(block_runs, repeats=1))
-        kinds.append(range(first, len(runs)))
-    if not stack.offload_last:
-        runs[-1] = runs[-1].without_offload()
-    return runs, kinds
+        return float(solution.fun) * scale, prices, tuple(map(float, solution.eqlin.marginals * scale))
 
 
 def _nameless(block: Block) -> Block:
     """The block with numbers as names, since equal layers have differently named residuals."""
-    number = {each.name: str(at) for at, each in enumerate(block.residuals)}
-    residuals = (
-        replace(each, name=number[each.name], parents=tuple(number[parent] for parent in each.parents))
-        for each in block.residuals
+    pairs = zip(block.residuals, block.parents, strict=True)
+    residuals = tuple(
+        replace(residual, name=str(at), parents=tuple(map(str, parents))) for at, (residual, parents) in enumerate(pairs)
     )
-    return replace(block, name="block", residuals=tuple(residuals), repeats=1)
+    return replace(block, name="block", residuals=residuals, repeats=1)
 
 
 def _seeds(table: BlockTable, count: int) -> Array:
     """All Pareto-optimal policies if they are few; else the cheapest policies at some prices."""
-    few = grow(table.block, table.link is not None, _FEW)
-    if few is None:
-        return _swept(table, count)
-    codes = np.array(few, np.int8).reshape(len(few), len(table.block.residuals))
-    return codes[unbeaten(table.measures(codes))]
+    codes = grow(table.block, table.link is not None, _FEW)
+    return _swept(table, count) if codes is None else codes[unbeaten(table.measures(codes))]
 
 
 def _swept(table: BlockTable, count: int) -> Array:
     """The cheapest policies of a block at prices from free to dearer than any recomputation, and the leanest policies."""
-    total = float(table.bytes.sum()) or 1.0
-    total_seconds = table.seconds[np.isfinite(table.seconds)].sum() + table.block.forward_seconds + table.block.backward_seconds
-    scale = float(total_seconds or 1.0) / total
+    recompute_seconds = table.seconds[table.allowed[:, RECOMPUTE]].sum()
+    total_seconds = recompute_seconds + table.block.forward_seconds + table.block.backward_seconds
+    scale = float(total_seconds or 1.0) / (float(table.bytes.sum()) or 1.0)
     dear = 1e6 * scale
     steps = [scale * 10.0**step for step in np.linspace(-3, 2, _SEEDS)]
     prices = [Prices(), *(Prices(saved, 0.0, weight * saved) for saved in steps for weight in _TRANSIENT)]
     prices += [Prices(dear * weight, 0.0, dear) for weight in (1.0, math.sqrt(count), float(count))]
-    if table.link is not None:
-        unlinked = BlockTable(table.block, None)
-        return np.unique(np.stack([each.cheapest(price)[0] for price in prices for each in (table, unlinked)]), axis=0)
-    return np.unique(np.stack([table.cheapest(price)[0] for price in prices]), axis=0)
+    tables = [table] if table.link is None else [table, BlockTable(table.block, None)]
+    return np.unique(np.stack([each.cheapest(price)[0] for price in prices for each in tables]), axis=0)

@@ -11,20 +11,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED
-
-Array = Any
-"""A NumPy array."""
+from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED, Array
 
 ROUNDING = 1e-12
 """The relative rounding error that a sum may have when its terms are added in a different order."""
-
-_COUNTS = 65
-"""The most counts of the last run that are tried."""
+COUNTS = 65
+"""The most layer counts of a run that are tried at once."""
+Runs = tuple[tuple[int, int], ...]
+"""The mix of a kind's layers: for each run the index of a policy and the number of its layers."""
 
 
 @dataclass(frozen=True)
@@ -44,59 +41,38 @@ class Room:
     host: float = float("inf")
 
 
-@dataclass(frozen=True)
-class Mix:
-    """A mix for the layers of one kind; each run has the index of a policy and the number of its layers."""
-
-    extra_seconds: float
-    runs: tuple[tuple[int, int], ...]
-
-
-def best_mix(
-    measures: Array, ends: Array, layers: int, room: Room, triples: Sequence[tuple[int, int, int]] | Array
-) -> Mix | None:
-    """The fastest mix of `triples` that fits; None if none fits.
+def best_mix(measures: Array, ends: Array, layers: int, room: Room, triples: Array) -> tuple[float, Runs] | None:
+    """The fastest mix of `triples` that fits, with its extra seconds; None if none fits.
 
     Args:
         measures: policies × (bytes saved, bytes needed, bytes on the host, extra seconds), as `BlockTable.measures` gives them.
         ends: which policies are legal for the last layer.
-        layers: the number of layers.
         triples: the policies of the three runs, in the order of the forward pass; equal neighbours are one run.
-
-    >>> lean, rich = (8.0, 40.0, 0.0, 0.5), (40.0, 40.0, 0.0, 0.0)
-    >>> best_mix(np.array([lean, rich]), np.array([True, True]), 30, Room(700.0), orders([0, 1]))
-    Mix(extra_seconds=8.0, runs=((0, 16), (1, 14)))
     """
-    chosen = np.asarray(triples).reshape(-1, 3)
-    chosen = chosen[ends[chosen[:, 2]]]
-    if not len(chosen):
+    triples = triples[ends[triples[:, 2]]]
+    if not len(triples):
         return None
-    last_counts = np.unique(np.linspace(1, layers, min(layers, _COUNTS)).round())
-    fastest = _fastest(measures, chosen, layers, room, last_counts)
-    if fastest is not None and layers > _COUNTS:
-        near = fastest[2][2]
-        beside = np.arange(max(1, near - layers // _COUNTS), min(layers, near + layers // _COUNTS) + 1)
-        finer = _fastest(measures, chosen, layers, room, beside)
-        fastest = finer if finer is not None and finer[0] < fastest[0] else fastest
+    last_counts = np.unique(np.linspace(1, layers, min(layers, COUNTS)).round())
+    fastest = _fastest(measures, triples, layers, room, last_counts)
+    if fastest is not None and layers > COUNTS:
+        _, near = fastest[1][2]
+        beside = np.arange(max(1, near - layers // COUNTS), min(layers, near + layers // COUNTS) + 1)
+        finer = _fastest(measures, triples, layers, room, beside)
+        fastest = min(fastest, finer or fastest, key=lambda mix: mix[0])
     if fastest is None:
         return None
-    seconds, triple, counts = fastest
-    runs: list[tuple[int, int]] = []
-    for policy, count in zip(triple, counts, strict=True):
-        if count and runs and runs[-1][0] == policy:
-            runs[-1] = policy, runs[-1][1] + count
-        elif count:
-            runs.append((policy, count))
-    return Mix(seconds, tuple(runs))
+    seconds, runs = fastest
+    equal_runs = itertools.groupby((run for run in runs if run[1]), key=lambda run: run[0])
+    return seconds, tuple((policy, sum(count for _, count in equal)) for policy, equal in equal_runs)
 
 
-def orders(policies: Sequence[int], most: int = 3) -> Array:
-    """All triples with at most ``most`` different policies."""
+def orders(policies: Sequence[int], most: int) -> Array:
+    """All triples with at most ``most`` runs."""
     return _with_at_most(most, itertools.product(policies, repeat=3))
 
 
-def orders_beside(used: Sequence[int], new: Sequence[int], most: int = 3) -> Array:
-    """All triples of one new and two used policies in any place, and each new policy alone."""
+def orders_beside(used: Sequence[int], new: Sequence[int], most: int) -> Array:
+    """All triples of one new and two used policies in any place, and each new policy alone, with at most ``most`` runs."""
     places = itertools.product(used, used, new)
     turned = (order for a, b, added in places for order in ((a, b, added), (a, added, b), (added, a, b)))
     return _with_at_most(most, itertools.chain(turned, ((added, added, added) for added in new)))
@@ -104,17 +80,11 @@ def orders_beside(used: Sequence[int], new: Sequence[int], most: int = 3) -> Arr
 
 def _with_at_most(most: int, listed: Iterable[tuple[int, ...]]) -> Array:
     triples = np.array(list(listed), int).reshape(-1, 3)
-    if most >= 3:
-        return triples
-    first, second, third = triples.T
-    same = (first == second) & (second == third)
-    return triples[same if most == 1 else (first == second) | (second == third)]
+    return triples[(np.diff(triples, axis=1) != 0).sum(axis=1) < most]
 
 
-def _fastest(
-    measures: Array, triples: Array, layers: int, room: Room, last: Array
-) -> tuple[float, tuple[int, int, int], tuple[int, int, int]] | None:
-    """Extra seconds, triple and counts of the fastest mix; `last` are the counts of the third policy to try."""
+def _fastest(measures: Array, triples: Array, layers: int, room: Room, last: Array) -> tuple[float, Runs] | None:
+    """Extra seconds and the three runs of the fastest mix; `last` are the counts of the third policy to try."""
     budget, host = room.budget * (1 + ROUNDING), room.host * (1 + ROUNDING)
     first, second, third = (measures[triples[:, place]][:, :, None] for place in range(3))
     in_first_two = layers - last[None, :]
@@ -148,5 +118,4 @@ def _fastest(
         return None
     third_count, second_count = int(last[place]), int(count[row, place])
     counts = layers - third_count - second_count, second_count, third_count
-    a, b, c = map(int, triples[row])
-    return float(seconds[row, place]), (a, b, c), counts
+    return float(seconds[row, place]), tuple(zip(map(int, triples[row]), counts, strict=True))

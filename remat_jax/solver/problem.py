@@ -1,18 +1,32 @@
 """A planning problem as plain data: blocks with residuals, stacks of blocks, and the link to host memory.
 
-Bytes are per device, seconds per training step. Both may be fractions in any consistent unit. ``docs/how/planner.md`` states
-the problem and how it is solved.
+Bytes are per device, seconds per training step. Both may be fractions in any consistent unit. Malformed data is a
+`PlanningError`. ``docs/how/planner.md`` states the problem and how it is solved.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 from remat_jax.errors import PlanningError, nearest
-from remat_jax.solver.checks import all_of, check_count, check_names, check_number, check_share
+
+
+class Choice(StrEnum):
+    """What happens to a residual. ``unused``: neither kept nor recomputed, if the backward pass does not need it."""
+
+    SAVE = "save"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+    UNUSED = "unused"
 
 
 @dataclass(frozen=True)
@@ -24,9 +38,6 @@ class HostLink:
         in_bytes_per_s: the achieved rate from host to device.
         hidden_share: the share of a block's compute time that can run beside its copies, from 0 to 1.
         memory_bytes_per_s: the rate of device memory, which copies use too; infinite if that is not counted.
-
-    Raises:
-        PlanningError: a rate is not positive, or the share is not between 0 and 1.
 
     >>> HostLink(50.0, 50.0).exposed_out(100.0, 1.5)
     0.5
@@ -40,7 +51,11 @@ class HostLink:
     def __post_init__(self) -> None:
         check_number("HostLink: out_bytes_per_s", self.out_bytes_per_s, positive=True)
         check_number("HostLink: in_bytes_per_s", self.in_bytes_per_s, positive=True)
-        check_share("HostLink: hidden_share", self.hidden_share)
+        check_number("HostLink: hidden_share", self.hidden_share)
+        if self.hidden_share > 1:
+            raise PlanningError(
+                f"HostLink: hidden_share={self.hidden_share!r}; expected a share of the compute time, from 0 to 1."
+            )
         check_number("HostLink: memory_bytes_per_s", self.memory_bytes_per_s, positive=True, infinite=True)
 
     @property
@@ -69,9 +84,6 @@ class ResidualCosts:
         may_save, may_offload: whether it may be kept in device memory, in host memory.
         needed: whether the backward pass reads it. Any other residual is kept or computed only for its children.
         kept_seconds: time that keeping it takes, on either side: writing it, and copying it into the stack of a scan.
-
-    Raises:
-        PlanningError: a number is negative, NaN or infinite, or no choice is allowed for a needed residual.
     """
 
     name: str
@@ -89,11 +101,17 @@ class ResidualCosts:
         check_number(f"ResidualCosts {self.name!r}: kept_seconds", self.kept_seconds)
         if self.seconds is not None:
             check_number(f"ResidualCosts {self.name!r}: seconds", self.seconds)
-        if self.needed and self.seconds is None and not self.may_save and not self.may_offload:
+        if not self.choices:
             raise PlanningError(
                 f"ResidualCosts {self.name!r}: backward needs it, but it can be neither saved, offloaded nor recomputed; "
                 "allow one of them, or give seconds."
             )
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What may happen to it, in the order of `Choice`."""
+        allowed = (self.may_save, self.may_offload, self.seconds is not None, not self.needed)
+        return tuple(itertools.compress(Choice, allowed))
 
 
 @dataclass(frozen=True)
@@ -113,9 +131,6 @@ class Block:
         repeats: the number of consecutive blocks.
         recomputed_share, fetched_share: see above.
 
-    Raises:
-        PlanningError: a number is wrong, a name occurs twice, a parent is unknown, or the parents form a cycle.
-
     >>> Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=24).order
     (0, 1)
     """
@@ -133,45 +148,40 @@ class Block:
     def __post_init__(self) -> None:
         where = f"Block {self.name!r}"
         object.__setattr__(self, "residuals", all_of(f"{where}: residuals", self.residuals, ResidualCosts))
-        for name in ("forward_seconds", "backward_seconds", "working_bytes", "input_bytes"):
-            check_number(f"{where}: {name}", getattr(self, name))
-        for name in ("recomputed_share", "fetched_share"):
+        shares = ("recomputed_share", "fetched_share")
+        for name in ("forward_seconds", "backward_seconds", "working_bytes", "input_bytes", *shares):
             check_number(f"{where}: {name}", getattr(self, name))
         check_count(f"{where}: repeats", self.repeats)
         check_names(f"{where}: residuals", (residual.name for residual in self.residuals))
-        object.__setattr__(self, "_order", _order(where, self.residuals))
+        _ = self.order  # refuses unknown parents and a circle
 
-    @property
+    @cached_property
+    def parents(self) -> tuple[tuple[int, ...], ...]:
+        """For each residual, the indices of its parents."""
+        index = {residual.name: at for at, residual in enumerate(self.residuals)}
+        for residual in self.residuals:
+            for parent in residual.parents:
+                if parent not in index:
+                    raise PlanningError(
+                        f"Block {self.name!r}: {residual.name!r} has the parent {parent!r}, which is not one of its residuals."
+                        + nearest(parent, index)
+                    )
+        return tuple(tuple(index[parent] for parent in residual.parents) for residual in self.residuals)
+
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """The indices of the residuals, parents before children."""
-        return self._order  # type: ignore[attr-defined,no-any-return]
+        try:
+            return tuple(TopologicalSorter(dict(enumerate(self.parents))).static_order())
+        except CycleError as error:
+            circle = " → ".join(self.residuals[at].name for at in reversed(error.args[1]))
+            raise PlanningError(
+                f"Block {self.name!r}: residuals are computed from each other in a circle: {circle}; remove one parent."
+            ) from None
 
     def without_offload(self) -> Block:
-        """The same block without offload.
-
-        Raises:
-            PlanningError: a residual that the backward pass needs can only be offloaded.
-        """
+        """The same block without offload; `PlanningError` for a needed residual that can only be offloaded."""
         return replace(self, residuals=tuple(replace(residual, may_offload=False) for residual in self.residuals))
-
-
-def _order(where: str, residuals: Sequence[ResidualCosts]) -> tuple[int, ...]:
-    index = {each.name: number for number, each in enumerate(residuals)}
-    for each in residuals:
-        for parent in each.parents:
-            if parent not in index:
-                raise PlanningError(
-                    f"{where}: {each.name!r} has the parent {parent!r}, which is not one of its residuals."
-                    + nearest(parent, index)
-                )
-    try:
-        names = TopologicalSorter({each.name: each.parents for each in residuals}).static_order()
-        return tuple(index[name] for name in names)
-    except CycleError as error:
-        circle = " → ".join(reversed(error.args[1]))
-        raise PlanningError(
-            f"{where}: residuals are computed from each other in a circle: {circle}; remove one parent."
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -184,9 +194,6 @@ class Stack:
         fixed_bytes: device memory in use during the whole step: parameters, gradients, optimizer state.
         offload_last: whether the very last block may offload. Its backward pass follows its forward pass at once, so no
             compute hides the copies.
-
-    Raises:
-        PlanningError: there is no block, a name occurs twice, or a number is wrong.
     """
 
     blocks: tuple[Block, ...]
@@ -203,7 +210,7 @@ class Stack:
         if self.link is not None and not isinstance(self.link, HostLink):
             raise PlanningError(f"Stack: link={self.link!r}; expected a HostLink, or None where nothing may be offloaded.")
         for block in self.blocks if self.link is None else self.blocks[-1:] if not self.offload_last else ():
-            stuck = [each.name for each in block.residuals if each.needed and each.seconds is None and not each.may_save]
+            stuck = [residual.name for residual in block.residuals if residual.choices == (Choice.OFFLOAD,)]
             if stuck:
                 why = "there is no link" if self.link is None else "the last block may not"
                 raise PlanningError(
@@ -211,17 +218,20 @@ class Stack:
                     "a link and offload_last=True."
                 )
 
-    def runs(self) -> tuple[Block, ...]:
-        """The blocks as solvers see them: without offloads that are not allowed, and the last block of each run by itself.
+    def runs(self, parts: int = 1) -> tuple[Block, ...]:
+        """The blocks as solvers see them: without offloads that are not allowed, each kind in ``parts`` runs of equal length.
 
-        A run needs most memory at its last block, and the very last block may not offload.
+        The last block of each run is a run by itself: a run needs most memory there, and the very last block may not offload.
         """
         divided: list[Block] = []
         for block in self.blocks:
             allowed = block if self.link is not None else block.without_offload()
-            if block.repeats > 1:
-                divided.append(replace(allowed, repeats=block.repeats - 1))
-            divided.append(replace(allowed, repeats=1))
+            count = min(block.repeats, parts)
+            borders = (block.repeats * part // count for part in range(count + 1))
+            for start, stop in itertools.pairwise(borders):
+                if stop - start > 1:
+                    divided.append(replace(allowed, repeats=stop - start - 1))
+                divided.append(replace(allowed, repeats=1))
         if not self.offload_last:
             divided[-1] = divided[-1].without_offload()
         return tuple(divided)
@@ -234,3 +244,49 @@ class Stack:
     def base_seconds(self) -> float:
         """The time of a step without what its residuals cost."""
         return sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in self.blocks)
+
+
+# --- checks of numbers, names and budgets ------------------------------------------------------------------------------
+
+
+def check_number(where: str, value: object, *, positive: bool = False, infinite: bool = False) -> None:
+    """Refuse a value that is not a number, or is NaN, negative, or infinite without ``infinite``."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and (value > 0 if positive else value >= 0)
+    # An integer may be larger than any float.
+    good = good and (value <= sys.float_info.max or (infinite and value == math.inf))  # type: ignore[operator]
+    if not good:
+        kind = "a number" if infinite else "a finite number"
+        raise PlanningError(f"{where}={value!r}; expected {kind}, {'greater than' if positive else 'at least'} 0.")
+
+
+def check_count(where: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Refuse a value that is not an integer from ``least`` to ``most``."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
+        bound = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise PlanningError(f"{where}={value!r}; expected an integer, {bound}.")
+
+
+def check_budget(name: str, value: object) -> None:
+    """Refuse a budget that is not a positive number of bytes, or 0 for the host; infinity means no limit."""
+    check_number(name, value, positive=name == "budget", infinite=True)
+
+
+def check_names(where: str, names: Iterable[str]) -> None:
+    """Refuse empty names and names that occur twice."""
+    listed = list(names)
+    wrong = [name for name in listed if not isinstance(name, str) or not name]
+    twice = sorted(name for name, count in Counter(map(str, listed)).items() if count > 1)
+    if wrong or twice:
+        raise PlanningError(f"{where}: names {wrong or twice} are {'not texts' if wrong else 'used twice'}; give each its own.")
+
+
+def all_of(where: str, values: Any, kind: type) -> tuple[Any, ...]:
+    """``values`` as a tuple of instances of ``kind``."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise PlanningError(f"{where}={values!r}; expected a sequence of {kind.__name__}.")
+    checked = tuple(values)
+    for value in checked:
+        if not isinstance(value, kind):
+            raise PlanningError(f"{where}: {value!r} is a {type(value).__name__}; expected {kind.__name__}.")
+    return checked

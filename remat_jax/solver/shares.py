@@ -8,100 +8,79 @@ programme is fast for any number of kinds, but not exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from remat_jax.solver.mix import ROUNDING
-from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED
+from remat_jax.solver.mix import COUNTS, ROUNDING, Runs
+from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED, Array
 
-Array = Any
-"""A NumPy array."""
-
+_FIRST, _SECOND, _COUNT = 4, 5, 6
+"""The further columns of a mix: its two policies, and the number of layers under the first."""
 _BINS = 1024
 """The number of bins of kept memory."""
-
 _NEED_BINS, _SAVED_BINS = 16, 256
 """The numbers of bins for the mixes of one kind: of needed memory and of saved memory."""
 
-_COUNTS = 65
-"""The most counts of the first policy that are tried."""
 
+def mixes_of_two(
+    measures: Array, ends: Array, layers: int, policies: Sequence[int], most: int, room: float, host_price: float
+) -> Array:
+    """Mixes of two of these policies that fit in ``room`` by themselves, one row each; single policies if ``most`` is 1.
 
-@dataclass(frozen=True)
-class Mixes:
-    """Mixes for the layers of one kind: ``counts[i]`` layers under ``first[i]``, the remaining layers under ``second[i]``.
-
-    ``measures`` has the columns of `BlockTable.measures` for all layers together. The need is the peak above the memory in use
-    before these layers.
+    The first columns are those of `BlockTable.measures`, for all layers together. The need is the peak above the memory in use
+    before these layers. Of the mixes that save and need nearly the same memory, only the cheapest is a row.
     """
-
-    first: Array
-    second: Array
-    counts: Array
-    measures: Array
-
-    def runs(self, at: int, layers: int) -> tuple[tuple[int, int], ...]:
-        """The mix at an index as pairs (policy, count)."""
-        first, second, count = int(self.first[at]), int(self.second[at]), int(self.counts[at])
-        return ((second, layers),) if first == second or not count else ((first, count), (second, layers - count))
-
-
-def mixes_of_two(measures: Array, ends: Array, layers: int, policies: Sequence[int], most: int, room: float) -> Mixes:
-    """All mixes of two of these policies that fit in ``room`` by themselves; single policies if ``most`` is 1."""
-    counts = np.unique(np.linspace(0, layers - 1, min(layers, _COUNTS)).round()) if most > 1 else np.zeros(1)
+    counts = np.unique(np.linspace(0, layers - 1, min(layers, COUNTS)).round()) if most > 1 else np.zeros(1)
     chosen = np.array(policies, int)
     first, second, count = (axis.ravel() for axis in np.meshgrid(chosen, chosen[ends[chosen]], counts, indexing="ij"))
     keep = (count > 0) | (first == second)
     first, second, count = first[keep], second[keep], count[keep]
     before, after, rest = measures[first], measures[second], layers - count
+    mixes = np.zeros((len(first), 7))
     kept = count * before[:, SAVED]
-    saved = kept + rest * after[:, SAVED]
-    need = np.maximum(
-        np.where(count > 0, kept + before[:, NEED] - before[:, SAVED], 0.0), saved + after[:, NEED] - after[:, SAVED]
+    mixes[:, SAVED] = kept + rest * after[:, SAVED]
+    mixes[:, NEED] = np.maximum(
+        np.where(count > 0, kept + before[:, NEED] - before[:, SAVED], 0.0),
+        mixes[:, SAVED] + after[:, NEED] - after[:, SAVED],
     )
-    totals = np.zeros((len(first), 4))
-    totals[:, SAVED], totals[:, NEED] = saved, need
-    totals[:, HOST] = count * before[:, HOST] + rest * after[:, HOST]
-    totals[:, EXTRA] = count * before[:, EXTRA] + rest * after[:, EXTRA]
-    fits = need <= room * (1 + ROUNDING)
-    return Mixes(first[fits], second[fits], count[fits], totals[fits])
-
-
-def thinned(mixes: Mixes, cost: Array) -> Mixes:
-    """The cheapest mix among those that save and need nearly the same memory."""
-    if not len(cost):
+    for column in (HOST, EXTRA):
+        mixes[:, column] = count * before[:, column] + rest * after[:, column]
+    mixes[:, _FIRST], mixes[:, _SECOND], mixes[:, _COUNT] = first, second, count
+    mixes = mixes[mixes[:, NEED] <= room * (1 + ROUNDING)]
+    if not len(mixes):
         return mixes
-    saved, need = (_binned(mixes.measures[:, column], bins) for column, bins in ((SAVED, _SAVED_BINS), (NEED, _NEED_BINS)))
-    order = np.lexsort((mixes.measures[:, SAVED], cost))
-    _, first = np.unique((saved * _NEED_BINS + need)[order], return_index=True)
-    keep = order[first]
-    return Mixes(mixes.first[keep], mixes.second[keep], mixes.counts[keep], mixes.measures[keep])
+    saved_bin, need_bin = _binned(mixes[:, SAVED], _SAVED_BINS), _binned(mixes[:, NEED], _NEED_BINS)
+    order = np.lexsort((mixes[:, SAVED], mixes[:, EXTRA] + host_price * mixes[:, HOST]))
+    _, cheapest = np.unique((saved_bin * _NEED_BINS + need_bin)[order], return_index=True)
+    return mixes[order[cheapest]]
 
 
-def shared(kinds: Sequence[Mixes], budget: float, host_budget: float, host_price: float) -> list[int] | None:
-    """The index of a mix for each kind, so that all kinds together fit and are fast; None if no combination fits.
+def runs_of(mix: Array, layers: int) -> Runs:
+    """The runs of a mix of two policies."""
+    first, second, count = map(int, mix[_FIRST:])
+    return ((second, layers),) if first == second or not count else ((first, count), (second, layers - count))
+
+
+def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price: float) -> list[Array] | None:
+    """A mix for each kind, so that all kinds together fit and are fast; None if no combination fits.
 
     Args:
         kinds: the mixes of each kind, in forward order.
-        budget: bytes on the device for all kinds.
-        host_budget: bytes in host memory.
+        budget, host_budget: bytes on the device and in host memory, for all kinds.
         host_price: the price of a byte in host memory, in seconds.
 
-    >>> measures = np.array([[2.0, 3.0, 0.0, 1.0], [4.0, 4.0, 0.0, 0.0]])
-    >>> kind = Mixes(np.arange(2), np.arange(2), np.zeros(2), measures)
-    >>> [shared([kind, kind], budget, np.inf, 0.0) for budget in (4.0, 6.0, 8.0)]
-    [None, [0, 1], [1, 1]]
+    >>> kind = np.array([[2.0, 3.0, 0.0, 1.0], [4.0, 4.0, 0.0, 0.0]])
+    >>> [mix[SAVED].item() for mix in shared([kind, kind], 6.0, np.inf, 0.0)], shared([kind, kind], 4.0, np.inf, 0.0)
+    ([2.0, 4.0], None)
     """
     # Columns of a state: bytes kept, host bytes, cost. The trail has each kind's previous states and chosen mixes.
     states = np.zeros((1, 3))
     trail: list[tuple[Array, Array]] = []
     for mixes in kinds:
-        kept = states[:, None, 0] + mixes.measures[None, :, SAVED]
-        need = states[:, None, 0] + mixes.measures[None, :, NEED]
-        host = states[:, None, 1] + mixes.measures[None, :, HOST]
-        cost = states[:, None, 2] + mixes.measures[None, :, EXTRA] + host_price * mixes.measures[None, :, HOST]
+        kept = states[:, None, 0] + mixes[None, :, SAVED]
+        need = states[:, None, 0] + mixes[None, :, NEED]
+        host = states[:, None, 1] + mixes[None, :, HOST]
+        cost = states[:, None, 2] + mixes[None, :, EXTRA] + host_price * mixes[None, :, HOST]
         before, chosen = np.nonzero((need <= budget * (1 + ROUNDING)) & (host <= host_budget * (1 + ROUNDING)))
         if not len(before):
             return None
@@ -110,8 +89,8 @@ def shared(kinds: Sequence[Mixes], budget: float, host_budget: float, host_price
         states = states[keep]
         trail.append((before[keep], chosen[keep]))
     at, path = int(states[:, 2].argmin()), []
-    for before, chosen in reversed(trail):
-        path.append(int(chosen[at]))
+    for mixes, (before, chosen) in zip(reversed(kinds), reversed(trail), strict=True):
+        path.append(mixes[chosen[at]])
         at = int(before[at])
     return path[::-1]
 

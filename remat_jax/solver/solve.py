@@ -10,37 +10,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.solver.checks import check_budget, check_count
-from remat_jax.solver.hull import Hull, Relaxed
-from remat_jax.solver.mix import Mix, Room, best_mix, orders, orders_beside
+from remat_jax.solver.hull import Hull
+from remat_jax.solver.mix import Room, Runs, best_mix, orders, orders_beside
 from remat_jax.solver.policies import BlockPolicy, StackPlan, stack_plan
-from remat_jax.solver.problem import Block, Stack
-from remat_jax.solver.shares import Mixes, mixes_of_two, shared, thinned
-from remat_jax.solver.table import CHOICES, EXTRA, HOST, NEED, SAVED, Prices
-
-Array = Any
-"""A NumPy array."""
+from remat_jax.solver.problem import Block, Stack, check_budget, check_count
+from remat_jax.solver.shares import mixes_of_two, runs_of, shared
+from remat_jax.solver.table import CHOICES, EXTRA, HOST, NEED, SAVED, Array, Prices
 
 MOST_POLICIES = 3
 """The most different policies among blocks of one kind. Scanned layers become one scan for each."""
-
 _MIXED, _BESIDE = 12, 40
 """The most policies mixed in every order, and the most neighbours of a plan's policies, each tried with two of these."""
-
 _PAIRS = 20_000
 """The most mixes of two policies of one kind for the first plan: pairs × counts."""
-
 _SWEEPS = 6
 """The most sweeps over the kinds."""
-
 _FASTER = 1e-9
 """The least relative gain for which a mix is taken."""
-
 _LEAST = 1e-3
 """The relative accuracy of the least memory that an infeasible budget's error reports."""
 
@@ -51,55 +41,59 @@ class Solver:
     Args:
         stack: the blocks.
         most_policies: the most different policies of blocks of one kind, 1 to 3.
-        known: another solver for the same residuals with other bytes; its policies are the first candidates.
-
-    Raises:
-        PlanningError: ``most_policies`` is not 1, 2 or 3.
+        earlier: another solver for the same residuals with other bytes; its policies are the first candidates.
 
     >>> from remat_jax.solver.problem import Block, ResidualCosts
     >>> residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
     >>> plan = Solver(Stack((Block("layer", residuals, 1.0, 2.0, repeats=30),))).plan(700.0)
-    >>> [(one.first, one.count, one.policy.choices[1].value) for one in plan.ranges], plan.peak_bytes
-    ([(0, 16, 'recompute'), (16, 14, 'save')], 688.0)
+    >>> [policy.choices[1].value for policy in plan.policies].count("save"), plan.peak_bytes
+    (14, 688.0)
     """
 
-    def __init__(self, stack: Stack, most_policies: int = MOST_POLICIES, known: Solver | None = None) -> None:
+    def __init__(self, stack: Stack, most_policies: int = MOST_POLICIES, earlier: Solver | None = None) -> None:
         check_count("most_policies", most_policies, most=MOST_POLICIES)
-        self.stack, self.most = stack, most_policies
-        self._hull: Hull = Hull(stack, None if known is None else known._hull)
+        self.stack, self._most_policies = stack, most_policies
+        self._hull: Hull = Hull(stack, None if earlier is None else earlier._hull)
 
     def add(self, policies: Sequence[BlockPolicy]) -> None:
-        """Add the policies of a plan, one for each single block in forward order. A later plan is no
-        slower than this plan, wherever this plan fits.
+        """Add the policies of a plan, one for each single block in forward order.
+
+        A later plan is no slower than this plan, wherever this plan fits.
         """
-        codes = [np.array([_CODES[choice] for choice in policy.choices], np.int8) for policy in policies]
-        place = 0
+        first = 0
         for run, block in enumerate(self._hull.runs):
-            self._hull.add(run, codes[place])
-            place += block.repeats
+            codes = [CHOICES.index(choice) for choice in policies[first].choices]
+            self._hull.add(run, np.array(codes, np.int8))
+            first += block.repeats
 
     def plan(self, budget: float = math.inf, host_budget: float = math.inf) -> StackPlan:
-        """The fastest plan found within both budgets; ``lower_bound`` bounds the seconds of every plan.
-
-        Raises:
-            InfeasibleBudget: no plan was found that fits; the message has the least device memory that was reached.
-            PlanningError: a budget is not a positive number of bytes.
-        """
-        check_budget("budget", budget)
-        check_budget("host_budget", host_budget)
-        relaxed = self._hull.relaxed(budget, host_budget)
-        mixing = _Mixing(self.stack, self._hull, self.most, budget, host_budget, relaxed)
-        return stack_plan(self.stack, mixing.policies(), bound=max(0.0, relaxed.bound))
+        """The fastest plan found within both budgets, in bytes; `InfeasibleBudget` if no plan was found that fits."""
+        bound, prices = self._relaxed(budget, host_budget)
+        return stack_plan(self.stack, self._mixed(budget, host_budget, prices), bound=bound)
 
     def bound(self, budget: float = math.inf, host_budget: float = math.inf) -> float:
-        """A lower bound on the seconds, beyond saving everything, of any plan within both budgets (``lower_bound`` of `plan`).
+        """A lower bound on the seconds, beyond saving everything, of any plan within both budgets."""
+        return self._relaxed(budget, host_budget)[0]
 
-        Raises:
-            PlanningError: a budget is not a positive number of bytes.
-        """
+    def _relaxed(self, budget: float, host_budget: float) -> tuple[float, tuple[Prices, ...]]:
         check_budget("budget", budget)
         check_budget("host_budget", host_budget)
-        return max(0.0, self._hull.relaxed(budget, host_budget).bound)
+        bound, prices = self._hull.relaxed(budget, host_budget)
+        return max(0.0, bound), prices
+
+    def _mixed(self, budget: float, host_budget: float, prices: Sequence[Prices]) -> list[BlockPolicy]:
+        pairs = zip(self.stack.blocks, self._hull.kinds, strict=True)
+        kinds = [_Kind(self._hull, block, runs, prices, self._most_policies) for block, runs in pairs]
+        whole = Room(budget, before=self.stack.fixed_bytes, host=host_budget)
+        if not _share(kinds, budget, whole):
+            raise _infeasible(budget, host_budget, _least(kinds, whole))
+        for _ in range(_SWEEPS):
+            faster = [kind.mix(_room(kinds, at, whole)) for at, kind in enumerate(kinds)]
+            faster += [kind.mix_beside(_room(kinds, at, whole)) for at, kind in enumerate(kinds)]
+            if not any(faster):
+                break
+        runs = [(kind.table.policy(kind.codes[policy]), count) for kind in kinds for policy, count in kind.runs]
+        return [policy for policy, count in runs for _ in range(count)]
 
 
 def solve(
@@ -109,52 +103,39 @@ def solve(
     return Solver(stack, most_policies).plan(budget, host_budget)
 
 
-_CODES = {choice: code for code, choice in enumerate(CHOICES)}
-
-
 class _Kind:
-    """The layers of one kind while a plan is made: their possible policies, and the runs (policy, count) so far."""
+    """The layers of one kind while a plan is made: their possible policies, and the mix so far."""
 
-    def __init__(self, hull: Hull, block: Block, runs: range, prices: Sequence[Prices], most: int) -> None:
-        self.block, self.most = block, most
+    def __init__(self, hull: Hull, block: Block, runs: Sequence[int], prices: Sequence[Prices], most: int) -> None:
+        self.layers, self._most = block.repeats, min(most, block.repeats)
         self._prices = list(dict.fromkeys(prices[run] for run in runs))
+        self.host_price = self._prices[-1].host
         self.table, self._last = hull.table(runs[0]), hull.table(runs[-1])
-        self.codes = np.unique(np.concatenate([hull.policies(runs[0]), hull.policies(runs[-1])]), axis=0)
-        self.codes = self.codes[self.table.legal(self.codes)]
-        self.runs: tuple[tuple[int, int], ...] = ()
-        self._measure()
+        codes = np.unique(np.concatenate([hull.policies(runs[0]), hull.policies(runs[-1])]), axis=0)
+        self.runs: Runs = ()
+        self._set_policies(codes[self.table.legal(codes)])
 
-    def _measure(self) -> None:
-        self.measures, self.ends = self.table.measures(self.codes), self._last.legal(self.codes)
+    def _set_policies(self, codes: Array) -> None:
+        self.codes, self.measures, self.ends = codes, self.table.measures(codes), self._last.legal(codes)
 
-    def mixes(self, room: float) -> Mixes:
+    def mixes(self, room: float) -> Array:
         """Mixes of two among the cheapest policies at these prices and the leanest policies."""
-        order = self._ordered(int(math.sqrt(_PAIRS / self.block.repeats)))
-        lean = np.argsort(self.measures[:, NEED] - self.measures[:, SAVED] + self.block.repeats * self.measures[:, SAVED])
+        order = self._ordered(int(math.sqrt(_PAIRS / self.layers)))
+        lean = np.argsort(self.measures[:, NEED] - self.measures[:, SAVED] + self.layers * self.measures[:, SAVED])
         least = [int(lean[0]), *(int(at) for at in lean if self.ends[at])][:2]
         chosen = list(dict.fromkeys([*order, *least, int(self.measures[:, NEED].argmin())]))
-        pairs = mixes_of_two(self.measures, self.ends, self.block.repeats, chosen, self._different, room)
-        return thinned(pairs, pairs.measures[:, EXTRA] + self.host_price * pairs.measures[:, HOST])
-
-    @property
-    def host_price(self) -> float:
-        """The price of a byte in host memory, in seconds."""
-        return self._prices[-1].host
+        return mixes_of_two(self.measures, self.ends, self.layers, chosen, self._most, room, self.host_price)
 
     def _ordered(self, count: int) -> list[int]:
         """The ``count`` cheapest policies at these prices, and some more that are legal for the last layer."""
-        order = np.argsort(self.distance(self.codes), kind="stable")
+        order = np.argsort(self._distance(self.codes), kind="stable")
         ends = [at for at in order if self.ends[at]]
         return list(dict.fromkeys([*map(int, order[:count]), *map(int, ends[: count // 3])]))
 
-    def distance(self, codes: Array) -> Array:
+    def _distance(self, codes: Array) -> Array:
         """For each policy, its cost above the cheapest policy so far, at the layer prices where this difference is least."""
         costs = [(self.table.cost(codes, price), self.table.cost(self.codes, price).min()) for price in self._prices]
         return np.min([cost - least for cost, least in costs], axis=0)
-
-    @property
-    def extra_seconds(self) -> float:
-        return sum(count * float(self.measures[policy, EXTRA]) for policy, count in self.runs)
 
     @property
     def totals(self) -> tuple[float, float, float]:
@@ -169,110 +150,74 @@ class _Kind:
     def mix(self, room: Room) -> bool:
         """Take the best mix that fits in the room; whether it is faster than the current one."""
         chosen = list(dict.fromkeys([*(policy for policy, _ in self.runs), *self._ordered(_MIXED)]))
-        return self._take(best_mix(self.measures, self.ends, self.block.repeats, room, orders(chosen, self._different)))
+        return self._take_best(room, orders(chosen, self._most))
 
     def mix_beside(self, room: Room) -> bool:
         """Take the best mix of one neighbour and two current policies; whether it is faster."""
-        used = list(dict.fromkeys(policy for policy, _ in self.runs))
-        neighbours = np.unique(np.concatenate([self.table.neighbours(self.codes[policy]) for policy in used]), axis=0)
-        neighbours = neighbours[np.argsort(self.distance(neighbours), kind="stable")[:_BESIDE]]
-        before = len(self.codes)
-        self.codes = np.concatenate([self.codes, neighbours])
-        self._measure()
-        new = list(range(before, len(self.codes)))
-        triples = orders_beside(used, new, self._different)
-        faster = self._take(best_mix(self.measures, self.ends, self.block.repeats, room, triples))
+        used, codes = list(dict.fromkeys(policy for policy, _ in self.runs)), self.codes
+        neighbours = np.unique(np.concatenate([self.table.neighbours(codes[policy]) for policy in used]), axis=0)
+        neighbours = neighbours[np.argsort(self._distance(neighbours), kind="stable")[:_BESIDE]]
+        self._set_policies(np.concatenate([codes, neighbours]))
+        faster = self._take_best(room, orders_beside(used, range(len(codes), len(self.codes)), self._most))
         if not faster:
-            self.codes = self.codes[:before]
-            self._measure()
+            self._set_policies(codes)
         return faster
 
-    @property
-    def _different(self) -> int:
-        return min(self.most, self.block.repeats)
-
-    def _take(self, mix: Mix | None) -> bool:
-        if mix is None or mix.extra_seconds >= self.extra_seconds - _FASTER * abs(self.extra_seconds):
+    def _take_best(self, room: Room, triples: Array) -> bool:
+        mix = best_mix(self.measures, self.ends, self.layers, room, triples)
+        seconds = sum(count * float(self.measures[policy, EXTRA]) for policy, count in self.runs)
+        if mix is None or mix[0] >= seconds - _FASTER * abs(seconds):
             return False
-        self.runs = mix.runs
+        self.runs = mix[1]
         return True
 
 
-class _Mixing:
-    """One plan in the making."""
+def _share(kinds: Sequence[_Kind], budget: float, whole: Room) -> bool:
+    """Give each kind a mix, so that all kinds fit the budget; False if no combination was found that fits."""
+    room = budget - whole.before
+    mixes = [kind.mixes(room) for kind in kinds]
+    # Hidden copies cost nothing, so host memory has a price only if it is scarce.
+    chosen = shared(mixes, room, whole.host, kinds[-1].host_price) if room > 0 else None
+    if chosen is None:
+        return False
+    for kind, mix in zip(kinds, chosen, strict=True):
+        kind.runs = runs_of(mix, kind.layers)
+    return True
 
-    def __init__(self, stack: Stack, hull: Hull, most: int, budget: float, host_budget: float, relaxed: Relaxed) -> None:
-        self.stack, self.budget, self.host_budget = stack, budget, host_budget
-        pairs = zip(stack.blocks, hull.kinds, strict=True)
-        self.kinds = [_Kind(hull, block, runs, relaxed.prices, most) for block, runs in pairs]
-        self._begin()
-        self._improve()
 
-    def policies(self) -> list[BlockPolicy]:
-        """The policy of every single block, in forward order."""
-        by_block: list[BlockPolicy] = []
-        for kind in self.kinds:
-            for policy, count in kind.runs:
-                by_block += [kind.table.policy(kind.codes[policy])] * count
-        return by_block
-
-    def _begin(self) -> None:
-        first_mixes = self._shared(self.budget)
-        if first_mixes is None:
-            raise infeasible(self.budget, self.host_budget, self._least())
-        self._take(*first_mixes)
-
-    def _shared(self, budget: float) -> tuple[list[Mixes], list[int]] | None:
-        room = budget - self.stack.fixed_bytes
-        mixes = [kind.mixes(room) for kind in self.kinds]
-        # Hidden copies cost nothing, so host memory has a price only if it is scarce.
-        chosen = shared(mixes, room, self.host_budget, self.kinds[-1].host_price) if room > 0 else None
-        return None if chosen is None else (mixes, chosen)
-
-    def _take(self, able: Sequence[Mixes], chosen: Sequence[int]) -> None:
-        for kind, mixes, at in zip(self.kinds, able, chosen, strict=True):
-            kind.runs = mixes.runs(at, kind.block.repeats)
-
-    def _least(self) -> float | None:
-        """The least budget for which a plan is found; None if no plan fits the host budget."""
-        chosen = self._shared(math.inf)
-        if chosen is None:
-            return None
-        low, high = max(self.budget, self.stack.fixed_bytes), math.inf
-        while chosen is not None:
-            self._take(*chosen)
-            high = self._peak()
+def _least(kinds: Sequence[_Kind], whole: Room) -> float | None:
+    """The least budget for which a plan is found; None if no plan fits the host budget."""
+    if not _share(kinds, math.inf, whole):
+        return None
+    low, high = max(whole.budget, whole.before), _peak(kinds, whole)
+    while high - low > _LEAST * high:
+        while not _share(kinds, (low + high) / 2, whole):
             if high - low <= _LEAST * high:
                 return high
-            while (chosen := self._shared((low + high) / 2)) is None and high - low > _LEAST * high:
-                low = (low + high) / 2
-        return high
-
-    def _improve(self) -> None:
-        for _ in range(_SWEEPS):
-            faster = [kind.mix(self._room(at)) for at, kind in enumerate(self.kinds)]
-            faster += [kind.mix_beside(self._room(at)) for at, kind in enumerate(self.kinds)]
-            if not any(faster):
-                return
-
-    def _room(self, at: int) -> Room:
-        """The memory that the other kinds leave to the kind at an index."""
-        totals = [kind.totals for kind in self.kinds]
-        behind = kept = 0.0
-        for saved, need, _ in totals[at + 1 :]:
-            behind, kept = max(behind, kept + need), kept + saved
-        before = self.stack.fixed_bytes + sum(saved for saved, _, _ in totals[:at])
-        host = self.host_budget - sum(host for place, (_, _, host) in enumerate(totals) if place != at)
-        return Room(self.budget, before, behind, host)
-
-    def _peak(self) -> float:
-        kept = peak = self.stack.fixed_bytes
-        for saved, need, _ in (kind.totals for kind in self.kinds):
-            peak, kept = max(peak, kept + need), kept + saved
-        return peak
+            low = (low + high) / 2
+        high = _peak(kinds, whole)
+    return high
 
 
-def infeasible(budget: float, host_budget: float, least: float | None) -> InfeasibleBudget:
+def _peak(kinds: Sequence[_Kind], whole: Room) -> float:
+    kept = peak = whole.before
+    for saved, need, _ in (kind.totals for kind in kinds):
+        peak, kept = max(peak, kept + need), kept + saved
+    return peak
+
+
+def _room(kinds: Sequence[_Kind], at: int, whole: Room) -> Room:
+    """The memory that the other kinds leave to the kind at an index."""
+    totals = [kind.totals for kind in kinds]
+    behind = kept = 0.0
+    for saved, need, _ in totals[at + 1 :]:
+        behind, kept = max(behind, kept + need), kept + saved
+    before = whole.before + sum(saved for saved, _, _ in totals[:at])
+    host = whole.host - sum(host for place, (_, _, host) in enumerate(totals) if place != at)
+    return Room(whole.budget, before, behind, host)
+
+
+def _infeasible(budget: float, host_budget: float, least: float | None) -> InfeasibleBudget:
     """The error for a budget that no plan fits, with the least device memory that was reached."""
     if least is None:
         return InfeasibleBudget(

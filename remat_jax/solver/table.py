@@ -9,32 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from remat_jax.solver.policies import BlockPolicy, Choice
-from remat_jax.solver.problem import Block, HostLink
+from remat_jax.solver.policies import BlockPolicy
+from remat_jax.solver.problem import Block, Choice, HostLink
 
 Array = Any
 """A NumPy array."""
-
 CHOICES = tuple(Choice)
 SAVE, OFFLOAD, RECOMPUTE, UNUSED = range(4)
 
 SAVED, NEED, HOST, EXTRA = range(4)
 """The columns of `BlockTable.measures`."""
-
 _CAPACITY, _UNCUT = 2**29, 2**30
 """The largest sum of finite capacities, which SciPy takes as 32-bit integers, and a capacity above every cut."""
-
 _SHARES = np.append(0.0, np.geomspace(1e-3, 1.0, 25))
 """The shares of a copy's time that a cut may charge: 0 if compute hides the copy, 1 if it does not."""
-
 _CUTS = 12
 """The most cuts for one list of prices."""
-
 _EXACT = 1e-6
 """The relative gap to its bound at which a cost counts as the least."""
 
@@ -48,13 +42,16 @@ class Prices:
     transient: float = 0.0
 
 
-@dataclass(frozen=True)
 class BlockTable:
-    """A block as arrays with one row for each residual.
+    """A block as arrays with one row for each residual. Its repeats are ignored.
 
     Attributes:
-        block: the block; its repeats are ignored.
         link: the link to host memory; None without offload.
+        bytes: the size of each residual.
+        seconds: the time to recompute each residual; 0 where that is impossible.
+        kept_seconds: the time that keeping each residual takes.
+        allowed: the choices that each residual allows by itself: residuals × `CHOICES`.
+        parents: each residual's parents that the backward pass does not read: only these can be absent.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -64,60 +61,39 @@ class BlockTable:
     (['save', 'recompute'], 1.3, [[8.0, 40.0, 0.0, 0.5]])
     """
 
-    block: Block
-    link: HostLink | None
-
-    @cached_property
-    def bytes(self) -> Array:
-        """The size of each residual."""
-        return np.array([residual.bytes for residual in self.block.residuals], float)
-
-    @cached_property
-    def seconds(self) -> Array:
-        """The time to recompute each residual; infinite where that is impossible."""
-        return np.array([np.inf if each.seconds is None else each.seconds for each in self.block.residuals], float)
-
-    @cached_property
-    def kept_seconds(self) -> Array:
-        """The time that keeping each residual takes."""
-        return np.array([each.kept_seconds for each in self.block.residuals], float)
+    def __init__(self, block: Block, link: HostLink | None) -> None:
+        self.block, self.link = block, link
+        # Without a link nothing is offloaded, so any rates serve.
+        self._rates = link or HostLink(1.0, 1.0)
+        residuals = block.residuals
+        self.bytes = np.array([residual.bytes for residual in residuals], float)
+        self.seconds = np.array([residual.seconds or 0.0 for residual in residuals], float)
+        self.kept_seconds = np.array([residual.kept_seconds for residual in residuals], float)
+        allowed = [[choice in residual.choices for choice in CHOICES] for residual in residuals]
+        self.allowed = np.array(allowed, bool).reshape(-1, len(CHOICES))
+        self.allowed[:, OFFLOAD] &= link is not None
+        self.parents = [[parent for parent in parents if not residuals[parent].needed] for parents in block.parents]
 
     def _work(self, codes: Array) -> Array:
         """The seconds that recomputing, keeping and copying take on the device, for each policy."""
-        recomputed = np.where(np.isfinite(self.seconds), self.seconds, 0.0)
-        copied = 0.0 if self.link is None else self.link.seconds_per_byte * ((codes == OFFLOAD) @ self.bytes)
-        return (codes == RECOMPUTE) @ recomputed + (codes <= OFFLOAD) @ self.kept_seconds + copied
+        copied = self._rates.seconds_per_byte * ((codes == OFFLOAD) @ self.bytes)
+        return (codes == RECOMPUTE) @ self.seconds + (codes <= OFFLOAD) @ self.kept_seconds + copied
 
-    @cached_property
-    def allowed(self) -> Array:
-        """The choices that each residual allows by itself: residuals × `CHOICES`."""
-        rows = [
-            (each.may_save, each.may_offload and self.link is not None, each.seconds is not None, not each.needed)
-            for each in self.block.residuals
-        ]
-        return np.array(rows, bool).reshape(-1, len(CHOICES))
-
-    @cached_property
-    def parents(self) -> tuple[tuple[int, ...], ...]:
-        """Each residual's parents that the backward pass does not read: only these can be absent."""
-        index = {residual.name: at for at, residual in enumerate(self.block.residuals)}
-        optional = {residual.name for residual in self.block.residuals if not residual.needed}
-        return tuple(tuple(index[name] for name in child.parents if name in optional) for child in self.block.residuals)
+    def _copies(self, host: Array, work: Array) -> tuple[Array, Array, Array]:
+        """By how much copies out and back outlast the compute beside them, negative if hidden; and the exposed seconds."""
+        rates = self._rates
+        out = host / rates.out_bytes_per_s - rates.hidden_share * self.block.forward_seconds
+        back = host / rates.in_bytes_per_s - rates.hidden_share * (self.block.backward_seconds + work)
+        return out, back, np.where(host > 0, np.maximum(out, 0.0) + np.maximum(back, 0.0), 0.0)
 
     def measures(self, codes: Array) -> Array:
         """Policies × (bytes saved, bytes needed in its own backward pass, bytes on the host, extra seconds)."""
         codes = np.atleast_2d(codes)
-        recomputed, offloaded = codes == RECOMPUTE, codes == OFFLOAD
-        host = offloaded @ self.bytes
+        host, work = (codes == OFFLOAD) @ self.bytes, self._work(codes)
         saved = self.block.input_bytes + (codes == SAVE) @ self.bytes
-        transient = self.block.working_bytes + self.block.recomputed_share * (recomputed @ self.bytes)
-        extra = seconds = self._work(codes)
-        if self.link is not None:
-            hidden = self.link.hidden_share
-            out = host / self.link.out_bytes_per_s - hidden * self.block.forward_seconds
-            back = host / self.link.in_bytes_per_s - hidden * (self.block.backward_seconds + seconds)
-            extra = seconds + np.where(host > 0, np.maximum(out, 0.0) + np.maximum(back, 0.0), 0.0)
-        return np.stack([saved, saved + transient + self.block.fetched_share * host, host, extra], axis=1)
+        transient = self.block.working_bytes + self.block.recomputed_share * ((codes == RECOMPUTE) @ self.bytes)
+        *_, exposed = self._copies(host, work)
+        return np.stack([saved, saved + transient + self.block.fetched_share * host, host, work + exposed], axis=1)
 
     def legal(self, codes: Array) -> Array:
         """Which policies are legal: each choice is allowed, and each recomputed residual has its parents."""
@@ -125,7 +101,7 @@ class BlockTable:
         good = self.allowed[np.arange(codes.shape[1]), codes].all(axis=1)
         for at, parents in enumerate(self.parents):
             if parents:
-                good &= (codes[:, at] != RECOMPUTE) | (codes[:, list(parents)] != UNUSED).all(axis=1)
+                good &= (codes[:, at] != RECOMPUTE) | (codes[:, parents] != UNUSED).all(axis=1)
         return good
 
     def neighbours(self, codes: Array) -> Array:
@@ -153,7 +129,7 @@ class BlockTable:
         """
         policies: list[Array] = []
         bound, shares = -np.inf, (0.0, 0.0)
-        offloads = self.link is not None and self.allowed[:, OFFLOAD].any()
+        offloads = self.allowed[:, OFFLOAD].any()
         while True:
             codes, least = self._cut(prices, *shares)
             policies.append(codes)
@@ -172,11 +148,7 @@ class BlockTable:
 
         The bound is concave in the shares, and each policy is a plane above it (Kelley, J. SIAM 8, 1960).
         """
-        assert self.link is not None
-        host = (codes == OFFLOAD) @ self.bytes
-        out = host / self.link.out_bytes_per_s - self.link.hidden_share * self.block.forward_seconds
-        back = host / self.link.in_bytes_per_s - self.link.hidden_share * (self.block.backward_seconds + self._work(codes))
-        exposed = np.where(host > 0, np.maximum(out, 0.0) + np.maximum(back, 0.0), 0.0)
+        out, back, exposed = self._copies((codes == OFFLOAD) @ self.bytes, self._work(codes))
         first, second = (axis[:, :, None] for axis in np.meshgrid(_SHARES, _SHARES, indexing="ij"))
         planes = (costs - exposed + first * out + second * back).min(axis=2)
         out_share, back_share = np.unravel_index(int(planes.argmax()), planes.shape)
@@ -194,21 +166,18 @@ class BlockTable:
 
     def _cut(self, prices: Prices, out: float, back: float) -> tuple[Array, float]:
         """The cheapest policy and its cost if exposed copies are replaced by these shares of their linear functions."""
-        costs = np.full((len(self.block.residuals), len(CHOICES)), np.inf)
-        costs[:, UNUSED] = 0.0
-        hidden, constant = 0.0, prices.saved * self.block.input_bytes + prices.transient * self.block.working_bytes
-        if self.link is not None:
-            rate = out / self.link.out_bytes_per_s + back / self.link.in_bytes_per_s
-            costs[:, OFFLOAD] = (prices.host + prices.transient * self.block.fetched_share + rate) * self.bytes
-            hidden = self.link.hidden_share * back
-            constant -= self.link.hidden_share * (out * self.block.forward_seconds + back * self.block.backward_seconds)
+        block, rates = self.block, self._rates
+        hidden = rates.hidden_share * back
         kept_seconds = (1.0 - hidden) * self.kept_seconds
+        copy_seconds = out / rates.out_bytes_per_s + back / rates.in_bytes_per_s
+        costs = np.zeros((len(block.residuals), len(CHOICES)))
         costs[:, SAVE] = prices.saved * self.bytes + kept_seconds
-        if self.link is not None:
-            costs[:, OFFLOAD] += kept_seconds + (1.0 - hidden) * self.link.seconds_per_byte * self.bytes
-        recompute_seconds = np.where(np.isinf(self.seconds), np.inf, np.nan_to_num(self.seconds, posinf=0.0) * (1.0 - hidden))
-        costs[:, RECOMPUTE] = recompute_seconds + prices.transient * self.block.recomputed_share * self.bytes
+        costs[:, OFFLOAD] = (prices.host + prices.transient * block.fetched_share + copy_seconds) * self.bytes
+        costs[:, OFFLOAD] += kept_seconds + (1.0 - hidden) * rates.seconds_per_byte * self.bytes
+        costs[:, RECOMPUTE] = (1.0 - hidden) * self.seconds + prices.transient * block.recomputed_share * self.bytes
         costs[~self.allowed] = np.inf
+        constant = prices.saved * block.input_bytes + prices.transient * block.working_bytes
+        constant -= rates.hidden_share * (out * block.forward_seconds + back * block.backward_seconds)
         return self._closure(costs, constant)
 
     def _closure(self, costs: Array, constant: float) -> tuple[Array, float]:
@@ -220,13 +189,7 @@ class BlockTable:
 
 
 def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> BlockPolicy:
-    """The policy of one block with the least extra seconds + prices × bytes.
-
-    >>> from remat_jax.solver.problem import ResidualCosts
-    >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
-    >>> [cheapest_policy(block, None, Prices(price)).choices[1].value for price in (0.01, 0.1)]
-    ['save', 'recompute']
-    """
+    """The policy of one block with the least extra seconds + prices × bytes."""
     table = BlockTable(block, link)
     return table.policy(table.cheapest(prices)[0])
 
@@ -273,10 +236,12 @@ def _least_closure(weights: dict[int, float], implied: Sequence[tuple[int, int]]
     source, sink = len(nodes), len(nodes) + 1
     finite = [abs(weight) for weight in weights.values() if np.isfinite(weight)]
     step = (sum(finite) or 1.0) / _CAPACITY
-    rows = [place[node] for node, _ in implied] + [source if weight < 0 else place[node] for node, weight in weights.items()]
-    columns = [place[node] for _, node in implied] + [place[node] if weight < 0 else sink for node, weight in weights.items()]
-    sizes = [_UNCUT] * len(implied) + [_UNCUT if np.isinf(weight) else round(abs(weight) / step) for weight in weights.values()]
-    graph = csr_array((np.array(sizes, np.int32), (rows, columns)), shape=(sink + 1, sink + 1))
+    edges = [(place[node], place[required], _UNCUT) for node, required in implied]
+    for node, weight in weights.items():
+        ends = (source, place[node]) if weight < 0 else (place[node], sink)
+        edges.append((*ends, _UNCUT if np.isinf(weight) else round(abs(weight) / step)))
+    rows, columns, capacities = zip(*edges, strict=True)
+    graph = csr_array((np.array(capacities, np.int32), (rows, columns)), shape=(sink + 1, sink + 1))
     capacity_left = graph - maximum_flow(graph, source, sink).flow
     capacity_left.data[capacity_left.data < 0] = 0
     capacity_left.eliminate_zeros()

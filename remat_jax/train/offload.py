@@ -24,8 +24,8 @@ _PARAMETERS, _STATE = jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(1)
 def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSharding] | None:
     """A sharding for each array of the state that a traced `init` makes, if a parameter is on a mesh of several devices.
 
-    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. `optax`
-    called op by op gets these shardings from `zeros_like` of the parameters, but a traced `init` sees only their shapes.
+    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. `zeros_like`
+    would give these shardings op by op; a traced `init` sees only shapes.
     """
     params = traced.values
     # A tracer's sharding is unknown; the compiler or the caller of `jit` decides.
@@ -46,10 +46,7 @@ def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSh
 
 
 def _owners(paths: Sequence[Path]) -> list[int | None]:
-    """For each leaf of the state, the index of its parameter in the first tree: the leaf's path ends in the parameter's path.
-
-    None for leaves of other trees, and for leaves without a parameter.
-    """
+    """For each path of the state, the index of its parameter, whose path it ends in; None for all other paths."""
     first = {path[1:]: index for index, path in enumerate(paths) if path[0] == _PARAMETERS}
 
     def owner(path: Path) -> int | None:
@@ -63,9 +60,8 @@ def _owners(paths: Sequence[Path]) -> list[int | None]:
 def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list[int]:
     """The order in which to compute an optimizer's outputs `(updates, state)`, as indices, parameter by parameter.
 
-    A parameter's leaves of state come before its update, which reads them. Parameters come in the order in which the backward
-    pass computes their gradients (`made`, for each output of the first tree), so no gradient waits for another parameter's
-    update. If `made` is equal, the last parameter comes first, with numbers in a path compared as numbers.
+    A parameter's state comes before its update, which reads it. Parameters come in the order in which the backward pass
+    computes their gradients (`made`), so no gradient waits for another parameter's update; the last first if that is equal.
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []
@@ -137,20 +133,19 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
 
         Needs less memory than the two calls, in which XLA delays applying the updates and keeps all of them to the end.
         """
-        return _streamed(_applied, self._inner, self._fraction, gradients, state, params, extra)
+
+        def applied(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+            updates, state = self._inner.update(gradients, state, params, **extra)
+            return optax.apply_updates(params, updates), state
+
+        return _streamed(applied, self._fraction, gradients, state, params, extra)
 
     def placement(self, params: Any) -> StatePlacement:
-        """Where the state for `params` (arrays or `jax.ShapeDtypeStruct`) lives between steps; nothing is allocated.
-
-        Raises:
-          NoEffectError: no array would move.
-        """
+        """Where the state for `params` (arrays or shapes) lives between steps; NoEffectError if no array would move."""
         traced, moved = _traced_init(self._inner, self._fraction, params)
+        leaves = zip(traced.out_paths, traced.jaxpr.out_avals, strict=True)
         return StatePlacement(
-            tuple(
-                StateLeaf(path_text(path), compat.tree_bytes(aval), path in moved)
-                for path, aval in zip(traced.out_paths, traced.jaxpr.out_avals, strict=True)
-            )
+            tuple(StateLeaf(path_text(path), compat.tree_bytes(aval), path in moved) for path, aval in leaves)
         )
 
 
@@ -169,8 +164,8 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     Arrays of one equation come to the device together: all stacked layers of a `scan` are one leaf, `optax.MultiSteps` updates
     everything in one `cond` (use `accumulate_gradients`), and a norm of all updates needs all of them. With a norm of all
     gradients and an unrolled stack, XLA's schedule can need more memory than the plain optimizer, unless the blocks offload too
-    (`offload_inputs`): `measure` it. The idea is from ZeRO-Offload and Megatron-LM's `HybridDeviceOptimizer`, but here the
-    update stays on the device.
+    (`offload_inputs`): `measure` it. As in ZeRO-Offload and Megatron-LM's `HybridDeviceOptimizer`, but the update stays on the
+    device.
 
     Args:
       tx: an optax optimizer.
@@ -191,21 +186,15 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     """
     inner = _checked(tx, fraction)
 
+    def updated(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+        return inner.update(updates, state, params, **extra)
+
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return _streamed(_updated, inner, fraction, updates, state, params, extra)
+        return _streamed(updated, fraction, updates, state, params, extra)
 
     offloaded = OffloadedOptimizer(functools.partial(_init, inner, fraction), update)
     offloaded._inner, offloaded._fraction = inner, fraction
     return offloaded
-
-
-def _updated(tx: Any, updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-    return tx.update(updates, state, params, **extra)
-
-
-def _applied(tx: Any, gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-    updates, state = tx.update(gradients, state, params, **extra)
-    return optax.apply_updates(params, updates), state
 
 
 def _traced_init(tx: Any, fraction: float, params: Any) -> tuple[FlatTrace, set[Path]]:
@@ -231,9 +220,8 @@ def _init(tx: Any, fraction: float, params: Any) -> Any:
     return traced.finish((jax.jit(made, out_shardings=shardings) if shardings else made)(*traced.values))
 
 
-def _streamed(function: Callable[..., Any], tx: Any, fraction: float, *args: Any) -> Any:
-    """`function(tx, *args)` with the state, the second of `args` and of the results, on the host."""
-    function = functools.partial(function, tx)
+def _streamed(function: Callable[..., Any], fraction: float, *args: Any) -> Any:
+    """`function(*args)` with the state, the second of `args` and of the results, on the host."""
     if not fraction:
         return function(*args)
     traced = trace(function, *args)

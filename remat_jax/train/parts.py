@@ -29,11 +29,9 @@ def accumulate_gradients(
     `jax.value_and_grad` of the whole batch, with the memory of one micro-batch and one more tree of gradients.
 
     The batch's leading axis is cut into `n` equal micro-batches that run one after the other; micro-batch i has the rows
-    `x[i::n]`. Sums over targets are divided once, at the end, by the number of all targets: a mean of the micro-batches' means
-    would give more weight to targets in micro-batches with few targets.
-
-    On a mesh every device keeps its own rows and has 1/n of them in each micro-batch. The rows of one micro-batch must divide
-    over the devices that the batch is divided over.
+    `x[i::n]`. Sums over targets are divided once, by the number of all targets: a mean of the micro-batches' means would give
+    more weight to targets in micro-batches with few. On a mesh every device keeps its own rows, and the rows of one micro-batch
+    must divide over the devices that the batch is divided over.
 
     Args:
       loss: `loss(params, *micro_batch)` returns `(sum of the losses over the targets, number of targets)`, two scalars, or
@@ -44,7 +42,7 @@ def accumulate_gradients(
       dtype: the dtype of the sums of gradients and of the returned gradients. By default gradients are summed in the
         parameter's dtype, in float32 for bfloat16 and float16, and returned in the parameter's dtype.
 
-    A batch without targets has loss and gradients 0 if its sums are 0: nothing is divided by 0.
+    A batch without targets has loss and gradients 0 if its sums are 0.
 
     Raises:
       ArgumentError: `n` is not a positive integer or does not divide an array of the batch, `loss` returns another form, or on
@@ -168,11 +166,10 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
     **Results are added over the chunks**, so each must be a sum along the axis: a summed loss, a count, but not a mean, whose
     chunks add up to `n` times the mean. Divide outside, as above. Results of a dtype below float32 are added in float32.
 
-    Chunk i has the positions i, i + n, i + 2n, … of the axis, so an array that is sharded along the axis stays sharded. `fn`
-    must treat each position by itself: a shift of the targets by one position belongs outside.
-
-    On a mesh choose an axis along which the arrays are not sharded, usually the sequence. Otherwise the positions of one chunk
-    must divide over the devices. `rj.replan` does not change the checkpoints of chunks.
+    Chunk i has the positions i, i + n, i + 2n, … of the axis, so an array that is sharded along the axis stays sharded if the
+    positions of one chunk divide over the devices; better choose an axis that is not sharded, usually the sequence. `fn` must
+    treat each position by itself: a shift of the targets by one position belongs outside. `rj.replan` does not change the
+    checkpoints of chunks.
 
     Args:
       fn: a function of arrays and pytrees of arrays. Values that it closes over (parameters, a bound Linen module, an NNX
@@ -278,11 +275,8 @@ def _check_count(n: Any, parts: str) -> None:
 
 
 def _cut(leaf: Any, n: int, axis: int) -> Any:
-    """`leaf` with a new axis of the `n` parts after `axis`: part i has the positions i, i + n, i + 2n, …
-
-    A new axis before `axis` would take over its sharding: each device would have whole parts, and all devices would compute
-    every part.
-    """
+    """`leaf` with a new axis of the `n` parts after `axis`: part i has the positions i, i + n, i + 2n, …"""
+    # A new axis before `axis` would take over its sharding, and all devices would compute every part.
     leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     shape = leaf.shape
     return leaf.reshape(*shape[:axis], shape[axis] // n, n, *shape[axis + 1 :])
@@ -304,10 +298,7 @@ def _check_lengths(arrays: Sequence[NamedArray], n: int, differ: str, which_axis
 
 
 def _check_devices(leaf: Any, n: int, axis: int, part: str, positions: str) -> None:
-    """Raise ArgumentError if the `positions` of one part of `leaf` do not divide over the devices of `axis`.
-
-    On mesh axes of type Explicit JAX's own error is about a reshape. Other shardings are unknown while tracing.
-    """
+    # On mesh axes of type Explicit JAX's own error is about a reshape. Other shardings are unknown while tracing.
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     if sharding is None:
         return

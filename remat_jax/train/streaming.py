@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from remat_jax import compat
-from remat_jax.core.walk import bodies, interpret, retrace
+from remat_jax.core.walk import bodies, filled, interpret, retrace, variables
 
 # The path of an array in a pytree.
 Path = tuple[Any, ...]
@@ -24,13 +24,10 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 @dataclasses.dataclass(frozen=True)
 class FlatTrace:
-    """A traced function.
+    """A traced function of pytrees as a closed jaxpr of their arrays, all in device memory.
 
-    Attributes:
-      jaxpr: the closed jaxpr; its inputs and outputs are the arrays of the arguments and the result, all in device memory.
-      values: the arrays of the arguments, in their own memory.
-      in_paths, out_paths: the paths of inputs and outputs; the first key of `in_paths` is the argument's position.
-      finish: computes the function's result from the jaxpr's outputs.
+    `values` are the arguments' arrays, in their own memory. `in_paths` and `out_paths` are the paths of inputs and outputs; the
+    first key of an input's path is the argument's position. `finish` makes the function's result of the jaxpr's outputs.
     """
 
     jaxpr: Any
@@ -42,21 +39,18 @@ class FlatTrace:
 
 def trace(function: Callable[..., Any], *args: Any) -> FlatTrace:
     """`function(*args)` traced with every array in device memory; other leaves (strings, functions) stay as they are."""
-    leaves, treedef = jax.tree.flatten_with_path(args)
-    places = [index for index, (_, leaf) in enumerate(leaves) if compat.is_array(leaf)]
+    with_paths, treedef = jax.tree.flatten_with_path(args)
+    paths, leaves = [path for path, _ in with_paths], [leaf for _, leaf in with_paths]
+    places = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
     results: list[tuple[list[tuple[Path, Any]], Any]] = []
 
     def flat(*values: Any) -> list[Any]:
-        filled = [leaf for _, leaf in leaves]
-        for place, value in zip(places, values, strict=True):
-            filled[place] = value
-        outputs, structure = jax.tree.flatten_with_path(function(*jax.tree.unflatten(treedef, filled)))
-        arrays = [out for _, out in outputs if compat.is_array(out)]
+        outputs, structure = jax.tree.flatten_with_path(function(*jax.tree.unflatten(treedef, filled(leaves, places, values))))
         # None marks an array: a stored tracer would keep the trace alive.
         results.append(([(path, None if compat.is_array(out) else out) for path, out in outputs], structure))
-        return arrays
+        return [out for _, out in outputs if compat.is_array(out)]
 
-    values = tuple(leaves[index][1] for index in places)
+    values = tuple(leaves[index] for index in places)
     jaxpr = jax.make_jaxpr(flat)(*map(compat.on_device, values))
     outputs, structure = results[-1]
 
@@ -64,8 +58,8 @@ def trace(function: Callable[..., Any], *args: Any) -> FlatTrace:
         arrays = iter(flat_outputs)
         return jax.tree.unflatten(structure, [next(arrays) if out is None else out for _, out in outputs])
 
-    in_paths = tuple(leaves[index][0] for index in places)
-    return FlatTrace(jaxpr, values, in_paths, tuple(path for path, out in outputs if out is None), finish)
+    in_paths, out_paths = (paths[index] for index in places), (path for path, out in outputs if out is None)
+    return FlatTrace(jaxpr, values, tuple(in_paths), tuple(out_paths), finish)
 
 
 class Stream:
@@ -96,8 +90,7 @@ class Stream:
         jaxpr = inlined(jaxpr, lambda eqn: eqn.primitive.name in _CALLS and sum(var.aval.ndim > 0 for var in eqn.outvars) > 1)
         inner = jaxpr.jaxpr
         self.to_host, self.order = to_host, order
-        self.outvars = inner.outvars
-        self.eqns = inner.eqns
+        self.outvars, self.eqns = inner.outvars, inner.eqns
         self.makers = {var: eqn for eqn in inner.eqns for var in eqn.outvars}
         self.values: dict[Any, Any] = dict(zip(inner.constvars, jaxpr.consts, strict=True))
         self.away: dict[Any, Any] = {}
@@ -108,8 +101,7 @@ class Stream:
         }
         self.traced = any(map(compat.is_traced, (*args, *jaxpr.consts)))
         # Outside `jit` an array is freed with its last reference; `readers` counts the uses left.
-        atoms = itertools.chain(inner.outvars, *(eqn.invars for eqn in inner.eqns))
-        self.readers = Counter(atom for atom in atoms if not _is_literal(atom))
+        self.readers = Counter(variables(itertools.chain(inner.outvars, *(eqn.invars for eqn in inner.eqns))))
         self.leaving: dict[Any, list[int]] = {}
         for index, (atom, leaves) in enumerate(zip(inner.outvars, to_host, strict=True)):
             if leaves and not _is_literal(atom):
@@ -144,7 +136,7 @@ class Stream:
                 self._fetch(var)
             else:
                 eqn = self.makers[var]
-                missing = [operand for operand in eqn.invars if not _is_literal(operand) and operand not in self.values]
+                missing = [operand for operand in variables(eqn.invars) if operand not in self.values]
                 if missing:
                     waiting.append(missing[0])
                 else:

@@ -23,11 +23,11 @@ from tests.solver_oracles.segments import (
     uniform_segments,
 )
 from tests.solver_oracles.simulator import Outcome, simulate, verify
-from tests.solver_oracles.stack_plans import ExecutablePlan, executable
+from tests.solver_oracles.stack_plans import ExecutablePlan, executable, ranges
 
 __all__ = [
     "Action", "Chain", "ChainSolver", "Compute", "ExecutablePlan", "Fetch", "Free", "Operation", "Option", "Outcome", "Plan",
     "Program", "SegmentPlan", "Stage", "Value", "Wait", "candidates", "chain_program", "executable",
-    "forward_steps", "revolve", "segments_of_length", "shortening_segments", "simulate", "solve_blocks",
+    "forward_steps", "ranges", "revolve", "segments_of_length", "shortening_segments", "simulate", "solve_blocks",
     "solve_chain", "solve_counts", "solve_graph", "sqrt_segments", "stack_program", "uniform_segments", "verify",
 ]  # fmt: skip

@@ -7,9 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from remat_jax.solver.candidates import grow, unbeaten
-from remat_jax.solver.policies import BlockPolicy, Choice
-from remat_jax.solver.problem import Block, HostLink
+from remat_jax.solver.policies import BlockPolicy
+from remat_jax.solver.problem import Block, Choice, HostLink
 from tests.solver_oracles.exact import Prices, cheapest_policy
+
+MOST = 3000
+"""The most partial policies that the enumeration keeps."""
 
 _PRICES = 8
 _CHOICES = tuple(Choice)
@@ -34,7 +37,7 @@ def candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, 
 @lru_cache(maxsize=64)
 def _candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
     # Cached: a frontier asks for the same blocks at every budget.
-    found = grow(block, link is not None)
+    found = grow(block, link is not None, MOST)
     if found is None:
         return _sweep(block, link), False
     policies = [BlockPolicy(block, tuple(_CHOICES[code] for code in codes)) for codes in found]
@@ -50,15 +53,15 @@ def measures(policy: BlockPolicy, link: HostLink | None) -> tuple[float, float, 
 def _unbeaten_policies(policies: Sequence[BlockPolicy], link: HostLink | None) -> list[BlockPolicy]:
     import numpy as np
 
-    return [policies[index] for index in unbeaten(np.asarray([measures(policy, link) for policy in policies]))]
+    return [policies[index] for index in unbeaten(np.asarray([measures(one, link) for one in policies]))]
 
 
 def _sweep(block: Block, link: HostLink | None) -> tuple[BlockPolicy, ...]:
     """Policies that are best at some price of a saved byte, in seconds, with host memory free, equally dear, or unused."""
     import numpy as np
 
-    total = sum(residual.bytes for residual in block.residuals) or 1.0
-    seconds = block.forward_seconds + block.backward_seconds + sum(residual.seconds or 0.0 for residual in block.residuals)
+    total = sum(one.bytes for one in block.residuals) or 1.0
+    seconds = block.forward_seconds + block.backward_seconds + sum(one.seconds or 0.0 for one in block.residuals)
     found: dict[tuple[Choice, ...], BlockPolicy] = {}
     for price in (0.0, *np.geomspace(1e-3, 1e3, _PRICES) * (seconds or 1.0) / total):
         for host_price in (0.0, price / 4, price, 1e3 * (seconds or 1.0) / total) if link is not None else (0.0,):

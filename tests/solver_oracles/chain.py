@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from remat_jax.solver.checks import check_budget, check_count
+from remat_jax.solver.problem import check_budget, check_count
 from tests.solver_oracles.chain_problem import Chain
 from tests.solver_oracles.chain_tables import Cut, Fastest, Keep, Least, Sizes, State
 from tests.solver_oracles.exact import infeasible

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from remat_jax.errors import PlanningError
-from remat_jax.solver.checks import all_of, check_names, check_number
-from remat_jax.solver.problem import HostLink
+from remat_jax.solver.problem import HostLink, all_of, check_names, check_number
 
 
 @dataclass(frozen=True)

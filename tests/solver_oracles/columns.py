@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from remat_jax.solver.policies import BlockPolicy, Choice
-from remat_jax.solver.problem import Block, HostLink, Stack
+from remat_jax.solver.policies import BlockPolicy
+from remat_jax.solver.problem import Block, Choice, HostLink, Stack
 from tests.solver_oracles.candidates import candidates, measures
 from tests.solver_oracles.milp import Model, Solution, unit_beside
 

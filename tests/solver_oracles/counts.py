@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from remat_jax.errors import InfeasibleBudget, SolverError
-from remat_jax.solver.checks import check_budget, check_count
 from remat_jax.solver.policies import BlockPolicy, peak_bytes
-from remat_jax.solver.problem import Stack
+from remat_jax.solver.problem import Stack, check_budget, check_count
 from tests.solver_oracles.columns import Column, Programme, Run
 from tests.solver_oracles.exact import infeasible, solve_blocks
 from tests.solver_oracles.milp import GAP, ROUNDING, TIME_LIMIT

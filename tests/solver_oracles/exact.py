@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat_jax.errors import InfeasibleBudget, SolverError
-from remat_jax.solver.checks import check_budget
-from remat_jax.solver.policies import BlockPolicy, Choice, peak_bytes
-from remat_jax.solver.problem import Block, HostLink, ResidualCosts, Stack
+from remat_jax.solver.policies import BlockPolicy, peak_bytes
+from remat_jax.solver.problem import Block, Choice, HostLink, ResidualCosts, Stack, check_budget
 from remat_jax.solver.table import Prices
 from tests.solver_oracles.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution, unit_beside
 from tests.solver_oracles.stack_plans import ExecutablePlan, executable

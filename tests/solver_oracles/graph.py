@@ -14,7 +14,7 @@ from functools import cache
 from itertools import combinations
 
 from remat_jax.errors import PlanningError, SolverError
-from remat_jax.solver.checks import check_budget, check_count
+from remat_jax.solver.problem import check_budget, check_count
 from tests.solver_oracles.exact import infeasible
 from tests.solver_oracles.program import Action, Compute, Free, Operation, Plan, Program
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from remat_jax.errors import PlanningError
-from remat_jax.solver.checks import all_of, check_names, check_number
-from remat_jax.solver.problem import HostLink
+from remat_jax.solver.problem import HostLink, all_of, check_names, check_number
 
 
 @dataclass(frozen=True)

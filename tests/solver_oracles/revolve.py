@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from math import comb
 
-from remat_jax.solver.checks import check_count, check_number
+from remat_jax.solver.problem import check_count, check_number
 from tests.solver_oracles.program import Action, Compute, Free, Operation, Plan, Program, Value
 
 

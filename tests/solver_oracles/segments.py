@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat_jax.solver.checks import check_count, check_number
+from remat_jax.solver.problem import check_count, check_number
 from tests.solver_oracles.program import Action, Compute, Free, Operation, Plan, Program, Value
 
 

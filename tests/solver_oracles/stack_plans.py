@@ -5,9 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat_jax.solver import BlockPolicy, Choice, HostLink, Range, Stack, stack_plan
+from remat_jax.solver import BlockPolicy, Choice, HostLink, Stack, stack_plan
 from tests.solver_oracles.lowering import labels, stack_program
 from tests.solver_oracles.program import Action, Compute, Fetch, Free, Plan, Wait
+
+
+@dataclass(frozen=True)
+class Range:
+    """Consecutive blocks of one kind under one policy; ``first`` is counted within the kind."""
+
+    block: str
+    first: int
+    count: int
+    policy: BlockPolicy
+
+
+def ranges(policies: Sequence[BlockPolicy]) -> tuple[Range, ...]:
+    """Consecutive blocks of one kind under one policy, joined."""
+    joined: list[Range] = []
+    for policy in policies:
+        name, last = policy.block.name, joined[-1] if joined else None
+        if last is None or last.block != name:
+            joined.append(Range(name, 0, 1, policy))
+        elif last.policy.choices == policy.choices:
+            joined[-1] = Range(name, last.first, last.count + 1, last.policy)
+        else:
+            joined.append(Range(name, last.first + last.count, 1, policy))
+    return tuple(joined)
 
 
 @dataclass(frozen=True)
@@ -40,7 +64,7 @@ def executable(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 
         peak_bytes=found.peak_bytes,
         host_bytes=found.host_bytes,
         lower_bound=found.lower_bound,
-        ranges=found.ranges,
+        ranges=ranges(found.policies),
         extra_seconds=found.extra_seconds,
         variables=variables,
     )

@@ -37,8 +37,6 @@ _OFF = ("off", "0", "no", "false", "none", "disable", "disabled")
 _REMEDY = f"Name another folder in {VARIABLE}, or 'off'"
 _PACKAGES = ("jax", "nvidia")
 _memory: dict[str, Any] = {}
-
-
 Kept = TypeVar("Kept")
 
 
@@ -69,7 +67,7 @@ def read(key: str, target: Target, kind: type[Kept]) -> Kept | None:
 
 
 def write(key: str, target: Target, value: Any) -> None:
-    """Cache a dataclass or plain data. If the folder cannot be written, warn: the next call compiles again."""
+    """Cache a dataclass or plain data; warn if the folder cannot be written."""
     _memory[key] = value
     folder = _folder(target)
     if folder is None:
@@ -109,10 +107,7 @@ def _folder(target: Target) -> Path | None:
 
 
 def _of_others(folder: Path) -> Path | None:
-    """The folder, or its first parent, through which other users could replace its files; None if they cannot.
-
-    In a sticky parent, such as `/tmp`, only an entry's owner can replace it.
-    """
+    """The folder, or its first parent, through which other users could replace its files; None if they cannot."""
     if os.name != "posix":
         return None
     paths = dict.fromkeys([folder, *folder.absolute().parents, *folder.resolve().parents])
@@ -120,7 +115,7 @@ def _of_others(folder: Path) -> Path | None:
 
 
 def _is_others(folder: Path, *, sticky: bool) -> bool:
-    """Whether another user owns a folder or may write it; `sticky` allows writing by others in a sticky folder."""
+    """Whether another user owns a folder or may write it; in a sticky one, as `/tmp`, only an entry's owner can replace it."""
     try:
         status = folder.stat()
     except OSError:

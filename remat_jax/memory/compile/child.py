@@ -119,7 +119,7 @@ def argument_shardings(exported: Any, program: dict[str, Any], described: list[A
 
 
 def compiled(program: dict[str, Any], described: list[Any]) -> dict[str, Any]:
-    """The sizes in bytes that the compiler reports for one program, and the shapes of its results on each device."""
+    """The sizes in bytes of one program, and the shapes of its results on each device."""
     exported = exported_program(program)
     lowered = lowered_program(exported, program, argument_shardings(exported, program, described))
     options, untiled = program["compiler_options"], False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,10 @@ from remat_jax.memory.compile.options import Kernels, kernel_options, limit_opti
 from remat_jax.memory.compile.process import Children, Question, ask, compiler_environment, scratch
 from remat_jax.memory.hlo.collectives import Collective, read_collectives
 from remat_jax.memory.hlo.copies import Overlap
-from remat_jax.memory.hlo.live import LiveBuffer, Schedule, named_arguments
+from remat_jax.memory.hlo.live import LiveBuffer, Schedule, Timeline, named_arguments
 from remat_jax.memory.hlo.schedule import StepTime, step_time
 from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
 from remat_jax.memory.hlo.text import HloModule, parse
-from remat_jax.memory.hlo.timeline import Timeline
 
 MOST_CHILDREN = 4
 """The most compile processes at a time: each has its own compiler, of about 1 GB."""
@@ -37,12 +37,10 @@ class Sizes:
     """The sizes of one compiled program, in bytes; `host_*` count host memory. Figures unknown for `cpu` are empty or None.
 
     Attributes:
-      live: the buffers on the device at the peak.
-      timeline: the buffers on the device over the schedule.
-      time: the modelled time of the compiled schedule; None if the compiled text or a rate is unknown.
-      no_time: why the time is unknown, in words; empty if it is known.
-      miscompiled: whether a loop copies a wrong slot of a host buffer; None if the step copies to
-        the host but its compiled text cannot be read.
+      live, timeline: the buffers on the device at the peak, and over the schedule.
+      time: the modelled time of the compiled schedule; None if it is unknown, for the reason `no_time`.
+      miscompiled: whether a loop copies a wrong slot of a host buffer; None if the step copies to the host but its compiled
+        text cannot be read.
       collectives: the data exchanged between the devices of a mesh; None for one device, and if the compiled text is unknown.
       untiled: whether a matrix product fits no Triton tile, so that all products were compiled without Triton.
       limit_options: the memory limit of the compilation, as options for `jax.jit`; empty for XLA's own limit.
@@ -104,9 +102,9 @@ def compile_programs(
       timeout: seconds for all programs together.
       memory_limit: a device memory limit for XLA in bytes (`options.py`).
       on_done: called with each key when its program is compiled.
-      kernels: the compiled kernels of earlier calls for the same target with the same options; None for a new set.
-      children: the processes of the larger call that this call belongs to; that call ends them. If one of several programs
-        fails, all processes end; the failure of a single program ends no other process.
+      kernels: the compiled kernels of earlier calls for the same target with the same options.
+      children: the processes of the larger call that this call belongs to, which ends them. If one of several programs fails,
+        all processes end; the failure of a single program ends no other process.
     """
     if target.kind == "gpu":
         if target.compiler_description is None:
@@ -120,15 +118,15 @@ def compile_programs(
     limits = {program.key: limit_options(memory_limit, target, program.held_bytes) for program in programs}
     options = {key: (compiler_options or {}) | limit for key, limit in limits.items()}
     digests = {program.key: cache.digest(program, target, options[program.key], CHILD) for program in programs}
-    sizes = {digest: cached for digest in set(digests.values()) if (cached := cache.read(digest, target, Sizes))}
-    # Equal programs are compiled once.
+    sizes: dict[str, Sizes] = {}
     new: dict[str, ExportedProgram] = {}
     for program in programs:
-        if digests[program.key] not in sizes:
-            new.setdefault(digests[program.key], program)
-    for key, digest in digests.items():
-        if digest in sizes:
-            tell(key)
+        digest = digests[program.key]
+        if cached := cache.read(digest, target, Sizes):
+            sizes[digest] = cached
+            tell(program.key)
+        else:
+            new.setdefault(digest, program)  # equal programs are compiled once
     if new:
         compiled = _compiled(list(new.values()), target, timeout, options, tell, kernels, children)
         for digest, program in new.items():
@@ -194,7 +192,6 @@ def _answers(
     kernels: Kernels,
     children: Children | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The answers of all compile processes; the first failure ends them all."""
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
     environment = compiler_environment(target)
     ends = time.monotonic() + timeout
@@ -243,8 +240,9 @@ def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, targe
     miscompiled: bool | None = False
     copied = _last(folder, "compiled.hlo")  # the child writes it if something is copied to or from the host
     if copied is not None:
-        played = _module(copied)
-        miscompiled = _miscompiled(played)
+        played, miscompiled = _module(copied), None
+        with contextlib.suppress(UnsupportedError):
+            miscompiled = None if played is None else scanned_offload_is_miscompiled(played)
     time, no_time = _step_time(played, target, program)
     live, timeline = _live(module, dump, program) if module is not None else ((), None)
     return Sizes(
@@ -272,15 +270,7 @@ def _module(text: str | None) -> HloModule | None:
         return None
 
 
-def _miscompiled(module: HloModule | None) -> bool | None:
-    try:
-        return None if module is None else scanned_offload_is_miscompiled(module)
-    except UnsupportedError:
-        return None
-
-
 def _step_time(module: HloModule | None, target: Target, program: ExportedProgram) -> tuple[StepTime | None, str]:
-    """The modelled time of a step, or None and the reason."""
     if module is None:
         return None, "not modelled for a CPU" if target.kind == "cpu" else "the compiled module could not be read"
     try:

@@ -81,7 +81,7 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
 
 
 def _held_bytes(step: TrainingStep, results: Sequence[Any], donated: Sequence[int]) -> int:
-    """The bytes that one device holds for the whole step; a result is assumed to be sharded like an argument of its type."""
+    """The bytes that one device holds for the whole step; results are assumed to be sharded like arguments of their types."""
     local = jax.tree.leaves(step.local_arguments)
     reusable: Counter[Any] = Counter()
     shards: dict[Any, Any] = {}
@@ -106,7 +106,7 @@ def _exported(
 ) -> tuple[Any, tuple[tuple[str, float], ...]]:
     """`flat` exported, and the operations of its Pallas kernels, which the exported program does not contain.
 
-    Kernels without a stable serialised form are allowed, because the program is compiled at once.
+    The program is compiled at once, so kernels without a stable serialised form are allowed.
     """
     platform = "cuda" if target.kind == "gpu" else "cpu"
     described: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext

@@ -15,6 +15,7 @@ before it makes kernels, so neither their cache nor their optimisation changes s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
 from collections.abc import Iterator
@@ -41,12 +42,7 @@ _refused: set[str] = set()
 
 
 def limit_bytes(memory_limit: Any, target: Target) -> int | None:
-    """A user's `memory_limit`, written like a budget, in bytes on `target`; None for no limit.
-
-    >>> from remat_jax.hardware import target
-    >>> limit_bytes("40GiB", target("h200")) == 40 * 2**30, limit_bytes(None, target("cpu"))
-    (True, None)
-    """
+    """A user's `memory_limit`, written like a budget, in bytes on `target`; None for no limit."""
     if memory_limit is None:
         return None
     if target.kind != "gpu" or target.memory_bytes is None:
@@ -58,10 +54,9 @@ def limit_bytes(memory_limit: Any, target: Target) -> int | None:
 
 
 def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
-    """The compiler options that set XLA's limit to the largest within `limit` bytes; empty if the default limit is lower.
+    """The options that set XLA's limit to the largest within `limit` bytes; empty if XLA's own is lower, or cannot be set.
 
-    Also empty without a limit, and for a CPU or a GPU of unknown memory. `held_bytes` is the device memory of the step's
-    arguments and of results that reuse no argument's buffer.
+    `held_bytes` is the device memory of the step's arguments and of results that reuse no argument's buffer.
 
     >>> from remat_jax.hardware import target
     >>> limit_options(40 * 2**30, target("h200"), 10 * 2**30)
@@ -77,19 +72,16 @@ def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[st
 
 
 def never_run_options(kind: str) -> dict[str, Any]:
-    """The compiler options for a program that is compiled only for its sizes, for a `kind` of target."""
+    """The options for a program that is compiled only for its sizes, for a `kind` of target."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return options | ({"xla_gpu_disable_gpuasm_optimizations": True} if kind == "gpu" else {})
 
 
 class Kernels:
-    """Files of kernels, in a folder that the caller removes.
-
-    Each process takes its own file and returns it. Files cannot be merged, because XLA refuses duplicate kernels.
-    """
+    """Files of kernels, in a folder that the caller removes: one for each process, as XLA refuses duplicate kernels."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._lock, self._made = folder, threading.Lock(), 0
+        self._folder, self._lock, self._numbers = folder, threading.Lock(), itertools.count(1)
         self._free: list[Path] = []
 
     @classmethod
@@ -102,29 +94,27 @@ class Kernels:
     def take(self) -> Path:
         """A file that no other process uses: the largest, or a new one."""
         with self._lock:
-            if self._free:
-                largest = max(self._free, key=lambda file: file.stat().st_size)
-                self._free.remove(largest)
-                return largest
-            self._made += 1
-            return self._folder / f"kernels_{self._made}"
+            if not self._free:
+                return self._folder / f"kernels_{next(self._numbers)}"
+            self._free.sort(key=lambda file: file.stat().st_size)
+            return self._free.pop()
 
     def give_back(self, file: Path) -> None:
-        """Return a file. Call this only after the process succeeded: a failed process may have left half a file."""
+        """Return the file of a process that succeeded: a failed one may have left half a file."""
         with self._lock:
             if file.exists():
                 self._free.append(file)
 
 
 def kernel_options(file: Path) -> dict[str, Any]:
-    """The compiler options with which XLA reads kernels from `file` and adds new ones, without refused options."""
+    """The options with which XLA reads kernels from `file` and adds new ones, without refused options."""
     # A compiler that knows the second option needs it for the first: a kernel must be a separate object to be linked again.
     # Later compilers always make separate objects and do not know the second option.
     return {name: value for name, value in zip(_KERNEL_OPTIONS, (str(file), True), strict=True) if name not in _refused}
 
 
 def refuse(error: CompileError) -> bool:
-    """Whether the compiler refused one of `kernel_options` or the file, not the program. A refused option is not used again."""
+    """Whether the compiler refused one of `kernel_options`, which then is not used again, or the file, not the program."""
     names = {name for name in _NO_SUCH_OPTION.findall(str(error)) if name in _KERNEL_OPTIONS}
     _refused.update(names)
     return bool(names) or _CACHE_SOURCE in str(error)

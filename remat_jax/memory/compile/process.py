@@ -65,8 +65,7 @@ class Question:
         one JSON object for each of `keys`.
       doing, who: the activity, and the program that refuses a key, for error messages.
       timeout, left: the seconds for all keys together, and what earlier processes of the call left of them, if there were any.
-      again: whether the child waits for another question, for at most `IDLE_SECONDS`, after printing `{"done": true}`.
-        Starting a child is most of the time for a small program.
+      again: whether the child waits for another question after printing `{"done": true}`: starting takes longer than answering.
     """
 
     child: Path
@@ -81,7 +80,7 @@ class Question:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The script and all settings that affect the answer: one process can answer all questions of one kind."""
+        """What one process can answer: the questions to one script under the same settings."""
         relevant = {name: value for name, value in self.environment.items() if name.startswith(ENVIRONMENT)}
         return str(self.child), tuple(sorted(relevant.items()))
 
@@ -124,7 +123,7 @@ class Children:
 def ask(
     question: Question, on_done: Callable[[str], None] | None = None, children: Children | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The child's answer for each key. `on_done` is called for each answer as it comes; `children` may end the child."""
+    """The child's answer for each key; `on_done` is called for each as it comes, and `children` may end the child."""
     child = _idle.take(question) or _Child(question)
     timer = threading.Timer(question.timeout if question.left is None else question.left, child.expire)
     timer.daemon = True
@@ -213,7 +212,7 @@ class _Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def expire(self) -> None:
-        """Kill the child because its time is up; its own child processes may keep the pipe open even if it has ended."""
+        """Kill the child because its time is up, even if it has ended: its own children may keep the pipe open."""
         self.expired = True
         self.kill()
 

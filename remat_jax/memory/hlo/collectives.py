@@ -41,8 +41,7 @@ class Collective:
 def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
     """The collectives that one execution of the compiled module `text` runs, by kind and phase.
 
-    A loop runs for the trip count that the compiler knows, else once. Every branch of a `conditional` counts, and every array
-    of a combined collective.
+    A loop runs for the trip count that the compiler knows, else once. Every branch of a `conditional` counts.
 
     >>> read_collectives('''ENTRY %main (x: f32[2]) -> f32[8] {
     ...   %x = f32[2] parameter(0)
@@ -50,22 +49,17 @@ def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
     ... }''')
     (Collective(kind='all-gather', phase='forward', count=1, bytes=32),)
     """
-    module = parse(text)
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for kind, phase, count, nbytes in _within(module, module.computations[module.entry], 1, "other"):
-        counts[kind, phase] += count
-        sizes[kind, phase] += nbytes
+    for key, count, nbytes in _within(parse(text).entry, 1, "other"):
+        counts[key] += count
+        sizes[key] += nbytes
     ordered = sorted(counts, key=lambda key: (COLLECTIVES.index(key[0]), key[1]))
     return tuple(Collective(*key, counts[key], sizes[key]) for key in ordered)
 
 
 def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
-    """By kind, the number of arrays exchanged in all phases together, and their bytes.
-
-    >>> executed([Collective("all-gather", "forward", 2, 10), Collective("all-gather", "backward", 2, 10)])
-    {'all-gather': (4, 20)}
-    """
+    """By kind, the number of arrays exchanged in all phases together, and their bytes."""
     totals: dict[str, tuple[int, int]] = {}
     for each in collectives:
         count, nbytes = totals.get(each.kind, (0, 0))
@@ -73,65 +67,47 @@ def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
     return totals
 
 
-def _within(module: HloModule, computation: Computation, times: int, phase: str) -> Iterator[tuple[str, str, int, int]]:
-    """The kind, phase, number of arrays and bytes of the collectives of a computation that runs `times` in `phase`."""
+def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[tuple[str, str], int, int]]:
+    """The (kind, phase), number of arrays and bytes of the collectives of a computation that runs `times` in `phase`."""
     for instruction in computation:
         # Merged instructions have no operator name: they take their loop's phase.
         named_phase = module_path(instruction.op_name)[2]
         inner_phase = phase if named_phase == "other" else named_phase
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            # Besides its array, a ragged collective has a result buffer, offsets and sizes as operands.
-            count = 1 if _is_ragged(instruction) else len(instruction.operands)
-            yield kind, inner_phase, times * count, times * _bytes(computation, instruction)
+        if instruction.kind in COLLECTIVES:
+            yield (instruction.kind, inner_phase), times * len(_sent(instruction)), times * _bytes(instruction)
         rounds = times * (instruction.trip_count(unknown=1) if instruction.opcode == "while" else 1)
-        for body in module.bodies(instruction):
-            yield from _within(module, body, rounds, inner_phase)
+        for body in instruction.bodies:
+            yield from _within(body, rounds, inner_phase)
 
 
-def _is_ragged(instruction: Instruction) -> bool:
-    return instruction.opcode.startswith("ragged-")
+def _sent(collective: Instruction) -> tuple[Instruction | None, ...]:
+    """The exchanged operands: besides its array, a ragged collective has a result buffer, offsets and sizes as operands."""
+    return collective.inputs[:1] if collective.opcode.startswith("ragged-") else collective.inputs
 
 
-def _bytes(computation: Computation, instruction: Instruction) -> int:
-    operands = [computation.operand(instruction, index) for index in range(len(instruction.operands))]
-    sent = operands[:1] if _is_ragged(instruction) else operands
-    given = sum(array.bytes for operand in sent if operand is not None for array in operand.arrays)
-    whole = sum(array.bytes for array in instruction.arrays)
-    return max(given, whole - given if instruction.opcode in _WITH_OPERANDS else whole)
+def _bytes(collective: Instruction) -> int:
+    given = sum(array.bytes for operand in _sent(collective) if operand is not None for array in operand.arrays)
+    whole = sum(array.bytes for array in collective.arrays)
+    return max(given, whole - given if collective.opcode in _WITH_OPERANDS else whole)
 
 
 # --- the time of an exchange -------------------------------------------------------------------------------------------
 
 
-def exchange_of(
-    module: HloModule, computation: Computation, instruction: Instruction
-) -> tuple[Computation, Instruction] | None:
-    """The collective that an instruction is, starts, or wraps in an asynchronous call; None for other instructions."""
-    if instruction.opcode.removesuffix("-start") in COLLECTIVES:
-        return computation, instruction
-    called = module.called(instruction) if instruction.opcode == "async-start" else None
-    if called is None:
-        return None
-    return next(((called, inner) for inner in called if inner.opcode in COLLECTIVES), None)
-
-
-def exchange_seconds(computation: Computation, instruction: Instruction, target: Target, links: Links | None) -> float | None:
+def exchange_seconds(collective: Instruction, target: Target, links: Links | None) -> float | None:
     """Seconds of a collective over the target's links; None if the rate of a link that it needs is unknown."""
-    group = largest_group(instruction.rest, target.devices)
+    group = largest_group(collective.rest, target.devices)
     if len(group) < 2 or links is None:
         return 0.0 if len(group) < 2 else None
     hosts = len({device // (target.devices // target.hosts) for device in group})
-    return links.seconds(instruction.opcode.removesuffix("-start"), _bytes(computation, instruction), len(group), hosts=hosts)
+    return links.seconds(collective.kind, _bytes(collective), len(group), hosts=hosts)
 
 
 def largest_group(attributes: str, devices: int) -> list[int]:
     """The device numbers of the largest group that exchanges data in a collective.
 
-    >>> largest_group("replica_groups={{0,1},{2,3}}", 4), largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8)
-    ([0, 1], [0, 2, 4, 6])
-    >>> largest_group("source_target_pairs={{0,1},{1,0}}", 2), largest_group("replica_groups={}", 2)
-    ([0, 1], [0, 1])
+    >>> largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8), largest_group("replica_groups={}", 2)
+    ([0, 2, 4, 6], [0, 1])
     """
     tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if tiled is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, arrays_of, elements
+from remat_jax.memory.hlo.text import FREE, Computation, Instruction, arrays_of, elements
 
 Direction = Literal["out", "back"]
 _NO_COPIES = FREE | {"while", "call", "conditional", "custom-call"}
@@ -39,8 +39,7 @@ class Copies:
     def coverable(self) -> float:
         """The share that could be covered by the compute between the first start and the last wait, at most 1.
 
-        It may be out of reach: a copy cannot start before its array is computed, nor end after the array is read.
-        `Overlap.coverable` takes that into account.
+        It may be out of reach: a copy starts after its array is computed and ends before its read; see `Overlap.coverable`.
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 
@@ -58,9 +57,8 @@ class Overlap:
       compute_seconds: the time of compute alone.
       step_seconds: the time of compute and of its waits for copies.
       coverable_seconds: the time of all copies that compute could cover, if the first start and the last wait of each direction
-        stay where they are: the `available` compute of each direction, less the time in which an array's own copies cannot run.
-        These run one after the other between the array's computation and its first read; for an array of the last block hardly
-        any compute is between. A schedule that starts late or waits early has less: compare `step_seconds` across schedules.
+        stay where they are: an array's two copies run one after the other between its computation and its first read, and for
+        an array of the last block hardly any compute is between. Compare `step_seconds` across schedules.
     """
 
     out: Copies
@@ -92,22 +90,19 @@ class Overlap:
 # --- finding the copies -----------------------------------------------------------------------------------------------
 
 
-def host_copy(module: HloModule, computation: Computation, instruction: Instruction) -> tuple[Direction, int] | None:
+def host_copy(instruction: Instruction) -> tuple[Direction, int] | None:
     """The direction and bytes of the host copy that an instruction starts or makes; None for other instructions."""
     if instruction.opcode in _NO_COPIES or instruction.opcode.endswith("-done"):
         return None
     if instruction.opcode == "copy-start":
         result, operand = (arrays_of(part)[0] for part in elements(instruction.shape)[:2])
         return _moved(operand.on_host, result.on_host, result.bytes)
-    called = module.called(instruction)
-    inside = computation if called is None else called
-    for inner in [instruction] if called is None else called:
-        source = inside.operand(inner, 0)
+    for inner in instruction.called or (instruction,):
+        source, update = inner.input(0), inner.input(1)
         if source is None or not source.arrays or len(inner.arrays) != 1:
             continue
         from_host, result = source.arrays[0].on_host, inner.arrays[0]
         if inner.opcode == "dynamic-update-slice":
-            update = inside.operand(inner, 1)
             if update is not None and from_host:
                 return _moved(update.arrays[0].on_host, True, update.arrays[0].bytes)
         elif inner.opcode in ("copy", "dynamic-slice", "slice") and from_host != result.on_host:
@@ -134,36 +129,31 @@ class RoundTrip(NamedTuple):
     read: str
 
 
-def round_trips(computation: Computation, direction: Callable[[Instruction], str | None]) -> Iterator[RoundTrip]:
-    """The arrays that go to the host and back in `computation` itself, outside its loops.
-
-    Args:
-      direction: "out" or "back" for an instruction that starts a copy between device and host, None for any other.
-    """
+def round_trips(computation: Computation) -> Iterator[RoundTrip]:
+    """The arrays that go to the host and back in `computation` itself, outside its loops."""
     roots: dict[str, Roots] = {}
-    copies: dict[str, tuple[str, str]] = {}
+    copies: dict[str, tuple[Direction, str]] = {}
     readers: dict[str, str] = {}
     for instruction in computation:
-        if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
-            roots[instruction.name] = _passed_on(instruction, roots)
-            continue
         sources = [roots.get(operand, operand) for operand in instruction.operands]
+        if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
+            roots[instruction.name] = _passed_on(instruction, sources)
+            continue
         for root in _flat(sources):
             readers.setdefault(root, instruction.name)
-        copy_direction = direction(instruction)
-        if copy_direction and sources and isinstance(sources[0], str):
-            copies[instruction.name] = copy_direction, sources[0]
-    for back, (copy_direction, out) in copies.items():
-        if copy_direction == "back" and back in readers and out in copies and copies[out][0] == "out":
+        copy = host_copy(instruction)
+        if copy and sources and isinstance(sources[0], str):
+            copies[instruction.name] = copy[0], sources[0]
+    for back, (direction, out) in copies.items():
+        if direction == "back" and back in readers and out in copies and copies[out][0] == "out":
             yield RoundTrip(copies[out][1], out, back, readers[back])
 
 
-def _passed_on(instruction: Instruction, roots: Mapping[str, Roots]) -> Roots:
+def _passed_on(instruction: Instruction, sources: list[Roots]) -> Roots:
     """The names of the instructions that computed the arrays of an instruction that moves no data."""
-    sources = [roots.get(operand, operand) for operand in instruction.operands]
     if instruction.opcode == "get-tuple-element":
-        whole, index = sources[0], int(instruction.attribute("index") or 0)
-        return whole[index] if isinstance(whole, list) and index < len(whole) else instruction.name
+        whole = sources[0]
+        return whole[instruction.index] if isinstance(whole, list) and instruction.index < len(whole) else instruction.name
     if instruction.opcode == "tuple":
         return sources
     return sources[0] if instruction.opcode not in ("parameter", "constant") and len(sources) == 1 else instruction.name

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from remat_jax.hardware.products import Product
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.hlo.text import FREE, Computation, HloArray, HloModule, Instruction
+from remat_jax.memory.hlo.text import FREE, HloArray, Instruction
 
 _KNOWN = frozenset(
     """abs add all-gather all-reduce all-to-all and atan2 bitcast-convert broadcast cbrt ceil cholesky clamp clz
@@ -22,7 +22,7 @@ _KNOWN = frozenset(
 )
 """Instructions whose time depends on their bytes or a product's operations."""
 _ATTENTION_SHARE = 0.65
-"""The share of a large product's rate that attention kernels reach, with products and exponentials together.
+"""The share of a large product's rate that attention kernels reach.
 
 Dao, FlashAttention-2 (2023), Figures 4 to 6, A100, heads of 128: 0.6 to 0.73 of 312 TFLOP/s forward, 0.5 to 0.6 backward, where
 a large product reaches 0.87.
@@ -45,41 +45,34 @@ _PARTS = ("dynamic-slice", "slice", "gather")
 
 
 class KernelTimes:
-    """The time of each kernel of `module`: its launch, and the longer of the times for its operations and its bytes.
+    """The time of each kernel: its launch, and the longer of the times for its operations and its bytes.
 
-    `kernels` has the operations of Pallas kernels by name, which the compiled module does not contain.
-
-    Attributes:
-      dtypes: the dtypes of the products.
-      unknown: custom calls and instructions with unknown operations, of which only the bytes count.
+    `kernels` has the operations of Pallas kernels by name, which the compiled module does not contain. `dtypes` collects those
+    of the products, `unknown` the custom calls and instructions with unknown operations, of which only the bytes count.
     """
 
-    def __init__(self, module: HloModule, rates: Rates, kernels: Mapping[str, float] | None = None) -> None:
-        self.module, self.rates, self.kernels = module, rates, kernels or {}
+    def __init__(self, rates: Rates, kernels: Mapping[str, float] | None = None) -> None:
+        self.rates, self.kernels = rates, kernels or {}
         self.unknown: set[str] = set()
         self.dtypes: set[str] = set()
-        self._seconds: dict[tuple[str, str], float] = {}
+        self._seconds: dict[Instruction, float] = {}
 
-    def seconds(self, computation: Computation, instruction: Instruction) -> float:
-        """The seconds of an instruction that is not a loop, a copy to or from the host, or a collective."""
+    def seconds(self, instruction: Instruction) -> float:
+        """The seconds of an instruction that computes: no loop, no copy to or from the host, no collective."""
         if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             return 0.0
-        key = computation.name, instruction.name
-        if key not in self._seconds:
-            operations = sum(self._operations(computation, instruction))
-            memory = self._traffic(computation, instruction) / self.rates.hbm_bytes_per_s
-            self._seconds[key] = self.rates.launch_seconds + max(operations, memory)
-        return self._seconds[key]
+        if instruction not in self._seconds:
+            operations = sum(self._operations(instruction))
+            memory = _traffic(instruction) / self.rates.hbm_bytes_per_s
+            self._seconds[instruction] = self.rates.launch_seconds + max(operations, memory)
+        return self._seconds[instruction]
 
-    def _operations(self, computation: Computation, instruction: Instruction) -> Iterator[float]:
-        """The seconds of each product in a kernel."""
-        called = self.module.called(instruction)
-        if called is not None:
-            for inner in called:
-                yield from self._operations(called, inner)
+    def _operations(self, instruction: Instruction) -> Iterator[float]:
+        if instruction.called is not None:
+            for inner in instruction.called:
+                yield from self._operations(inner)
             return
-        opcode = instruction.opcode
-        product = _product(computation, instruction)
+        opcode, product = instruction.opcode, _product(instruction)
         pallas = _PALLAS.search(instruction.rest) if opcode == "custom-call" else None
         if product is not None:
             self.dtypes.add(product.dtype)
@@ -89,37 +82,36 @@ class KernelTimes:
             self.dtypes.add(dtype)
             yield self.kernels[pallas[1]] / self.rates.flops_per_s(dtype) / _ATTENTION_SHARE
         elif opcode == "custom-call":
-            attention = attention_products(computation, instruction)
+            attention = attention_products(instruction)
             self.dtypes.update(each.dtype for each in attention)
             yield from (self.rates.product_seconds(each) / _ATTENTION_SHARE for each in attention)
             if not attention and not _called_target(instruction).startswith(_PASSES):
                 self.unknown.add(_called_target(instruction))
-        elif opcode.removesuffix("-start").removesuffix("-update") not in _KNOWN and opcode not in FREE:
+        elif instruction.kind.removesuffix("-update") not in _KNOWN and opcode not in FREE:
             self.unknown.add(opcode)
 
-    def _traffic(self, computation: Computation, instruction: Instruction) -> int:
-        """Bytes of device memory that an instruction reads and writes; a sliced array counts with its slice."""
-        called = self.module.called(instruction)
-        if called is None:
-            reads = [computation.operand(instruction, index) for index in range(len(instruction.operands))]
-            if instruction.opcode == "dynamic-update-slice":
-                return 2 * _device_bytes(reads[1:2])
-            return _device_bytes([instruction]) + _device_bytes([instruction] if instruction.opcode in _PARTS else reads)
-        if instruction.opcode == "async-start":
-            # It runs a computation beside others: a fusion that updates a slice, since JAX 0.12.
-            return sum(self._traffic(called, inner) for inner in called if inner.opcode not in FREE)
-        parameters = (inner for inner in called if inner.opcode == "parameter")
-        return sum(_read(called, parameter) for parameter in parameters) + _written(called, called.root)
+
+def _traffic(instruction: Instruction) -> int:
+    """Bytes of device memory that an instruction reads and writes; a sliced array counts with its slice."""
+    opcode, called = instruction.opcode, instruction.called
+    if called is not None and opcode == "async-start":
+        # It runs a computation beside others: a fusion that updates a slice, since JAX 0.12.
+        return sum(_traffic(inner) for inner in called if inner.opcode not in FREE)
+    if called is not None:
+        return sum(_read(inner) for inner in called if inner.opcode == "parameter") + _written(called.root)
+    if opcode == "dynamic-update-slice":
+        return 2 * _device_bytes(instruction.inputs[1:2])
+    return _device_bytes([instruction]) + _device_bytes([instruction] if opcode in _PARTS else instruction.inputs)
 
 
 def _device_bytes(instructions: Iterable[Instruction | None]) -> int:
     return sum(array.bytes for each in instructions if each is not None for array in each.arrays if not array.on_host)
 
 
-def _read(called: Computation, parameter: Instruction) -> int:
+def _read(parameter: Instruction) -> int:
     whole = _device_bytes([parameter])
     part = 0
-    for user in (instruction for instruction in called if parameter.name in instruction.operands):
+    for user in (instruction for instruction in parameter.home if parameter.name in instruction.operands):
         if user.opcode in _PARTS and user.operands[0] == parameter.name:
             part += _device_bytes([user])
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != parameter.name:
@@ -127,22 +119,22 @@ def _read(called: Computation, parameter: Instruction) -> int:
     return min(part, whole)
 
 
-def _written(called: Computation, root: Instruction) -> int:
+def _written(root: Instruction) -> int:
     if root.opcode in ("tuple", "bitcast"):
-        return sum(_written(called, called.instructions[name]) for name in root.operands if name in called.instructions)
-    return _device_bytes([called.operand(root, 1) if root.opcode == "dynamic-update-slice" else root])
+        return sum(_written(source) for source in root.inputs if source is not None)
+    return _device_bytes([root.input(1) if root.opcode == "dynamic-update-slice" else root])
 
 
 # --- matrix products --------------------------------------------------------------------------------------------------
 
 
-def _product(computation: Computation, instruction: Instruction) -> Product | None:
+def _product(instruction: Instruction) -> Product | None:
     """The matrix product that a dot, a matmul call or a convolution computes; None for other instructions.
 
-    A convolution is the product of its windows with its kernel, with one window for each output position. Float32 runs as
-    tensorfloat32 unless the program asks for the highest precision.
+    A convolution is the product of its windows, one for each output position, with its kernel. Float32 runs as tensorfloat32
+    unless the program asks for the highest precision.
     """
-    lhs, rhs = computation.operand(instruction, 0), computation.operand(instruction, 1)
+    lhs, rhs = instruction.input(0), instruction.input(1)
     if lhs is None or rhs is None or not (lhs.arrays and rhs.arrays and instruction.arrays):
         return None
     out, left, right = instruction.arrays[0], lhs.arrays[0], rhs.arrays[0]
@@ -171,25 +163,22 @@ def _product(computation: Computation, instruction: Instruction) -> Product | No
     return Product(units, 1, windows, channels, math.prod(kernel.dims) // max(1, channels))
 
 
-def attention_products(computation: Computation, instruction: Instruction) -> list[Product]:
+def attention_products(instruction: Instruction) -> list[Product]:
     """The products of an attention kernel, of cuDNN or Pallas, from its operands; empty for other calls.
 
     Query, key and value are the first three operands with four axes (three without a batch) and an equal last axis, the head
     width. The forward kernel has two products over all pairs of positions. A backward kernel recomputes the scores, computes
-    their gradient, and has one product for each gradient that it returns. A causal mask halves the products if the call is
-    marked causal, as cuDNN's calls are.
+    their gradient, and has one product for each gradient that it returns. A call that is marked causal has half of each.
 
     >>> from remat_jax.memory.hlo.text import parse
     >>> module = parse('''ENTRY %main (q: bf16[2,64,4,16]) -> bf16[2,64,4,16] {
     ...   %q = bf16[2,64,4,16] parameter(0)
     ...   ROOT %out = bf16[2,64,4,16] custom-call(%q, %q, %q), custom_call_target="flash"
     ... }''')
-    >>> main = module.computations["main"]
-    >>> [product.flops for product in attention_products(main, main.root)]  # 2 · 4 · 64 · 64 pairs, 16 wide
+    >>> [product.flops for product in attention_products(module.entry.root)]  # 2 · 4 · 64 · 64 pairs, 16 wide
     [1048576, 1048576]
     """
-    operands = [computation.operand(instruction, index) for index in range(len(instruction.operands))]
-    arrays = [array for operand in operands if operand is not None for array in operand.arrays]
+    arrays = [array for operand in instruction.inputs if operand for array in operand.arrays]
     wide = [array for array in arrays if len(array.dims) in (3, 4) and array.dtype in ("bf16", "f16", "f32", "f8e4m3fn")]
     if len(wide) < 3 or len({(len(array.dims), array.dims[-1]) for array in wide[:3]}) > 1:
         return []
@@ -205,12 +194,11 @@ def attention_products(computation: Computation, instruction: Instruction) -> li
 
 
 def _positions(array: HloArray) -> int:
-    """The size of the positions axis in (…, positions, heads, width) or (…, heads, positions, width): the larger axis."""
+    """The number of positions in (…, positions, heads, width) or (…, heads, positions, width): the larger axis."""
     return max(array.dims[-3:-1])
 
 
 def _called_target(instruction: Instruction) -> str:
-    """The target of a custom call; empty for any other instruction."""
     match = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
     return match[1] if match else ""
 

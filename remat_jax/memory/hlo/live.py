@@ -1,4 +1,4 @@
-"""The buffers that are alive on the device at a compiled step's peak, by the module that made them.
+"""The buffers on the device over a compiled step's schedule, and at its peak, by the module that made them.
 
 Read from XLA's dump: the optimised program, its buffer assignment, and the range of the schedule in which each buffer is alive.
 Operator names contain the module path. XLA's own peak is not used, since it counts host buffers as device memory.
@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, elements, parse, split_outside_brackets
+from remat_jax.memory.hlo.text import HloModule, Instruction, elements, parse, split_outside_brackets
 
 DEVICE_SPACE = 0
+_LARGE = 0.0002
+"""The least share of the peak for which a buffer is tracked by itself; in a large unrolled model, arrays are small."""
+RESULT = "result"
+"""The phase of a result that does not reuse an argument's buffer."""
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
 _ALLOCATION = re.compile(r"^allocation (?P<number>\d+): ")
 _VALUE = re.compile(
@@ -40,7 +45,6 @@ class LiveBuffer:
       module: the module path alone; empty if the program does not have it.
       phase: `argument`, `forward` (computed and kept by the forward pass), `recomputed`, `backward`, or `other` (outside the
         gradient: the optimizer's update, and computation that needs no gradient).
-      nbytes: its size in bytes.
       shape: as XLA writes it, such as `f32[16,256]`.
       collective: the kind of the collective that returns or reads it (`all-gather`: a gathered parameter, `reduce-scatter`: a
         gradient before its sum); empty without a collective.
@@ -56,122 +60,73 @@ class LiveBuffer:
 
 _Value = tuple[str, str]
 """An instruction's name, and the index into its tuple, as XLA writes it: `1,0`."""
+_Places = tuple[int, ...]
+"""The same index as numbers."""
 
 
-class _Program:
-    """The instructions of all computations by name, and the loop that runs each computation."""
+def _traced(
+    instruction: Instruction, places: _Places, step: Callable[[Instruction, _Places], tuple[Instruction | None, _Places]]
+) -> tuple[Instruction, _Places]:
+    """The first source of an element of an instruction's result, by `step` from each source to the one before."""
+    seen = set()
+    while (instruction, places) not in seen:
+        seen.add((instruction, places))
+        source, places_in_source = step(instruction, places)
+        if source is not None:
+            instruction, places = source, places_in_source
+    return instruction, places
 
-    def __init__(self, module: HloModule) -> None:
-        self.module = module
-        self.instructions: dict[str, Instruction] = {}
-        self._home: dict[str, Computation] = {}
-        self._loops: dict[str, Instruction] = {}
-        for computation in module.computations.values():
-            for instruction in computation:
-                self.instructions[instruction.name] = instruction
-                self._home[instruction.name] = computation
-                if instruction.opcode == "while":
-                    self._loops[instruction.attribute("body") or ""] = instruction
 
-    def exchanged(self) -> dict[_Value, str]:
-        """The operands of collectives, and all elements of their results, with the kind of the collective."""
-        kinds: dict[_Value, str] = {}
-        for instruction in self.instructions.values():
-            called = self.module.called(instruction) if instruction.opcode == "async-start" else None
-            kind = (instruction if called is None else called.root).opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
-                results = {(instruction.name, ",".join(map(str, index))): kind for index in _indices(instruction.shape)}
-                kinds |= results | {self._made(operand): kind for operand in instruction.operands}
-        return kinds
+def _renamed(instruction: Instruction, places: _Places) -> tuple[Instruction | None, _Places]:
+    """The source of an element that an instruction only gives another name; None if it does more."""
+    if instruction.opcode == "bitcast":
+        return instruction.input(0), places
+    if instruction.opcode == "get-tuple-element":
+        return instruction.input(0), (instruction.index, *places)
+    if instruction.opcode == "tuple" and places:
+        return instruction.input(places[0]), places[1:]
+    return None, places
 
-    def _made(self, name: str) -> _Value:
-        """The value that `name` refers to, through tuples and bitcasts."""
-        index: list[str] = []
-        while (instruction := self.instructions.get(name)) is not None and instruction.operands:
-            if instruction.opcode == "get-tuple-element":
-                index.insert(0, instruction.attribute("index") or "0")
-            elif instruction.opcode == "tuple" and index:
-                name = instruction.operands[int(index.pop(0))]
-                continue
-            elif instruction.opcode != "bitcast":
-                break
-            name = instruction.operands[0]
-        return name, ",".join(index)
 
-    def origin(self, name: str, places: list[int]) -> Instruction:
-        """The instruction that computes an element of a loop's state: in the loop's body, or before the loop if unchanged."""
-        seen = set()
-        while (name, tuple(places)) not in seen:
-            seen.add((name, tuple(places)))
-            source = self._before(self.instructions[name], places)
-            if source is None or source[0] not in self.instructions:
-                break
-            name, places = source
-        return self.instructions[name]
-
-    def _before(self, instruction: Instruction, places: list[int]) -> tuple[str, list[int]] | None:
-        """The source of an element of an instruction's result; None if the instruction computes the element."""
-        opcode, operands = instruction.opcode, instruction.operands
-        if opcode in ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier") and operands:
-            return operands[0], places
-        if opcode == "get-tuple-element" and operands:
-            return operands[0], [int(instruction.attribute("index") or 0), *places]
-        if opcode == "tuple" and places and places[0] < len(operands):
-            return operands[places[0]], places[1:]
-        if (stack := self._slice_source(instruction)) is not None:
-            return stack, []
-        if opcode == "while" and places:
-            bodies = self.module.bodies(instruction)
-            return (bodies[0].root.name if bodies else ""), places
-        body = self._home[instruction.name]
-        loop = self._loops.get(body.name)
-        if opcode == "parameter" and places and loop is not None:
-            written, unchanged = _written(body, places[0])
-            return (loop.operands[0], places) if unchanged else (written, places[1:])
+def _slice_source(instruction: Instruction) -> Instruction | None:
+    """The array that a slice reads from, or that an update writes into, a stack; None for other instructions."""
+    primitive = instruction.op_name.rpartition("/")[2]
+    if primitive not in ("dynamic_slice", "dynamic_update_slice") or instruction.opcode not in _SLICES:
         return None
-
-    def _slice_source(self, instruction: Instruction) -> str | None:
-        """The array that a slice reads from, or that an update writes into, a stack; None for other instructions."""
-        primitive = instruction.op_name.rpartition("/")[2]
-        if primitive not in ("dynamic_slice", "dynamic_update_slice") or instruction.opcode not in _SLICES:
-            return None
-        shapes = {name: self.instructions[name].shape for name in instruction.operands if name in self.instructions}
-        arrays = [name for name, shape in shapes.items() if "s32[]" not in shape]
-        if primitive == "dynamic_update_slice":
-            arrays = [name for name in arrays if shapes[name] != instruction.shape]
-        return arrays[0] if arrays else None
+    arrays = [source for source in instruction.inputs if source is not None and "s32[]" not in source.shape]
+    is_update = primitive == "dynamic_update_slice"
+    return next((source for source in arrays if not is_update or source.shape != instruction.shape), None)
 
 
-def _written(body: Computation, place: int) -> tuple[str, bool]:
-    """The value that a loop's body writes at a place of its state, and whether the place is unchanged."""
-    if body.root.opcode != "tuple" or place >= len(body.root.operands):
-        return "", False
-    name = body.root.operands[place]
-    instruction = body.instructions.get(name)
-    if instruction is None or instruction.opcode != "get-tuple-element" or instruction.attribute("index") != str(place):
-        return name, False
-    return name, body.instructions[instruction.operands[0]].opcode == "parameter"
+def _is_unchanged(written: Instruction | None, place: int) -> bool:
+    """Whether what a loop's body writes at a place of its state is what it reads there."""
+    if written is None or written.opcode != "get-tuple-element" or written.index != place:
+        return False
+    source = written.input(0)
+    return source is not None and source.opcode == "parameter"
 
 
 class Schedule:
-    """When each device array of a compiled step is alive, and its place in memory, from three files of XLA's dump."""
+    """When each device array of a compiled step is alive, and where, from three files of XLA's dump."""
 
     def __init__(self, program: str | HloModule, assignment: str, live_ranges: str) -> None:
         self.places = _device_places(assignment)
         matches = [match for match in map(_RANGE.match, live_ranges.splitlines()) if match is not None]
         ranges = {(match["name"], match["index"]): (int(match["start"]), int(match["end"])) for match in matches}
         self.ranges = {value: span for value, span in ranges.items() if value in self.places}
-        self._program = _Program(parse(program))
+        computations = parse(program).computations.values()
+        self._instructions = {instruction.name: instruction for computation in computations for instruction in computation}
+        self._loops = {each.attribute("body"): each for each in self._instructions.values() if each.opcode == "while"}
 
     def buffer(self, value: _Value) -> LiveBuffer:
         """The buffer of a value."""
         (name, index), nbytes = value, self.places[value].nbytes
-        instruction = self._program.instructions.get(name)
+        instruction = self._instructions.get(name)
         if instruction is None:
             return LiveBuffer(name, "", "other", nbytes, "")
-        places = [int(place) for place in index.split(",") if place]
+        places = tuple(int(place) for place in index.split(",") if place)
         shape = re.sub(r"\{.*", "", _element(instruction.shape, places))
-        origin = self._program.origin(name, places)
+        origin = _traced(instruction, places, self._before)[0]
         if origin.opcode == "parameter":
             is_argument = instruction.opcode in ("parameter", "get-tuple-element", "tuple", "while")
             # A copy or a slice of an argument, such as one layer of a scanned stack of parameters, is a buffer of its own.
@@ -189,7 +144,7 @@ class Schedule:
         # A collective may use any of the names of a place.
         kinds = {
             self.places[value]: kind
-            for value, kind in self._program.exchanged().items()
+            for value, kind in self._exchanged().items()
             if value in self.ranges and self.ranges[value][0] <= peak <= self.ranges[value][1]
         }
         buffers = [replace(self.buffer(value), collective=kinds.get(place, "")) for place, value in alive.items()]
@@ -213,24 +168,121 @@ class Schedule:
                 totals[moment] = total
         return totals
 
+    def _exchanged(self) -> dict[_Value, str]:
+        """The operands of collectives, and all elements of their results, with the kind of the collective."""
+        kinds: dict[_Value, str] = {}
+        for instruction in self._instructions.values():
+            if instruction.collective is not None:
+                values = [(instruction, places) for places in _indices(instruction.shape)]
+                values += [_traced(operand, (), _renamed) for operand in instruction.inputs if operand is not None]
+                kinds |= {(each.name, ",".join(map(str, places))): instruction.collective.kind for each, places in values}
+        return kinds
+
+    def _before(self, instruction: Instruction, places: _Places) -> tuple[Instruction | None, _Places]:
+        """The source of an element of an instruction's result; None if the instruction computes the element."""
+        source, places_in_source = _renamed(instruction, places)
+        if source is not None:
+            return source, places_in_source
+        if instruction.opcode in ("copy", "copy-start", "copy-done", "optimization-barrier"):
+            return instruction.input(0), places
+        if (stack := _slice_source(instruction)) is not None:
+            return stack, ()
+        if instruction.opcode == "while" and places:
+            return (instruction.bodies[0].root if instruction.bodies else None), places
+        loop, root = self._loops.get(instruction.home.name), instruction.home.root
+        if instruction.opcode == "parameter" and places and loop is not None and root.opcode == "tuple":
+            written = root.input(places[0])
+            return (loop.input(0), places) if _is_unchanged(written, places[0]) else (written, places[1:])
+        return None, places
+
+
+class Span(NamedTuple):
+    """The segments of the schedule, from `first` to `last`, in which a buffer is alive."""
+
+    first: int
+    last: int
+    buffer: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The schedule divided into segments; the large buffers that are alive change only between segments.
+
+    Attributes:
+      small: the largest sum of the small buffers in each segment, in bytes.
+      buffers: the large buffers. The new value of a donated argument counts as the argument.
+      spans: where the buffers are alive. If several buffers share a place at one time, only one of them has a span.
+
+    >>> logits, kept = LiveBuffer("mul", "", "backward", 80, "f32[20]"), LiveBuffer("x", "", "forward", 60, "f32[15]")
+    >>> timeline = Timeline((5, 5, 5), (logits, kept), (Span(1, 1, 0), Span(0, 2, 1)))
+    >>> timeline.peak(), timeline.peak(lambda buffer: 0.25 if buffer is logits else 1)
+    (145, 85)
+    """
+
+    small: tuple[int, ...]
+    buffers: tuple[LiveBuffer, ...]
+    spans: tuple[Span, ...]
+
+    def peak(self, share: Callable[[LiveBuffer], float] = lambda buffer: 1.0) -> int:
+        """The peak in bytes, counting the fraction `share(buffer)` of each large buffer."""
+        changes = [0.0] * (len(self.small) + 1)
+        for span in self.spans:
+            size = share(self.buffers[span.buffer]) * self.buffers[span.buffer].nbytes
+            changes[span.first] += size
+            changes[span.last + 1] -= size
+        return max((round(small + large) for small, large in zip(self.small, accumulate(changes), strict=False)), default=0)
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Timeline:
+        """The timeline of a compiled step."""
+        least = int(_LARGE * max(schedule.totals().values(), default=0)) + 1
+        large = {value: span for value, span in schedule.ranges.items() if schedule.places[value].nbytes >= least}
+        edges = sorted({0} | {edge for start, end in large.values() for edge in (start, end + 1)})
+        small = [0] * len(edges)
+        for moment, nbytes in schedule.totals(most=least - 1).items():
+            segment = bisect_right(edges, moment) - 1
+            small[segment] = max(small[segment], nbytes)
+        end_of_step = max((end for _, end in schedule.ranges.values()), default=0)
+        described = {value: schedule.buffer(value) for value in large}
+        for value, (_, end) in large.items():
+            if end == end_of_step and described[value].phase != "argument":
+                described[value] = replace(described[value], phase=RESULT)
+        arguments = {schedule.places[value]: buffer for value, buffer in described.items() if buffer.phase == "argument"}
+        buffers: dict[LiveBuffer, int] = {}
+        in_place: dict[BufferPlace, list[Span]] = {}
+        for value, (start, end) in large.items():
+            place = schedule.places[value]
+            buffer = buffers.setdefault(arguments.get(place, described[value]), len(buffers))
+            first, last = bisect_right(edges, start) - 1, bisect_right(edges, end) - 1
+            in_place.setdefault(place, []).append(Span(first, last, buffer))
+        spans = tuple(span for sharing in in_place.values() for span in _apart(sharing))
+        return cls(tuple(small), tuple(buffers), spans)
+
+
+def _apart(spans: list[Span]) -> Iterator[Span]:
+    """The spans of one place without overlaps: of several at one time, only the one that began last counts.
+
+    >>> list(_apart([Span(0, 9, 1), Span(3, 5, 2)]))
+    [Span(first=0, last=2, buffer=1), Span(first=3, last=5, buffer=2), Span(first=6, last=9, buffer=1)]
+    """
+    edges = sorted({edge for span in spans for edge in (span.first, span.last + 1)})
+    for start, end in pairwise(edges):
+        alive = [span for span in spans if span.first <= start <= span.last]
+        if alive:
+            yield Span(start, end - 1, max(alive).buffer)
+
 
 def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> tuple[LiveBuffer, ...]:
-    """The buffers, with `names` (one for each flat argument) instead of `args[3]` for arguments.
-
-    The first part of a name, such as `parameters`, becomes the module.
-    """
-    renamed = []
-    for buffer in buffers:
-        number = re.fullmatch(r"args\[(\d+)\]", buffer.name)
-        if number is not None and int(number[1]) < len(names):
-            name = names[int(number[1])]
-            buffer = replace(buffer, name=name, module=name.partition("/")[0])
-        renamed.append(buffer)
-    return tuple(renamed)
+    """The buffers, with `names` instead of `args[3]` for arguments; the module is a name's first part, such as `parameters`."""
+    by_number = {f"args[{number}]": name for number, name in enumerate(names)}
+    return tuple(
+        replace(buffer, name=name, module=name.partition("/")[0]) if (name := by_number.get(buffer.name)) else buffer
+        for buffer in buffers
+    )
 
 
 class BufferPlace(NamedTuple):
-    """A buffer's place in memory. Several values may have one place, one after the other or as names of one array."""
+    """A place in memory. Several values may have one place, one after the other or as names of one array."""
 
     allocation: int
     offset: int
@@ -278,7 +330,7 @@ def module_path(op_name: str) -> tuple[str, str, str]:
     return "/".join(path), primitive, phase
 
 
-def _element(shape: str, places: list[int]) -> str:
+def _element(shape: str, places: _Places) -> str:
     for place in places:
         inside = elements(shape)
         if place >= len(inside):
@@ -287,7 +339,7 @@ def _element(shape: str, places: list[int]) -> str:
     return shape
 
 
-def _indices(shape: str) -> list[tuple[int, ...]]:
+def _indices(shape: str) -> list[_Places]:
     """The index of every array in a shape, including nested tuples.
 
     >>> _indices("((f32[2], f32[3]), f32[4])")

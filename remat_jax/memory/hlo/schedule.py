@@ -8,7 +8,7 @@ it delays compute until it is done.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,7 +16,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware.entries import SECONDS
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.hlo.collectives import exchange_of, exchange_seconds
+from remat_jax.memory.hlo.collectives import exchange_seconds
 from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy, round_trips
 from remat_jax.memory.hlo.kernel_times import KernelTimes
 from remat_jax.memory.hlo.text import Computation, HloModule, Instruction, parse
@@ -33,10 +33,8 @@ class StepTime:
     """The modelled time of one execution of a compiled module.
 
     Attributes:
-      seconds: the whole time: compute, and waiting for copies and exchanges.
-      compute_seconds: the time of compute alone.
-      overlap: the copies to and from the host.
-      exchanges: the collectives, in the same terms.
+      seconds, compute_seconds: the whole time, and that of compute alone; the rest is waiting for copies and exchanges.
+      overlap, exchanges: the copies to and from the host, and the collectives in the same terms.
       untimed: custom calls and instructions with unknown operations: only their bytes count.
       assumed: the rates that were not measured, by their names in `Rates`; latencies only if they are 5 % of the time or more.
     """
@@ -52,12 +50,11 @@ class StepTime:
 def step_time(
     text: str | HloModule, target: Target, rates: Rates | None = None, *, kernels: Mapping[str, float] | None = None
 ) -> StepTime:
-    """The modelled time of the compiled module `text` on one device of `target`.
+    """The modelled time of the compiled module `text` on one device of `target`, or at other `rates`.
 
     A kernel takes its launch time plus the longer of the times for its operations and its bytes. A loop runs for the trip count
-    that the compiler knows, else once. A `conditional` takes its longest branch.
-
-    `rates` replace the target's own; `kernels` has the operations of Pallas kernels by name.
+    that the compiler knows, else once. A `conditional` takes its longest branch. `kernels` has the operations of Pallas kernels
+    by name.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
@@ -70,23 +67,23 @@ def step_time(
     >>> step_time(text, target("h200"), rates).seconds
     1.0
     """
-    module = parse(text)
+    entry = parse(text).entry
     rates = Rates.of(target) if rates is None else rates
-    time = _Player(module, target, rates, kernels).play()
+    time = _Player(entry, target, rates, kernels).play()
     latencies = {name for name in time.assumed if name in SECONDS}
     if latencies:
-        without = _Player(module, target, _without(rates, latencies), kernels).play()
+        without = _Player(entry, target, _without(rates, latencies), kernels).play()
         if time.seconds - without.seconds < _MATTERS * time.seconds:
             time = replace(time, assumed=tuple(name for name in time.assumed if name not in latencies))
     return time
 
 
-def _without(rates: Rates, latencies: Collection[str]) -> Rates:
+def _without(rates: Rates, latencies: set[str]) -> Rates:
     links = rates.links
     if links is not None:
-        between = {name: 0.0 for name in latencies if name in ("device_link_seconds", "network_seconds")}
-        links = replace(links, **{name.replace("device_link", "device"): latency for name, latency in between.items()})
-    on_device = {name: 0.0 for name in latencies if name in ("launch_seconds", "copy_seconds")}
+        between = latencies & {"device_link_seconds", "network_seconds"}
+        links = replace(links, **{name.replace("device_link", "device"): 0.0 for name in between})
+    on_device = dict.fromkeys(latencies & {"launch_seconds", "copy_seconds"}, 0.0)
     return replace(rates, links=links, **on_device)  # type: ignore[arg-type]
 
 
@@ -95,19 +92,20 @@ def _without(rates: Rates, latencies: Collection[str]) -> Rates:
 
 @dataclass
 class _Stream:
-    free: float = 0.0
     bytes: int = 0
-    count: int = 0
     seconds: float = 0.0
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    first: float | None = None
     waited: float = 0.0
+    spans: list[tuple[float, float]] = field(default_factory=list)
+
+    def copies(self, busy: list[tuple[float, float]]) -> Copies:
+        window = [(self.spans[0][0], self.waited)] if self.spans else []
+        return Copies(len(self.spans), self.bytes, self.seconds, _common(self.spans, busy), _common(window, busy))
 
 
 class _Player:
-    def __init__(self, module: HloModule, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> None:
-        self.module, self.target, self.rates = module, target, rates
-        self.kernels = KernelTimes(module, rates, kernels)
+    def __init__(self, entry: Computation, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> None:
+        self.entry, self.target, self.rates = entry, target, rates
+        self.kernels = KernelTimes(rates, kernels)
         self.now = self.compute = 0.0
         self.busy: list[tuple[float, float]] = []
         self.streams: dict[Lane, _Stream] = {"out": _Stream(), "back": _Stream(), "exchange": _Stream()}
@@ -120,30 +118,27 @@ class _Player:
 
     def play(self) -> StepTime:
         """Simulate the schedule once."""
-        entry = self.module.computations[self.module.entry]
-        self._run(entry)
-        lanes = {lane: self._lane(stream) for lane, stream in self.streams.items()}
-        out, back, exchanges = lanes.values()
-        overlap = Overlap(out, back, self.compute, self.now, self._coverable(entry, out, back))
-        untimed = tuple(sorted(self.kernels.unknown))
-        return StepTime(self.now, self.compute, overlap, exchanges, untimed, self._assumed(lanes))
+        self._run(self.entry)
+        out, back, exchanges = (stream.copies(self.busy) for stream in self.streams.values())
+        overlap = Overlap(out, back, self.compute, self.now, self._coverable(out, back))
+        return StepTime(self.now, self.compute, overlap, exchanges, tuple(sorted(self.kernels.unknown)), self._assumed())
 
     def _run(self, computation: Computation) -> None:
         pending: dict[str, tuple[Lane, float]] = {}
         for instruction in computation:
             self.before[instruction.name] = self.compute
-            self._play(computation, instruction, pending)
+            self._play(instruction, pending)
             self.after[instruction.name] = self.compute
         for lane, end in pending.values():
             self._wait(lane, end)
 
-    def _play(self, computation: Computation, instruction: Instruction, pending: dict[str, tuple[Lane, float]]) -> None:
+    def _play(self, instruction: Instruction, pending: dict[str, tuple[Lane, float]]) -> None:
         if instruction.opcode.endswith("-done"):
             if instruction.operands and instruction.operands[0] in pending:
                 self._wait(*pending.pop(instruction.operands[0]))
         elif instruction.opcode in _ENTERED:
             self._enter(instruction)
-        elif (started := self._beside(computation, instruction)) is not None:
+        elif (started := self._beside(instruction)) is not None:
             lane, size, seconds = started
             end = self._start(lane, size, seconds)
             self.copying[instruction.name] = seconds
@@ -152,21 +147,21 @@ class _Player:
             else:
                 self._wait(lane, end)
         else:
-            self._work(self.kernels.seconds(computation, instruction))
+            self._work(self.kernels.seconds(instruction))
 
-    def _beside(self, computation: Computation, instruction: Instruction) -> tuple[Lane, int, float] | None:
+    def _beside(self, instruction: Instruction) -> tuple[Lane, int, float] | None:
         """The lane, bytes and seconds of a copy or collective that an instruction starts; None if it computes."""
-        exchange = exchange_of(self.module, computation, instruction)
-        if exchange is not None:
-            seconds = exchange_seconds(*exchange, self.target, self.rates.links)
+        collective = instruction.collective
+        if collective is not None:
+            seconds = exchange_seconds(collective, self.target, self.rates.links)
             if seconds is None:
                 raise ArgumentError(
-                    f"target={self.target.name!r}: its devices exchange arrays ({exchange[1].opcode}), but the rate of the "
+                    f"target={self.target.name!r}: its devices exchange arrays ({collective.opcode}), but the rate of the "
                     "links between them is unknown; state device_link_bytes_per_s, and network_bytes_per_s for several hosts, "
                     "in the file that describes the target"
                 )
-            return "exchange", sum(array.bytes for array in exchange[1].arrays), seconds
-        copy = host_copy(self.module, computation, instruction)
+            return "exchange", sum(array.bytes for array in collective.arrays), seconds
+        copy = host_copy(instruction)
         return None if copy is None else (*copy, self.rates.copy_seconds + copy[1] / self._link(copy[0]))
 
     def _link(self, direction: Direction) -> float:
@@ -187,29 +182,28 @@ class _Player:
 
     def _body(self, instruction: Instruction) -> tuple[Computation | None, int]:
         """The computation that a loop, a call or a branch runs, and how often."""
-        bodies = self.module.bodies(instruction)
+        bodies = instruction.bodies
         if len(bodies) > 1:
-            bodies = [max(bodies, key=lambda branch: (self._sends(branch), self._total(branch)))]
+            bodies = (max(bodies, key=lambda branch: (self._sends(branch), self._total(branch))),)
         return (bodies[0] if bodies else None), instruction.trip_count(unknown=1) if instruction.opcode == "while" else 1
 
     def _sends(self, computation: Computation) -> bool:
         """Whether a computation starts copies or collectives: then every round of its loop is simulated."""
         if computation.name not in self._sending:
             inner = (self._body(each)[0] for each in computation if each.opcode in _ENTERED)
-            starts = any(self._beside(computation, each) for each in computation)
+            starts = any(map(self._beside, computation))
             self._sending[computation.name] = starts or any(map(self._sends, filter(None, inner)))
         return self._sending[computation.name]
 
     def _total(self, computation: Computation) -> float:
-        """The compute seconds of one round."""
         if computation.name not in self._totals:
             total = 0.0
             for instruction in computation:
                 if instruction.opcode in _ENTERED:
                     body, trips = self._body(instruction)
                     total += trips * self._total(body) if body is not None else 0.0
-                elif self._beside(computation, instruction) is None:
-                    total += self.kernels.seconds(computation, instruction)
+                elif self._beside(instruction) is None:
+                    total += self.kernels.seconds(instruction)
             self._totals[computation.name] = total
         return self._totals[computation.name]
 
@@ -221,43 +215,30 @@ class _Player:
 
     def _start(self, lane: Lane, size: int, seconds: float) -> float:
         stream = self.streams[lane]
-        begin = max(self.now, stream.free)
-        stream.free = begin + seconds
-        stream.spans.append((begin, stream.free))
-        stream.count, stream.bytes, stream.seconds = stream.count + 1, stream.bytes + size, stream.seconds + seconds
-        stream.first = self.now if stream.first is None else stream.first
-        return stream.free
+        begin = max(self.now, stream.spans[-1][1]) if stream.spans else self.now
+        stream.spans.append((begin, begin + seconds))
+        stream.bytes, stream.seconds = stream.bytes + size, stream.seconds + seconds
+        return begin + seconds
 
     def _wait(self, lane: Lane, end: float) -> None:
         self.now = max(self.now, end)
         self.streams[lane].waited = max(self.streams[lane].waited, self.now)
 
-    def _assumed(self, lanes: dict[Lane, Copies]) -> tuple[str, ...]:
-        """The assumed rates that this module needs."""
+    def _assumed(self) -> tuple[str, ...]:
         needs = {"flops", "hbm_bytes_per_s", "launch_seconds"}
-        needs |= {"out_bytes_per_s", "copy_seconds"} if lanes["out"].count else set()
-        needs |= {"in_bytes_per_s", "copy_seconds"} if lanes["back"].count else set()
-        if lanes["exchange"].count:
+        needs |= {"out_bytes_per_s", "copy_seconds"} if self.streams["out"].spans else set()
+        needs |= {"in_bytes_per_s", "copy_seconds"} if self.streams["back"].spans else set()
+        if self.streams["exchange"].spans:
             needs |= {"device_link_bytes_per_s", "device_link_seconds"}
             needs |= {"network_bytes_per_s", "network_seconds"} if self.target.hosts > 1 else set()
         return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
 
-    def _lane(self, stream: _Stream) -> Copies:
-        window = [(stream.first, stream.waited)] if stream.first is not None else []
-        return Copies(
-            count=stream.count,
-            bytes=stream.bytes,
-            seconds=stream.seconds,
-            covered_seconds=_common(stream.spans, self.busy),
-            available_seconds=_common(window, self.busy),
-        )
-
-    def _coverable(self, entry: Computation, out: Copies, back: Copies) -> float:
-        # `together`: the uncoverable time of an array's two copies, by the copy out (the longest wait if the array is fetched
-        # more than once). `alone`: the uncoverable time of each copy if it could use all compute between the copies.
+    def _coverable(self, out: Copies, back: Copies) -> float:
+        # `together`: the uncoverable time of an array's two copies, by the copy out (the longest if the array is fetched more
+        # than once). `alone`: that of each copy if it could use all compute between the copies.
         together: dict[str, float] = {}
         alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
-        for trip in round_trips(entry, lambda instruction: (host_copy(self.module, entry, instruction) or (None,))[0]):
+        for trip in round_trips(self.entry):
             between = self.before[trip.read] - self.after[trip.made]
             _raise_to(together, trip.out, self.copying[trip.out] + self.copying[trip.back] - between)
             _raise_to(alone["out"], trip.out, self.copying[trip.out] - between)

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable
 
 from remat_jax.errors import UnsupportedError
-from remat_jax.memory.hlo.text import Computation, HloArray, HloModule, Instruction, parse
+from remat_jax.memory.hlo.text import HloArray, HloModule, Instruction, parse
 
 _ARITHMETIC: dict[str, Callable[..., int]] = {
     "add": operator.add,
@@ -45,12 +45,11 @@ def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
     module = parse(text)
     try:
         return any(
-            _is_wrong(module, body, loop, instruction)
+            _is_wrong(loop, instruction)
             for computation in module.computations.values()
             for loop in computation
             if loop.opcode == "while"
-            for body in [module.computations[loop.attribute("body") or ""]]
-            for instruction in body
+            for instruction in module.computations[loop.attribute("body") or ""]
         )
     except (LookupError, RecursionError, ValueError) as error:
         raise UnsupportedError(
@@ -59,28 +58,24 @@ def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
         ) from error
 
 
-def _is_wrong(module: HloModule, body: Computation, loop: Instruction, instruction: Instruction) -> bool:
-    called = module.called(instruction)
-    if called is None:
-        return False
-    for inner in called:
-        constant = _constant_address(inner)
-        whole = called.operand(inner, 0)
-        if constant is None or whole is None or not any(array.on_host for array in (*whole.arrays, *inner.arrays)):
+def _is_wrong(loop: Instruction, instruction: Instruction) -> bool:
+    """Whether a copy inside an instruction of the loop's body takes another slot than the program asks for."""
+    for copy in instruction.called or ():
+        constant, whole = _constant_address(copy), copy.input(0)
+        if constant is None or whole is None or not any(array.on_host for array in (*whole.arrays, *copy.arrays)):
             continue
         offset, stride = constant
         for iteration in range(loop.trip_count(unknown=0)):
-            counters = _counters(loop, iteration)
-            if _address(module, body, counters, instruction, called, inner, whole.arrays[0]) != offset + iteration * stride:
+            if _address(instruction, copy, whole.arrays[0], _counters(loop, iteration)) != offset + iteration * stride:
                 return True
     return False
 
 
-def _constant_address(inner: Instruction) -> tuple[int, int] | None:
+def _constant_address(copy: Instruction) -> tuple[int, int] | None:
     """The constant offset and stride in bytes over the innermost loop's iterations; None without them."""
-    if inner.opcode not in ("dynamic-slice", "dynamic-update-slice"):
+    if copy.opcode not in ("dynamic-slice", "dynamic-update-slice"):
         return None
-    config = inner.config.get("dynamic_slice_config")
+    config = copy.config.get("dynamic_slice_config")
     if config is None or int(config.get("loop_index", 0)) != 0:
         return None
     # JAX 0.12 nests the address under "linear".
@@ -88,33 +83,24 @@ def _constant_address(inner: Instruction) -> tuple[int, int] | None:
     return int(config.get("byte_offset", 0)), int(config.get("byte_stride", 0))
 
 
-def _address(
-    module: HloModule,
-    body: Computation,
-    counters: dict[int, int],
-    instruction: Instruction,
-    called: Computation,
-    inner: Instruction,
-    whole: HloArray,
-) -> int:
+def _address(instruction: Instruction, copy: Instruction, whole: HloArray, counters: dict[int, int]) -> int:
     """The offset in bytes that the program asks for."""
-    first, part = (1, inner) if inner.opcode == "dynamic-slice" else (2, called.operand(inner, 1))
+    first, part = (1, copy) if copy.opcode == "dynamic-slice" else (2, copy.input(1))
     if part is None or not part.arrays:
         raise UnsupportedError("a dynamic-update-slice whose update has no shape in the module's text; give the whole text")
 
     def given(parameter: int) -> int:
-        return _value(module, body, body.instructions[instruction.operands[parameter]], counters, None)
+        return _value(instruction.home.instructions[instruction.operands[parameter]], counters, None)
 
     address, stride = 0, whole.bytes // math.prod(whole.dims)
     for axis in whole.order:
-        index = _value(module, called, called.instructions[inner.operands[first + axis]], {}, given)
+        index = _value(copy.home.instructions[copy.operands[first + axis]], {}, given)
         address += stride * max(0, min(index, whole.dims[axis] - part.arrays[0].dims[axis]))
         stride *= whole.dims[axis]
     return address
 
 
 def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
-    """The loop's counters in an iteration, by tuple index."""
     variables = loop.config.get("dynamic_variables")
     if not variables and "known_induction_variable" in loop.config:
         steps = loop.config.get("known_init_step", {"init": "0", "step": "1"})
@@ -122,35 +108,27 @@ def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
     return {int(each["tuple_index"]): int(each["init"]) + iteration * int(each["step"]) for each in variables or ()}
 
 
-def _value(
-    module: HloModule,
-    computation: Computation,
-    instruction: Instruction,
-    counters: dict[int, int],
-    given: Callable[[int], int] | None,
-) -> int:
+def _value(instruction: Instruction, counters: dict[int, int], given: Callable[[int], int] | None) -> int:
     """The integer value of a scalar instruction, given the loop's `counters` by tuple index, or `given` parameters."""
-    if instruction.opcode == "constant":
+    opcode = instruction.opcode
+    if opcode == "constant":
         return int({"true": 1, "false": 0}.get(instruction.argument, instruction.argument))
-    if instruction.opcode == "parameter" and given is not None:
+    if opcode == "parameter" and given is not None:
         return given(int(instruction.argument))
-    if instruction.opcode == "get-tuple-element":
-        place = int(instruction.attribute("index") or -1)
-        if place in counters:
-            return counters[place]
-    operands = [computation.instructions[name] for name in instruction.operands if name in computation.instructions]
+    if opcode == "get-tuple-element" and instruction.index in counters:
+        return counters[instruction.index]
+    operands = [operand for operand in instruction.inputs if operand is not None]
 
     def of(index: int) -> int:
-        return _value(module, computation, operands[index], counters, given)
+        return _value(operands[index], counters, given)
 
-    if instruction.opcode == "compare":
+    if opcode == "compare":
         return int(_COMPARE[instruction.attribute("direction") or "EQ"](of(0), of(1)))
-    if instruction.opcode in _ARITHMETIC:
-        return _ARITHMETIC[instruction.opcode](*(of(index) for index in range(len(operands))))
-    bodies = module.bodies(instruction) if instruction.opcode in ("fusion", "call") else []
-    if bodies:
-        return _value(module, bodies[0], bodies[0].root, {}, of)
+    if opcode in _ARITHMETIC:
+        return _ARITHMETIC[opcode](*map(of, range(len(operands))))
+    if opcode in ("fusion", "call") and instruction.bodies:
+        return _value(instruction.bodies[0].root, {}, of)
     raise UnsupportedError(
-        f"instruction {instruction.name!r} ({instruction.opcode}) of {computation.name!r}: the index of a baked-in copy "
+        f"instruction {instruction.name!r} ({opcode}) of {instruction.home.name!r}: the index of a baked-in copy "
         "cannot be traced through this instruction, so the copy cannot be checked"
     )

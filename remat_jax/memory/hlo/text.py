@@ -49,7 +49,7 @@ class HloArray:
         return math.prod(self.dims) * bits // 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instruction:
     """A line of a computation: `name = shape opcode(operands), rest`."""
 
@@ -59,12 +59,50 @@ class Instruction:
     operands: tuple[str, ...]
     rest: str
     argument: str
-    root: bool
+    is_root: bool
+    home: Computation = field(repr=False)
 
     @cached_property
     def arrays(self) -> tuple[HloArray, ...]:
         """Every array in the shape, tuples flattened."""
         return arrays_of(self.shape)
+
+    @cached_property
+    def inputs(self) -> tuple[Instruction | None, ...]:
+        """The instructions that compute the operands; None for each that the text lacks."""
+        return tuple(map(self.home.instructions.get, self.operands))
+
+    def input(self, index: int) -> Instruction | None:
+        """The instruction that computes an operand; None if there is none."""
+        return self.inputs[index] if index < len(self.inputs) else None
+
+    @cached_property
+    def called(self) -> Computation | None:
+        """The computation after `calls=`."""
+        return self.home.module.computations.get(self.attribute("calls") or "")
+
+    @cached_property
+    def bodies(self) -> tuple[Computation, ...]:
+        """The computations that a loop, a call, a fusion or a branch runs."""
+        if self.opcode == "conditional":
+            listed = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
+            names = [name.strip().lstrip("%") for name in listed[1].split(",")] if listed else []
+            names += [name for key in ("true_computation", "false_computation") if (name := self.attribute(key))]
+        else:
+            names = [name for key in _BODIES.get(self.opcode, ()) if (name := self.attribute(key))][:1]
+        computations = self.home.module.computations
+        return tuple(computations[name] for name in names if name in computations)
+
+    @cached_property
+    def collective(self) -> Instruction | None:
+        """The collective that this is, starts, or wraps in an asynchronous call; None if this exchanges nothing."""
+        inside = self.called if self.opcode == "async-start" else None
+        return next((each for each in inside or (self,) if each.kind in COLLECTIVES), None)
+
+    @property
+    def kind(self) -> str:
+        """The opcode, of a synchronous and an asynchronous instruction alike."""
+        return self.opcode.removesuffix("-start")
 
     def attribute(self, key: str) -> str | None:
         """The computation or number after `key=`."""
@@ -76,11 +114,16 @@ class Instruction:
         match = re.search(rf'{key}={{([\d,]*)}}|"{key.replace("dims", "dimensions")}":\[([^\]]*)\]', self.rest)
         return tuple(int(number) for number in re.findall(r"\d+", match[1] or match[2] or "")) if match else ()
 
-    @property
+    @cached_property
     def op_name(self) -> str:
         """The operator's name in the traced program; empty if unknown."""
         match = re.search(r'op_name="([^"]*)"', self.rest)
         return match[1] if match else ""
+
+    @property
+    def index(self) -> int:
+        """The place in the tuple that a `get-tuple-element` reads."""
+        return int(self.attribute("index") or 0)
 
     def trip_count(self, unknown: int) -> int:
         """The iterations of a loop, or `unknown`."""
@@ -93,11 +136,12 @@ class Instruction:
         return dict(json.JSONDecoder().raw_decode(match[1])[0]) if match else {}
 
 
-@dataclass
+@dataclass(eq=False)
 class Computation:
     """The instructions of a computation by name, in the order of the schedule."""
 
     name: str
+    module: HloModule = field(repr=False)
     instructions: dict[str, Instruction] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Instruction]:
@@ -106,42 +150,25 @@ class Computation:
     @cached_property
     def root(self) -> Instruction:
         """The instruction whose result the computation returns."""
-        return next((instruction for instruction in self if instruction.root), list(self)[-1])
-
-    def operand(self, instruction: Instruction, index: int) -> Instruction | None:
-        """The instruction that computes an operand."""
-        return self.instructions.get(instruction.operands[index]) if index < len(instruction.operands) else None
+        return next((instruction for instruction in self if instruction.is_root), list(self)[-1])
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HloModule:
     """A compiled module."""
 
-    computations: Mapping[str, Computation]
-    entry: str
+    computations: dict[str, Computation] = field(default_factory=dict)
+    entry_name: str = ""
 
-    def called(self, instruction: Instruction) -> Computation | None:
-        """The computation after `calls=`."""
-        return self.computations.get(instruction.attribute("calls") or "")
-
-    def bodies(self, instruction: Instruction) -> list[Computation]:
-        """The computations that a loop, a call, a fusion or a branch runs."""
-        if instruction.opcode == "conditional":
-            listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
-            names = [name.strip().lstrip("%") for name in listed[1].split(",")] if listed else []
-            names += [name for key in ("true_computation", "false_computation") if (name := instruction.attribute(key))]
-        else:
-            names = [name for key in _BODIES.get(instruction.opcode, ()) if (name := instruction.attribute(key))][:1]
-        return [self.computations[name] for name in names if name in self.computations]
+    @property
+    def entry(self) -> Computation:
+        """The computation that runs first."""
+        return self.computations[self.entry_name]
 
 
 @lru_cache(maxsize=4096)
 def arrays_of(shape: str) -> tuple[HloArray, ...]:
-    """Every array in a shape's text.
-
-    >>> [(one.bytes, one.on_host) for one in arrays_of("(bf16[2,3]{1,0:S(5)}, u32[])")]
-    [(12, True), (4, False)]
-    """
+    """Every array in a shape's text."""
     return tuple(_array(*parts) for parts in _ARRAY.findall(shape))
 
 
@@ -159,11 +186,7 @@ def elements(shape: str) -> list[str]:
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """The parts of a text between the separators, `,` or `/`, that are in no bracket.
-
-    >>> split_outside_brackets("jvp(a/b)/c", "/")
-    ['jvp(a/b)', 'c']
-    """
+    """The parts of a text between the separators, `,` or `/`, that are in no bracket."""
     parts, depth, start = [], 0, 0
     for mark in _BRACKET_OR_SEPARATOR.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")
@@ -177,18 +200,17 @@ def parse(text: str | HloModule) -> HloModule:
     """The module in the text of `compiled.as_text()` or of XLA's dump; a parsed module is returned as it is."""
     if isinstance(text, HloModule):
         return text
-    computations: dict[str, Computation] = {}
-    current, entry = None, ""
+    module, current = HloModule(), None
     for line in text.splitlines():
         if current is None:
             if header := _HEADER.match(line):
-                current = computations[header[2]] = Computation(header[2])
-                entry = header[2] if header[1] else entry
+                current = module.computations[header[2]] = Computation(header[2], module)
+                module.entry_name = header[2] if header[1] else module.entry_name
         elif line.startswith("}"):
             current = None
         elif named := _NAMED.match(line):
-            current.instructions[named[2]] = _instruction(named[2], named[3], bool(named[1]))
-    return HloModule(computations, entry)
+            current.instructions[named[2]] = _instruction(named[2], named[3], bool(named[1]), current)
+    return module
 
 
 def _closing(text: str, start: int) -> int:
@@ -200,7 +222,7 @@ def _closing(text: str, start: int) -> int:
     return len(text) - 1
 
 
-def _instruction(name: str, text: str, root: bool) -> Instruction:
+def _instruction(name: str, text: str, is_root: bool, home: Computation) -> Instruction:
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, end) if end > 0 else None
     if opcode is None:
@@ -209,4 +231,4 @@ def _instruction(name: str, text: str, root: bool) -> Instruction:
     inside = text[opcode.end() : close]
     # An operand is `%name`; older texts have `shape %name`.
     operands = tuple(part.split()[-1].lstrip("%") for part in elements(f"({inside})") if part)
-    return Instruction(name, text[:end], opcode[1], operands, text[close + 1 :], inside, root)
+    return Instruction(name, text[:end], opcode[1], operands, text[close + 1 :], inside, is_root, home)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from remat_jax.porting.links import Shape, fit
-from remat_jax.porting.pattern import FlaxPattern, Pattern
+from remat_jax.porting.links import fit
+from remat_jax.porting.pattern import FlaxPattern, Pattern, Shape
 from remat_jax.porting.rules import Rule, Rules
 
 _NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,8})(?!\d)")

@@ -8,7 +8,7 @@ models agree if it is in the right place. This takes at most one run per pair of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,9 +50,13 @@ class Space:
         ways = [self.way(candidate, unit) for unit in range(len(self.torch))]
         return self.given | Rules(tuple(rule for way in ways for rule in way))
 
+    def ways(self, candidate: MapCandidate, unit: int) -> list[Way]:
+        """The ways of one unit to its place."""
+        return self.table[unit][candidate.places[unit]]
+
     def way(self, candidate: MapCandidate, unit: int) -> Way:
         """The rules of one unit."""
-        return self.table[unit][candidate.places[unit]][candidate.choices[unit]]
+        return self.ways(candidate, unit)[candidate.choices[unit]]
 
     def names(self, unit: int) -> list[str]:
         """The names of the tensors of a unit."""
@@ -95,9 +99,9 @@ class Space:
 
     def _exchanged(self, candidate: MapCandidate, pairs: list[tuple[int, int]]) -> MapCandidate | None:
         places, choices = list(candidate.places), list(candidate.choices)
-        for one, other in pairs:
-            places[one], places[other] = places[other], places[one]
-            for unit in (one, other):
+        for first, second in pairs:
+            places[first], places[second] = places[second], places[first]
+            for unit in (first, second):
                 ways = self.table[unit][places[unit]]
                 if not ways:
                     return None
@@ -106,77 +110,79 @@ class Space:
 
     def uniform_choices(self, start: MapCandidate) -> Iterator[MapCandidate]:
         """The candidate unchanged, then with all units of one kind and shape converted in another way together."""
-        kinds: dict[tuple[object, ...], list[int]] = {}
-        for unit, place in enumerate(start.places):
-            if len(self.table[unit][place]) > 1:
-                ranks = tuple(len(shape) for _, shape in self.torch[unit].tensors)
-                kinds.setdefault((self.torch[unit].kind, ranks, len(self.table[unit][place])), []).append(unit)
-        counts = [range(len(self.table[units[0]][start.places[units[0]]])) for units in kinds.values()]
-        for chosen in itertools.islice(itertools.product(*counts), 64):
+        kinds: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+        for unit, torch_unit in enumerate(self.torch):
+            count = len(self.ways(start, unit))
+            if count > 1:
+                ranks = tuple(len(shape) for _, shape in torch_unit.tensors)
+                kinds.setdefault((torch_unit.kind, ranks, count), []).append(unit)
+        choices = (range(count) for _, _, count in kinds)
+        for chosen in itertools.islice(itertools.product(*choices), 64):
             trial = start
             for choice, units in zip(chosen, kinds.values(), strict=True):
                 for unit in units:
                     trial = trial.chosen(unit, choice)
             yield trial
 
-    def exchanges(self, answer: MapCandidate, equal: Callable[[int, int], bool]) -> Iterator[MapCandidate]:
-        """The candidate with two units, or two modules of several units, exchanged; only units that are `equal`."""
-        seen = set()
-        for group in self.groups():
-            for one, other in itertools.combinations(group, 2):
-                if not equal(one, other):
-                    continue
-                for pairs in ([(one, other)], self._modules(one, other)):
-                    if all(a == one or (self._fit(a) == self._fit(b) and equal(a, b)) for a, b in pairs):
-                        trial = self._exchanged(answer, pairs)
-                        if trial and trial not in seen:
-                            seen.add(trial)
-                            yield trial
+    def exchanges(self, answer: MapCandidate, gradients: Values) -> list[MapCandidate]:
+        """The candidate with two units, or two modules of several units, of equal gradients exchanged."""
+        trials = [
+            self._exchanged(answer, pairs)
+            for group in self.groups()
+            for first, second in itertools.combinations(group, 2)
+            if self._equal(first, second, gradients)
+            for pairs in ([(first, second)], self._modules(first, second))
+            if all(a == first or (self._fit(a) == self._fit(b) and self._equal(a, b, gradients)) for a, b in pairs)
+        ]
+        return list(dict.fromkeys(trial for trial in trials if trial is not None))
 
-    def _modules(self, one: int, other: int) -> list[tuple[int, int]]:
+    def _equal(self, first: int, second: int, gradients: Values) -> bool:
+        names = zip(self.names(first), self.names(second), strict=True)
+        pairs = [(a, b) for a, b in names if a in gradients and b in gradients]
+        scale = max((float(np.linalg.norm(gradients[name])) for pair in pairs for name in pair), default=0.0)
+        return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
+
+    def _modules(self, one_unit: int, other_unit: int) -> list[tuple[int, int]]:
         """The pairs of units in the two largest differing modules that contain one of the units each."""
-        first, second = (self.torch[unit].name.split(".") for unit in (one, other))
+        first, second = (self.torch[unit].name.split(".") for unit in (one_unit, other_unit))
         depth = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
         prefixes = [".".join(parts[: depth + 1]) for parts in (first, second)]
         by_name = {unit.name: index for index, unit in enumerate(self.torch)}
         inside = [name for name in by_name if name == prefixes[0] or name.startswith(prefixes[0] + ".")]
         partners = [prefixes[1] + name.removeprefix(prefixes[0]) for name in inside]
         if any(name not in by_name for name in partners):
-            return [(one, other)]
+            return [(one_unit, other_unit)]
         return [(by_name[a], by_name[b]) for a, b in zip(inside, partners, strict=True)]
 
-    def rules_out(self, answer: MapCandidate, unit: int, choice: int, gradients: Values, limit: float) -> bool:
+    def rules_out(self, answer: MapCandidate, unit: int, choice: int, gradients: Values) -> bool:
         """Whether the gradient at a symmetric point shows that a matrix may not be transposed."""
-        ways = self.table[unit][answer.places[unit]]
-        for mine, its in zip(ways[answer.choices[unit]], ways[choice], strict=True):
-            if mine.transform == its.transform or len(mine.torch) != 1:
+        for rule, other in zip(self.way(answer, unit), self.ways(answer, unit)[choice], strict=True):
+            if rule.transform == other.transform or len(rule.torch) != 1:
                 continue
-            gradient = gradients.get(mine.torch[0].text)
-            if {str(mine.transform), str(its.transform)} == {"linear", "identity"} and gradient is not None:
-                return bool(np.linalg.norm(gradient - gradient.T) > limit * np.linalg.norm(gradient))
+            gradient = gradients.get(rule.torch[0].text)
+            if {str(rule.transform), str(other.transform)} == {"linear", "identity"} and gradient is not None:
+                return bool(np.linalg.norm(gradient - gradient.T) > EQUAL * np.linalg.norm(gradient))
         return False
 
 
 def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
     """The candidate for which the models agree, regardless of names, searched from `start`.
 
-    Raises:
-        PortingError: the models agree for no candidate: they differ in more than their weights.
+    Raises PortingError if the models differ in more than their weights.
     """
-    start = _agreeing_when_alike(pair, space, start)
-    places, used = list(start.places), set[int]()
+    answer, used = _agreeing_when_alike(pair, space, start), set[int]()
     alike, others = space.alike(pair.generic(1)), space.symmetric(pair.generic(2))
     for group in space.groups():
         for unit in group:
-            asked = space.with_one_other(alike, others, unit)
-            free = _first(places[unit], [places[other] for other in group])
-            for place in (place for place in free if place not in used):
-                trial = space.moved(MapCandidate(tuple(places), start.choices), unit, place)
-                if trial and pair.disagreement(space.rules(trial), asked, gradients=False)[0] <= LIMIT:
-                    places, start = list(trial.places), trial
+            values = space.with_one_other(alike, others, unit)
+            places = _first(answer.places[unit], [answer.places[other] for other in group])
+            for place in (place for place in places if place not in used):
+                trial = space.moved(answer, unit, place)
+                if trial and pair.disagreement(space.rules(trial), values, gradients=False)[0] <= LIMIT:
+                    answer = trial
                     used.add(place)
                     break
-    return _orient(pair, space, start)
+    return _orient(pair, space, answer)
 
 
 def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
@@ -184,10 +190,9 @@ def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> 
     values = space.alike(pair.generic(1))
     errors = []
     for trial in space.uniform_choices(start):
-        error, where = pair.disagreement(space.rules(trial), values, gradients=False)
-        if error <= LIMIT:
+        errors.append(pair.disagreement(space.rules(trial), values, gradients=False))
+        if errors[-1][0] <= LIMIT:
             return trial
-        errors.append((error, where))
     error, where = min(errors)
     raise PortingError(
         f"no map makes the models agree: with equal weights in all modules of equal shapes, {where} still differs by "
@@ -198,12 +203,12 @@ def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> 
 
 def _orient(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
     for unit in range(len(start.places)):
-        ways = space.table[unit][start.places[unit]]
-        if len(ways) < 2:
+        choices = range(len(space.ways(start, unit)))
+        if len(choices) < 2:
             continue
         # The other units stay symmetric, so that the question is only about this unit's way.
         values = space.with_one_other(space.symmetric(pair.generic(3)), pair.generic(3), unit)
-        for choice in _first(start.choices[unit], range(len(ways))):
+        for choice in _first(start.choices[unit], choices):
             trial = start.chosen(unit, choice)
             if pair.disagreement(space.rules(trial), values, gradients=False)[0] <= LIMIT:
                 start = trial
@@ -211,7 +216,7 @@ def _orient(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
     return start
 
 
-def other_answers(pair: ModelPair, space: Space, answer: MapCandidate) -> Iterator[MapCandidate]:
+def other_answers(pair: ModelPair, space: Space, answer: MapCandidate) -> list[MapCandidate]:
     """Candidates beside `answer` for which the models agree as well.
 
     If exchanging two modules were a symmetry of the model, equal values would give equal gradients; if transposing a matrix
@@ -220,20 +225,12 @@ def other_answers(pair: ModelPair, space: Space, answer: MapCandidate) -> Iterat
     alike = space.alike(pair.generic(4))
     gradients = pair.flax_gradients(space.rules(answer), alike)
     values = pair.generic(5)
-    suspects = [*space.exchanges(answer, lambda one, other: _equal(space, gradients, one, other))]
+    suspects = space.exchanges(answer, gradients)
     for unit in range(len(answer.places)):
-        for choice in range(len(space.table[unit][answer.places[unit]])):
-            if choice != answer.choices[unit] and not space.rules_out(answer, unit, choice, gradients, EQUAL):
+        for choice in range(len(space.ways(answer, unit))):
+            if choice != answer.choices[unit] and not space.rules_out(answer, unit, choice, gradients):
                 suspects.append(answer.chosen(unit, choice))
-    for suspect in suspects:
-        if pair.disagreement(space.rules(suspect), values)[0] <= LIMIT:
-            yield suspect
-
-
-def _equal(space: Space, gradients: Values, one: int, other: int) -> bool:
-    pairs = [(a, b) for a, b in zip(space.names(one), space.names(other), strict=True) if a in gradients and b in gradients]
-    scale = max((float(np.linalg.norm(gradients[name])) for names in pairs for name in names), default=0.0)
-    return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
+    return [suspect for suspect in suspects if pair.disagreement(space.rules(suspect), values)[0] <= LIMIT]
 
 
 def unexercised(pair: ModelPair, space: Space, answer: MapCandidate) -> list[int]:

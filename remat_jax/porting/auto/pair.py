@@ -127,7 +127,9 @@ class ModelPair:
 
     def disagreement(self, rules: Rules, values: Values, *, gradients: bool = True) -> tuple[float, str]:
         """The largest relative error of Flax against PyTorch with these values, and its tensor's name."""
-        theirs, their_gradients = self._cached_run_torch(values, gradients)
+        if self._last is None or self._last[0] is not values or (gradients and not self._last[1]):
+            self._last = (values, gradients, self.run_torch(values, gradients=gradients))
+        theirs, their_gradients = self._last[2]
         ours = [np.asarray(x) for x in self._outputs(self._filled(rules, values))]
         if [x.shape for x in ours] != [x.shape for x in theirs]:
             shapes = f"{[x.shape for x in theirs]} and {[x.shape for x in ours]}"
@@ -149,11 +151,6 @@ class ModelPair:
         """The relative difference of Flax's outputs between two sets of values."""
         before, after = (self._outputs(self._filled(rules, weights)) for weights in (values, others))
         return _largest(_named(before), _named(after))[0]
-
-    def _cached_run_torch(self, values: Values, gradients: bool) -> tuple[list[np.ndarray], Values]:
-        if self._last is None or self._last[0] is not values or (gradients and not self._last[1]):
-            self._last = (values, gradients, self.run_torch(values, gradients=gradients))
-        return self._last[2]
 
     def run_torch(self, values: Values, *, gradients: bool = True) -> tuple[list[np.ndarray], Values]:
         """PyTorch's outputs, and the gradients of its parameters that are not frozen; 0 for a missing gradient."""

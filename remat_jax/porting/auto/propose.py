@@ -13,7 +13,7 @@ from remat_jax.porting.auto.compress import compress
 from remat_jax.porting.auto.interrogate import MapCandidate, Space, identify, other_answers, unexercised
 from remat_jax.porting.auto.pair import FLOAT32_ERROR, LIMIT, ModelPair
 from remat_jax.porting.auto.recipes import by_names, likeness, table
-from remat_jax.porting.auto.units import FlaxUnit, TorchParts, attentions, flax_units, stack_candidates, torch_parts
+from remat_jax.porting.auto.units import FlaxUnit, TorchUnit, attentions, flax_units, stack_candidates, torch_parts
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.links import links_of_places, links_of_tensors
 from remat_jax.porting.rules import Rules, as_rules
@@ -35,9 +35,8 @@ def propose(
 
     Names, shapes and kinds of modules give the first guess; running the models decides. With the returned map, outputs and the
     gradients of all parameters agree to 1e-9 on `inputs`; with any other map, such as with two equal modules exchanged or a
-    square kernel transposed, they do not. If several maps agree, as in a model with a symmetry, the error lists them; give
-    `rules` for the modules in question. A weight on which the outputs do not depend is mapped, with a `RematWarning`, if its
-    name, shape and kind leave one place and one way; otherwise it is an error.
+    square kernel transposed, they do not. A weight on which the outputs do not depend is mapped, with a `RematWarning`, if its
+    name, shape and kind leave one place and one way.
 
     `inputs` are arrays for both models: a tuple of positional ones, or a dictionary by name. `torch_call` and `flax_call`,
     called with `(model, *inputs)`, run a model otherwise, for instance if only one takes images with channels last.
@@ -46,7 +45,8 @@ def propose(
     `keep_float64` widens what falls to float32 inside the Flax model.
 
     Raises:
-        PortingError: no map fits the shapes; the models agree by none; by several; or the inputs leave modules unused.
+        PortingError: no map fits the shapes; the models agree by none, or by several, as in a model with a symmetry (the error
+            lists them; give `rules` for their modules); or the inputs leave modules unused.
 
     >>> import flax.linen as nn
     >>> import numpy as np
@@ -93,36 +93,39 @@ def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] 
     taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if given.allows_extra(n)}
     filled = {place.path for place in links_of_places(given, pair.shapes)}
     shapes = {path: s for path, s in pair.shapes.items() if path not in filled and not given.allows_missing(path)}
-    parts = torch_parts(pair.torch, taken)
-    ties = tuple(tie for tie in parts.ties if tie not in [(one.text, other.text) for one, other in given.ties])
-    given = given | Rules((), ties, tuple(parts.buffers))  # type: ignore[arg-type]  # texts are accepted
-    if not parts.units and not shapes:
+    units, ties, buffers = torch_parts(pair.torch, taken)
+    new_ties = tuple(tie for tie in ties if tie not in [(first.text, second.text) for first, second in given.ties])
+    given = given | Rules((), new_ties, tuple(buffers))  # type: ignore[arg-type]  # texts are accepted
+    if not units and not shapes:
         return (Space([], [], [], given), MapCandidate((), ())), ""
     for stack in ("", *stack_candidates(shapes)):
-        for together in _together(parts, attentions(shapes, stack)):
+        for together in _together(units, attentions(shapes, stack)):
             flax = flax_units(shapes, stack=stack, together=together)
-            ways = table(parts.units, flax) if len(flax) == len(parts.units) else []
-            places = by_names(parts.units, flax, ways) if ways else None
+            ways = table(units, flax) if len(flax) == len(units) else []
+            places = by_names(units, flax, ways) if ways else None
             if places is not None:
-                return (Space(parts.units, flax, ways, given), MapCandidate(tuple(places), (0,) * len(places))), ""
-    return None, _no_match(parts, flax_units(shapes))
+                return (Space(units, flax, ways, given), MapCandidate(tuple(places), (0,) * len(places))), ""
+    return None, _no_match(units, flax_units(shapes))
 
 
-def _together(parts: TorchParts, names: list[str]) -> list[list[str]]:
+def _together(units: Sequence[TorchUnit], names: list[str]) -> list[list[str]]:
     """The candidate sets of Flax attentions whose query, key and value share one tensor: none, all, or those of one name."""
-    fused = [unit.name for unit in parts.units if unit.kind == "MultiheadAttention"]
+    fused = [unit.name for unit in units if unit.kind == "MultiheadAttention"]
     alike = {max(names, key=lambda name: likeness(unit, name)) for unit in fused} if names else set()
     return [[], names, sorted(alike)]
 
 
-def _no_match(parts: TorchParts, flax: Sequence[FlaxUnit]) -> str:
-    ways = table(parts.units, flax)
-    ours = [f"{unit.name or 'the model'} ({unit.kind}): {_shapes(unit.tensors)}" for unit in parts.units]
-    theirs = [f"{unit.name or 'the model'}: {_shapes(tuple((str(p), s) for _, p, s in unit.arrays))}" for unit in flax]
-    ours = [text for text, row in zip(ours, ways, strict=True) if not any(row)]
-    theirs = [text for j, text in enumerate(theirs) if not any(row[j] for row in ways)]
+def _no_match(units: Sequence[TorchUnit], flax: Sequence[FlaxUnit]) -> str:
+    ways = table(units, flax)
+    ours, theirs = [], []
+    for unit, row in zip(units, ways, strict=True):
+        shapes = ", ".join(f"{local or 'itself'} {shape}" for local, shape in unit.tensors)
+        ours += [] if any(row) else [f"{unit.name or 'the model'} ({unit.kind}): {shapes}"]
+    for index, flax_unit in enumerate(flax):
+        shapes = ", ".join(f"{place} {shape}" for _, place, shape in flax_unit.arrays)
+        theirs += [] if any(row[index] for row in ways) else [f"{flax_unit.name or 'the model'}: {shapes}"]
     lines = [
-        f"no map fits the shapes: PyTorch has {len(parts.units)} modules with weights, Flax {len(flax)}; give rules, "
+        f"no map fits the shapes: PyTorch has {len(units)} modules with weights, Flax {len(flax)}; give rules, "
         "in which 'extra:' and 'missing:' name what only PyTorch and only Flax have:",
         "  PyTorch modules that fit nothing:",
         *(f"    {text}" for text in ours or ["none"]),
@@ -130,10 +133,6 @@ def _no_match(parts: TorchParts, flax: Sequence[FlaxUnit]) -> str:
         *(f"    {text}" for text in theirs or ["none"]),
     ]
     return "\n".join(lines)
-
-
-def _shapes(tensors: tuple[tuple[str, Any], ...]) -> str:
-    return ", ".join(f"{local or 'itself'} {shape}" for local, shape in tensors)
 
 
 def _require_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> None:
@@ -165,15 +164,11 @@ def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -
 
 
 def _require_one(pair: ModelPair, space: Space, answer: MapCandidate) -> None:
-    others = list(other_answers(pair, space, answer))
+    others = other_answers(pair, space, answer)
     if others:
+        units = [unit for unit in range(len(space.torch)) if len({space.way(each, unit) for each in (answer, *others)}) > 1]
         lines = []
         for number, candidate in enumerate([answer, *others[:8]], 1):
-            units = [
-                unit
-                for unit in range(len(space.torch))
-                if any(space.way(answer, unit) != space.way(other, unit) for other in others)
-            ]
             lines += [f"  {number}:", *(f"    {rule}" for unit in units for rule in space.way(candidate, unit))]
         raise PortingError(
             "several maps agree with both models, in values and gradients; choose one map, and give its lines as rules:\n"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.auto.units import FlaxUnit, Shape, TorchUnit, natural
-from remat_jax.porting.links import Place
+from remat_jax.porting.auto.units import FlaxUnit, TorchUnit, natural
+from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.rules import Rule
 from remat_jax.porting.transform import Transform
 
@@ -147,8 +147,6 @@ def by_names(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], ways: Table) 
     """For every PyTorch unit the index of a Flax unit, each used once, by name; None if shapes allow no assignment."""
     from scipy.optimize import linear_sum_assignment
 
-    if len(torch) != len(flax) or not torch:
-        return None
     order = {index: rank for rank, index in enumerate(sorted(range(len(flax)), key=lambda i: natural(flax[i].name)))}
     cost = np.full((len(torch), len(flax)), 1e6)
     for i, j in itertools.product(range(len(torch)), range(len(flax))):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from remat_jax.porting.links import Place
-from remat_jax.porting.tensors import address
-
-Shape = tuple[int, ...]
+from remat_jax.porting.pattern import Place, Shape
+from remat_jax.porting.tensors import memory_of
 
 # Flax modules' names for their arrays. An array with another name is a unit of its own, like a bare parameter.
 _OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var"}
@@ -34,7 +32,7 @@ class TorchUnit:
 
     def full(self, local: str) -> str:
         """A tensor's full name in the state dict."""
-        return ".".join(filter(None, (self.name, local)))
+        return _dotted(self.name, local)
 
 
 @dataclass(frozen=True)
@@ -46,40 +44,32 @@ class FlaxUnit:
     children: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class TorchParts:
-    """The units of a PyTorch model, its tied names, and its buffers that are not weights."""
-
-    units: list[TorchUnit]
-    ties: list[tuple[str, str]]
-    buffers: list[str]
-
-
-def torch_parts(module: Any, taken: set[str]) -> TorchParts:
-    """The units of `module`, without the tensors whose names are `taken`."""
-    parts = TorchParts([], [], [])
-    first_names: dict[tuple[int, Shape], str] = {}
+def torch_parts(module: Any, taken: set[str]) -> tuple[list[TorchUnit], list[tuple[str, str]], list[str]]:
+    """The units of `module` without the tensors whose names are `taken`, its tied names, and its buffers without weights."""
+    units: list[TorchUnit] = []
+    ties: list[tuple[str, str]] = []
+    buffers: list[str] = []
+    first_names: dict[Hashable, str] = {}
     state = module.state_dict()
     for prefix, part in module.named_modules(remove_duplicate=False):
         tensors: dict[str, Shape] = {}
         for local, parameter in part.named_parameters(recurse=False):
-            name = _child(prefix, local, ".")
-            memory = (address(parameter), tuple(parameter.shape)) if parameter.numel() else (id(parameter), ())
-            first = first_names.setdefault(memory, name)
+            name = _dotted(prefix, local)
+            first = first_names.setdefault(memory_of(parameter), name)
             if first != name:
-                parts.ties.extend([(first, name)] if name in state else [])
+                ties += [(first, name)] if name in state else []
             elif name not in taken:
                 tensors[local] = tuple(parameter.shape)
         for local, _ in part.named_buffers(recurse=False):
-            name = _child(prefix, local, ".")
+            name = _dotted(prefix, local)
             if name not in state or name in taken:
                 continue
             if local in ("running_mean", "running_var"):
                 tensors[local] = tuple(state[name].shape)
             else:
-                parts.buffers.append(name)
-        parts.units.extend(_divided(prefix, _kind(part), tensors))
-    return parts
+                buffers.append(name)
+        units += _divided(prefix, _kind(part), tensors)
+    return units, ties, buffers
 
 
 def _kind(part: Any) -> str:
@@ -100,7 +90,7 @@ def _divided(prefix: str, kind: str, tensors: Mapping[str, Shape]) -> Iterator[T
         yield TorchUnit(prefix, kind, together)
     for local, shape in tensors.items():
         if local not in whole:
-            yield TorchUnit(_child(prefix, local, "."), "Parameter", (("", shape),))
+            yield TorchUnit(_dotted(prefix, local), "Parameter", (("", shape),))
 
 
 def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
@@ -108,18 +98,30 @@ def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collec
 
     In the attentions named in `together`, query, key and value are one unit. The parts of a recurrent cell always are.
     """
-    joined = _joined(_modules(shapes, stack), together)
-    return [
-        FlaxUnit(name, tuple((local, *value) for local, value in sorted(arrays.items())), children)
-        for name, arrays, children in joined
-    ]
+    modules = _modules(shapes, stack)
+    units: list[FlaxUnit] = []
+    used: set[str] = set()
+
+    def add(name: str, parts: Mapping[str, str], children: tuple[str, ...] = ()) -> None:
+        used.update(parts.values())
+        arrays = {prefix + local: array for prefix, path in parts.items() for local, array in modules[path].items()}
+        units.append(FlaxUnit(name, tuple((local, *array) for local, array in sorted(arrays.items())), children))
+
+    for parent in sorted({name.rpartition("/")[0] for name in modules}):
+        for group in (*(_TOGETHER if parent in together else ()), *_CELLS):
+            parts = {f"{child}/": _path(parent, child) for child in group}
+            if all(path in modules and path not in used for path in parts.values()):
+                add(parent, parts, group)
+    for name in [name for name in modules if name not in used]:
+        add(name, {"": name})
+    return units
 
 
 def attentions(shapes: Mapping[str, Shape], stack: str) -> list[str]:
     """The modules that hold a query, a key and a value."""
     modules = _modules(shapes, stack)
     parents = {name.rpartition("/")[0] for name in modules}
-    return sorted(p for p in parents if any(all(_child(p, child) in modules for child in group) for group in _TOGETHER))
+    return sorted(p for p in parents if any(all(_path(p, child) in modules for child in group) for group in _TOGETHER))
 
 
 def _modules(shapes: Mapping[str, Shape], stack: str) -> dict[str, dict[str, tuple[Place, Shape]]]:
@@ -137,24 +139,12 @@ def _modules(shapes: Mapping[str, Shape], stack: str) -> dict[str, dict[str, tup
     return modules
 
 
-def _joined(
-    modules: dict[str, dict[str, tuple[Place, Shape]]], together: Collection[str]
-) -> Iterator[tuple[str, dict[str, tuple[Place, Shape]], tuple[str, ...]]]:
-    used: set[str] = set()
-    for parent in sorted({name.rpartition("/")[0] for name in modules}):
-        for group in (*(_TOGETHER if parent in together else ()), *_CELLS):
-            paths = [_child(parent, child) for child in group]
-            if all(path in modules and path not in used for path in paths):
-                used |= set(paths)
-                pairs = zip(group, paths, strict=True)
-                yield parent, {f"{child}/{key}": array for child, path in pairs for key, array in modules[path].items()}, group
-    for name, arrays in modules.items():
-        if name not in used:
-            yield name, arrays, ()
+def _dotted(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
-def _child(parent: str, name: str, separator: str = "/") -> str:
-    return f"{parent}{separator}{name}" if parent else name
+def _path(*names: str) -> str:
+    return "/".join(filter(None, names))
 
 
 def stack_candidates(shapes: Mapping[str, Shape]) -> list[str]:
