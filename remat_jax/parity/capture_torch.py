@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.capture import LOSS, ModuleCall, Trace, argument_names, call_numbers, is_close, probe
+from remat_jax.parity.capture import (
+    LOSS,
+    CallArray,
+    ModuleCall,
+    Trace,
+    argument_names,
+    is_close,
+    names_by_id,
+    number_calls,
+    probed,
+)
 from remat_jax.parity.trees import fields, in_order
 from remat_jax.porting import as_numpy
 
@@ -35,7 +45,7 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
     args, kwargs = _arguments(module, inputs)
     with _gradients_put_aside(module), recorder.watching(module), torch.enable_grad():
         outputs = module(*args, **kwargs) if call is None else call(module, *args, **kwargs)
-        value = recorder.run_loss(_probed if loss is None else loss, outputs)
+        value = recorder.run_loss(loss or (lambda outputs: probed(_floating(outputs), torch.tensor)), outputs)
         recorder.recording = False
         value.backward()
         gradients = {name: as_numpy(each.grad) for name, each in module.named_parameters() if each.grad is not None}
@@ -43,21 +53,21 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
         return replace(recorder.trace(), outputs=shapes, gradients=gradients, ties=names_of_shared(module))
 
 
+@dataclass(eq=False)
 class _HookedCall(ModuleCall):
     """A call of a module, or of the loss."""
 
-    def __init__(self, module: Any, path: str, caller: _HookedCall | None, started: int) -> None:
-        super().__init__(path, type(module).__name__, started=started)
-        self.module, self.caller = module, caller
-        self.has_graph = False
-        self.aliases: set[int] = set()
+    module: Any = None
+    caller: _HookedCall | None = None
+    has_graph: bool = False
+    aliases: set[int] = field(default_factory=set)
 
     def forget_padding(self) -> None:
         """Zero an embedding's cotangents at `padding_idx`, which train nothing; a model without it has zeros there."""
-        padding, output = getattr(self.module, "padding_idx", None), ("output", 0)
-        if padding is not None and output in self.cotangents:
-            is_padding = (self.values["input", 0] == padding)[..., None]
-            self.cotangents[output] = np.where(is_padding, 0, self.cotangents[output])
+        padding, output = getattr(self.module, "padding_idx", None), self.arrays.get(("output", 0))
+        if padding is not None and output and output.cotangent is not None:
+            is_padding = (self.inputs[0] == padding)[..., None]
+            output.cotangent = np.where(is_padding, 0, output.cotangent)
 
 
 class _Recorder:
@@ -107,7 +117,8 @@ class _Recorder:
 
     def _begin(self, module: Any, path: str) -> _HookedCall:
         self.begun += 1
-        return _HookedCall(module, path, self.running[-1] if self.running else None, self.begun)
+        caller = self.running[-1] if self.running else None
+        return _HookedCall(path, type(module).__name__, started=self.begun, module=module, caller=caller)
 
     def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
         """The call that is recomputed: the last call with equal inputs, else the last; calls without a graph go first."""
@@ -128,10 +139,7 @@ class _Recorder:
         if call is None:
             return values
         made: dict[int, Any] = {}  # a tensor that occurs several times has a single alias and cotangent
-        names = dict[int, str]()
-        for name, value in named:
-            for tensor in _tensors(value):
-                names.setdefault(id(tensor), name)
+        names = names_by_id(named, _tensors)
         hooked = call.has_graph and not new
 
         def tap(tensor: Any) -> Any:
@@ -140,27 +148,24 @@ class _Recorder:
             slot = (role, len(made))
             made[id(tensor)] = tensor
             if new:
-                call.values[slot] = as_numpy(tensor)
-                call.names[slot] = names.get(id(tensor), "")
-            elif slot in call.values:
+                call.arrays[slot] = CallArray(as_numpy(tensor), names.get(id(tensor), ""))
+            elif slot in call.arrays:
                 call.compare(slot, as_numpy(tensor))
             if torch.is_grad_enabled() and tensor.requires_grad:
                 # An in-place addition to a view takes its cotangent away, so an output made by the module is copied.
                 fresh = role == "output" and id(tensor) not in call.aliases
                 alias = made[id(tensor)] = tensor.clone() if fresh else tensor.view_as(tensor)
                 call.aliases.add(id(alias))
-                if not hooked:
+                if slot in call.arrays and not hooked:
                     call.has_graph |= role == "output"
-                    alias.register_hook(lambda gradient: call.add_cotangent(slot, as_numpy(gradient)))
+                    alias.register_hook(lambda gradient: call.arrays[slot].add_cotangent(as_numpy(gradient)))
             return made[id(tensor)]
 
         return _map_tensors(values, tap)
 
     def trace(self) -> Trace:
         """The recorded calls."""
-        begun = sorted(self.calls, key=lambda call: call.started)
-        for call, number in zip(begun, call_numbers(call.path for call in begun), strict=True):
-            call.number = number
+        number_calls(self.calls)
         places = {id(call): place for place, call in enumerate(self.calls)}
         for call in self.calls:
             call.parent = places.get(id(call.caller))
@@ -204,13 +209,6 @@ def _arguments(module: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any
     if isinstance(inputs, Mapping):
         return (), {name: tensor(value) for name, value in inputs.items()}
     return tuple(tensor(value) for value in inputs), {}
-
-
-def _probed(outputs: Any) -> Any:
-    import torch
-
-    products = (x * torch.tensor(probe(k, tuple(x.shape)), dtype=x.dtype) for k, x in enumerate(_floating(outputs)))
-    return sum(map(torch.sum, products), torch.zeros(()))
 
 
 def _floating(outputs: Any) -> list[Any]:
