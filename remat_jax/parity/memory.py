@@ -38,8 +38,7 @@ def kept_alone(mode: str, saved: Any, residuals: Any) -> list[KeptAlone]:
     """The unpaired arrays, largest first: `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`.
 
     Arrays of equal bytes in the same place are paired; an array stacked by a scan counts once per layer. So the unpaired
-    arrays add up to the whole difference, to the byte. Those of the blocks are paired first, so that those of norms or losses
-    outside the blocks remain.
+    arrays add up to the whole difference. Those of the blocks are paired first, so that those outside the blocks remain.
     """
     theirs, ours = defaultdict[Any, list[_Array]](list), defaultdict[Any, list[_Array]](list)
     for side, arrays in ((theirs, _of_torch(saved)), (ours, _of_jax(residuals))):
@@ -77,7 +76,7 @@ def _of_jax(residuals: Any) -> Iterator[_Array]:
 def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]:
     """The most bytes that PyTorch's forward and backward pass hold in a mode, and the source of the figure.
 
-    None, and the reason, if the step asks for a value, or reads tensors that are neither parameters nor buffers nor inputs.
+    None, and the reason, for a step that needs values, or other tensors than parameters, buffers and inputs.
     """
     import torch_ref
 

@@ -14,8 +14,7 @@ class TensorRow:
     Attributes:
         kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (written by the forward pass) or
             `update` (the change in the optimizer's first step; below float64 the updated parameter).
-        name: PyTorch's name; for a state and an update the path in the Flax model.
-        flax: a parameter's path in the Flax model.
+        name, flax: PyTorch's name, for a state and an update the path in the Flax model; a parameter's path in the Flax model.
         shape, norm: of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
         errors: mode → relative error in float64.
         ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule.
