@@ -18,9 +18,9 @@ from remat_jax.parity.report_data import (
     divergence_text,
     hidden_text,
     module_name,
-    relative_error,
     shape_text,
 )
+from remat_jax.parity.rule import relative_error
 from remat_jax.report.document import document, escaped, write_whole
 from remat_jax.report.html_parts import Cell, Column, html_table, stacked_bars, state
 from remat_jax.report.tables import format_bytes, format_error, format_ratio, render, table
@@ -222,7 +222,8 @@ def module_tree(report: ParityReport) -> TreeNode:
     for direction, first in report.divergences.items():
         if first:
             node = _path(root, filter(None, first["torch_path"].replace("/", ".").split(".")))[-1]
-            mark = f"◀ first difference, {direction} ({format_error(relative_error(first))})"
+            error = format_error(relative_error(first["error"], first["reference"]))
+            mark = f"◀ first difference, {direction} ({error})"
             node.mark = f"{node.mark} {mark}".lstrip()
     return root
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from remat_jax.parity.rule import relative_error
+
 
 @dataclass
 class TensorRow:
@@ -140,7 +142,8 @@ def divergence_text(direction: str, divergence: Mapping[str, Any]) -> str:
     """
     names = f"{module_name(divergence['torch_path'])} ({module_name(divergence['flax_path'])} in Flax)"
     note = f" ({divergence['note']})" if divergence.get("note") else ""
-    return f"first difference, {direction}: {names}, {divergence['what']} {relative_error(divergence):.1e} off{note}"
+    error = relative_error(divergence["error"], divergence["reference"])
+    return f"first difference, {direction}: {names}, {divergence['what']} {error:.1e} off{note}"
 
 
 def hidden_text(hidden: Sequence[str]) -> str:
@@ -160,8 +163,3 @@ def shape_text(shape: Sequence[int]) -> str:
     ('2×3', 'scalar')
     """
     return "×".join(map(str, shape)) or "scalar"
-
-
-def relative_error(divergence: Mapping[str, Any]) -> float:
-    """The error of a divergence relative to its reference."""
-    return float(divergence["error"] / divergence["reference"]) if divergence["reference"] else float("inf")

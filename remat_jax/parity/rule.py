@@ -117,7 +117,7 @@ def float64_errors(reference: Tensors, candidate: Tensors) -> dict[str, float]:
     return errors
 
 
-def relative_error(error: float, reference: float, floor: float) -> float:
+def relative_error(error: float, reference: float, floor: float = 0.0) -> float:
     """The error relative to the norm of the reference, or to `floor` if the norm is smaller."""
     scale = max(reference, floor)
     return 0.0 if error == 0 else error / scale if scale else math.inf
