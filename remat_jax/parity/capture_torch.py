@@ -74,8 +74,7 @@ class _Recorder:
     def __init__(self, paths: Mapping[Any, str]) -> None:
         self.paths, self.recording, self.begun = paths, True, 0
         self.calls: list[_HookedCall] = []
-        self.running: list[_HookedCall] = []
-        self.recomputing: list[tuple[Any, _HookedCall | None]] = []
+        self.running: list[tuple[Any, _HookedCall | None]] = []
         self.loss: _HookedCall | None = None
 
     @contextmanager
@@ -88,36 +87,28 @@ class _Recorder:
             yield
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if not self.recording:
-            call = self._recomputed(module, (args, kwargs))
-            self.recomputing.append((module, call))
-            return self._tap((args, kwargs), call, "input", new=False)
-        call = self._begin(module, self.paths[module])
-        self.running.append(call)
-        return self._tap((args, kwargs), call, "input", new=True, named=argument_names(module.forward, args, kwargs))
+        call = self._begin(module, self.paths[module]) if self.recording else self._recomputed(module, (args, kwargs))
+        self.running.append((module, call))
+        return self._tap((args, kwargs), call, "input", argument_names(module.forward, args, kwargs))
 
     def _after(self, module: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
-        if not self.recording:
-            # A recomputation stops by an exception once backward has the tensors it needs: such calls never end.
-            while self.recomputing and self.recomputing[-1][0] is not module:
-                self.recomputing.pop()
-            return self._tap(outputs, self.recomputing.pop()[1] if self.recomputing else None, "output", new=False)
-        while self.running[-1].module is not module:
+        # A recomputation stops by an exception once backward has the tensors it needs: such calls never end.
+        while self.running and self.running[-1][0] is not module:
             self.running.pop()
-        call = self.running.pop()
-        call.state = {name: as_numpy(x) for name, x in module.named_buffers(recurse=False) if x.is_floating_point()}
-        self.calls.append(call)
-        return self._tap(outputs, call, "output", new=True, named=fields(outputs).items())
+        call = self.running.pop()[1] if self.running else None
+        if call and self.recording:
+            call.state = {name: as_numpy(x) for name, x in module.named_buffers(recurse=False) if x.is_floating_point()}
+            self.calls.append(call)
+        return self._tap(outputs, call, "output", fields(outputs).items())
 
     def run_loss(self, loss: Loss, outputs: Any) -> Any:
         """The loss of a model's outputs, recorded like a module that follows the model."""
         self.loss = self._begin(loss, LOSS)
-        value = loss(self._tap(outputs, self.loss, "input", new=True))
-        return self._tap(value, self.loss, "output", new=True)
+        return self._tap(loss(self._tap(outputs, self.loss, "input")), self.loss, "output")
 
     def _begin(self, module: Any, path: str) -> _HookedCall:
         self.begun += 1
-        caller = self.running[-1] if self.running else None
+        caller = self.running[-1][1] if self.running else None
         return _HookedCall(path, type(module).__name__, started=self.begun, module=module, caller=caller)
 
     def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
@@ -130,9 +121,7 @@ class _Recorder:
 
         return max((call for call in self.calls if call.module is module), key=fits, default=None)
 
-    def _tap(
-        self, values: Any, call: _HookedCall | None, role: str, *, new: bool, named: Iterable[tuple[str, Any]] = ()
-    ) -> Any:
+    def _tap(self, values: Any, call: _HookedCall | None, role: str, named: Iterable[tuple[str, Any]] = ()) -> Any:
         """`values` with an alias for every tensor that has a gradient: the alias's cotangent is this call's alone."""
         import torch
 
@@ -140,14 +129,14 @@ class _Recorder:
             return values
         made: dict[int, Any] = {}  # a tensor that occurs several times has a single alias and cotangent
         names = names_by_id(named, _tensors)
-        hooked = call.has_graph and not new
+        hooked = call.has_graph and not self.recording
 
         def tap(tensor: Any) -> Any:
             if id(tensor) in made:
                 return made[id(tensor)]
             slot = (role, len(made))
             made[id(tensor)] = tensor
-            if new:
+            if self.recording:
                 call.arrays[slot] = CallArray(as_numpy(tensor), names.get(id(tensor), ""))
             elif slot in call.arrays:
                 call.compare(slot, as_numpy(tensor))
