@@ -77,10 +77,10 @@ class Ledger:
             judged = verdicts(reference, wrong, yardstick, dtype)
             caught[fault] = {name: bool(problem) for name, (_, problem) in judged.items()}
         both = {name: all(by_name[name] for by_name in caught.values()) for name in caught["sign"]}
-        for name, found in both.items():
+        for name, is_caught in both.items():
             if ("gradient", name) in self.rows:
-                self.rows["gradient", name].caught[dtype] = found
-        missed, large = [name for name, found in both.items() if not found], _large(reference, yardstick, dtype)
+                self.rows["gradient", name].caught[dtype] = is_caught
+        missed, large = [name for name, is_caught in both.items() if not is_caught], _large(reference, yardstick, dtype)
         missed_large = [name for name in missed if name in large]
         if missed_large:
             note = f"; not found, although large enough: {_several(missed_large)}"

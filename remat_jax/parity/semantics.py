@@ -82,14 +82,14 @@ def step_differences(torch_module: Any, step: TracedPass, mapping: Any = None) -
     matched = match(listed, others, mapping)
     # A ConvNet is no convolution: a class name tells the sort only of a module without submodules.
     leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
-    found: list[Difference] = []
+    differing: list[Difference] = []
     for path, other in matched.items():
         sorts = sort_of(type(theirs[path]).__name__), sort_of(type(ours[other].module).__name__)
         if path in leaves[0] and other in leaves[1] and sorts[0] == sorts[1] != "other":
             torch, flax = torch_facts(theirs[path]), flax_facts(ours[other])
-            differing = (what for what in torch.keys() & flax.keys() if torch[what] != flax[what])
-            found += [Difference(other, what, torch[what], flax[what]) for what in differing]
-    return [*found, *_rates(theirs, ours), *_gelus(theirs, step, matched)]
+            settings = (what for what in torch.keys() & flax.keys() if torch[what] != flax[what])
+            differing += [Difference(other, what, torch[what], flax[what]) for what in settings]
+    return [*differing, *_rates(theirs, ours), *_gelus(theirs, step, matched)]
 
 
 def torch_facts(module: Any) -> Facts:
@@ -201,15 +201,15 @@ def _gelus(torch: Mapping[str, Any], step: TracedPass, matched: Mapping[str, str
             running.passes(eqn)
         elif form := _form(eqn):
             forms[_without_indices(running.path)].add(form)
-    found = []
+    differing = []
     for path, module in torch.items():
         around = path
         while around and around not in matched:
             around = around.rpartition("/")[0]
         form, ours = _torch_gelu(module), forms[_without_indices(matched[around])]
         if form and ours and form not in ours:
-            found.append(Difference(matched[around], "GELU", form, " and ".join(sorted(ours))))
-    return found
+            differing.append(Difference(matched[around], "GELU", form, " and ".join(sorted(ours))))
+    return differing
 
 
 def _without_indices(path: str) -> str:
