@@ -75,9 +75,10 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
     """
     matched: dict[str, str | None] = {"": "", **read_mapping(mapping, torch, flax)}
 
-    def unmatched(fits: Callable[[MatchedModule], bool]) -> list[list[MatchedModule]]:
-        sides = ((torch, {*matched}), (flax, {*matched.values()}))
-        return [[module for module in side if module.path not in taken and fits(module)] for side, taken in sides]
+    def unmatched(fits: Callable[[MatchedModule], bool]) -> tuple[list[MatchedModule], list[MatchedModule]]:
+        theirs = [module for module in torch if module.path not in matched and fits(module)]
+        taken = {*matched.values()}
+        return theirs, [module for module in flax if module.path not in taken and fits(module)]
 
     def is_whole(module: MatchedModule) -> bool:
         # A leaf on one side may have modules inside on the other, such as an attention with its projections.

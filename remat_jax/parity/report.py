@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,8 @@ def _rows_table(report: ParityReport) -> Any:
     cells = [(row.kind, row.name, row.shape, row.error, *map(row.ratio, dtypes), _verdict(row)) for row in shown]
     ratios = [f"{dtype} ratio" for dtype in dtypes]
     columns = ("kind", "tensor", "shape", "float64 error", *ratios, "verdict")
-    formats = {"shape": shape_text, "float64 error": format_error, **dict.fromkeys(ratios, format_ratio)}
+    formats: dict[str, Callable[[Any], str]] = {"shape": shape_text, "float64 error": format_error}
+    formats |= dict.fromkeys(ratios, format_ratio)
     passed = ", all passed" if all(row.passed for row in hidden) else ""
     rest = f"and {len(hidden)} more{passed}" if hidden else None
     return table("Tensors, worst first", columns, cells, formats=formats, caption=rest)
