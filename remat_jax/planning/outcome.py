@@ -8,13 +8,11 @@ from typing import Any
 
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Rates
-from remat_jax.planning.candidate import FAILED, StepCandidate, Tried
-from remat_jax.planning.choices import runs
-from remat_jax.planning.fitting import singles
-from remat_jax.planning.last_word import Times
+from remat_jax.planning.candidate import FAILED, StepCandidate, Tried, runs, singles
+from remat_jax.planning.choose_fastest import Times
 from remat_jax.planning.point import Part, Point, next_bytes, unbeaten
 from remat_jax.planning.problem import Described, busy_seconds, copy_seconds
-from remat_jax.planning.proposals import Proposals
+from remat_jax.planning.propose_candidates import Proposals
 from remat_jax.planning.translate import name_of, price_at, rows_of, text_of
 from remat_jax.solver import Stack
 
@@ -42,7 +40,7 @@ def outcome(
         known, (seconds, timed) = fit.known(candidate), times.of(candidate)
         return Point(
             candidate.name,
-            None if known and known.compiled.device_bytes == FAILED else fit.shown(candidate, stack),
+            None if known and known.compiled.device_bytes == FAILED else fit.shown(candidate),
             known.compiled.host_bytes if known else round(candidate.host_bytes),
             seconds,
             known is not None,
@@ -89,7 +87,7 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
         rows = rows_of(kind, block, candidate, start)
         price = price_at(described, kind, block, candidate, start)
         busy = busy_seconds(stack.link, price)
-        each = [copy_seconds(stack.link, block, load.away, busy, last=at == len(blocks) - 1) for at in range(start, stop)]
+        each = [copy_seconds(stack.link, block, load.offloaded, busy, last=at == len(blocks) - 1) for at in range(start, stop)]
         found.append(
             Part(
                 block=name_of(kind),
@@ -98,8 +96,8 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
                 every=kind.layers.step,
                 policy=text_of(kind, block, candidate, start),
                 saved_bytes=layers * load.saved,
-                offloaded_bytes=layers * load.away,
-                recomputed_bytes=layers * load.again,
+                offloaded_bytes=layers * load.offloaded,
+                recomputed_bytes=layers * load.recomputed,
                 rows=rows,
                 forward_seconds=block.forward_seconds,
                 backward_seconds=block.backward_seconds,
@@ -128,7 +126,7 @@ def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | Non
     """
     candidate, sizes = best.candidate, best.compiled.sizes
     limited = sizes is not None and bool(sizes.limit_options)
-    if limited or (candidate.done is None and candidate.name != "off"):
+    if limited or (candidate.effective_choices is None and candidate.name != "off"):
         return None
     extra = proposals.bound()
     # A policy priced as a whole may cost less than the sum of its residuals, and a step may need less than predicted.

@@ -106,9 +106,9 @@ def unbeaten(points: Sequence[Point]) -> tuple[Point, ...]:
     >>> [one.device_bytes for one in unbeaten([Point("", n, 0, s, False) for n, s in ((3, 1.0), (1, 2.0), (2, 2.5))])]
     [1, 3]
     """
-    found: list[Point] = []
+    frontier: list[Point] = []
     able = [(one.device_bytes, one.seconds, one) for one in points if one.device_bytes is not None and one.seconds is not None]
     for _, seconds, one in sorted(able, key=lambda entry: entry[:2]):
-        if not found or seconds < (found[-1].seconds or 0.0):
-            found.append(one)
-    return tuple(found)
+        if not frontier or seconds < (frontier[-1].seconds or 0.0):
+            frontier.append(one)
+    return tuple(frontier)
