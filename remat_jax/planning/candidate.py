@@ -23,7 +23,7 @@ _ORDERS: tuple[Callable[[BlockPolicy, BlockPolicy], Any], ...] = (
     lambda policy, last: (policy.host_bytes == 0, policy.saved_bytes),
     lambda policy, last: policy.choices == last.choices,
 )
-"""Sort keys for the blocks of a kind, from a block's policy and the last block's policy."""
+"""Sort keys for the blocks of a kind, from the policies of a block and of the last block."""
 _ROUNDING = 1 + 1e-9
 """The tolerance for equal numbers that were summed in another order."""
 
@@ -47,11 +47,9 @@ class StepCandidate:
 
     Attributes:
       name: the named policy, or the text of groups of layers; empty for a plan of the solver.
-      loads: the effect of every single block on memory.
       seconds: what the residuals cost, estimated: keeping, recomputing and copying them.
-      choices: the choice of every single block for each of its residuals; None for a named policy.
+      choices, like: the choices of a plan, and those equivalent to a named policy; None if there are none.
       cuts: where a scan is cut between blocks with equal choices. By the estimate a cut changes memory but not time.
-      like: the choices that are equivalent to a named policy; None if there are none.
       inside: for groups of layers, the policy of each layer inside a group; else empty.
       grouped: the number of layers in groups, which are the first layers.
       expected_bytes: the predicted device bytes, if they are not predicted from the loads.
@@ -84,7 +82,7 @@ class StepCandidate:
 
     def is_same(self, other: StepCandidate) -> bool:
         """Whether the estimates cannot distinguish the two programs."""
-        mine, theirs = ((one.name == "off", one.loads, one.cuts, one.inside) for one in (self, other))
+        mine, theirs = ((step.name == "off", step.loads, step.cuts, step.inside) for step in (self, other))
         return mine == theirs and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
 
 

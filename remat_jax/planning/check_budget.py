@@ -38,16 +38,10 @@ _STATE_ON_MESH = (
 
 
 def budget_bytes(budget: Any, target: Target, argument: str = "budget") -> int:
-    """The bytes of device memory that `budget` stands for on `target`.
-
-    Args:
-      budget: an integer of bytes; a float above 0 and up to 1, a share of the target's memory; or a text: `"40GiB"` (1024³),
-        `"38 GB"` (1000³), `"80%"`, `"0.8"`, or digits alone for bytes.
-      argument: the argument's name in error messages.
+    """The bytes of device memory that `budget` stands for on `target`, as in `device_amount`.
 
     Raises:
-      PlanningError: the budget has none of these forms, is not positive, exceeds the target's memory, or is a share of an
-        unknown memory.
+      PlanningError: the budget is malformed, not positive, above the target's memory, or a share of an unknown memory.
 
     >>> from remat_jax.hardware import target
     >>> budget_bytes("40GiB", target("h200")) == 40 * 2**30, budget_bytes(0.5, target("h200"))
@@ -69,10 +63,10 @@ def host_budget_bytes(budget: Any) -> int | None:
 
 
 def check_arguments_fit(workload: Workload, budget: int) -> None:
-    """Refuse a budget below the step's arguments: parameters, batch, and an optimizer's state on the device.
+    """Refuse a budget below the step's arguments on the device, before anything is compiled.
 
     Raises:
-      InfeasibleBudget: the arguments exceed the budget; the message lists their bytes. Nothing was compiled.
+      InfeasibleBudget: the message lists the arguments' bytes.
     """
     sizes = _arguments(workload)
     if sizes.total() > budget:

@@ -17,22 +17,16 @@ from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.workload import Workload
 
 TIME_ERROR = 0.04
-"""The least relative difference at which two compiled times are distinguished.
-
-It is the error of modelled time ratios against published ratios of steps with the same computation
-(`docs/notes/published_steps.md`).
-"""
+"""The error of modelled time ratios against published ratios of steps with the same computation
+(`docs/notes/published_steps.md`): compiled times that differ by less are not distinguished."""
 
 
 @dataclass(frozen=True)
 class Times:
     """The time of a whole step: its compiled time, or the traced estimate scaled by `pace`.
 
-    If the schedule of a compiled step could not be timed, as on a CPU, every time is the traced estimate.
-
-    Attributes:
-      traced_base: the traced estimate of a step without what its residuals cost.
-      keeping_everything: what the residuals of a step cost that keeps all of them.
+    If the schedule of a compiled step could not be timed, as on a CPU, every time is the traced estimate. The estimate of a
+    step is `traced_base` and what its residuals cost; `keeping_everything` is the cost of keeping all of them.
     """
 
     fit: Fit
@@ -42,15 +36,15 @@ class Times:
     @property
     def compiled(self) -> bool:
         """Whether the time of every compiled step is known."""
-        compiled = [one.compiled for one in self.fit.tried if one.compiled.device_bytes < FAILED]
-        return bool(compiled) and all(one.seconds for one in compiled)
+        compiled = [step.compiled for step in self.fit.tried if step.compiled.device_bytes < FAILED]
+        return bool(compiled) and all(step.seconds for step in compiled)
 
     @property
     def pace(self) -> float:
         """Compiled time divided by traced time, the median of the compiled steps; 1 if traced times are shown."""
         if not self.compiled:
             return 1.0
-        pairs = [(one.compiled.seconds, self.traced(one.candidate)) for one in self.fit.tried if one.compiled.seconds]
+        pairs = [(step.compiled.seconds, self.traced(step.candidate)) for step in self.fit.tried if step.compiled.seconds]
         return statistics.median([seconds / traced for seconds, traced in pairs if traced > 0] or [1.0])
 
     def traced(self, candidate: StepCandidate) -> float:
@@ -73,8 +67,9 @@ class Times:
     @property
     def base(self) -> float:
         """The seconds of a step that keeps everything."""
-        compiled = [one.compiled.seconds for one in self.fit.tried if one.candidate.name in KEEP_ALL and one.compiled.seconds]
-        return min(compiled) if compiled and self.compiled else self.pace * (self.traced_base + self.keeping_everything)
+        everything = [step.compiled.seconds for step in self.fit.tried if step.candidate.name in KEEP_ALL]
+        times = list(filter(None, everything)) if self.compiled else []
+        return min(times, default=self.pace * (self.traced_base + self.keeping_everything))
 
 
 def choose_fastest(searched: Tried, fitting: Sequence[Tried]) -> tuple[Tried, list[str]]:
@@ -83,11 +78,11 @@ def choose_fastest(searched: Tried, fitting: Sequence[Tried]) -> tuple[Tried, li
     The plan is the fastest step as compiled. Among steps within `TIME_ERROR` of the fastest, the simplest is chosen: a named
     policy before a mix, no offload before offload. If a step has no compiled time, `searched` is the plan.
     """
-    if any(not one.compiled.seconds for one in fitting):
+    if any(not step.compiled.seconds for step in fitting):
         return searched, []
-    fastest = min(fitting, key=lambda one: (_seconds(one), one is not searched))
-    near = [one for one in fitting if _seconds(fastest) >= (1 - TIME_ERROR) * _seconds(one)]
-    chosen = min(near, key=lambda one: (*_complexity(one.candidate), _seconds(one), one is not searched))
+    fastest = min(fitting, key=lambda step: (_seconds(step), step is not searched))
+    near = [step for step in fitting if _seconds(fastest) >= (1 - TIME_ERROR) * _seconds(step)]
+    chosen = min(near, key=lambda step: (*_complexity(step.candidate), _seconds(step), step is not searched))
     return chosen, [*_notes(searched, fastest, chosen)]
 
 
@@ -125,8 +120,7 @@ def as_written(
 ) -> Point:
     """The memory and time of the step as written, for a model with its own checkpoints around the blocks.
 
-    For such a model `off` means the author's checkpoints, and a plan lists this step beside the named policies. Without a
-    compiled time, its time lies between keeping everything and `full`, by the ratio of recomputed operations.
+    Without a compiled time, its time lies between keeping everything and `full`, by the ratio of recomputed operations.
     """
     answer = compile_([StepCandidate(AS_WRITTEN, (), 0.0)], best)
     compiled = answer[0] if answer and answer[0].device_bytes != FAILED else None

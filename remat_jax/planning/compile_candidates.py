@@ -36,13 +36,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Compiler:
-    """Compiles the steps of candidates until a deadline, and notes failures.
+    """Compiles the steps of candidates until `deadline`, the end of `timeout` by the monotonic clock; adds `notes` of failures.
 
-    Attributes:
-      timeout: total seconds; `deadline` is its end by the monotonic clock.
-      progress: called with the steps being compiled and the best candidate so far.
-      notes: a note for each candidate left out is added here.
-      count: the number of steps submitted so far.
+    `count` is the number of steps submitted so far.
     """
 
     workload: Workload
@@ -65,12 +61,9 @@ class Compiler:
     def compile(
         self, candidates: Sequence[StepCandidate], best: Tried | None, *, memory_limit: int | None = None
     ) -> list[Compiled]:
-        """The compiled memory of each candidate; empty if the time is up and a candidate fits already.
+        """The compiled memory of each candidate; empty if the time is up and `best`, a candidate so far, fits already.
 
-        Args:
-          candidates: compiled in parallel.
-          best: the best candidate so far.
-          memory_limit: bytes that XLA schedules for; None for XLA's own limit.
+        `memory_limit` is in bytes; None for XLA's own limit.
 
         Raises:
           CompileError, PolicyError, BlockError, UnsupportedError: no step could be compiled so far; this is the first error.
@@ -78,7 +71,7 @@ class Compiler:
         if best is not None and self.is_over:
             self.notes.append(f"The search ended after timeout={self.timeout:g} s; a longer timeout may find a faster plan")
             return []
-        keys = [one.name or f"plan {self.count + index + 1}" for index, one in enumerate(candidates)]
+        keys = [step.name or f"plan {self.count + index + 1}" for index, step in enumerate(candidates)]
         self._report(keys, best)
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
 
@@ -87,8 +80,7 @@ class Compiler:
                 options: dict[str, Any] = {"memory_limit": memory_limit, "kernels": self.kernels, "children": children}
                 return compile_programs([program], self.target, timeout=left, **options)[program.key]
 
-            # Each step is submitted alone, so that a failure does not affect the other; the next step is traced while the
-            # first is compiled.
+            # Submitted alone, a failing step does not affect the other; the second is traced while the first is compiled.
             futures = [self._submitted(pool, sizes_of, *pair) for pair in zip(keys, candidates, strict=True)]
             wait(futures)
         errors = {key: error for key, future in zip(keys, futures, strict=True) if (error := future.exception()) is not None}

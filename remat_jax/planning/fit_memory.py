@@ -8,13 +8,13 @@ be exact at the compiled step nearest to the budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
-from remat_jax.planning.candidate import FAILED, Compiled, Load, Loads, StepCandidate, Tried, singles
+from remat_jax.planning.candidate import FAILED, Compiled, Loads, StepCandidate, Tried, singles
 from remat_jax.solver import Stack
 
 _PRIOR = 0.1
@@ -31,17 +31,11 @@ _OVER = 0.01
 _OFF_SHARE = 0.5
 """The least share of the kept bytes that `off` may need, since XLA rematerialises by itself: 0.55 was observed."""
 
-Measured = tuple[Loads, int]
-"""The loads and the device bytes of a compiled step."""
-
 
 class Fit:
-    """The compiled steps of one search, and the stack fitted to them.
+    """The compiled steps of one search, and the stack fitted to them. `guess` is the stack before any compilation.
 
-    Args:
-      guess: the stack as described before any compilation.
-      budget, host_budget: in bytes; the host budget may be infinite.
-      arguments: the bytes of the step's arguments, which are on the device under every policy.
+    All amounts are in bytes; `arguments` are those of the step, on the device under every policy.
     """
 
     def __init__(self, guess: Stack, budget: float, host_budget: float = math.inf, arguments: float = 0.0) -> None:
@@ -59,17 +53,18 @@ class Fit:
         """The fastest compiled step that fits; on ties a step without offload, then the step with less memory."""
 
         # At equal estimates, the step without any checkpoint is surely no slower.
-        def rank(one: Tried) -> tuple[float, bool, bool, int]:
-            return one.candidate.seconds, one.candidate.name != "off", one.candidate.host_bytes > 0, one.compiled.device_bytes
+        def rank(tried: Tried) -> tuple[float, bool, bool, int]:
+            candidate = tried.candidate
+            return candidate.seconds, candidate.name != "off", candidate.host_bytes > 0, tried.compiled.device_bytes
 
         return min(filter(self.fits, self.tried), key=rank, default=None)
 
     @property
     def smallest(self) -> Tried:
         """The sound step with the least device memory, within the host budget if any is."""
-        sound = [one for one in self.tried if one.compiled.sound]
-        within = [one for one in sound if one.compiled.host_bytes <= self.host_budget]
-        return min(within or sound or self.tried, key=lambda one: one.compiled.device_bytes)
+        sound = [step for step in self.tried if step.compiled.sound]
+        within = [step for step in sound if step.compiled.host_bytes <= self.host_budget]
+        return min(within or sound or self.tried, key=lambda step: step.compiled.device_bytes)
 
     def fits(self, tried: Tried) -> bool:
         """Whether a compiled step may be run and is within both budgets."""
@@ -78,17 +73,17 @@ class Fit:
 
     def known(self, candidate: StepCandidate) -> Tried | None:
         """The compiled step of a candidate; None if it was not compiled."""
-        return next((one for one in self.tried if one.candidate.is_same(candidate)), None)
+        return next((step for step in self.tried if step.candidate.is_same(candidate)), None)
 
     @property
     def host_left(self) -> float:
         """The host budget left for activations, less the state of an offloaded optimizer."""
-        others = [one.compiled.host_bytes - one.candidate.host_bytes for one in self._compiled]
+        others = [step.compiled.host_bytes - step.candidate.host_bytes for step in self._compiled]
         return max(0.0, self.host_budget - max(0, min(others, default=0)))
 
     @property
     def _compiled(self) -> list[Tried]:
-        return [one for one in self.tried if one.compiled.device_bytes < FAILED]
+        return [step for step in self.tried if step.compiled.device_bytes < FAILED]
 
     @property
     def stack(self) -> Stack:
@@ -100,9 +95,9 @@ class Fit:
         key = len(self.tried), size, uncut
         if key not in self._fitted:
             steps = [
-                (one.candidate.loads, one.compiled.device_bytes)
-                for one in self._compiled
-                if one.candidate.name != "off" and not one.candidate.inside and not (uncut and self.is_cut(one.candidate))
+                (step.candidate.loads, step.compiled.device_bytes)
+                for step in self._compiled
+                if step.candidate.name != "off" and not step.candidate.inside and not (uncut and self.is_cut(step.candidate))
             ]
             self._fitted[key] = fitted(self.guess, steps, size)
         return self._fitted[key]
@@ -120,6 +115,12 @@ class Fit:
             return candidate.expected_bytes
         return round(predicted(self.stack, candidate.loads))
 
+    def shown(self, candidate: StepCandidate) -> int:
+        """The device bytes, compiled if known, else predicted from the compiled step of the nearest size."""
+        if (tried := self.known(candidate)) is not None:
+            return tried.compiled.device_bytes
+        return round(predicted(self.around(predicted(self.stack, candidate.loads)), candidate.loads))
+
     def least_expected(self, candidate: StepCandidate) -> float:
         """The expected bytes, less the residuals that XLA may rematerialise by itself under `off`."""
         expected = float(self.expected(candidate))
@@ -127,16 +128,10 @@ class Fit:
             expected -= (1 - _OFF_SHARE) * sum(load.saved for load in candidate.loads)
         return expected
 
-    def shown(self, candidate: StepCandidate) -> int:
-        """The expected bytes, predicted from the compiled step of the nearest size."""
-        if (tried := self.known(candidate)) is not None:
-            return tried.compiled.device_bytes
-        return round(predicted(self.around(predicted(self.stack, candidate.loads)), candidate.loads))
-
     @property
     def missed(self) -> float:
         """The error in bytes of the last prediction from compiled steps; infinite if there was none."""
-        plans = [one for one in self.tried[_FITTED:] if not one.candidate.name and one.compiled.device_bytes < FAILED]
+        plans = [step for step in self.tried[_FITTED:] if not step.candidate.name and step.compiled.device_bytes < FAILED]
         return abs(plans[-1].predicted_bytes - plans[-1].compiled.device_bytes) if plans else math.inf
 
     def is_surely_over(self, candidate: StepCandidate, stack: Stack) -> bool:
@@ -151,19 +146,16 @@ class Fit:
 
 def predicted(stack: Stack, loads: Loads) -> float:
     """The device bytes that a stack predicts for blocks with these loads."""
-    return stack.fixed_bytes + max(kept + recomputed + fetched for kept, recomputed, fetched, _ in _needs(stack, loads))
-
-
-def _needs(stack: Stack, loads: Loads) -> Iterator[tuple[float, float, float, Load]]:
-    """At each block: the bytes kept up to it with its working set, its recomputed and fetched shares, and its load."""
-    kept = 0.0
+    kept, needs = 0.0, []
     for block, load in zip(singles(stack), loads, strict=True):
         kept += block.input_bytes + load.saved
-        yield kept + block.working_bytes, block.recomputed_share * load.recomputed, block.fetched_share * load.offloaded, load
+        recomputed, fetched = block.recomputed_share * load.recomputed, block.fetched_share * load.offloaded
+        needs.append(kept + block.working_bytes + recomputed + fetched)
+    return stack.fixed_bytes + max(needs)
 
 
-def fitted(stack: Stack, steps: Sequence[Measured], budget: float) -> Stack:
-    """The stack fitted to the compiled steps, exact at the step nearest to `budget`.
+def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> Stack:
+    """The stack fitted to the loads and device bytes of compiled steps, exact at the step nearest to `budget`.
 
     >>> from remat_jax.solver import Block, ResidualCosts
     >>> stack = Stack((Block("layer", (ResidualCosts("x", 8.0, 0.1),), 1.0, 2.0, repeats=3),))
@@ -174,63 +166,57 @@ def fitted(stack: Stack, steps: Sequence[Measured], budget: float) -> Stack:
     """
     if not steps:
         return stack
+    sizes = np.array([device_bytes for _, device_bytes in steps], float)
+    tables = [_table(stack, loads) for loads, _ in steps]
+    first = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
+    most = _PRIOR * np.max([table[:, 1:].max(axis=0) for table in tables], axis=0)
+
+    def misfit(fit: tuple[float, float, float]) -> float:
+        fixed, *shares = fit
+        errors = [fixed + _needs(table, shares).max() for table in tables] - sizes
+        return sum(error * error for error in (*errors, *(most * np.subtract(shares, first))))
+
     # The position of the peak depends on the shares: a share that is too small hides the blocks that would correct it.
-    fits = [_settled(stack, _with_shares(stack, *start), steps) for start in (_shares(stack), *_STARTS)]
-    fit = min(fits, key=lambda one: _misfit(stack, one, steps))
+    fixed, recomputed, fetched = min((_settled(tables, sizes, first, start) for start in (first, *_STARTS)), key=misfit)
+    blocks = tuple(replace(block, recomputed_share=recomputed, fetched_share=fetched) for block in stack.blocks)
+    fit = replace(stack, blocks=blocks, fixed_bytes=fixed)
     loads, device_bytes = min(steps, key=lambda step: abs(step[1] - budget))
     return _shifted(fit, device_bytes - predicted(fit, loads))
 
 
-def _settled(guess: Stack, start: Stack, steps: Sequence[Measured]) -> Stack:
-    """Fit the shares to the peaks' positions, then find the positions again, in turns."""
-    stack, peaks = start, None
-    for _ in range(_ROUNDS):
-        before, peaks = peaks, [_at_the_peak(stack, loads) for loads, _ in steps]
-        if peaks == before:
-            break
-        stack = _fit_to_peaks(guess, peaks, steps)
-    return stack
+def _table(stack: Stack, loads: Loads) -> np.ndarray:
+    """For each block: the bytes kept up to it with its working set, its recomputed bytes, and its offloaded bytes."""
+    blocks = singles(stack)
+    kept = np.cumsum([block.input_bytes + load.saved for block, load in zip(blocks, loads, strict=True)])
+    working = [block.working_bytes for block in blocks]
+    return np.stack([kept + working, [load.recomputed for load in loads], [load.offloaded for load in loads]], axis=1)
 
 
-def _fit_to_peaks(guess: Stack, peaks: Sequence[tuple[float, int, int]], steps: Sequence[Measured]) -> Stack:
-    rows = np.asarray([(1.0, recomputed, offloaded) for _, recomputed, offloaded in peaks])
-    values = [device_bytes - kept for (_, device_bytes), (kept, _, _) in zip(steps, peaks, strict=True)]
+def _needs(table: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+    return table[:, 0] + shares[0] * table[:, 1] + shares[1] * table[:, 2]
+
+
+def _settled(
+    tables: Sequence[np.ndarray], sizes: np.ndarray, first: Sequence[float], start: Sequence[float]
+) -> tuple[float, float, float]:
+    """The fixed bytes and the shares: fitted to the peaks' positions, which are then found again, in turns."""
     # Imported here: it took a quarter of the import time of remat_jax.
     from scipy.optimize import lsq_linear
 
-    scale = np.maximum(np.abs(rows).max(axis=0), 1.0)
-    prior = np.diag([0.0, _PRIOR * scale[1], _PRIOR * scale[2]])
-    matrix = np.vstack([rows, prior]) / scale
-    wanted = np.concatenate([values, prior @ np.array([0.0, *_shares(guess)])])
-    bounds = np.array([0.0, 0.0, 0.0]), np.array([np.inf, _MOST_RECOMPUTED, _MOST_FETCHED]) * scale
-    solution = lsq_linear(matrix, wanted, bounds, method="bvls").x / scale
-    fixed, recomputed, fetched = (max(0.0, float(value)) for value in solution)
-    return replace(_with_shares(guess, recomputed, fetched), fixed_bytes=fixed)
-
-
-def _shares(stack: Stack) -> tuple[float, float]:
-    return stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
-
-
-def _with_shares(stack: Stack, recomputed: float, fetched: float) -> Stack:
-    blocks = (replace(block, recomputed_share=recomputed, fetched_share=fetched) for block in stack.blocks)
-    return replace(stack, blocks=tuple(blocks))
-
-
-def _misfit(guess: Stack, fit: Stack, steps: Sequence[Measured]) -> float:
-    """The squared errors at the compiled steps, plus the squared differences of the shares from the first guess."""
-    errors = [predicted(fit, loads) - device_bytes for loads, device_bytes in steps]
-    each = [load for loads, _ in steps for load in loads]
-    weights = max(load.recomputed for load in each), max(load.offloaded for load in each)
-    shares = zip(weights, _shares(fit), _shares(guess), strict=True)
-    errors += [_PRIOR * weight * (share - first) for weight, share, first in shares]
-    return sum(error * error for error in errors)
-
-
-def _at_the_peak(stack: Stack, loads: Loads) -> tuple[float, int, int]:
-    """At the block with the peak: the kept bytes with the working set, the recomputed bytes, and the offloaded bytes."""
-    kept, _, _, load = max(_needs(stack, loads), key=lambda needs: sum(needs[:3]))
-    return kept, load.recomputed, load.offloaded
+    fit, before = (0.0, *start), None
+    for _ in range(_ROUNDS):
+        peaks = np.stack([table[_needs(table, fit[1:]).argmax()] for table in tables])
+        if np.array_equal(peaks, before):
+            break
+        before = peaks
+        rows = np.column_stack([np.ones(len(peaks)), peaks[:, 1:]])
+        scale = np.maximum(rows.max(axis=0), 1.0)
+        prior = np.diag([0.0, _PRIOR * scale[1], _PRIOR * scale[2]])
+        wanted = np.concatenate([sizes - peaks[:, 0], prior @ [0.0, *first]])
+        bounds = np.zeros(3), np.array([np.inf, _MOST_RECOMPUTED, _MOST_FETCHED]) * scale
+        solution = lsq_linear(np.vstack([rows, prior]) / scale, wanted, bounds, method="bvls").x / scale
+        fit = tuple(max(0.0, float(value)) for value in solution)
+    return fit
 
 
 def _shifted(stack: Stack, by: float) -> Stack:

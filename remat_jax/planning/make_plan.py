@@ -60,11 +60,11 @@ def plan(
 ) -> Plan:
     """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
 
-    The planning problem consists of the residuals of each block, their bytes, and the time to recompute them. Its solution, a
-    mix of a few policies, is compiled beside the fastest named policy that is predicted to fit. The compiled memory corrects
-    the problem, which is solved again. The returned plan was compiled and fits. By the estimate, no named policy that fits is
-    faster: named policies that might be faster are compiled, or a note names them. `docs/how/planner.md` has the exact
-    guarantees and the mathematics.
+    The residuals of each block, their bytes, and the time to recompute them are the planning problem. Its solution, a mix of a
+    few policies, is compiled beside the fastest named policy that is predicted to fit. The compiled memory corrects the
+    problem, which is solved again. By the estimate, no named policy that fits is faster than the plan: those that might be are
+    compiled, or a note names them. `docs/how/planner.md` has the exact guarantees. On a mesh every figure except
+    `recompute_flops` is of one device.
 
     Args:
       workload: a workload with a loss. A finished step does not do, because it takes its gradient inside.
@@ -73,11 +73,7 @@ def plan(
       host_budget: host memory for one device, including the state of an offloaded optimizer: bytes or a text; None for no
         limit, 0 for no offload.
       timeout: seconds for the whole call. At the timeout, the fastest compiled step that fits is returned, with a note.
-      progress: called with the current activity and the best step so far, the number of compiled steps, and the most that may
-        be compiled.
-
-    On a mesh every figure except `recompute_flops` is of one device. One additional compilation shows how the compiler
-    partitions the residuals (`docs/how/planner.md`, "On a mesh").
+      progress: called with the current activity, the number of compiled steps, and the most that may be compiled.
 
     Raises:
       InfeasibleBudget: nothing fits. The message states the smallest memory reached and what occupies it.
@@ -114,7 +110,7 @@ def leanest(
 ) -> tuple[int | None, InfeasibleBudget | None]:
     """The least device bytes reached with one or two compilations, and the error if they exceed the budget.
 
-    None instead of bytes if the step's arguments alone are too large, so that nothing was compiled.
+    None instead of bytes if the step's arguments alone are too large.
     """
     _check(workload, timeout, target)
     try:
@@ -232,14 +228,14 @@ class _Planner:
             for further in (self._faster_groups, self.proposals.unknown, self._without_copies, self._full_if_near):
                 searched = self._with(further(searched)[:1], searched) or searched
         limited = self._with_limit(searched)
-        first = searched or min(limited, key=lambda one: one.compiled.seconds or math.inf, default=None)
+        first = searched or min(limited, key=lambda step: step.compiled.seconds or math.inf, default=None)
         # If the inputs of single layers are too large, the step under `full` predicts groups of layers.
         first = first or self._with(self._grouped(compiled=True), None)
         if first is None:
             raise self._infeasible()
         best, notes = choose_fastest(first, [*filter(self.fit.fits, self.fit.tried), *limited])
         self.notes += notes
-        if any(best is one for one in limited):
+        if any(best is step for step in limited):
             self.notes.append(
                 "The step fits only with the budget as XLA's memory limit: give plan.compiler_options to the jax.jit of the "
                 "step"
@@ -257,7 +253,7 @@ class _Planner:
         """If the best step offloads: groupings of the layers that are faster and expected to fit, as with a slow link."""
         least = best.candidate.seconds - self.proposals.worth
         groups = self._grouped(compiled=False) if best.candidate.host_bytes else []
-        return [one for one in groups if one.seconds < least and self.fit.expected(one) <= self.budget]
+        return [step for step in groups if step.seconds < least and self.fit.expected(step) <= self.budget]
 
     def _without_copies(self, best: Tried) -> list[StepCandidate]:
         """If any step that fits offloads: the fastest plan that offloads nothing. Copies may wait for more than estimated."""
@@ -282,29 +278,28 @@ class _Planner:
         return grouped_candidates(self.workload, self.described, full, self.fit.expected(full), self.budget)
 
     def _with_limit(self, best: Tried | None) -> list[Tried]:
-        """Steps that are faster than the best when compiled with the budget as XLA's memory limit.
+        """Steps that are faster than the best when compiled with the budget as XLA's memory limit: it rematerialises by itself.
 
-        Under a limit XLA rematerialises by itself. Steps a little over the budget are compiled so, and `off` with unrolled
-        layers. XLA can hardly rematerialise in a scan, so scanned steps are compiled with a limit only if nothing fits.
+        Steps a little over the budget are compiled so, and `off`. XLA hardly rematerialises in a scan: only if nothing fits.
         """
         unrolled = not any(kind.scanned for kind in self.described.kinds)
         if (best is not None and not unrolled) or self.target.kind == "cpu":
             return []
         off = self.proposals.named_policy("off") if unrolled else None
         candidates = [off] if off is not None and self.fit.least_expected(off) <= _NEAR * self.budget else []
-        over = [one.candidate for one in self.fit.tried if self.budget < one.compiled.device_bytes <= _NEAR * self.budget]
-        candidates += sorted((one for one in over if one.name != "off"), key=lambda one: one.seconds)[:1]
+        over = [step.candidate for step in self.fit.tried if self.budget < step.compiled.device_bytes <= _NEAR * self.budget]
+        candidates += sorted((step for step in over if step.name != "off"), key=lambda step: step.seconds)[:1]
         bound = math.inf if best is None else best.candidate.seconds - self.proposals.worth
-        faster = [one for one in candidates if one.seconds < bound]
+        faster = [step for step in candidates if step.seconds < bound]
         if not faster or self.compiler.is_over:
             return []
         answers = self.compiler.compile(faster, best, memory_limit=self.budget)
-        limited = [one for one in map(Tried, faster, answers, map(self.fit.expected, faster)) if self.fit.fits(one)]
+        limited = [step for step in map(Tried, faster, answers, map(self.fit.expected, faster)) if self.fit.fits(step)]
         if best is None:
-            return [one for one in limited if one.compiled.seconds]
+            return [step for step in limited if step.compiled.seconds]
         # The estimate does not include XLA's rematerialisation: scale it by the ratio of the compiled times.
         most = _FASTER * (best.compiled.seconds or 0.0)
-        return [self._at_pace(one, best) for one in limited if one.compiled.seconds and one.compiled.seconds < most]
+        return [self._at_pace(step, best) for step in limited if step.compiled.seconds and step.compiled.seconds < most]
 
     def _at_pace(self, tried: Tried, best: Tried) -> Tried:
         base = self.described.base_seconds
@@ -318,7 +313,7 @@ class _Planner:
         searched, best = self._chosen()
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
-        kept = min((one.seconds for one in self.proposals.named if one.name in KEEP_ALL), default=0.0)
+        kept = min((step.seconds for step in self.proposals.named if step.name in KEEP_ALL), default=0.0)
         times = Times(self.fit, self.described.base_seconds, kept)
         self._add_as_written(best, times)
         fields = outcome(self.described, self.target, self.proposals, times, searched, best, self.remarks, self._is_late)
@@ -346,7 +341,7 @@ class _Planner:
         sizes = best.compiled.sizes
         if self._is_late():
             self.notes.append(f"{CUT_SHORT}; after timeout={self.timeout:g} s it has only compiled steps and named policies")
-        if unknown := [one.name for one in self.proposals.unknown(searched)]:
+        if unknown := [step.name for step in self.proposals.unknown(searched)]:
             self.notes.append(f"Not shown: whether {' and '.join(unknown)}, faster by the estimate, would fit{why}")
         if self.search.unmoved(searched):
             self.notes.append(f"Not shown: whether the offloaded residuals would fit on the device{why}")

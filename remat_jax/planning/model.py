@@ -33,9 +33,7 @@ class Model:
     """The arguments and the blocks of a workload, as text.
 
     Attributes:
-      parameters, batch: path, shape and dtype of every array.
-      blocks: for each block its kind (`class`, `function`, `glob` or `checkpoints`), its name, and its module (empty for a
-        glob).
+      blocks: the `block_key` of each block.
       mesh: the axes with more than one device, and their sizes; None if an older file has no mesh.
       checkpoints: the number of `jax.checkpoint` regions in the loss, a scanned region counted once; None if unknown.
     """
@@ -59,7 +57,7 @@ class Model:
         """Refuse a workload of another model, or with another batch.
 
         Raises:
-          PlanningError: the message names the first difference; `plan_name` names the plan in the message.
+          PlanningError: the message names the plan, and the first difference.
         """
         other = Model.of(workload)
         for name in ("parameters", "batch"):
@@ -76,7 +74,7 @@ class Model:
         self._check_regions(other.checkpoints, plan_name)
 
     def check_arguments(self, arguments: Any, plan_name: str) -> tuple[Leaf, ...]:
-        """Refuse arguments of a loss without the model's parameters; otherwise the types of the arrays among them.
+        """Refuse arguments of a loss without the model's parameters; the types of the arrays among them.
 
         Raises:
           PlanningError: the message names a missing parameter.
@@ -93,9 +91,7 @@ class Model:
         return types
 
     def check_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan_name: str) -> None:
-        """Refuse a call of `fn` with another model, batch or mesh than planned.
-
-        Arguments beside the parameters and the batch are ignored.
+        """Refuse a call of `fn` with another model, batch or mesh than planned. Other arguments are ignored.
 
         Raises:
           PlanningError: the message names the difference.
@@ -109,7 +105,7 @@ class Model:
             raise PlanningError(f"{plan_name} was {_planned_for(missing, instead, fn)}. {_REMEDY}")
         mesh = _axes(jax.sharding.get_abstract_mesh()) or _axes_of_arrays((args, kwargs))
         if self.mesh is not None and mesh and mesh != self.mesh:
-            planned, called = (", ".join(f"{axis}={size}" for axis, size in one) or "one device" for one in (self.mesh, mesh))
+            planned, called = (", ".join(f"{axis}={size}" for axis, size in axes) or "one device" for axes in (self.mesh, mesh))
             raise PlanningError(f"{plan_name} was planned for the mesh {planned}, called under {called}. {_REMEDY}")
 
     def check_checkpoints(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan_name: str) -> None:
@@ -150,7 +146,7 @@ def _regions(function: Callable[..., Any], arguments: Sequence[Any]) -> int | No
 def _axes_of_arrays(tree: Any) -> tuple[tuple[str, int], ...]:
     """The axes of the mesh that arrays are on, for a step whose mesh is not set (`jax.set_mesh`); () for a single device."""
     shardings = (getattr(compat.type_of(leaf), "sharding", None) for leaf in jax.tree.leaves(tree) if compat.is_array(leaf))
-    return next((axes for one in shardings if isinstance(one, NamedSharding) and (axes := _axes(one.mesh))), ())
+    return next((axes for sharding in shardings if isinstance(sharding, NamedSharding) and (axes := _axes(sharding.mesh))), ())
 
 
 def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
@@ -163,7 +159,7 @@ def _planned_for(planned: Leaf, given: Sequence[Leaf], fn: Callable[..., Any]) -
     """`planned for tokens int32[8, 1024], called with int32[16, 1024]`."""
     place, _, path = planned[0].partition("/")
     name = path or _argument_name(fn, int(place) + 1) or f"batch[{place}]"
-    alike = sorted(given, key=lambda one: (one[2] != planned[2], len(one[1]) != len(planned[1])))
+    alike = sorted(given, key=lambda leaf: (leaf[2] != planned[2], len(leaf[1]) != len(planned[1])))
     called = f"called with {_type_text(alike[0])}" if alike else "called without it"
     return f"planned for {name} {_type_text(planned)}, {called}"
 
@@ -185,17 +181,17 @@ def _types(arguments: Any) -> tuple[Leaf, ...]:
     leaves = jax.tree.leaves(jax.tree.map(_state, arguments, is_leaf=is_node))
     numbers = [jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf for leaf in leaves]
     canonical = functools.partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
-    return tuple(("", tuple(one.shape), str(canonical(one.dtype))) for one in numbers if compat.is_array(one))
+    return tuple(("", tuple(leaf.shape), str(canonical(leaf.dtype))) for leaf in numbers if compat.is_array(leaf))
 
 
 def block_key(block: Block) -> tuple[str, str, str]:
-    """A block as text: its kind, its name, its module.
+    """A block as text: its kind (`class`, `function`, `glob` or `checkpoints`), its name, its module (empty for a glob).
 
     >>> block_key("layers_*"), block_key(linen.Dense)[:2]
     (('glob', 'layers_*', ''), ('class', 'Dense'))
     """
     if isinstance(block, str):
-        return (CHECKPOINTS, block, "") if block == CHECKPOINTS else ("glob", block, "")
+        return CHECKPOINTS if block == CHECKPOINTS else "glob", block, ""
     return "class" if isinstance(block, type) else "function", block.__qualname__, block.__module__
 
 
@@ -220,11 +216,11 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: 
     if kind in ("glob", CHECKPOINTS):
         return name
     loaded: list[Any] = list(scope.marked) if kind == "function" else _subclasses(linen.Module) + _subclasses(nnx.Module)
-    if kind == "class" and not any(one.__qualname__ == name for one in loaded):
-        loaded = [one for one in _subclasses(object) if any("__call__" in vars(base) for base in one.__mro__)]
-    named = [one for one in loaded if one.__qualname__ == name]
-    exact = [one for one in named if one.__module__ == module]
-    modules = sorted({one.__module__ for one in exact or named})
+    if kind == "class" and not any(each.__qualname__ == name for each in loaded):
+        loaded = [each for each in _subclasses(object) if any("__call__" in vars(base) for base in each.__mro__)]
+    named = [each for each in loaded if each.__qualname__ == name]
+    exact = [each for each in named if each.__module__ == module]
+    modules = sorted({each.__module__ for each in exact or named})
     if len(modules) != 1:
         how = f"several modules define one ({', '.join(modules)})" if modules else f"no {kind} of that name is loaded"
         raise PlanningError(

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerRow:
-    """The action for one residual in a run of equal layers.
+    """The action for one residual in a run of equal layers: `save`, `offload` or `recompute`.
 
     Attributes:
-      residual: its name.
-      action: `save`, `offload` or `recompute`.
       bytes: its bytes in one layer.
       seconds: the time to recompute it from its parents in one layer; None if it cannot be recomputed.
     """
@@ -107,8 +105,8 @@ def unbeaten(points: Sequence[Point]) -> tuple[Point, ...]:
     [1, 3]
     """
     frontier: list[Point] = []
-    able = [(one.device_bytes, one.seconds, one) for one in points if one.device_bytes is not None and one.seconds is not None]
-    for _, seconds, one in sorted(able, key=lambda entry: entry[:2]):
-        if not frontier or seconds < (frontier[-1].seconds or 0.0):
-            frontier.append(one)
+    placed = [one for one in points if one.device_bytes is not None and one.seconds is not None]
+    for point in sorted(placed, key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)):
+        if not frontier or (point.seconds or 0.0) < (frontier[-1].seconds or 0.0):
+            frontier.append(point)
     return tuple(frontier)

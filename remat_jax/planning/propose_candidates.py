@@ -41,10 +41,9 @@ class Proposals:
     """Candidates derived from a fit.
 
     Args:
-      fit: the compiled steps.
       named: the applicable named policies, including `off`.
       own: makes a priced candidate from choices.
-      recut: moves the cuts of a candidate's scans: cut at the given places and nowhere else; None if nothing is scanned.
+      recut: moves the cuts of a candidate's scans to the given places; None if nothing is scanned.
       most_runs: the most different policies among the layers of one kind; None for the solver's own limit.
     """
 
@@ -67,14 +66,11 @@ class Proposals:
         return next((candidate for candidate in self.named if candidate.name == name), None)
 
     def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> StepCandidate | None:
-        """The solver's fastest plan within `budget`, with at most `most_runs` runs; None if nothing fits.
-
-        If the plan offloads, the fastest plan without offload is solved for too. The solver sums the costs of single residuals;
-        priced as a whole, by kernels, the plan without copies may be faster.
-        """
+        """The solver's fastest plan within `budget`, with at most `most_runs` runs; None if nothing fits."""
         plan = self._solved_within(stack, budget, self.fit.host_left, most_runs)
         if plan is None or not plan.host_bytes:
             return plan
+        # The solver sums the costs of single residuals; priced as a whole, by kernels, a plan without copies may be faster.
         uncopied = self.without_copies(stack, budget, most_runs)
         return plan if uncopied is None or plan.seconds <= uncopied.seconds else uncopied
 
@@ -110,15 +106,14 @@ class Proposals:
             return []
         least = self.least(stack)
         low = predicted(stack, least.loads)
-        high = max([low, *(predicted(stack, one.loads) for one in self.named if one.name in KEEP_ALL)])
-        budgets = [low + (high - low) * step / points for step in range(1, points + 1)]
+        high = max([low, *(predicted(stack, step.loads) for step in self.named if step.name in KEEP_ALL)])
+        budgets = [low + (high - low) * count / points for count in range(1, points + 1)]
         return [least, *filter(None, (self.solve(stack, budget) for budget in budgets if not is_over()))]
 
     def least(self, stack: Stack) -> StepCandidate:
         """The plan with the least predicted memory among a few heuristic plans."""
         count = len(singles(stack))
-        # A kept byte adds to the peak of every later block, a transient byte only to its own block. The weight of kept bytes
-        # depends on the fitted shares, so try several.
+        # A kept byte adds to the peak of every later block, so its weight depends on the fitted shares: try several.
         offloads = (False,) if stack.link is None else (True,) if math.isinf(self.fit.host_budget) else (True, False)
         weights = dict.fromkeys((1.0, math.sqrt(count), float(count)))
         plans = [self._lean(stack, weight, offload=offload) for weight in weights for offload in offloads]
@@ -127,59 +122,48 @@ class Proposals:
 
     def _lean(self, stack: Stack, weight: float, *, offload: bool) -> StepCandidate:
         choices: list[tuple[Choice, ...]] = []
+        prices = Prices(saved=weight, transient=1.0)
         for block in stack.blocks:
             allowed = block if offload else block.without_offload()
-            prices = Prices(saved=weight, transient=1.0)
             choices += [cheapest_policy(allowed, stack.link, prices).choices] * block.repeats
         if not stack.offload_last and self._most_runs != 1:
-            last = stack.positions()[-1]
-            choices[-1] = cheapest_policy(last, stack.link, Prices(saved=1.0, transient=1.0)).choices
+            choices[-1] = cheapest_policy(stack.positions()[-1], stack.link, replace(prices, saved=1.0)).choices
         return self.own(tuple(choices))
 
     def faster_named(self, best: Tried | None) -> list[StepCandidate]:
         """The named policies within the host budget that were not compiled and would be faster than `best`."""
         bound = math.inf if best is None else best.candidate.seconds
         return [
-            one
-            for one in self.named
-            if one.seconds < bound and not math.isclose(one.seconds, bound)
-            if self.fit.known(one) is None and one.host_bytes <= self.fit.host_left
+            step
+            for step in self.named
+            if step.seconds < bound and not math.isclose(step.seconds, bound)
+            if self.fit.known(step) is None and step.host_bytes <= self.fit.host_left
         ]
 
     def unknown(self, best: Tried) -> list[StepCandidate]:
-        """Named policies that were not compiled, would be faster than `best`, and might fit, the smallest first.
-
-        Policies whose kept bytes alone exceed the budget are excluded.
-        """
+        """The named policies of `faster_named` whose kept bytes alone are within the budget, the smallest first."""
         stack = self.fit.stack
-        return sorted(filter(self.fit.may_fit, self.faster_named(best)), key=lambda one: predicted(stack, one.loads))
+        return sorted(filter(self.fit.may_fit, self.faster_named(best)), key=lambda step: predicted(stack, step.loads))
 
     def is_maximal(self, best: Tried) -> bool:
-        """Whether no further residual that is worth saving can be saved in a run of its layers.
-
-        This holds if both variants of `least_more` were compiled and do not fit, or are predicted over the budget by far more
-        than the prediction error.
-        """
+        """Whether no further residual that is worth saving fits: the variants of `least_more` were compiled and do not fit."""
         if best.candidate.seconds <= 0 or best.candidate.name in KEEP_ALL:
             return True
         if best.candidate.effective_choices is None:
             return False
-        tried = [self.fit.known(one) for one in self.least_more(best)]
-        return all(one is not None and one.compiled.device_bytes < FAILED and not self.fit.fits(one) for one in tried)
+        tried = [self.fit.known(step) for step in self.least_more(best)]
+        return all(step is not None and step.compiled.device_bytes < FAILED and not self.fit.fits(step) for step in tried)
 
     def least_more(self, best: Tried) -> list[StepCandidate]:
-        """Variants of `best` with one worthwhile residual more: the one with fewest kept bytes, and the smallest predicted.
-
-        Variants that are surely over the budget are left out.
-        """
+        """`best` with one worthwhile residual more: with fewest kept bytes, and the smallest predicted, unless surely over."""
         stack, worth = self.fit.around(best.compiled.device_bytes), best.candidate.seconds - self.worth
-        faster = [one for one in self.one_more(best.candidate) if one.seconds <= worth]
+        faster = [step for step in self.one_more(best.candidate) if step.seconds <= worth]
         if not faster:
             return []
-        fewest = min(faster, key=lambda one: sum(load.saved for load in one.loads))
-        smallest = min(faster, key=lambda one: predicted(stack, one.loads))
+        fewest = min(faster, key=lambda step: sum(load.saved for load in step.loads))
+        smallest = min(faster, key=lambda step: predicted(stack, step.loads))
         variants = [fewest] if fewest.is_same(smallest) else [fewest, smallest]
-        return [one for one in variants if self.fit.known(one) is not None or not self.fit.is_surely_over(one, stack)]
+        return [step for step in variants if self.fit.known(step) is not None or not self.fit.is_surely_over(step, stack)]
 
     def one_more(self, candidate: StepCandidate) -> list[StepCandidate]:
         """The faster variants with one residual more in one run; the cuts stay the same."""
@@ -188,7 +172,7 @@ class Proposals:
         # With a cut at its start, each run stays a run after any change of its choices.
         starts = tuple(start for start, _ in runs(stack, choices, candidate.cuts))
         variants = [self._cut(self.own(more), starts) for more in one_residual_more(stack, choices, candidate.cuts)]
-        return [one for one in variants if one.seconds < candidate.seconds]
+        return [step for step in variants if step.seconds < candidate.seconds]
 
     def without_host(self, candidate: StepCandidate) -> StepCandidate | None:
         """The candidate with offloaded residuals saved; None if it offloads none, or a residual that may not be saved."""
@@ -199,7 +183,7 @@ class Proposals:
             pairs = zip(block.residuals, actions, strict=True)
             if any(action is Choice.OFFLOAD and not residual.may_save for residual, action in pairs):
                 return None
-        saved = tuple(tuple(Choice.SAVE if one is Choice.OFFLOAD else one for one in actions) for actions in choices)
+        saved = tuple(tuple(Choice.SAVE if action is Choice.OFFLOAD else action for action in actions) for actions in choices)
         return self._cut(self.own(saved), candidate.cuts)
 
     def _cut(self, candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
@@ -211,11 +195,8 @@ def grouped_candidates(
 ) -> list[StepCandidate]:
     """The fastest and the leanest grouping of the layers that are predicted to fit; only the leanest if none fits.
 
-    Layers in a group share one checkpoint, for when the layers' inputs alone do not fit. Empty if the blocks are of several
-    kinds or in nested loops.
-
-    Args:
-      full, full_bytes: the policy `full`, and the compiled or predicted device bytes of its step.
+    Layers in a group share one checkpoint, for when the layers' inputs alone do not fit. The step under `full` predicts the
+    memory. Empty if the blocks are of several kinds or in nested loops.
     """
     (kind, *others), (block, *_) = described.kinds, described.stack.blocks
     if others or kind.program.call.nested or kind.program.call.stride != 1 or full_bytes >= FAILED:

@@ -1,8 +1,6 @@
 """The search: solve, compile, refit, until a plan fits and no better plan is left, within a limit of compilations.
 
-The search sees only the choices of a candidate's blocks and its estimated seconds; `run` takes the function that compiles. The
-first compilation is `off` if it may fit, with a plan beside it unless `off` fits by a tenth. Else the first two are the fastest
-named policy that is predicted to fit, and a plan. After that the answer only improves.
+`docs/how/planner.md` ("From a workload to a plan") lists what each round compiles.
 """
 
 from __future__ import annotations
@@ -20,19 +18,19 @@ Compile = Callable[[Sequence[StepCandidate], Tried | None], list[Compiled]]
 
 MOST_COMPILED = 6
 MORE_COMPILED = 4
-"""Additional compilations, one after another, to show that no further residual fits into the plan."""
+"""Additional compilations to show that no further residual fits into the plan."""
 UNMOVED_COMPILED = 2
 """Additional compilations, if plans offload, to see whether offload is necessary."""
 SIDE_BY_SIDE = 2
 MOST_RUNS = 3
-"""The most runs of layers of one kind: each run of scanned layers becomes a scan of its own and is compiled separately."""
+"""The most runs of layers of one kind: each run of scanned layers becomes a scan of its own."""
 
 PREDICTION_SLACK = 1.1
 """The largest prediction, relative to the budget, at which a step is still compiled."""
 _MUCH_LEFT = 0.01
 """Much memory is left if more than this share of the budget is unused."""
 _FAR_OFF = 0.02
-"""The prediction error, as a share of the budget, above which a second, safer plan is compiled beside each plan."""
+"""The prediction error, as a share of the budget, above which a safer plan is compiled beside each plan."""
 _AFTER_FAILURE = 0.05
 """The share of the budget by which the next plan is smaller if the last could not be compiled."""
 _WORTH_DARING = 5.0
@@ -40,14 +38,7 @@ _WORTH_DARING = 5.0
 
 
 class Search:
-    """One search.
-
-    Args:
-      fit: the compiled steps; empty at first.
-      proposals: makes the candidates.
-      most_compiled: the most compilations, without `MORE_COMPILED`, `UNMOVED_COMPILED`, and named policies that may be faster.
-      scanned: whether layers are in a scan, which different policies cut. The memory cost of a cut is not predicted.
-    """
+    """One search: `most_compiled` is the limit before the additional compilations; `scanned` layers are cut by a mix."""
 
     def __init__(self, fit: Fit, proposals: Proposals, *, most_compiled: int = MOST_COMPILED, scanned: bool = False) -> None:
         self.fit, self.proposals = fit, proposals
@@ -78,26 +69,17 @@ class Search:
             return self._most
         if self._faster_named(best):
             return count + 1
-        return min(count + 1, self._most + MORE_COMPILED) if self._is_open(best) else self._most
-
-    def _is_open(self, best: Tried) -> bool:
-        """Whether it is still to be shown that the best step needs its offload, or that no further residual fits.
-
-        For a step without choices, the question is open if much memory is left.
-        """
-        if self.unmoved(best):
-            return True
-        has_choices = best.candidate.effective_choices is not None
-        return not self.proposals.is_maximal(best) and (has_choices or self._much_is_left(best))
+        # It is still to be shown that the best step needs its offload, or that no further residual fits.
+        fillable = best.candidate.effective_choices is not None or self._much_is_left(best)
+        if self.unmoved(best) or (fillable and not self.proposals.is_maximal(best)):
+            return min(count + 1, self._most + MORE_COMPILED)
+        return self._most
 
     def _much_is_left(self, best: Tried) -> bool:
         return self.fit.budget - best.compiled.device_bytes > _MUCH_LEFT * self.fit.budget
 
     def unmoved(self, best: Tried) -> list[StepCandidate]:
-        """The best step without its offload, if that may fit and was not compiled.
-
-        The compiler's buffers for copies can exceed the memory that offload saves; only a step without copies shows this.
-        """
+        """The best step without its offload, if that may fit: buffers for copies can exceed the memory that offload saves."""
         candidate = self.proposals.without_host(best.candidate)
         if candidate is None or self.fit.known(candidate) is not None:
             return []
@@ -130,16 +112,16 @@ class Search:
         if off is not None and (needs := predicted(stack, off.loads)) <= PREDICTION_SLACK**2 * budget:
             return [off, *(self._solved_at_budget(None) if PREDICTION_SLACK * needs > budget else [])]
         named = [
-            one for one in self.proposals.faster_named(None) if one.name != "off" and predicted(stack, one.loads) <= budget
+            step for step in self.proposals.faster_named(None) if step.name != "off" and predicted(stack, step.loads) <= budget
         ]
-        fastest = min(named, key=lambda one: one.seconds, default=self.proposals.named_policy("full"))
+        fastest = min(named, key=lambda step: step.seconds, default=self.proposals.named_policy("full"))
         return [*([fastest] if fastest else []), *self._solved_at_budget(None)] or [self.proposals.least(stack)]
 
     def _better(self, best: Tried | None) -> list[StepCandidate]:
         """Candidates that would be faster than the best and are expected to fit."""
         named = self._faster_named(best)
         if best is None:
-            fits = [one for one in named if self.fit.expected(one) <= self.fit.budget]
+            fits = [step for step in named if self.fit.expected(step) <= self.fit.budget]
             return (fits or named)[:1] + self._solved_at_budget(None)
         # If the best step has choices, compilations beyond this limit are reserved for one residual more (`_one_more`).
         over = len(self.fit.tried) - self._most if best.candidate.effective_choices is not None else -1
@@ -149,16 +131,12 @@ class Search:
 
     def _with_leanest(self, candidates: list[StepCandidate]) -> list[StepCandidate]:
         """Add the leanest candidates while nothing fits: last, or first if at most two compilations are left."""
-        named, least = self.proposals.named_policy("full"), self.proposals.least
-        asked = (least(self.fit.stack), named, least(self.fit.guess))
-        lean = [one for one in asked if one is not None and self.fit.known(one) is None]
+        least = self.proposals.least
+        lean = list(filter(None, (least(self.fit.stack), self.proposals.named_policy("full"), least(self.fit.guess))))
         return [*lean, *candidates] if len(self.fit.tried) >= self._most - SIDE_BY_SIDE else [*candidates, *lean]
 
     def _last(self, best: Tried) -> list[StepCandidate]:
-        """Candidates to show that the best cannot be improved.
-
-        To be shown: no plan with equal layers is faster and fits, no further residual fits, no named policy is faster and fits.
-        """
+        """Candidates to show that no plan with equal layers, no further residual, and no named policy is faster and fits."""
         candidates = (self._uniform(best, worth=0.0) if self._scanned else []) or self._one_more(best)
         if candidates and len(self.fit.tried) >= self._most - 1:
             return candidates
@@ -167,8 +145,8 @@ class Search:
     def _faster_named(self, best: Tried | None) -> list[StepCandidate]:
         """The named policies that would be faster than the best and may fit, the fastest first."""
         most = PREDICTION_SLACK * self.fit.budget
-        named = [one for one in self.proposals.faster_named(best) if self.fit.least_expected(one) <= most]
-        return sorted(named, key=lambda one: one.seconds)
+        named = [step for step in self.proposals.faster_named(best) if self.fit.least_expected(step) <= most]
+        return sorted(named, key=lambda step: step.seconds)
 
     def _solved_at_budget(self, best: Tried | None) -> list[StepCandidate]:
         """The solver's plan at the budget, and a safer plan: without cuts, or smaller while predictions are far off."""
@@ -178,7 +156,8 @@ class Search:
         bold = self._solved(stack, self._within(self._share), best)
         if not bold and self._share < 1:
             bold = self._solved(stack, budget, best, worth=_WORTH_DARING * self.proposals.worth)
-        if self._scanned and not any(self._is_uncut_plan(one.candidate) for one in self.fit.tried):
+        plans = [step.candidate for step in self.fit.tried if not step.candidate.name]
+        if self._scanned and all(map(self.fit.is_cut, plans)):
             # The memory cost of cutting a scan is not predicted: a plan without cuts is the surest to fit.
             return [*bold, *self._uniform(best)]
         if self.fit.missed > _FAR_OFF * budget:
@@ -193,7 +172,7 @@ class Search:
     @property
     def _share(self) -> float:
         """The share of the remaining room to use: halved for each step after the first that exceeded its prediction."""
-        over = sum(one.compiled.device_bytes > max(self.fit.budget, 1.02 * one.predicted_bytes) for one in self.fit.tried)
+        over = sum(step.compiled.device_bytes > max(self.fit.budget, 1.02 * step.predicted_bytes) for step in self.fit.tried)
         return 0.5 ** max(0, over - 1)
 
     def _within(self, share: float) -> float:
@@ -222,29 +201,25 @@ class Search:
         return []
 
     def _one_more(self, best: Tried) -> list[StepCandidate]:
-        """The best step with every residual saved that is predicted to fit, or with only one, from `least_more`."""
+        """The best step with every residual saved that is predicted to fit, or with only one."""
         if best.candidate.effective_choices is None:
             return []
         much = self._much_is_left(best)
         if len(self.fit.tried) < (self._most + MORE_COMPILED if much else self._most) - 1:
-            # Near a compiled step with the same runs, the prediction error hardly changes. If the best step, compiled last,
-            # needed less than predicted, allow its variant the difference.
+            # If the best step, compiled last, needed less than predicted, allow its variant the difference.
             dares = much and best is self.fit.tried[-1]
             spared = max(0, best.predicted_bytes - best.compiled.device_bytes) if dares else 0
             for room in dict.fromkeys((self.fit.budget + spared, self.fit.budget, self._within(self._share))):
                 filled = self._filled(best, room)
                 if filled.seconds < best.candidate.seconds - self.proposals.worth and self.fit.known(filled) is None:
                     return [filled]
-        return [one for one in self.proposals.least_more(best) if self.fit.known(one) is None][:1]
+        return [step for step in self.proposals.least_more(best) if self.fit.known(step) is None][:1]
 
     def _filled(self, best: Tried, room: float) -> StepCandidate:
         """The best with further residuals saved one by one, the fastest result first, within `room`."""
         stack, candidate = self.fit.around(best.compiled.device_bytes), best.candidate
         while True:
-            within = [one for one in self.proposals.one_more(candidate) if predicted(stack, one.loads) <= room]
+            within = [step for step in self.proposals.one_more(candidate) if predicted(stack, step.loads) <= room]
             if not within:
                 return candidate
-            candidate = min(within, key=lambda one: one.seconds)
-
-    def _is_uncut_plan(self, candidate: StepCandidate) -> bool:
-        return not candidate.name and not self.fit.is_cut(candidate)
+            candidate = min(within, key=lambda step: step.seconds)
