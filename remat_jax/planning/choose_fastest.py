@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,20 +83,18 @@ def choose_fastest(searched: Tried, fitting: Sequence[Tried]) -> tuple[Tried, li
     fastest = min(fitting, key=lambda step: (_seconds(step), step is not searched))
     near = [step for step in fitting if _seconds(fastest) >= (1 - TIME_ERROR) * _seconds(step)]
     chosen = min(near, key=lambda step: (*_complexity(step.candidate), _seconds(step), step is not searched))
-    return chosen, [*_notes(searched, fastest, chosen)]
-
-
-def _notes(searched: Tried, fastest: Tried, chosen: Tried) -> Iterator[str]:
+    notes = []
     if _seconds(fastest) < _seconds(chosen):
-        yield (
+        notes.append(
             f"As compiled, {_name(fastest)} is {_percent(fastest, chosen)} % faster. The estimate cannot tell apart times "
             f"within {100 * TIME_ERROR:.0f} %, so the plan is the simpler step, {_name(chosen)}"
         )
     if _seconds(chosen) < _seconds(searched) and _name(chosen) != _name(searched):
-        yield (
+        notes.append(
             f"As compiled, {_name(chosen)} is {_percent(chosen, searched)} % faster than {_name(searched)}, which the traced "
             "estimate ranks first"
         )
+    return chosen, notes
 
 
 def _seconds(tried: Tried) -> float:
