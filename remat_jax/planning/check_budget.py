@@ -103,9 +103,9 @@ def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int |
             "or offload a smaller share of the state: rj.offload_optimizer(tx, fraction=…).",
             compiled.device_bytes,
         )
-    held, advice = dict[str, int](), None
-    if compiled.sizes is not None:
-        held, advice = held_by(workload, compiled.sizes), largest_advice(workload, compiled.sizes, target.devices)
+    sizes: Sizes | None = compiled.sizes
+    held = {} if sizes is None else held_by(workload, sizes)
+    advice = None if sizes is None else largest_advice(workload, sizes, target.devices)
     host = f" with host_budget={host_budget} ({format_bytes(host_budget)})" if host_budget is not None else ""
     return InfeasibleBudget(
         f"budget={budget} ({format_bytes(budget)}){host}: no policy of {workload.name!r} fits on {target.name}. The least "

@@ -11,11 +11,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from remat_jax.planning.candidate import FAILED, Compiled, Loads, StepCandidate, Tried, singles
 from remat_jax.solver import Stack
+
+Array = Any
+"""A NumPy array."""
 
 _PRIOR = 0.1
 """The weight of the first guess of the shares, relative to one compiled step."""
@@ -168,23 +172,23 @@ def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> S
         return stack
     sizes = np.array([device_bytes for _, device_bytes in steps], float)
     tables = [_table(stack, loads) for loads, _ in steps]
-    first = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
-    most = _PRIOR * np.max([table[:, 1:].max(axis=0) for table in tables], axis=0)
+    guess = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
+    weights = _PRIOR * np.max([table[:, 1:].max(axis=0) for table in tables], axis=0)
 
     def misfit(fit: tuple[float, float, float]) -> float:
         fixed, *shares = fit
         errors = [fixed + _needs(table, shares).max() for table in tables] - sizes
-        return sum(error * error for error in (*errors, *(most * np.subtract(shares, first))))
+        return sum(error * error for error in (*errors, *(weights * np.subtract(shares, guess))))
 
     # The position of the peak depends on the shares: a share that is too small hides the blocks that would correct it.
-    fixed, recomputed, fetched = min((_settled(tables, sizes, first, start) for start in (first, *_STARTS)), key=misfit)
+    fixed, recomputed, fetched = min((_settled(tables, sizes, guess, start) for start in (guess, *_STARTS)), key=misfit)
     blocks = tuple(replace(block, recomputed_share=recomputed, fetched_share=fetched) for block in stack.blocks)
     fit = replace(stack, blocks=blocks, fixed_bytes=fixed)
     loads, device_bytes = min(steps, key=lambda step: abs(step[1] - budget))
     return _shifted(fit, device_bytes - predicted(fit, loads))
 
 
-def _table(stack: Stack, loads: Loads) -> np.ndarray:
+def _table(stack: Stack, loads: Loads) -> Array:
     """For each block: the bytes kept up to it with its working set, its recomputed bytes, and its offloaded bytes."""
     blocks = singles(stack)
     kept = np.cumsum([block.input_bytes + load.saved for block, load in zip(blocks, loads, strict=True)])
@@ -192,31 +196,32 @@ def _table(stack: Stack, loads: Loads) -> np.ndarray:
     return np.stack([kept + working, [load.recomputed for load in loads], [load.offloaded for load in loads]], axis=1)
 
 
-def _needs(table: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+def _needs(table: Array, shares: Sequence[float]) -> Array:
     return table[:, 0] + shares[0] * table[:, 1] + shares[1] * table[:, 2]
 
 
 def _settled(
-    tables: Sequence[np.ndarray], sizes: np.ndarray, first: Sequence[float], start: Sequence[float]
+    tables: Sequence[Array], sizes: Array, guess: Sequence[float], start: Sequence[float]
 ) -> tuple[float, float, float]:
     """The fixed bytes and the shares: fitted to the peaks' positions, which are then found again, in turns."""
     # Imported here: it took a quarter of the import time of remat_jax.
     from scipy.optimize import lsq_linear
 
-    fit, before = (0.0, *start), None
+    fixed, shares = 0.0, list(start)
+    before: Array = None
     for _ in range(_ROUNDS):
-        peaks = np.stack([table[_needs(table, fit[1:]).argmax()] for table in tables])
-        if np.array_equal(peaks, before):
+        peaks = np.stack([table[_needs(table, shares).argmax()] for table in tables])
+        if before is not None and np.array_equal(peaks, before):
             break
         before = peaks
         rows = np.column_stack([np.ones(len(peaks)), peaks[:, 1:]])
         scale = np.maximum(rows.max(axis=0), 1.0)
         prior = np.diag([0.0, _PRIOR * scale[1], _PRIOR * scale[2]])
-        wanted = np.concatenate([sizes - peaks[:, 0], prior @ [0.0, *first]])
+        wanted = np.concatenate([sizes - peaks[:, 0], prior @ [0.0, *guess]])
         bounds = np.zeros(3), np.array([np.inf, _MOST_RECOMPUTED, _MOST_FETCHED]) * scale
         solution = lsq_linear(np.vstack([rows, prior]) / scale, wanted, bounds, method="bvls").x / scale
-        fit = tuple(max(0.0, float(value)) for value in solution)
-    return fit
+        fixed, *shares = (max(0.0, float(value)) for value in solution)
+    return fixed, shares[0], shares[1]
 
 
 def _shifted(stack: Stack, by: float) -> Stack:
