@@ -161,6 +161,7 @@ def predicted(stack: Stack, loads: Loads) -> float:
 def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> Stack:
     """The stack fitted to the loads and device bytes of compiled steps, exact at the step nearest to `budget`.
 
+    >>> from remat_jax.planning.candidate import Load
     >>> from remat_jax.solver import Block, ResidualCosts
     >>> stack = Stack((Block("layer", (ResidualCosts("x", 8.0, 0.1),), 1.0, 2.0, repeats=3),))
     >>> save, recompute = (Load(8, 0, 0),) * 3, (Load(0, 8, 0),) * 3
