@@ -15,7 +15,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, PlanningError
-from remat_jax.planning import search
+from remat_jax.planning import search_plans
 from tests.small_models import times
 
 WIDTH, LAYERS, POLICIES = 16, 3, ("full", "dots_with_no_batch_dims", "offload_dot_with_no_batch_dims", "1 x full | 2 x dots")
@@ -147,7 +147,7 @@ def test_globs_are_attribute_paths():
 @pytest.mark.parametrize(("make", "share"), [(Model, 0.2), (Model, 0.6), (Model, 1.0), (Scanned, 0.6), (Scanned, 1.0)])
 def test_a_plan_applies_to_the_loss_as_it_is_written(make, share, monkeypatch):
     if make is Model:  # which plan is found is asked elsewhere; here, that any is that of the model
-        monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 3)
+        monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 3)
     workload = job(make)
     full, off = (rj.measure(workload, policy, "cpu").device_bytes for policy in ("full", "off"))
     budget = int(full + share * (off - full))

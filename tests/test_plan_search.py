@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from remat_jax.errors import InfeasibleBudget
-from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate
-from remat_jax.planning.choices import block_policies, one_residual_more, runs
-from remat_jax.planning.fit import Fit
-from remat_jax.planning.fitting import Load, Seen, fitted, predicted
-from remat_jax.planning.proposals import WORTH_COMPILING, Proposals
-from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, Search
+from remat_jax.planning.candidate import (
+    FAILED,
+    Compiled,
+    Load,
+    StepCandidate,
+    block_policies,
+    one_residual_more,
+    runs,
+)
+from remat_jax.planning.fit_memory import Fit, fitted, predicted
+from remat_jax.planning.propose_candidates import WORTH_COMPILING, Proposals
+from remat_jax.planning.search_plans import MORE_COMPILED, MOST_COMPILED, Search
 from remat_jax.solver import Block, Choice, HostLink, ResidualCosts, Stack, stack_plan
 
 SAVE, OFFLOAD, AGAIN = Choice.SAVE, Choice.OFFLOAD, Choice.RECOMPUTE
@@ -75,12 +80,12 @@ def test_a_fit_finds_what_the_compiler_does():
         saved, again = Load(800, 0, 0), Load(100, 700, 0)
         return (again,) * (6 - count) + (saved,) * count
 
-    seen = [Seen(one, round(predicted(TRUTH, one))) for one in (loads(0), loads(6))]
+    seen = [(one, round(predicted(TRUTH, one))) for one in (loads(0), loads(6))]
     found = fitted(STACK, seen, 6000.0)
     assert found.fixed_bytes + 500 == pytest.approx(2200, rel=0.02)
     assert found.blocks[0].recomputed_share == pytest.approx(0.4, abs=0.08)
     # Exact where it was compiled nearest to the budget, near elsewhere.
-    assert predicted(found, loads(6)) == pytest.approx(seen[1].device_bytes, abs=1e-6)
+    assert predicted(found, loads(6)) == pytest.approx(seen[1][1], abs=1e-6)
     assert predicted(found, loads(3)) == pytest.approx(predicted(TRUTH, loads(3)), rel=0.03)
     assert fitted(STACK, [], 5000.0) is STACK
 
@@ -125,8 +130,7 @@ def test_what_must_not_be_run_is_not_returned():
 
 def test_nothing_fits():
     search, asked = searched(2000, TRUTH)
-    with pytest.raises(InfeasibleBudget, match="nothing fits in 2000"):
-        search.run()
+    assert search.run() is None
     assert search.fit.smallest.compiled.device_bytes == 1700 + 600 + 500 + 280
     assert any(one.name == "full" for batch in asked for one in batch)
 
@@ -197,7 +201,7 @@ def test_what_was_not_shown_is_known(monkeypatch):
     search, _ = searched(4700, TRUTH)
     best = search.run()
     assert search.proposals.is_maximal(best)
-    monkeypatch.setattr("remat_jax.planning.search.MORE_COMPILED", 0)
+    monkeypatch.setattr("remat_jax.planning.search_plans.MORE_COMPILED", 0)
     short, _ = searched(4700, TRUTH, most_compiled=2)
     best = short.run()
     assert not short.proposals.is_maximal(best) and [one.name for one in short.proposals.unknown(best)] == ["dots"]
@@ -361,8 +365,7 @@ def test_a_host_budget_below_what_is_there_anyway_is_infeasible():
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(10_000, able, compile_them, host=10)
-    with pytest.raises(InfeasibleBudget):
-        search.run()
+    assert search.run() is None
     assert search.fit.host_left == 0
 
 

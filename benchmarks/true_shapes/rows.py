@@ -11,7 +11,7 @@ import remat_jax as rj
 from remat_jax.errors import CompileError, InfeasibleBudget
 from remat_jax.hardware import target as target_named
 from remat_jax.planning import Plan
-from remat_jax.planning.budget import budget_bytes, host_budget_bytes
+from remat_jax.planning.check_budget import budget_bytes, host_budget_bytes
 
 PLAN = "plan"
 TIMEOUT = 3600.0
@@ -36,7 +36,7 @@ class Card(NamedTuple):
         name, _, budgets = text.partition("=")
         budget, _, host = budgets.partition("+")
         known = target_named(name)
-        return cls(name, budget_bytes(budget, known), host_budget_bytes(host, known) if host else None)
+        return cls(name, budget_bytes(budget, known), host_budget_bytes(host) if host else None)
 
 
 def row(work: rj.Workload, policy: str, card: Card) -> Row:
