@@ -23,24 +23,24 @@ from examples.models.pi0 import Pi0
 from examples.models.pi0_config import Pi0Config
 from examples.models.rules.pi0 import rules
 from remat_jax import compat, porting
-from remat_jax.planning import search
+from remat_jax.planning import search_plans
 from tests.doc_pages import ROOT, run
 
-PORTING = {  # in the order of the menu, with the number of Python blocks: each page has the names of the pages before it
+PORTING = {  # in the order of the menu, with their blocks of Python: each page has the names of those before it
     "docs/porting.md": 2,
     "docs/porting/checkpoints.md": 16,
     "docs/porting/what_is_kept.md": 11,
     "docs/porting/devices_and_budgets.md": 10,
     "docs/porting/proof.md": 7,
 }
-ALL_COMPILED = search.Search.__init__.__kwdefaults__["most_compiled"]
+ALL_COMPILED = search_plans.Search.__init__.__kwdefaults__["most_compiled"]
 SIZES = {"d_model": 16, "nhead": 2, "num_layers": 2, "max_len": 8}
 
 
 @pytest.fixture(autouse=True)
 def few_compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One compilation suffices, because each takes seconds; other tests cover the search. Files go to the test's folder."""
-    monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 1)
+    monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 1)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
 
@@ -128,7 +128,7 @@ def only_bind(function: Any) -> Any:
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all its compilations: the figures are those of the whole search."""
-    monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", ALL_COMPILED)
+    monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", ALL_COMPILED)
     assert run(text_of("README.md"), "README.md", {"__name__": "readme"}) == 1
 
 

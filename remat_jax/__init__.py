@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from remat_jax.memory.residuals import residuals
     from remat_jax.overview import save_report
     from remat_jax.planning.batch import largest_batch
-    from remat_jax.planning.make import plan
+    from remat_jax.planning.make_plan import plan
     from remat_jax.planning.plan import Plan
     from remat_jax.policy import LayerPolicies, Policy
     from remat_jax.train import accumulate_gradients, in_chunks, offload_optimizer
@@ -82,7 +82,7 @@ _HOMES = {
     "memory.residuals": ("residuals",),
     "overview": ("save_report",),
     "planning.batch": ("largest_batch",),
-    "planning.make": ("plan",),
+    "planning.make_plan": ("plan",),
     "planning.plan": ("Plan",),
     "policy": ("LayerPolicies", "Policy"),
     "warning": ("RematWarning",),

@@ -15,7 +15,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, PlanningError
-from remat_jax.planning import search
+from remat_jax.planning import search_plans
 from tests.small_models import times
 
 WIDTH, LAYERS, POLICIES = 16, 3, ("full", "dots_with_no_batch_dims", "offload_dot_with_no_batch_dims", "1 x full | 2 x dots")
@@ -146,8 +146,8 @@ def test_globs_are_attribute_paths():
 
 @pytest.mark.parametrize(("make", "share"), [(Model, 0.2), (Model, 0.6), (Model, 1.0), (Scanned, 0.6), (Scanned, 1.0)])
 def test_a_plan_applies_to_the_loss_as_it_is_written(make, share, monkeypatch):
-    if make is Model:  # which plan is found is tested elsewhere; here any plan of the model will do
-        monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 3)
+    if make is Model:  # which plan is found is asked elsewhere; here, that any is that of the model
+        monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 3)
     workload = job(make)
     full, off = (rj.measure(workload, policy, "cpu").device_bytes for policy in ("full", "off"))
     budget = int(full + share * (off - full))
@@ -183,14 +183,14 @@ def test_an_offload_of_equinox_blocks_is_tied_where_they_are_unrolled():
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_an_offload_of_equinox_blocks_is_compiled_for_a_gpu():
-    report = rj.measure(job(Model), "offload_inputs", "h200")
-    assert report.host_bytes >= report.receipt.offered_bytes == LAYERS * 4 * X[0] * X[1] * X[2]
+    found = rj.measure(job(Model), "offload_inputs", "h200")
+    assert found.host_bytes >= found.receipt.offered_bytes == LAYERS * 4 * X[0] * X[1] * X[2]
 
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_the_doctor_compiles_a_scanned_stack_of_equinox():
-    diagnosis = rj.doctor(job(Scanned), "full", "h200")
-    assert diagnosis.ok and diagnosis.regions == 1 and all(advice_item.compiled for advice_item in diagnosis.advice)
+    found = rj.doctor(job(Scanned), "full", "h200")
+    assert found.ok and found.regions == 1 and all(one.compiled for one in found.advice)
 
 
 def test_only_floating_point_arrays_are_parameters():

@@ -20,7 +20,7 @@ from examples import byte_decoder
 from remat_jax import compat
 from remat_jax.cli.app import app
 from remat_jax.hardware import target, targets
-from remat_jax.planning import search
+from remat_jax.planning import search_plans
 from remat_jax.policy import NAMED
 from remat_jax.report import format_bytes
 from tests.doc_pages import PAGES, ROOT, commands, run
@@ -31,7 +31,7 @@ SIZES = "LAYERS, WIDTH, BATCH, LENGTH = 8, 512, 32, 1024"
 @pytest.fixture(autouse=True)
 def a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Files go to the test's folder, from which they can be imported; one compilation suffices."""
-    monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 1)
+    monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 1)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -79,8 +79,8 @@ def test_five_minutes_at_a_small_size() -> None:
     assert run(before, "start.md", {}) == 1
     _, line = (line for line in commands(before) if line.startswith("remat-jax "))
     small = line.replace("--target h200", "--target cpu").replace("--budget 12GiB", "--budget 1GiB")
-    result = CliRunner().invoke(app, shlex.split(small)[1:])
-    assert result.exit_code == 0, result.output
+    told = CliRunner().invoke(app, shlex.split(small)[1:])
+    assert told.exit_code == 0, told.output
     names: dict[str, Any] = {}
     assert Path("plan.html").is_file() and run(after, "start.md", names) == 1
     assert names["losses"][-1] < names["losses"][0] - 0.1
@@ -92,8 +92,8 @@ def test_what_is_kept_is_what_the_tables_say() -> None:
     written: dict[str, Any] = {}
     run(text_of("docs/start.md").split("## 3. ")[0], "start.md", written)
     kept = {policy: format_bytes(rj.residuals(written["job"](), policy).device_bytes) for policy in policies}
-    printed = text_of("docs/start.md").split("## 4. ")[0]
-    rows = re.findall(r"^│ (off|full) +│.*?│.*?│.*?│ +([\d.]+ \w+) │", printed, re.MULTILINE)
+    told = text_of("docs/start.md").split("## 4. ")[0]
+    rows = re.findall(r"^│ (off|full) +│.*?│.*?│.*?│ +([\d.]+ \w+) │", told, re.MULTILINE)
     assert len(rows) == 2 and {policy: size for policy, size in rows if policy in policies} == kept
     rows = re.findall(r"^\| `(\w+)` \| [\d.]+ GiB \|.*?\|.*?\|.*?\| (.*?) \| (.*?) \|", text_of("docs/memory.md"), re.MULTILINE)
     rows = [row for row in rows if row[0] in policies or row[0] != "off"]
@@ -113,7 +113,7 @@ def test_extras_that_pages_install_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.findall(r"(?:remat[-_]jax|'\.)\[([\w,-]+)\]", "".join(page.read_text() for page in PAGES))
     assert len(named) >= 3
-    assert {extra for named_policy in named for extra in named_policy.split(",")} <= set(project["optional-dependencies"])
+    assert {extra for one in named for extra in one.split(",")} <= set(project["optional-dependencies"])
 
 
 def test_every_note_is_in_the_index() -> None:

@@ -25,9 +25,9 @@ from remat_jax.errors import (
 )
 from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
-from remat_jax.planning import compiling, make
+from remat_jax.planning import compile_candidates, make_plan
 from remat_jax.planning.plan_data import NOT_MAXIMAL
-from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, UNMOVED_COMPILED
+from remat_jax.planning.search_plans import MORE_COMPILED, MOST_COMPILED, UNMOVED_COMPILED
 from remat_jax.policy import NAMED
 from remat_jax.report.tables import format_estimate
 from tests.plan_models import LAYERS, WIDTH, MlpLayer, MlpStack, job
@@ -185,7 +185,7 @@ def test_too_little_says_the_least_and_what_takes_it():
 
 
 def test_less_than_the_parameters_is_said_without_compiling(monkeypatch):
-    monkeypatch.setattr(make, "describe", None)
+    monkeypatch.setattr(make_plan, "describe", None)
     with pytest.raises(
         InfeasibleBudget, match="is less than the arguments of a step of 'perceptrons'.*parameters 192.0 KiB"
     ) as caught:
@@ -194,14 +194,14 @@ def test_less_than_the_parameters_is_said_without_compiling(monkeypatch):
 
 
 def test_what_cannot_be_compiled_is_left_out_and_told(monkeypatch, tmp_path):
-    compile_programs = compiling.compile_programs
+    compile_programs = compile_candidates.compile_programs
 
     def failing(programs, *rest, **options):
         if any(one.key.startswith("plan") for one in programs):
             raise CompileError("the compiler crashed; it said nothing")
         return compile_programs(programs, *rest, **options)
 
-    monkeypatch.setattr(compiling, "compile_programs", failing)
+    monkeypatch.setattr(compile_candidates, "compile_programs", failing)
     plan = rj.plan(job(scanned=True), BUDGET, "cpu")
     assert plan.device_bytes <= BUDGET and [name for name, _ in plan.tried if name == "a plan"] == []
     assert any("plan 2 could not be compiled: the compiler crashed" in note for note in plan.notes)

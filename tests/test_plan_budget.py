@@ -7,7 +7,7 @@ import pytest
 
 from remat_jax.errors import PlanningError
 from remat_jax.hardware import target
-from remat_jax.planning.budget import budget_bytes, host_budget_bytes
+from remat_jax.planning.check_budget import budget_bytes, host_budget_bytes
 
 H200 = target("h200")
 MEMORY = 150_754_820_096
@@ -80,7 +80,7 @@ def test_a_share_needs_a_memory_that_is_known():
 
 
 def test_a_host_budget_may_be_nothing_or_no_limit_but_no_share():
-    assert [host_budget_bytes(one, H200) for one in (None, 0, "0 B", "64GiB")] == [None, 0, 0, 64 * 2**30]
+    assert [host_budget_bytes(one) for one in (None, 0, "0 B", "64GiB")] == [None, 0, 0, 64 * 2**30]
     for share in (0.5, "50%"):
         with pytest.raises(PlanningError, match="host_budget=.*a share means a share of device memory; give bytes of the host"):
-            host_budget_bytes(share, H200)
+            host_budget_bytes(share)

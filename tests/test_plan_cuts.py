@@ -12,10 +12,8 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.memory.measure import measure_many
-from remat_jax.planning.candidate import Compiled, Tried
-from remat_jax.planning.choices import runs
-from remat_jax.planning.fit import Fit
-from remat_jax.planning.fitting import predicted
+from remat_jax.planning.candidate import Compiled, Tried, runs
+from remat_jax.planning.fit_memory import Fit, predicted
 from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import describe
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
@@ -99,7 +97,7 @@ def test_no_residual_more_fits_with_the_runs_as_they_are(budget):
     search = searched(budget, alone_is_cheap)
     best = search.run()
     assert best.compiled.device_bytes <= budget and search.proposals.is_maximal(best)
-    if best.candidate.done is not None and best.candidate.seconds > 0:
+    if best.candidate.effective_choices is not None and best.candidate.seconds > 0:
         more = search.proposals.one_more(best.candidate)
         fewest = min((sum(load.saved for load in one.loads) for one in more), default=None)
         smallest = [one for one in more if sum(load.saved for load in one.loads) == fewest]

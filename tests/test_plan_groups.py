@@ -13,9 +13,9 @@ import pytest
 import remat_jax as rj
 from remat_jax.errors import InfeasibleBudget, PlanningError
 from remat_jax.hardware import target
-from remat_jax.planning import make
+from remat_jax.planning import make_plan
 from remat_jax.planning.candidate import Compiled
-from remat_jax.planning.fitting import predicted
+from remat_jax.planning.fit_memory import predicted
 from tests import plan_models
 
 LAYERS = 16
@@ -104,7 +104,7 @@ def test_groups_are_a_candidate_where_the_link_makes_offload_slow(rate, grouped)
     found.compiler.compile = by_the_formula
     before = found.search.run(by_the_formula)
     compiled = len(asked)
-    best = found._or_groups(before)
+    best = found._with(found._faster_groups(before)[:1], before)
     assert before.candidate.host_bytes > 0 and len(asked) - compiled == grouped
     assert bool(best.candidate.grouped) == grouped and best.compiled.device_bytes <= found.budget
     if grouped:
@@ -114,7 +114,7 @@ def test_groups_are_a_candidate_where_the_link_makes_offload_slow(rate, grouped)
 
 
 def making(work, budget, link):
-    return make._Making(work, budget, link, None, 300.0, lambda *told: None, None)
+    return make_plan._Planner(work, budget, link, None, 300.0, lambda *told: None, None)
 
 
 def test_below_every_grouping_nothing_fits(job, full):

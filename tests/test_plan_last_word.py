@@ -8,11 +8,9 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.planning import as_written
-from remat_jax.planning.candidate import Compiled, StepCandidate, Tried
-from remat_jax.planning.fit import Fit
-from remat_jax.planning.fitting import Load
-from remat_jax.planning.last_word import TELLS, Times, last_word
+from remat_jax.planning.candidate import Compiled, Load, StepCandidate, Tried
+from remat_jax.planning.choose_fastest import TIME_ERROR, Times, as_written, choose_fastest, counted_flops
+from remat_jax.planning.fit_memory import Fit
 from remat_jax.planning.point import Point, next_bytes
 from tests.plan_by_hand import plan
 from tests.plan_models import MlpLayer, job
@@ -28,15 +26,15 @@ def tried(name: str, traced: float, seconds: float | None, away: int = 0) -> Tri
 
 def test_what_is_compiled_fastest_is_the_plan_whatever_was_traced() -> None:
     full, dots, off = tried("full", 3.0, 26.0), tried("dots", 1.0, 28.0), tried("off", 0.0, 31.0)
-    chosen, notes = last_word(off, [full, dots, off])
+    chosen, notes = choose_fastest(off, [full, dots, off])
     assert chosen is full, "a named policy that was compiled, fits and is faster as compiled"
     assert notes == ["As compiled, full is 16.1 % faster than off, which the traced estimate ranks first"]
-    assert last_word(full, [full]) == (full, [])
+    assert choose_fastest(full, [full]) == (full, [])
 
 
 def test_where_a_step_has_no_compiled_time_the_search_decides() -> None:
     full, dots = tried("full", 3.0, 26.0), tried("dots", 1.0, None)
-    assert last_word(dots, [full, dots]) == (dots, [])
+    assert choose_fastest(dots, [full, dots]) == (dots, [])
 
 
 @pytest.mark.parametrize(
@@ -48,14 +46,14 @@ def test_where_a_step_has_no_compiled_time_the_search_decides() -> None:
     ],
 )
 def test_the_simpler_step_is_the_plan_where_the_estimate_cannot_tell_them_apart(simple: Tried, mixed: Tried) -> None:
-    chosen, notes = last_word(mixed, [mixed, simple])
+    chosen, notes = choose_fastest(mixed, [mixed, simple])
     assert (
         chosen is simple
         and notes[0].startswith("As compiled, ")
         and "3.0 % faster. The estimate cannot tell apart times within 4 %" in notes[0]
     )
-    far = tried(simple.candidate.name, 2.0, 97.0 / (1 - 1.1 * TELLS))
-    assert last_word(mixed, [mixed, far]) == (mixed, [])
+    far = tried(simple.candidate.name, 2.0, 97.0 / (1 - 1.1 * TIME_ERROR))
+    assert choose_fastest(mixed, [mixed, far]) == (mixed, [])
 
 
 def test_what_was_not_compiled_is_estimated_at_the_pace_of_what_was() -> None:
@@ -84,9 +82,9 @@ def test_the_text_tells_compiled_times_from_estimates() -> None:
 
 def test_a_model_as_written_lies_between_keeping_everything_and_full(monkeypatch) -> None:
     """By the products that its own checkpoints recompute: half of those of `full` here."""
-    monkeypatch.setattr(as_written, "counted_flops", lambda workload, policy: 50 if policy == "off" else 100)
+    monkeypatch.setattr(f"{as_written.__module__}.counted_flops", lambda workload, policy: 50 if policy == "off" else 100)
     times = SimpleNamespace(compiled=False, pace=2.0, traced_base=10.0, keeping_everything=1.0)
-    point = as_written.as_written(
+    point = as_written(
         SimpleNamespace(blocks=("Layer",)), times, StepCandidate("full", (), 3.0), lambda *_: [Compiled(7, 0)], None
     )
     assert (point.seconds, point.device_bytes, point.timed) == (2.0 * (10.0 + 0.5 * 1.0 + 0.5 * 3.0), 7, False)
@@ -104,4 +102,4 @@ def test_full_is_compiled_too_where_the_traced_estimate_is_near() -> None:
 def test_recomputed_flops_are_those_of_two_traced_steps() -> None:
     work = job(scanned=True)
     made = rj.plan(work, "9 MiB", "cpu")
-    assert made.recompute_flops == as_written.counted_flops(work, dict(made.policies)) > 0
+    assert made.recompute_flops == counted_flops(work, dict(made.policies)) > 0

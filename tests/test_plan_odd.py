@@ -16,14 +16,14 @@ import remat_jax as rj
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
-from remat_jax.planning import compiling, make
+from remat_jax.planning import compile_candidates, make_plan
 from remat_jax.planning.candidate import Compiled
 from remat_jax.planning.explain import named_table
-from remat_jax.planning.fitting import predicted
+from remat_jax.planning.fit_memory import predicted
 from remat_jax.planning.model import Model as PlannedModel
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import describe
-from remat_jax.planning.proposals import Proposals
+from remat_jax.planning.propose_candidates import Proposals
 from remat_jax.report.tables import render
 from remat_jax.workload import Workload
 from tests import shard_map_models
@@ -60,38 +60,38 @@ def test_layers_in_nested_scans_are_planned_alike():
     """They cannot have different policies, but the plan still chooses what each keeps."""
     work = nested()
     full, most = (report.device_bytes for report in measure_many(work, ("full", "off"), "cpu"))
-    plan = rj.plan(work, (full + most) // 2, "cpu")
-    assert plan.device_bytes <= (full + most) // 2
-    assert isinstance(plan.policies[MlpLayer], rj.Policy)
-    assert not plan.notes
+    found = rj.plan(work, (full + most) // 2, "cpu")
+    assert found.device_bytes <= (full + most) // 2
+    assert isinstance(found.policies[MlpLayer], rj.Policy)
+    assert not found.notes
 
 
 def test_a_compiler_that_compiles_nothing_is_no_lack_of_memory(monkeypatch):
     def failing(programs, *rest, **options):
         raise CompileError(f"the compiler crashed at {programs[0].key}")
 
-    monkeypatch.setattr(compiling, "compile_programs", failing)
+    monkeypatch.setattr(compile_candidates, "compile_programs", failing)
     with pytest.raises(CompileError, match="crashed at full"):
         rj.plan(job(scanned=True), BUDGET, "cpu")
 
 
 def test_a_plan_that_fits_is_kept_when_time_is_up(monkeypatch):
-    compile_programs, now = compiling.compile_programs, [0.0]
+    compile_programs, now = compile_candidates.compile_programs, [0.0]
 
     def slow(programs, *rest, **options):
         now[0] += 40.0
         return compile_programs(programs, *rest, **options)
 
-    monkeypatch.setattr(compiling, "compile_programs", slow)
-    monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
-    plan = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30)
-    assert plan.device_bytes <= BUDGET and now[0] == 80.0  # one pair
-    assert any("The search ended after timeout=30 s" in note for note in plan.notes)
+    monkeypatch.setattr(compile_candidates, "compile_programs", slow)
+    monkeypatch.setattr(compile_candidates.time, "monotonic", lambda: now[0])
+    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30)
+    assert found.device_bytes <= BUDGET and now[0] == 80.0  # one pair
+    assert any("The search ended after timeout=30 s" in note for note in found.notes)
 
 
 def test_tracing_is_within_the_timeout_too(monkeypatch):
     """A step takes 10 s to trace and 5 s to compile: after 25 s the next step, traced and counted, would end after 45 s."""
-    compile_programs, export_step, now = compiling.compile_programs, compiling.export_step, [0.0]
+    compile_programs, export_step, now = compile_candidates.compile_programs, compile_candidates.export_step, [0.0]
 
     def after(seconds, function):
         def slow(*arguments, **options):
@@ -100,12 +100,12 @@ def test_tracing_is_within_the_timeout_too(monkeypatch):
 
         return slow
 
-    monkeypatch.setattr(compiling, "compile_programs", after(5.0, compile_programs))
-    monkeypatch.setattr(compiling, "export_step", after(10.0, export_step))
-    monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
-    plan = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=40)
-    assert plan.device_bytes <= BUDGET and now[0] == 30.0  # one pair; two would end after 60
-    assert any("The search ended after timeout=40 s" in note for note in plan.notes)
+    monkeypatch.setattr(compile_candidates, "compile_programs", after(5.0, compile_programs))
+    monkeypatch.setattr(compile_candidates, "export_step", after(10.0, export_step))
+    monkeypatch.setattr(compile_candidates.time, "monotonic", lambda: now[0])
+    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=40)
+    assert found.device_bytes <= BUDGET and now[0] == 30.0  # one pair, where two would end after 60
+    assert any("The search ended after timeout=40 s" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("solved", [0, 3])
@@ -125,40 +125,40 @@ def test_the_frontier_is_within_the_timeout_too(monkeypatch, solved):
             now[0] = 30.5 - 10 * solved
 
     monkeypatch.setattr(Proposals, "solve", slow)
-    monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
-    plan = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30, progress=told)
+    monkeypatch.setattr(compile_candidates.time, "monotonic", lambda: now[0])
+    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30, progress=told)
     assert len(asked) == solved and all(one <= 30 for one in asked)
-    assert sum("Not shown: the whole frontier; after timeout=30 s" in note for note in plan.notes) == 1
+    assert sum("Not shown: the whole frontier; after timeout=30 s" in note for note in found.notes) == 1
     # Stacking a kept array costs more than a product.
-    assert plan.device_bytes <= BUDGET and plan.seconds < plan.base_seconds
-    predicted = [one for one in plan.frontier if not one.compiled and one.name == ""]
+    assert found.device_bytes <= BUDGET and found.seconds < found.base_seconds
+    predicted = [one for one in found.frontier if not one.compiled and one.name == ""]
     if solved:
-        assert plan.lower_bound <= plan.seconds and plan.next_gib_seconds > 0 and len(predicted) <= solved
+        assert found.lower_bound <= found.seconds and found.next_gib_seconds > 0 and len(predicted) <= solved
     else:
-        assert plan.lower_bound is None and predicted == []
-        assert "The timeout came before the gain from the next" in plan.explain()
+        assert found.lower_bound is None and predicted == []
+        assert "The timeout came before the gain from the next" in found.explain()
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_named_policy_that_was_not_shown_not_to_fit_is_compiled_at_last(monkeypatch, late):
     """No step is compiled here: each needs what the formula says, `dots` half of it. Two compilations end the search."""
-    monkeypatch.setattr(make, "Search", functools.partial(make.Search, most_compiled=2))
-    monkeypatch.setattr("remat_jax.planning.search.MORE_COMPILED", 0)
-    found = make._Making(job(), 2**40, target("cpu"), 0, 300.0, lambda *told: None, None)
+    monkeypatch.setattr(make_plan, "Search", functools.partial(make_plan.Search, most_compiled=2))
+    monkeypatch.setattr("remat_jax.planning.search_plans.MORE_COMPILED", 0)
+    found = make_plan._Planner(job(), 2**40, target("cpu"), 0, 300.0, lambda *told: None, None)
     stack, asked = found.fit.guess, []
     (dots,) = (one for one in found.proposals.named if one.name == "dots")
     found.fit.budget = predicted(stack, dots.loads) / 1.35
 
     def by_the_formula(candidates, best):
-        asked.extend(candidate.name for candidate in candidates)
-        needs = [predicted(stack, candidate.loads) * (0.5 if candidate.name == "dots" else 1) for candidate in candidates]
+        asked.extend(one.name for one in candidates)
+        needs = [predicted(stack, one.loads) * (0.5 if one.name == "dots" else 1) for one in candidates]
         return [Compiled(round(size), 0) for size in needs]
 
     found.compiler.compile = by_the_formula
     before = found.search.run(by_the_formula)
     assert len(asked) == 2 and "dots" not in asked and found.proposals.unknown(before)[0].name == "dots"
     found.compiler.deadline -= 300.0 if late else 0.0
-    best = found._with_named(before)
+    best = found._with(found.proposals.unknown(before)[:1], before)
     assert asked[2:] == ([] if late else ["dots"])
     assert best is before if late else (best.candidate.seconds < before.candidate.seconds and best.candidate.name == "dots")
 
@@ -217,7 +217,7 @@ def test_blocks_that_exchange_in_a_shard_map_are_planned():
     kept = {row.name: row.bytes for row in rj.residuals(job, "everything")}
     described = describe(job, "8xh200")
     assert sum(len(kind.layers) for kind in described.kinds) == shard_map_models.LAYERS
-    found = {residual.name: residual.bytes for block in described.stack.blocks for residual in block.residuals}
+    found = {one.name: one.bytes for block in described.stack.blocks for one in block.residuals}
     both = found.keys() & kept.keys()
     assert len(both) > 5 and {name: kept[name] / found[name] for name in both} == dict.fromkeys(both, 8.0)
 

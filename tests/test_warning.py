@@ -104,7 +104,7 @@ def test_who_reports_warnings_itself_gives_none() -> None:
 
 def test_notes_that_change_what_a_plan_does_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     job = workload()
-    monkeypatch.setattr("remat_jax.planning.make.host_shortage", lambda *_: "the host has too little memory")
+    monkeypatch.setattr("remat_jax.planning.make_plan.host_shortage", lambda *_: "the host has too little memory")
     with pytest.warns(rj.RematWarning, match="^Host memory: the host has too little memory") as caught:
         plan = rj.plan(job, "1 MB", "cpu")
     assert {str(warning.message) for warning in caught} <= set(plan.notes)

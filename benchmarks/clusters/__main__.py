@@ -22,7 +22,7 @@ from benchmarks.record import ROOT, provenance, write_json
 from examples.models.moe import MoeConfig
 from remat_jax import compat
 from remat_jax.hardware import target as target_named
-from remat_jax.planning.budget import budget_bytes
+from remat_jax.planning.check_budget import budget_bytes
 
 POLICIES = ("off", "full", "offload_inputs", "dots_with_no_batch_dims", STATE, PLAN)
 

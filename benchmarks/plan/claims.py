@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.record import text_table
-from remat_jax.planning.last_word import TELLS
+from remat_jax.planning.choose_fastest import TIME_ERROR
 from remat_jax.report.tables import format_bytes
 
-SLOWEST = 1 / (1 - TELLS)
+SLOWEST = 1 / (1 - TIME_ERROR)
 """The largest ratio of a plan's time to that of the best other policy: nearer times cannot be told apart."""
 
 Row = dict[str, Any]
@@ -43,7 +43,7 @@ def slower_as_compiled(row: Row, other: float | None) -> bool:
     (True, False, False)
     """
     seconds = row.get("seconds")
-    return seconds is not None and other is not None and other >= (1 - TELLS) * seconds
+    return seconds is not None and other is not None and other >= (1 - TIME_ERROR) * seconds
 
 
 def ratio_of(row: Row) -> float | None:
@@ -78,7 +78,7 @@ def summary(rows: Sequence[Row]) -> str:
     text = f"{len(rows)} budgets, {len(plans)} plans"
     if ratios:
         faster = [ratio for ratio in ratios if ratio < 1 / SLOWEST]
-        text += f"; {len(faster)} take at least {TELLS:.0%} less time than every other policy that fits"
+        text += f"; {len(faster)} take at least {TIME_ERROR:.0%} less time than every other policy that fits"
         text += f", in the median {1 - statistics.median(faster):.0%} less" if faster else ""
         text += f"; the slowest takes {max(ratios):.3f} of the time of the best other policy"
     alone = sum(row["best"] is None for row in plans)

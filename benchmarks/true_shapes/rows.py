@@ -11,7 +11,7 @@ import remat_jax as rj
 from remat_jax.errors import CompileError, InfeasibleBudget
 from remat_jax.hardware import target as target_named
 from remat_jax.planning import Plan
-from remat_jax.planning.budget import budget_bytes, host_budget_bytes
+from remat_jax.planning.check_budget import budget_bytes, host_budget_bytes
 
 PLAN = "plan"
 TIMEOUT = 3600.0
@@ -35,55 +35,51 @@ class Card(NamedTuple):
         """
         name, _, budgets = text.partition("=")
         budget, _, host = budgets.partition("+")
-        target = target_named(name)
-        return cls(name, budget_bytes(budget, target), host_budget_bytes(host, target) if host else None)
+        known = target_named(name)
+        return cls(name, budget_bytes(budget, known), host_budget_bytes(host) if host else None)
 
 
 def row(work: rj.Workload, policy: str, card: Card) -> Row:
     """What `policy` needs (a policy or `plan`), or why it does not compile or nothing fits."""
     begin = time.perf_counter()
-    fields: Row = {"workload": work.name, **card._asdict(), "policy": policy}
+    told: Row = {"workload": work.name, **card._asdict(), "policy": policy}
     try:
-        figures = _of_plan(work, card) if policy == PLAN else _of_policy(work, policy, card.target)
+        found = _of_plan(work, card) if policy == PLAN else _of_policy(work, policy, card.target)
     except InfeasibleBudget as error:
-        figures = {"infeasible": error.least_bytes, "held_by": error.held_by}
+        found = {"infeasible": error.least_bytes, "held_by": error.held_by}
     except CompileError as error:
-        figures = {"error": " ".join(str(error).split())[:_SHOWN]}
-    return fields | figures | {"wall_seconds": time.perf_counter() - begin}
+        found = {"error": " ".join(str(error).split())[:_SHOWN]}
+    return told | found | {"wall_seconds": time.perf_counter() - begin}
 
 
 def _of_policy(work: rj.Workload, policy: Any, target: str) -> Row:
-    report = rj.measure(work, policy, target, timeout=TIMEOUT)
+    found = rj.measure(work, policy, target, timeout=TIMEOUT)
     return {
-        "device_bytes": report.device_bytes,
-        "argument_bytes": report.argument_bytes,
-        "temp_bytes": report.temp_bytes,
-        "host_bytes": report.host_bytes,
-        "residual_device_bytes": report.residual_device_bytes,
-        "residual_host_bytes": report.residual_host_bytes,
+        "device_bytes": found.device_bytes,
+        "argument_bytes": found.argument_bytes,
+        "temp_bytes": found.temp_bytes,
+        "host_bytes": found.host_bytes,
+        "residual_device_bytes": found.residual_device_bytes,
+        "residual_host_bytes": found.residual_host_bytes,
     }
 
 
 def _of_plan(work: rj.Workload, card: Card) -> Row:
     """The plan's own figures, and those of its step as saved, loaded and applied."""
-    plan = rj.plan(work, card.budget, card.target, card.host_budget, timeout=TIMEOUT)
+    found = rj.plan(work, card.budget, card.target, card.host_budget, timeout=TIMEOUT)
     with tempfile.TemporaryDirectory() as folder:
-        plan.save(Path(folder) / "plan.json")
+        found.save(Path(folder) / "plan.json")
         loaded = Plan.load(Path(folder) / "plan.json", work)
     return _of_policy(work, loaded.policies, card.target) | {
-        "planned_device_bytes": plan.device_bytes,
-        "planned_host_bytes": plan.host_bytes,
-        "predicted_bytes": plan.predicted_bytes,
-        "estimated_seconds": plan.seconds,
-        "base_seconds": plan.base_seconds,
-        "named_seconds": {
-            named_policy.name: named_policy.seconds
-            for named_policy in plan.named
-            if named_policy.seconds is not None and not named_policy.remark
-        },
-        "policies": plan.texts,
-        "layers": [{"where": part.where, "policy": part.policy} for part in plan.parts],
-        "is_maximal": plan.is_maximal,
-        "tried": plan.tried,
-        "notes": plan.notes,
+        "planned_device_bytes": found.device_bytes,
+        "planned_host_bytes": found.host_bytes,
+        "predicted_bytes": found.predicted_bytes,
+        "estimated_seconds": found.seconds,
+        "base_seconds": found.base_seconds,
+        "named_seconds": {one.name: one.seconds for one in found.named if one.seconds is not None and not one.remark},
+        "policies": found.texts,
+        "layers": [{"where": part.where, "policy": part.policy} for part in found.parts],
+        "is_maximal": found.is_maximal,
+        "tried": found.tried,
+        "notes": found.notes,
     }

@@ -16,7 +16,7 @@ from examples.models import gpt2
 from parity_tests.third_party import ports as p
 from parity_tests.third_party import test_bert, test_gpt2
 from remat_jax.errors import ArgumentError
-from remat_jax.parity.exciting import excite
+from remat_jax.parity import excite
 from remat_jax.parity.semantics import differences, torch_facts
 
 

@@ -11,9 +11,9 @@ from remat_jax.cli.output import Answer, Json, answering, check_folder, check_pi
 from remat_jax.cli.workloads import MeshOption, WorkloadArgument, load_on_mesh
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
-from remat_jax.planning.budget import budget_bytes, host_budget_bytes
+from remat_jax.planning.check_budget import budget_bytes, host_budget_bytes
 from remat_jax.planning.explain import named_table, next_gib, plan_table
-from remat_jax.planning.make import plan as make_plan
+from remat_jax.planning.make_plan import plan as make_plan
 from remat_jax.planning.page import picture
 from remat_jax.planning.plan import Plan
 
@@ -43,7 +43,7 @@ def plan(
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.
         described = target_named(target)
-        device, host = budget_bytes(budget, described), host_budget_bytes(host_budget, described)
+        device, host = budget_bytes(budget, described), host_budget_bytes(host_budget)
         for option, path in (("save", save), ("html", html), ("plot", plot)):
             check_folder(option, path)
         check_picture(plot)

@@ -17,7 +17,7 @@ from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.overview.compared import Compared, Gathered
 from remat_jax.overview.save import check_plan, checked_path, checked_policies, gather, write_page
 from remat_jax.parity.case import require_torch
-from remat_jax.planning.budget import budget_bytes
+from remat_jax.planning.check_budget import budget_bytes
 from remat_jax.planning.plan import Plan
 from remat_jax.report.tables import format_bytes, format_estimate, table
 

@@ -24,7 +24,7 @@ _BY_LOWER = {unit.lower(): unit for unit in UNITS}
 def device_amount(given: Any, target: Target, argument: str, error: type[RematError]) -> int:
     """The bytes of device memory that `given` stands for on `target`: more than 0, and no more than the target has.
 
-    `planning.budget.budget_bytes` lists the forms of `given`. Messages call it `argument`; the exception is an `error`.
+    `planning.check_budget.budget_bytes` lists the forms of `given`. Messages call it `argument`; the exception is an `error`.
     """
     nbytes = amount(given, target, argument, error)
     if nbytes <= 0:

@@ -16,8 +16,8 @@ from remat_jax.overview.compared import Gathered, Progress, compare
 from remat_jax.overview.page import page
 from remat_jax.parity.report import ParityReport
 from remat_jax.planning import Plan
-from remat_jax.planning.budget import budget_bytes
-from remat_jax.planning.make import plan as make_plan
+from remat_jax.planning.check_budget import budget_bytes
+from remat_jax.planning.make_plan import plan as make_plan
 from remat_jax.policy import as_block_policy
 from remat_jax.report.document import write_whole
 from remat_jax.workload import Workload

@@ -6,7 +6,6 @@ from remat_jax.parity.capture_flax import capture_flax
 from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.compared import Divergence
 from remat_jax.parity.comparison import assert_parity, compare
-from remat_jax.parity.exciting import excite
 from remat_jax.parity.localise import Divergences, first_divergences
 from remat_jax.parity.optimizers import Optimizer
 from remat_jax.parity.report import ParityReport
@@ -14,6 +13,7 @@ from remat_jax.parity.report_data import Check, MemoryRow, TensorRow
 from remat_jax.parity.rule import Row, float64_error, judge
 from remat_jax.parity.semantics import Difference, differences
 from remat_jax.parity.tolerances import LOSS_STEPS, TOLERANCES, Tolerance, epsilon
+from remat_jax.parity.trees import excite
 from remat_jax.porting.float64 import keep_float64
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat_jax.parity.rule import norm
+from remat_jax.parity.rule import norm, relative_error
 from remat_jax.parity.tolerances import TOLERANCES
 
 _MASKED = -1e9  # additive masks hide a score by at most this number, or by minus infinity
@@ -23,8 +23,7 @@ class Distance(NamedTuple):
 
     def relative(self, floor: float) -> float:
         """The error relative to the reference, or to `floor` if the reference is smaller."""
-        scale = max(self.reference, floor)
-        return 0.0 if self.error == 0 else self.error / scale if scale else np.inf
+        return relative_error(self.error, self.reference, floor)
 
     def is_bad(self, floor: float) -> bool:
         """Whether the error is larger than rounding in float64 explains."""

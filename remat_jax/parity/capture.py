@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +15,29 @@ from remat_jax.parity.align import Distance, shown_norm
 Slot = tuple[str, int]
 """An array of a call: its role ("input", "output" or "state") and its number among that role's arrays."""
 
+Instance = tuple[int, tuple[int, ...]]
+"""A traced call, and the iteration of the loops around it."""
+
 LOSS = "loss"
 """The path of the loss, which is recorded like a module that follows the model."""
+
+
+@dataclass(eq=False)
+class CallArray:
+    """An array of a call.
+
+    Attributes:
+        name: the parameter, or the key of the result, that the array belongs to; "" without a name.
+        cotangent: the loss's gradient with respect to the array, through this call only; None if no cotangent arrived.
+    """
+
+    value: np.ndarray
+    name: str = ""
+    cotangent: np.ndarray | None = None
+
+    def add_cotangent(self, cotangent: np.ndarray) -> None:
+        """Add a cotangent that arrived at the array."""
+        self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
 
 @dataclass(eq=False)
@@ -32,8 +52,7 @@ class ModuleCall:
         parent: the position in the trace's `calls` of the enclosing call; None for the outermost.
         gradients: the gradients of the module's own parameters, by the parameter's name in the module.
         state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
-        values, names: its arrays, and the parameter, or the key of the result, that each belongs to.
-        cotangents: the loss's gradients with respect to the arrays, through this call only.
+        instance: in Flax, the number of the traced call, and the iteration of the loops around it.
         changed: role → the distance to the first array that a recomputation changed by more than rounding.
     """
 
@@ -44,9 +63,8 @@ class ModuleCall:
     parent: int | None = None
     gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
     state: Mapping[str, np.ndarray] = field(default_factory=dict)
-    values: dict[Slot, np.ndarray] = field(default_factory=dict)
-    names: dict[Slot, str] = field(default_factory=dict)
-    cotangents: dict[Slot, np.ndarray] = field(default_factory=dict)
+    arrays: dict[Slot, CallArray] = field(default_factory=dict)
+    instance: Instance = (-1, ())
     changed: dict[str, Distance] = field(default_factory=dict)
 
     @property
@@ -56,49 +74,41 @@ class ModuleCall:
 
     def slots(self, role: str) -> list[Slot]:
         """The slots of a role's arrays, in order."""
-        return sorted(slot for slot in self.values if slot[0] == role)
+        return sorted(slot for slot in self.arrays if slot[0] == role)
 
-    def arrays(self, role: str) -> tuple[np.ndarray, ...]:
+    def arrays_of(self, role: str) -> list[CallArray]:
         """The arrays of a role, in order."""
-        return tuple(self.values[slot] for slot in self.slots(role))
-
-    def names_of(self, role: str) -> tuple[str, ...]:
-        """The names of a role's arrays; "" without a name."""
-        return tuple(self.names.get(slot, "") for slot in self.slots(role))
-
-    def cotangents_of(self, role: str) -> tuple[np.ndarray | None, ...]:
-        """The cotangents of a role's arrays; None if no cotangent arrived or the array is not floating-point."""
-        return tuple(self.cotangents.get(slot) for slot in self.slots(role))
+        return [self.arrays[slot] for slot in self.slots(role)]
 
     @property
     def inputs(self) -> tuple[np.ndarray, ...]:
         """The arrays among the arguments."""
-        return self.arrays("input")
+        return tuple(array.value for array in self.arrays_of("input"))
 
     @property
     def outputs(self) -> tuple[np.ndarray, ...]:
         """The arrays among the results."""
-        return self.arrays("output")
+        return tuple(array.value for array in self.arrays_of("output"))
 
     @property
     def input_names(self) -> tuple[str, ...]:
         """The parameter that each input belongs to; "" without a name."""
-        return self.names_of("input")
+        return tuple(array.name for array in self.arrays_of("input"))
 
     @property
     def output_names(self) -> tuple[str, ...]:
         """The key of the result that each output belongs to; "" without a name."""
-        return self.names_of("output")
+        return tuple(array.name for array in self.arrays_of("output"))
 
     @property
     def input_cotangents(self) -> tuple[np.ndarray | None, ...]:
         """The cotangents of the inputs."""
-        return self.cotangents_of("input")
+        return tuple(array.cotangent for array in self.arrays_of("input"))
 
     @property
     def output_cotangents(self) -> tuple[np.ndarray | None, ...]:
         """The cotangents of the outputs."""
-        return self.cotangents_of("output")
+        return tuple(array.cotangent for array in self.arrays_of("output"))
 
     @property
     def misled(self) -> bool:
@@ -110,13 +120,9 @@ class ModuleCall:
         """The distance between the output and its recomputation from equal inputs; None if they agree."""
         return None if self.misled else self.changed.get("output")
 
-    def add_cotangent(self, slot: Slot, cotangent: np.ndarray) -> None:
-        """Add a cotangent that arrived at an array."""
-        self.cotangents[slot] = self.cotangents.get(slot, 0) + cotangent
-
     def compare(self, slot: Slot, again: np.ndarray) -> None:
         """Note an array whose recomputation differs."""
-        before = self.values[slot]
+        before = self.arrays[slot].value
         if not is_close(before, again):
             comparable = before.shape == again.shape and before.dtype.kind == "f"
             apart = shown_norm(before - again) if comparable else np.inf
@@ -171,10 +177,12 @@ def is_close(before: np.ndarray, again: np.ndarray) -> bool:
     return before.shape == again.shape and np.allclose(before, again, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
-def call_numbers(paths: Iterable[str]) -> list[int]:
-    """For every call, in the order in which they began, the number of earlier calls of the same module."""
-    counters = defaultdict[str, "itertools.count[int]"](itertools.count)
-    return [next(counters[path]) for path in paths]
+def number_calls(calls: Iterable[ModuleCall]) -> None:
+    """Set every call's `number`, in the order in which the calls began."""
+    begun = Counter[str]()
+    for call in sorted(calls, key=lambda call: call.started):
+        call.number = begun[call.path]
+        begun[call.path] += 1
 
 
 def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
@@ -198,13 +206,24 @@ def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any
     return named
 
 
-def probe(index: int, shape: tuple[int, ...]) -> np.ndarray:
-    """The random weights of an output in the loss when none is given; equal in both frameworks, as all cotangents then are.
+def names_by_id(named: Iterable[tuple[str, Any]], arrays_in: Callable[[Any], Iterable[Any]]) -> dict[int, str]:
+    """The id of every array in the named values → the first name of a value that holds it."""
+    names: dict[int, str] = {}
+    for name, value in named:
+        for array in arrays_in(value):
+            names.setdefault(id(array), name)
+    return names
 
-    >>> probe(0, (2,)).tolist() == probe(0, (2,)).tolist() != probe(1, (2,)).tolist()
+
+def probed(outputs: Sequence[Any], as_array: Callable[..., Any]) -> Any:
+    """The loss when none is given: the sum of all outputs, weighted by random numbers that are equal in both frameworks.
+
+    >>> x = np.ones(2)
+    >>> bool(probed([x, x], np.asarray) == probed([x, x], np.asarray) != 2 * probed([x], np.asarray))
     True
     """
-    return np.random.default_rng(index).normal(size=shape)
+    weights = (np.random.default_rng(number).normal(size=tuple(x.shape)) for number, x in enumerate(outputs))
+    return sum(((x * as_array(weight, dtype=x.dtype)).sum() for x, weight in zip(outputs, weights, strict=True)), as_array(0.0))
 
 
 def in_float64(value: Any) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +16,11 @@ from flax import nnx
 
 from remat_jax import compat
 from remat_jax.core.walk import equations
-from remat_jax.parity.capture import ModuleCall, Trace, call_numbers, probe
+from remat_jax.parity.capture import CallArray, Instance, ModuleCall, Trace, number_calls, probed
 from remat_jax.parity.recorder import RecordedTrace, Recorder, tag
 from remat_jax.parity.tapped import Label, TapVisit, evaluate, is_tap, visits
 from remat_jax.parity.trees import in_order, is_floating
 from remat_jax.porting.variables import Variables
-
-Instance = tuple[int, tuple[int, ...]]
-"""A traced call, and the iteration of the loops around it."""
-Owners = list["Label | None"]
-"""For every visit of a tap, the array that it is on; the label's call is a position in the trace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +31,7 @@ class TracedPass:
         jaxpr: takes `arguments`, the arrays of (variables, inputs), the floating-point ones first; gives the loss and their
             gradients.
         visits: the jaxpr's taps, in the order of execution; `recorder` has the calls that they belong to.
-        numbers: a tree like (variables, inputs) with each gradient's position; None for leaves that are not floating-point.
+        numbers: a tree like (variables, inputs) with each array's position in `arguments`, and None for other leaves.
         hidden: the calls whose taps cannot be read.
     """
 
@@ -72,7 +69,7 @@ def capture_flax(
     >>> [(call.path, call.kind) for call in trace.calls]
     [('layers_0', 'Dense'), ('', 'Sequential')]
     """
-    return read(trace_step(module, variables, inputs, loss, call=call, transform=transform))[0]
+    return read(trace_step(module, variables, inputs, loss, call=call, transform=transform))
 
 
 def trace_step(
@@ -93,11 +90,10 @@ def trace_step(
         graph, state = nnx.split(module)
         variables = state if variables is None else variables
 
-    def apply(variables: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(module, nnx.Module):
-            model = nnx.merge(graph, variables)
-            return model(*args, **kwargs) if call is None else call(model, *args, **kwargs)
-        return module.apply(variables, *args, **kwargs) if call is None else call(module, variables, *args, **kwargs)
+        def apply(variables: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return (call or operator.call)(nnx.merge(graph, variables), *args, **kwargs)
+    else:
+        apply = functools.partial(call, module) if call else module.apply
 
     leaves, treedef = jax.tree.flatten((variables, inputs if isinstance(inputs, Mapping) else tuple(inputs)))
     floating = [index for index, leaf in enumerate(leaves) if is_floating(leaf)]
@@ -106,7 +102,7 @@ def trace_step(
     def run(variables: Any, inputs: Any) -> Any:
         outputs = apply(variables, **inputs) if isinstance(inputs, Mapping) else apply(variables, *inputs)
         recorder.outputs = tuple(tuple(x.shape) for x in _floating(outputs))
-        loss_of = _probed if loss is None else loss
+        loss_of = loss or (lambda outputs: probed(_floating(outputs), jnp.asarray))
         return recorder.run_loss(loss_of, outputs) if backward else loss_of(outputs)
 
     transformed = run if transform is None else transform(run)
@@ -120,7 +116,7 @@ def trace_step(
         jaxpr = jax.make_jaxpr(jax.value_and_grad(scalar) if backward else scalar)(*arguments)
     reached = visits(jaxpr, recorder.paths)
     tapped = {eqn.params["label"].call for eqn in equations(jaxpr) if is_tap(eqn)}
-    numbers = {index: place for place, index in enumerate(floating)}
+    numbers = {index: place for place, index in enumerate([*floating, *others])}
     tree = jax.tree.unflatten(treedef, [numbers.get(index) for index in range(len(leaves))])
     hidden = frozenset(tapped - {visit.label.call for visit in reached})
     return TracedPass(jaxpr, [*arguments[0], *arguments[1]], reached, recorder, tree, hidden)
@@ -130,48 +126,37 @@ def _floating(outputs: Any) -> list[Any]:
     return [x for x in (in_order(outputs) or jax.tree.leaves(outputs)) if is_floating(x)]
 
 
-def _probed(outputs: Any) -> Any:
-    products = (x * jnp.asarray(probe(k, x.shape), x.dtype) for k, x in enumerate(_floating(outputs)))
-    return sum(map(jnp.sum, products), jnp.zeros(()))
-
-
-def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> tuple[Trace, Owners]:
-    """Run a traced step; return its calls, and the owner of the array at each tap. `given` is as in `evaluate`."""
+def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> Trace:
+    """Run a traced step; return its calls. `given` is as in `evaluate`."""
     # Evaluated operation by operation: compiling one program that returns every intermediate takes many times longer.
     outputs, values = evaluate(step.jaxpr, step.arguments, given or {})
-    tree = jax.tree.map(lambda number: np.asarray(outputs[1 + number]), step.numbers)[0] if len(outputs) > 1 else None
-    gradients = {} if tree is None else Variables(tree, trainable=True).leaves
+    computed = [np.asarray(gradient) for gradient in outputs[1:]]
+    tree = jax.tree.map(lambda number: computed[number] if number < len(computed) else None, step.numbers[0])
+    gradients = Variables(tree, trainable=True).leaves if computed else {}
     return _assembled(step, [np.asarray(value) for value in values], gradients)
 
 
 # The calls of a step.
 
 
-def _assembled(step: TracedPass, values: Sequence[np.ndarray], gradients: Mapping[str, np.ndarray]) -> tuple[Trace, Owners]:
+def _assembled(step: TracedPass, values: Sequence[np.ndarray], gradients: Mapping[str, np.ndarray]) -> Trace:
     """The calls of a step, from the values at its taps; `gradients` are by variable path."""
     recorder, traced = step.recorder, step.recorder.calls
     tapped = _tapped_calls(step, values)
     kept = {key: call for key, call in tapped.items() if call.ended >= 0 and not _is_wrapped(key, tapped, traced)}
-    begun = sorted(kept.values(), key=lambda call: call.started)
-    for call, number in zip(begun, call_numbers(call.path for call in begun), strict=True):
-        call.number = number
+    number_calls(kept.values())
     ended = sorted(kept, key=lambda key: kept[key].ended)
     place_of = {key: place for place, key in enumerate(ended)}
     for key, call in kept.items():
         record, around = traced[key[0]], _parent(key, kept, traced)
         call.parent = None if around is None else place_of[around]
         call.gradients = _own_gradients(record, key[1], gradients)
-        call.state = {record.state[slot[1]]: call.values[slot] for slot in call.slots("state")}
+        call.state = {record.state[slot[1]]: call.arrays[slot].value for slot in call.slots("state")}
     # The loss ends after all modules, so removing it keeps the positions of their calls.
     loss = None if recorder.loss is None else kept.get((recorder.loss, ()))
     calls = tuple(kept[key] for key in ended if kept[key] is not loss)
     hidden = tuple(sorted({"/".join(traced[number].path) for number in step.hidden}))
-    owners: Owners = []
-    for visit in step.visits:
-        key, role = (visit.label.call, visit.index), visit.label.role
-        position = kept[key].slots(role).index(visit.label[1:]) if key in kept else 0
-        owners.append(Label(place_of[key], role, position) if key in kept else None)
-    return Trace(calls, recorder.outputs, hidden, loss, gradients), owners
+    return Trace(calls, recorder.outputs, hidden, loss, gradients)
 
 
 class _TappedCall(ModuleCall):
@@ -184,21 +169,22 @@ def _tapped_calls(step: TracedPass, values: Sequence[np.ndarray]) -> dict[Instan
     calls: dict[Instance, _TappedCall] = {}
     for time, (visit, value) in enumerate(zip(step.visits, values, strict=True)):
         (number, role, _), slot, record = visit.label, visit.label[1:], step.recorder.calls[visit.label.call]
-        call = calls.setdefault((number, visit.index), _TappedCall(visit.path, type(record.module).__name__))
-        call.names = record.names
-        if visit.what == "cotangent":
-            call.add_cotangent(slot, value)
-        elif slot in call.values:  # a second value at a tap is a recomputation
-            call.compare(slot, value)
-        else:
-            if call.started < 0 or (role == "input" and not call.slots("input")):
+        kind, instance = type(record.module).__name__, (number, visit.index)
+        call = calls.setdefault(instance, _TappedCall(visit.path, kind, instance=instance))
+        array = call.arrays.get(slot)
+        if array is None and visit.what == "value":
+            if call.started < 0 or (role == "input" and not call.inputs):
                 call.started = time
             call.ended = time if role == "output" else call.ended
-            call.values[slot] = value
+            call.arrays[slot] = CallArray(value, record.names.get(slot, ""))
+        elif array and visit.what == "cotangent":
+            array.add_cotangent(value)
+        elif array:  # a second value at a tap is a recomputation
+            call.compare(slot, value)
     for (number, _), call in calls.items():
-        for slot, value in call.values.items():
-            if Label(number, *slot) in step.recorder.differentiated:
-                call.cotangents.setdefault(slot, np.zeros_like(value))
+        for slot, array in call.arrays.items():
+            if array.cotangent is None and Label(number, *slot) in step.recorder.differentiated:
+                array.cotangent = np.zeros_like(array.value)
     return calls
 
 

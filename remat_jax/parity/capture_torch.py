@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.capture import LOSS, ModuleCall, Trace, argument_names, call_numbers, is_close, probe
+from remat_jax.parity.capture import (
+    LOSS,
+    CallArray,
+    ModuleCall,
+    Trace,
+    argument_names,
+    is_close,
+    names_by_id,
+    number_calls,
+    probed,
+)
 from remat_jax.parity.trees import fields, in_order
 from remat_jax.porting import as_numpy
 
@@ -35,7 +45,7 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
     args, kwargs = _arguments(module, inputs)
     with _gradients_put_aside(module), recorder.watching(module), torch.enable_grad():
         outputs = module(*args, **kwargs) if call is None else call(module, *args, **kwargs)
-        value = recorder.run_loss(_probed if loss is None else loss, outputs)
+        value = recorder.run_loss(loss or (lambda outputs: probed(_floating(outputs), torch.tensor)), outputs)
         recorder.recording = False
         value.backward()
         gradients = {name: as_numpy(each.grad) for name, each in module.named_parameters() if each.grad is not None}
@@ -43,29 +53,28 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
         return replace(recorder.trace(), outputs=shapes, gradients=gradients, ties=names_of_shared(module))
 
 
+@dataclass(eq=False)
 class _HookedCall(ModuleCall):
     """A call of a module, or of the loss."""
 
-    def __init__(self, module: Any, path: str, caller: _HookedCall | None, started: int) -> None:
-        super().__init__(path, type(module).__name__, started=started)
-        self.module, self.caller = module, caller
-        self.has_graph = False
-        self.aliases: set[int] = set()
+    module: Any = None
+    caller: _HookedCall | None = None
+    has_graph: bool = False
+    aliases: set[int] = field(default_factory=set)
 
     def forget_padding(self) -> None:
         """Zero an embedding's cotangents at `padding_idx`, which train nothing; a model without it has zeros there."""
-        padding, output = getattr(self.module, "padding_idx", None), ("output", 0)
-        if padding is not None and output in self.cotangents:
-            is_padding = (self.values["input", 0] == padding)[..., None]
-            self.cotangents[output] = np.where(is_padding, 0, self.cotangents[output])
+        padding, output = getattr(self.module, "padding_idx", None), self.arrays.get(("output", 0))
+        if padding is not None and output and output.cotangent is not None:
+            is_padding = (self.inputs[0] == padding)[..., None]
+            output.cotangent = np.where(is_padding, 0, output.cotangent)
 
 
 class _Recorder:
     def __init__(self, paths: Mapping[Any, str]) -> None:
         self.paths, self.recording, self.begun = paths, True, 0
         self.calls: list[_HookedCall] = []
-        self.running: list[_HookedCall] = []
-        self.recomputing: list[tuple[Any, _HookedCall | None]] = []
+        self.running: list[tuple[Any, _HookedCall | None]] = []
         self.loss: _HookedCall | None = None
 
     @contextmanager
@@ -78,36 +87,29 @@ class _Recorder:
             yield
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if not self.recording:
-            call = self._recomputed(module, (args, kwargs))
-            self.recomputing.append((module, call))
-            return self._tap((args, kwargs), call, "input", new=False)
-        call = self._begin(module, self.paths[module])
-        self.running.append(call)
-        return self._tap((args, kwargs), call, "input", new=True, named=argument_names(module.forward, args, kwargs))
+        call = self._begin(module, self.paths[module]) if self.recording else self._recomputed(module, (args, kwargs))
+        self.running.append((module, call))
+        return self._tap((args, kwargs), call, "input", argument_names(module.forward, args, kwargs))
 
     def _after(self, module: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
-        if not self.recording:
-            # A recomputation stops by an exception once backward has the tensors it needs: such calls never end.
-            while self.recomputing and self.recomputing[-1][0] is not module:
-                self.recomputing.pop()
-            return self._tap(outputs, self.recomputing.pop()[1] if self.recomputing else None, "output", new=False)
-        while self.running[-1].module is not module:
+        # A recomputation stops by an exception once backward has the tensors it needs: such calls never end.
+        while self.running and self.running[-1][0] is not module:
             self.running.pop()
-        call = self.running.pop()
-        call.state = {name: as_numpy(x) for name, x in module.named_buffers(recurse=False) if x.is_floating_point()}
-        self.calls.append(call)
-        return self._tap(outputs, call, "output", new=True, named=fields(outputs).items())
+        call = self.running.pop()[1] if self.running else None
+        if call and self.recording:
+            call.state = {name: as_numpy(x) for name, x in module.named_buffers(recurse=False) if x.is_floating_point()}
+            self.calls.append(call)
+        return self._tap(outputs, call, "output", fields(outputs).items())
 
     def run_loss(self, loss: Loss, outputs: Any) -> Any:
         """The loss of a model's outputs, recorded like a module that follows the model."""
         self.loss = self._begin(loss, LOSS)
-        value = loss(self._tap(outputs, self.loss, "input", new=True))
-        return self._tap(value, self.loss, "output", new=True)
+        return self._tap(loss(self._tap(outputs, self.loss, "input")), self.loss, "output")
 
     def _begin(self, module: Any, path: str) -> _HookedCall:
         self.begun += 1
-        return _HookedCall(module, path, self.running[-1] if self.running else None, self.begun)
+        caller = self.running[-1][1] if self.running else None
+        return _HookedCall(path, type(module).__name__, started=self.begun, module=module, caller=caller)
 
     def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
         """The call that is recomputed: the last call with equal inputs, else the last; calls without a graph go first."""
@@ -119,48 +121,40 @@ class _Recorder:
 
         return max((call for call in self.calls if call.module is module), key=fits, default=None)
 
-    def _tap(
-        self, values: Any, call: _HookedCall | None, role: str, *, new: bool, named: Iterable[tuple[str, Any]] = ()
-    ) -> Any:
+    def _tap(self, values: Any, call: _HookedCall | None, role: str, named: Iterable[tuple[str, Any]] = ()) -> Any:
         """`values` with an alias for every tensor that has a gradient: the alias's cotangent is this call's alone."""
         import torch
 
         if call is None:
             return values
         made: dict[int, Any] = {}  # a tensor that occurs several times has a single alias and cotangent
-        names = dict[int, str]()
-        for name, value in named:
-            for tensor in _tensors(value):
-                names.setdefault(id(tensor), name)
-        hooked = call.has_graph and not new
+        names = names_by_id(named, _tensors)
+        hooked = call.has_graph and not self.recording
 
         def tap(tensor: Any) -> Any:
             if id(tensor) in made:
                 return made[id(tensor)]
             slot = (role, len(made))
             made[id(tensor)] = tensor
-            if new:
-                call.values[slot] = as_numpy(tensor)
-                call.names[slot] = names.get(id(tensor), "")
-            elif slot in call.values:
+            if self.recording:
+                call.arrays[slot] = CallArray(as_numpy(tensor), names.get(id(tensor), ""))
+            elif slot in call.arrays:
                 call.compare(slot, as_numpy(tensor))
             if torch.is_grad_enabled() and tensor.requires_grad:
                 # An in-place addition to a view takes its cotangent away, so an output made by the module is copied.
                 fresh = role == "output" and id(tensor) not in call.aliases
                 alias = made[id(tensor)] = tensor.clone() if fresh else tensor.view_as(tensor)
                 call.aliases.add(id(alias))
-                if not hooked:
+                if slot in call.arrays and not hooked:
                     call.has_graph |= role == "output"
-                    alias.register_hook(lambda gradient: call.add_cotangent(slot, as_numpy(gradient)))
+                    alias.register_hook(lambda gradient: call.arrays[slot].add_cotangent(as_numpy(gradient)))
             return made[id(tensor)]
 
         return _map_tensors(values, tap)
 
     def trace(self) -> Trace:
         """The recorded calls."""
-        begun = sorted(self.calls, key=lambda call: call.started)
-        for call, number in zip(begun, call_numbers(call.path for call in begun), strict=True):
-            call.number = number
+        number_calls(self.calls)
         places = {id(call): place for place, call in enumerate(self.calls)}
         for call in self.calls:
             call.parent = places.get(id(call.caller))
@@ -204,13 +198,6 @@ def _arguments(module: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any
     if isinstance(inputs, Mapping):
         return (), {name: tensor(value) for name, value in inputs.items()}
     return tuple(tensor(value) for value in inputs), {}
-
-
-def _probed(outputs: Any) -> Any:
-    import torch
-
-    products = (x * torch.tensor(probe(k, tuple(x.shape)), dtype=x.dtype) for k, x in enumerate(_floating(outputs)))
-    return sum(map(torch.sum, products), torch.zeros(()))
 
 
 def _floating(outputs: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,9 +31,9 @@ RUN = "run on inputs"
 class Run:
     """The result of a short training run as NumPy arrays; gradients have PyTorch's names, updates Flax's.
 
-    `state` has the variables that the forward pass wrote, such as the statistics of a batch norm, and `after` the parameters
-    after the optimizer's first step; PyTorch's are state dicts. `updates` are the parameters' changes in that step, or below
-    float64 the updated parameters. `unused` are PyTorch's trained parameters that the backward pass did not reach.
+    `state` has the variables that the forward pass wrote, `after` the parameters after the optimizer's first step; PyTorch's
+    are state dicts. `updates` are the parameters' changes in that step, or below float64 the updated parameters. `unused` are
+    PyTorch's trained parameters that the backward pass did not reach.
     """
 
     outputs: Arrays
@@ -124,10 +124,10 @@ class Case:
         self.optimizer = as_optimizer(self.optimizer)
         self.steps = _steps(self.steps)
         self.dtypes = _dtypes(self.dtypes)
-        self.torch_call = self.torch_call or _plain_call
-        self.flax_call = self.flax_call or _plain_call
+        self.torch_call = self.torch_call or operator.call
+        self.flax_call = self.flax_call or operator.call
 
-    @functools.cached_property
+    @property
     def builds(self) -> bool:
         """Whether `torch_module` is a function that builds the model."""
         return not _is_module(self.torch_module)
@@ -192,10 +192,6 @@ def running(argument: str, what: str = RUN) -> Iterator[None]:
         if what == RUN:
             hint += call_hint(argument, error)
         raise ArgumentError(f"{argument} cannot be {what}: {described(error)}{hint}") from error
-
-
-def _plain_call(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
 
 
 def _is_module(value: Any) -> bool:

@@ -29,8 +29,7 @@ def verdicts(
 ) -> dict[str, tuple[float, str]]:
     """For every tensor its figure, and why it fails, or "".
 
-    The figure is the relative error in float64, which `limit` bounds; in another dtype the ratio to the error of `yardstick`,
-    PyTorch's tensors in that dtype.
+    The figure is the relative error in float64, which `limit` bounds, else the ratio to the error of PyTorch's `yardstick`.
     """
     figures = {}
     if dtype == "float64":
@@ -69,7 +68,7 @@ class Ledger:
     def plant(self, reference: Tensors, yardstick: Tensors, dtype: str) -> Check:
         """Whether sign flips and doublings are detected in every gradient above the rounding of all gradients together.
 
-        They are planted in PyTorch's gradients because flipping a wrong gradient of Flax's could make it right.
+        They are planted in PyTorch's gradients: flipping a wrong gradient of Flax's could make it right.
         """
         caught: dict[str, dict[str, bool]] = {}
         for fault, factor in _FAULTS.items():
@@ -78,10 +77,10 @@ class Ledger:
             judged = verdicts(reference, wrong, yardstick, dtype)
             caught[fault] = {name: bool(problem) for name, (_, problem) in judged.items()}
         both = {name: all(by_name[name] for by_name in caught.values()) for name in caught["sign"]}
-        for name, found in both.items():
+        for name, is_caught in both.items():
             if ("gradient", name) in self.rows:
-                self.rows["gradient", name].caught[dtype] = found
-        missed, large = [name for name, found in both.items() if not found], _large(reference, yardstick, dtype)
+                self.rows["gradient", name].caught[dtype] = is_caught
+        missed, large = [name for name, is_caught in both.items() if not is_caught], _large(reference, yardstick, dtype)
         missed_large = [name for name in missed if name in large]
         if missed_large:
             note = f"; not found, although large enough: {_several(missed_large)}"
@@ -121,8 +120,7 @@ def precision_check() -> Check:
 def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[Sequence[str]], tuple[set[str], str]]) -> Check:
     """Whether gradients exist and none is 0: a gradient of 0 on both sides proves nothing, except for unused weights.
 
-    A gradient may be 0 by chance, behind a ReLU that no input reaches. `elsewhere` compares these with other weights, and
-    returns the names that agree there, and what differs.
+    `elsewhere` compares these gradients with other weights; it returns the names that agree there, and what differs.
     """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
@@ -183,23 +181,23 @@ def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, flo
     return None
 
 
-def losses_check(reference: list[float], yardstick: list[float], losses: list[float], dtype: str) -> list[Check]:
+def losses_check(reference: list[float], yardstick: list[float], losses: list[float], dtype: str) -> Check:
     """The losses of a short training run in both frameworks; below float32 they are reported but not judged."""
     measure = reference if dtype == "float64" else yardstick
     differences = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(measure, losses, strict=True)]
     worst = max(differences) if np.isfinite(differences).all() else float("inf")
     steps = f"{len(losses)} steps, losses at most {worst:.1e} apart; the last {losses[-1]:.6g}"
     if dtype in ("bfloat16", "float16"):
-        return [Check(f"training in {dtype}", bool(np.isfinite(worst)), f"{steps}; not judged below float32")]
+        return Check(f"training in {dtype}", bool(np.isfinite(worst)), f"{steps}; not judged below float32")
     limit = TOLERANCES["float64_step" if dtype == "float64" else "loss"].value
-    return [Check(f"training in {dtype}", worst <= limit, steps)]
+    return Check(f"training in {dtype}", worst <= limit, steps)
 
 
 def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str, *, agreed: bool) -> Check:
     """Transpose or shift one Flax weight: the step that passed must then be judged wrong by its outputs.
 
-    If the outputs agree only after the change, the weight map has that very fault, which counts as detected. If a weight has
-    too little influence, such as a query weight of an untrained model, larger ones are tried until a change is detected.
+    If the outputs agree only after the change, the weight map has that very fault, which counts as detected. Where a weight
+    has too little influence, such as a query weight of an untrained model, larger ones are tried.
     """
     floating = {name: x for name, x in reference.outputs.items() if is_floating(x)}
     measured = {name: yardstick.outputs[name] for name in floating}

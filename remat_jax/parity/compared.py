@@ -13,8 +13,7 @@ from remat_jax.parity.capture import LOSS, ModuleCall, Trace
 from remat_jax.parity.match import MatchedModule
 from remat_jax.parity.tolerances import TOLERANCES
 
-_GRADIENT_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
-_STATE_NAMES = {"mean": "running_mean", "var": "running_var"}
+_TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}
 _OTHER_INPUTS = "the two models get different inputs"
 
 
@@ -52,8 +51,7 @@ class TensorPair:
 
     Attributes:
         around: the pairs of calls that enclose both, the innermost first.
-        distances: "input", "output", "state", "input cotangent", "output cotangent", "gradient" → label → distance, for all
-            quantities present in both.
+        distances: "input", "output", "state", "input cotangent", "output cotangent", "gradient" → label → distance.
         floors: by the same kinds, the norm below which a reference cannot measure a relative error.
     """
 
@@ -124,41 +122,40 @@ def _distances(
 ) -> dict[str, dict[str, Distance]]:
     """The distances between two calls, by kind; `gradients` are those of the parameters' gradients, if known."""
     distances: dict[str, dict[str, Distance]] = {
-        "state": dict(_state(torch, flax)),
-        "gradient": dict(_gradients(torch, flax) if gradients is None else gradients),
+        "state": _by_name("{} afterwards", torch.state, flax.state),
+        "gradient": _by_name("gradient of {}", torch.gradients, flax.gradients) if gradients is None else dict(gradients),
     }
     for role in ("input", "output"):
-        distances[role], distances[f"{role} cotangent"] = {}, {}
-        names, torch_names = flax.names_of(role), torch.names_of(role)
-        cotangents, torch_cotangents = flax.cotangents_of(role), torch.cotangents_of(role)
+        values, cotangents = dict[str, Distance](), dict[str, Distance]()
+        names = [array.name for array in flax.arrays_of(role)]
         for i, j in pairs_of(role, torch, flax):
+            theirs, ours = torch.arrays_of(role)[i], flax.arrays_of(role)[j]
             # An array is labelled by a name that is unique and in both calls, else by its number.
-            is_named = names[j] and names[j] == torch_names[i] and names.count(names[j]) == 1
-            label = f"{role} {names[j] if is_named else j}"
-            distances[role][label] = distance(torch.arrays(role)[i], flax.arrays(role)[j])
-            theirs, ours = torch_cotangents[i], cotangents[j]
-            if theirs is not None and ours is not None:  # one side's alone may belong to a constant or frozen array
-                distances[f"{role} cotangent"][f"gradient of {label}"] = distance(theirs, ours)
+            is_named = ours.name and ours.name == theirs.name and names.count(ours.name) == 1
+            label = f"{role} {ours.name if is_named else j}"
+            values[label] = distance(theirs.value, ours.value)
+            # A cotangent on one side alone may belong to a constant or a frozen array.
+            if theirs.cotangent is not None and ours.cotangent is not None:
+                cotangents[f"gradient of {label}"] = distance(theirs.cotangent, ours.cotangent)
+        distances |= {role: values, f"{role} cotangent": cotangents}
     return distances
 
 
 def pairs_of(role: str, torch: ModuleCall, flax: ModuleCall) -> list[tuple[int, int]]:
     """The pairs of inputs or outputs of two calls to compare, by position."""
-    return pairs(torch.arrays(role), flax.arrays(role), (torch.names_of(role), flax.names_of(role)))
+    theirs, ours = torch.arrays_of(role), flax.arrays_of(role)
+    names = [array.name for array in theirs], [array.name for array in ours]
+    return pairs([array.value for array in theirs], [array.value for array in ours], names)
 
 
-def _state(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Distance]]:
-    for name, value in flax.state.items():
-        other = torch.state.get(_STATE_NAMES.get(name, name))
-        if other is not None and other.size == value.size and value.dtype.kind == "f":
-            yield f"{name} afterwards", distance(other, value)
-
-
-def _gradients(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Distance]]:
-    for name, gradient in flax.gradients.items():
-        other = torch.gradients.get(name, torch.gradients.get(_GRADIENT_NAMES.get(name, name)))
-        if other is not None and other.size == gradient.size:
-            yield f"gradient of {name}", distance(other, gradient)
+def _by_name(label: str, torch: Mapping[str, np.ndarray], flax: Mapping[str, np.ndarray]) -> dict[str, Distance]:
+    """The distances of the arrays of a module that have the same name in both frameworks, or each framework's own."""
+    distances = {}
+    for name, ours in flax.items():
+        theirs = torch.get(name, torch.get(_TORCH_NAMES.get(name, name)))
+        if theirs is not None and theirs.size == ours.size and ours.dtype.kind == "f":
+            distances[label.format(name)] = distance(theirs, ours)
+    return distances
 
 
 def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray]) -> dict[str, dict[str, Distance]]:
@@ -200,8 +197,8 @@ def _floors(torch: Trace) -> dict[str, float]:
 def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
     """The first pair to end whose inputs agree and whose outputs, or written state, differ.
 
-    A real divergence also reaches the outputs of all enclosing modules. A difference in structure, such as a residual
-    connection inside a module in only one model, does not.
+    A divergence reaches the outputs of all enclosing modules. A difference in structure, such as a residual connection inside
+    a module of only one model, does not.
     """
     for pair in pairs:
         wrong = pair.bad("output")
@@ -242,8 +239,7 @@ def _around_the_model(pairs: Sequence[TensorPair]) -> Divergence | None:
 def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Divergence | None:
     """The first pair in backward order that is sound in the forward pass, but stale or the origin of wrong cotangents.
 
-    Modules that recompute after a stale one get wrong inputs, and their cotangents are wrong for that reason. If no module is
-    at fault and gradients still differ, a cotangent is lost between two modules, and the enclosing module is named.
+    If no module is at fault and gradients still differ, a cotangent is lost between two, and the enclosing module is named.
     """
     backwards = sorted(pairs, key=lambda pair: -pair.torch.started)
     sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output") or pair.flax.misled)]

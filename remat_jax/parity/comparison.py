@@ -37,27 +37,26 @@ def compare(
 
     Float64 proves the mapping: plain PyTorch, without inner casts to float32, is compared with Flax in every mode, tensor by
     tensor. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own error in the dtype. Every
-    comparison plants faults; an undetected fault fails the report. Neither model is changed. A PyTorch model with active
-    dropout is refused, because random results cannot be compared.
+    comparison plants faults; an undetected fault fails the report. Neither model is changed. Active dropout is refused, because
+    random results cannot be compared.
 
     Args:
-        torch_module: the PyTorch model in the state to run it (training or evaluation), or a function that builds it, by which
+        torch_module: the PyTorch model, in training or evaluation mode as it shall run, or a function that builds it: then
             tables that a constructor computes in float32, such as rotary frequencies, are computed in float64.
         flax_module: a Linen or NNX module, or a function that makes the module for a dtype's name.
         inputs: arrays or tensors for both models: a tuple of arguments, or a dictionary of keywords.
         rules: the weight map (`remat_jax.porting`); `"auto"` proposes and proves a map.
         variables: a Linen module's variables, if `init` cannot make them, or the values that the rules name as missing.
-        loss: a function from the output to a scalar for both frameworks' arrays, or a pair of functions, PyTorch's and JAX's;
-            by default the squared distance of every floating-point output from random numbers.
+        loss: a function from the output to a scalar for both frameworks' arrays, or a pair of functions, PyTorch's first; by
+            default the squared distance of every floating-point output from random numbers.
         torch_blocks, flax_blocks: the checkpointed classes; by default those in PyTorch's lists of modules, and the Flax
             classes that hold the same weights.
         modes: `off`, `checkpoint`, `offload`, or any policy's name or text.
-        optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: a function from the parameters to PyTorch's optimizer, and
-            optax's optimizer.
+        optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: a function from the parameters to PyTorch's, and optax's.
         dtypes: `float64` and the working dtypes: float32, bfloat16, float16.
         steps: the number of training steps with the optimizer.
         torch_call, flax_call: run a model by `call(model, *inputs)` instead of `model(*inputs)`.
-        excite: give constant parameters, such as biases at 0, other values in both models, because they could hide faults.
+        excite: give constant parameters, such as biases at 0, other values in both models: constants hide faults.
         keep_float64: in float64, ignore the Flax model's own casts to float32, which are faults otherwise, as for PyTorch.
         memory: count the residuals of both frameworks.
         target: also compile the JAX step for this target, for its peak memory; slow.

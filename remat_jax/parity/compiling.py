@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from remat_jax import compat
-from remat_jax.core.walk import bodies
+from remat_jax.core.walk import bodies, variables
 from remat_jax.parity.trees import is_floating
 
 
@@ -60,7 +60,7 @@ def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list
             if before == jnp.float64 and after != before:
                 where = _place(str(eqn.source_info.name_stack))
                 casts[f"float64 to {after}" + (f" in {where}" if where else "")] = None
-        needed |= {var for var in _inputs(eqn, which, casts) if not hasattr(var, "val") and is_floating(var.aval)}
+        needed |= {var for var in variables(_inputs(eqn, which, casts)) if is_floating(var.aval)}
     return [var in needed for var in jaxpr.jaxpr.invars]
 
 

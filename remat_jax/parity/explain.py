@@ -89,7 +89,10 @@ def _masks(case: Case, torch_model: Any, dtype: str, step: TracedPass) -> Iterat
 
     shows = {name: _shows(array) for name, array in case.inputs.arrays.items()}
     added = {name for name, number in shows.items() if number == 0}
-    names = {place: name for place, name in _places(case, step).items() if shows[name] is not None}
+    # JAX sorts keywords by name.
+    in_order = sorted(shows) if case.inputs.positional is None else list(shows)
+    places = zip(jax.tree.leaves(step.numbers[1]), in_order, strict=True)
+    names = {place: name for place, name in places if shows[name] is not None}
     ours = flax_masks(step.jaxpr, names, step.recorder.paths, added) if names else {}
     if not ours:
         return
@@ -118,18 +121,6 @@ def _shows(array: Any) -> int | None:
     if set(values) <= {0, 1}:
         return 1
     return 0 if all(value == 0 or value <= FAR for value in values) else None
-
-
-def _places(case: Case, step: TracedPass) -> dict[int, str]:
-    """The step's argument positions of the model's inputs → their names: floats first, else in the order of JAX's trees."""
-    inputs = case.inputs
-    # JAX sorts keywords by name.
-    ordered = sorted(inputs.arrays) if inputs.positional is None else sorted(inputs.arrays, key=inputs.positional.index)
-    floating = [name for name in ordered if name in inputs.floating]
-    whole = [name for name in ordered if name not in floating]
-    first = len(step.jaxpr.jaxpr.invars) - len(whole)
-    places = dict(zip(jax.tree.leaves(step.numbers[1]), floating, strict=True))
-    return places | dict(enumerate(whole, first))
 
 
 # The first module that differs.

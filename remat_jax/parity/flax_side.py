@@ -86,7 +86,7 @@ class FlaxSide:
     def set_aside(self, names: Collection[str]) -> set[str]:
         """Exclude from `trained` the weights that only PyTorch's tensors `names` fill and that the traced step does not read.
 
-        Returns the `names` whose variables are all excluded. A gradient of 0 alone could be a coincidence.
+        Returns the `names` whose variables are all excluded.
         """
         filled = {path: {self.torch.ties.get(name, name) for name in self.sources[path]} for path in self.trained}
         trained, others = self._shapes("float64")

@@ -15,8 +15,8 @@ from flax import nnx
 
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.align import best_layout, pairs, visible
-from remat_jax.parity.capture import Trace, in_float64
-from remat_jax.parity.capture_flax import Owners, TracedPass, read, trace_step
+from remat_jax.parity.capture import Slot, Trace, in_float64
+from remat_jax.parity.capture_flax import TracedPass, read, trace_step
 from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.case import running
 from remat_jax.parity.compared import (
@@ -34,7 +34,7 @@ from remat_jax.parity.tapped import TapVisit
 from remat_jax.parity.trees import is_floating
 from remat_jax.porting import as_numpy, as_rules, gradients_to_torch
 from remat_jax.porting.float64 import keep_float64
-from remat_jax.porting.links import tied_pairs as tied
+from remat_jax.porting.links import tied_pairs
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Divergences:
     """The divergences that `first_divergences` finds.
 
     Attributes:
-        forward: the first module in the order of execution whose inputs agree while its output, or the state that it wrote,
-            differs. `loss` stands for the loss function; None if no module diverges.
-        backward: the first module in the order of the backward pass whose forward pass and output cotangents agree while its
-            input cotangents or its parameters' gradients differ; None if no module diverges.
+        forward: the first module to run whose inputs agree while its output, or the state that it wrote, differs; the path
+            `loss` stands for the loss function. None if no module diverges.
+        backward: the first module of the backward pass whose forward pass and output cotangents agree while its input
+            cotangents or its parameters' gradients differ. None if no module diverges.
         alone: every module that is wrong by itself, if `single_step` was set.
         matched: PyTorch path → Flax path of the compared modules.
         unmatched_torch, unmatched_flax: paths of the modules without a counterpart.
@@ -89,11 +89,9 @@ def first_divergences(
 ) -> Divergences:
     """Run both models forward and backward in float64; name the first module that differs in each pass.
 
-    The innermost module whose inputs agree and whose outputs differ is named: if its projections agree and
-    its score product differs, an attention is named, not a projection. For the backward pass a module is named only if its
-    forward pass agrees. With
-    `single_step`, every Flax module gets the inputs and cotangents of its original, so no error propagates, and `alone` lists
-    all modules that are wrong by themselves.
+    The innermost module whose inputs agree and whose outputs differ is named: an attention, not its projection, if only its
+    score product differs. For the backward pass a module is named only if its forward pass agrees. With `single_step`, every
+    Flax module gets its original's inputs and cotangents, so no error propagates, and `alone` lists all modules that are wrong.
 
     Args:
         torch_module: a PyTorch module; a float64 copy is run if its dtype is different.
@@ -102,10 +100,10 @@ def first_divergences(
         inputs: a tuple of arguments or a dict of keywords. `flax_inputs` are the Flax model's inputs if they differ.
         loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first; by default the
             sum of all outputs, weighted by fixed random numbers.
-        mapping: PyTorch module path → Flax module path, as a dict or the path of a JSON file, for modules that names, order and
-            sizes do not match; a value None says that a module has no counterpart.
-        rules: the weight map (`remat_jax.porting`), which also compares gradients of one PyTorch tensor that is several
-            Flax projections. Without it gradients are compared by names.
+        mapping: PyTorch module path → Flax module path, or None for no counterpart, as a dict or the path of a JSON file, for
+            modules that names, order and sizes do not match.
+        rules: the weight map (`remat_jax.porting`), by which gradients are compared, also those of one PyTorch tensor that is
+            several Flax projections. Without it names decide.
         torch_call, flax_call, transform: `call` of `capture_torch`, and `call` and `transform` of `capture_flax`.
 
     Raises:
@@ -128,11 +126,11 @@ def first_divergences(
     with _wide(flax_module, variables, inputs if flax_inputs is None else flax_inputs) as (module, given, arguments):
         with running("flax_module"):
             step = trace_step(module, given, arguments, losses[1], call=flax_call, transform=transform)
-        ours, owners = read(step)
+        ours = read(step)
         _refuse_other_outputs(theirs, ours, probed=loss is None)
         matched = match(modules(theirs), modules(ours), mapping)
         calls = compared(theirs, ours, matched, None if rules is None else _under_torch_names(ours.gradients, rules))
-        alone = _each_alone(step, owners, theirs, ours, matched, calls) if single_step else ()
+        alone = _each_alone(step, theirs, ours, matched, calls) if single_step else ()
     forward = first_forward(calls)
     unmatched_torch, unmatched_flax = _unmatched(theirs, matched), _unmatched(ours, matched.values())
     return Divergences(
@@ -150,7 +148,7 @@ def first_divergences(
 def _under_torch_names(gradients: Mapping[str, Any], rules: Any) -> dict[str, Any]:
     """Flax's gradients under PyTorch's names; a tied gradient is under both of its names."""
     renamed = gradients_to_torch(gradients, rules, numpy=True)
-    for name, other in list(tied(as_rules(rules), renamed)):
+    for name, other in list(tied_pairs(as_rules(rules), renamed)):
         renamed[name] = renamed[other] = renamed[name if name in renamed else other]
     return renamed
 
@@ -220,7 +218,7 @@ def _unmatched(trace: Trace, matched: Iterable[str]) -> tuple[str, ...]:
 
 
 def _each_alone(
-    step: TracedPass, owners: Owners, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[TensorPair]
+    step: TracedPass, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[TensorPair]
 ) -> tuple[Divergence, ...]:
     """Every module that is wrong by itself, in the order of execution; once, for its forward pass if that is wrong.
 
@@ -228,8 +226,7 @@ def _each_alone(
     """
     of_modules = [pair for pair in plain if pair.flax is not ours.loss]
     trusted = [pair for pair in of_modules if not pair.bad("output") or all(outer.bad("output") for outer in pair.around)]
-    position = {id(call): place for place, call in enumerate(ours.calls)}
-    again, _ = read(step, _substitutes(step.visits, owners, {position[id(pair.flax)]: pair for pair in trusted}))
+    again = read(step, _substitutes(step.visits, trusted))
     before = {pair.torch.name: pair for pair in trusted}
     listed: dict[str, Divergence] = {}
 
@@ -251,26 +248,26 @@ def _each_alone(
     return tuple(listed[call.name] for call in theirs.calls if call.name in listed)
 
 
-def _substitutes(visits: Sequence[TapVisit], owners: Owners, pair_of: Mapping[int, TensorPair]) -> dict[int, Any]:
-    """The argument `given` of `read`: PyTorch's activations and cotangents in place of Flax's, for the Flax calls in `pair_of`.
-
-    Masks, integers and arrays without a counterpart keep Flax's values.
-    """
+def _substitutes(visits: Sequence[TapVisit], trusted: Sequence[TensorPair]) -> dict[int, Any]:
+    """The argument `given` of `read`: PyTorch's activations and cotangents in place of Flax's, for the trusted pairs' calls."""
+    pair_of = {pair.flax.instance: pair for pair in trusted}
     return {
-        number: _reference(pair_of[owner.call], owner.role, owner.number, visit.what)
-        for number, (visit, owner) in enumerate(zip(visits, owners, strict=True))
-        if owner is not None and owner.call in pair_of and owner.role != "state"
+        number: _reference(pair_of[visit.label.call, visit.index], visit.label[1:], visit.what)
+        for number, visit in enumerate(visits)
+        if (visit.label.call, visit.index) in pair_of and visit.label.role != "state"
     }
 
 
-def _reference(pair: TensorPair, role: str, number: int, what: str) -> np.ndarray | None:
-    value = pair.flax.arrays(role)[number]
-    other = next((i for i, j in pairs_of(role, pair.torch, pair.flax) if j == number), None)
-    if other is None or value.dtype.kind != "f" or visible(value) is not None:
-        return None
-    if what == "cotangent" and role == "output" and pair.is_cut_otherwise:
+def _reference(pair: TensorPair, slot: Slot, what: str) -> np.ndarray | None:
+    """PyTorch's array in Flax's layout; None for masks, integers and arrays without a counterpart."""
+    role, position = slot[0], pair.flax.slots(slot[0]).index(slot)
+    theirs = next((pair.torch.arrays_of(role)[i] for i, j in pairs_of(role, pair.torch, pair.flax) if j == position), None)
+    ours = pair.flax.arrays[slot]
+    if theirs is None or ours.value.dtype.kind != "f" or visible(ours.value) is not None:
         return None
     if what == "value":
-        return best_layout(pair.torch.arrays(role)[other], value)
-    theirs, ours = pair.torch.cotangents_of(role)[other], pair.flax.cotangents_of(role)[number]
-    return None if theirs is None or ours is None else best_layout(theirs, ours)
+        return best_layout(theirs.value, ours.value)
+    is_cut = role == "output" and pair.is_cut_otherwise
+    if is_cut or theirs.cotangent is None or ours.cotangent is None:
+        return None
+    return best_layout(theirs.cotangent, ours.cotangent)

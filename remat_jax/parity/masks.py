@@ -7,7 +7,7 @@ softmax; an unknown operation loses it. Flax's signs are read from the traced pr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ _SOFTMAXES = frozenset({"exp", "_softmax", "_safe_softmax"})
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of an array: the sign with which it depends on each mask, and its value if it is constant.
+    """What is known of an array: the sign with which it depends on each mask, or its value if it is constant.
 
     `added`: the array is an additive mask, 0 where it shows and far below 0 where it hides. As a boolean, only 0 is false.
     """
@@ -58,14 +58,14 @@ def through(name: str, facts: Sequence[Fact]) -> Fact:
     ({'mask': 1}, {'mask': -1})
     """
     if name in _FLIPS:
-        return Fact(facts[0].signs) if name == "logical_not" and facts[0].added else _flipped(facts[0])
+        return _signed(facts[0], shows=name == "logical_not" and facts[0].added)
     if name in _COMPARISONS:
         return _compared(name, *facts)
     if name == "select_n" and len(facts) == 3:
         return _chosen(*facts)
     if name == "sub":
         first, second = facts
-        return Fact(first.signs) if first.signs else _flipped(second)
+        return _signed(first, shows=True) if first.signs else _signed(second, shows=False)
     if name == "mul":
         return _multiplied(*facts)
     if name in _FIRST:
@@ -78,7 +78,10 @@ def through(name: str, facts: Sequence[Fact]) -> Fact:
     return NOTHING
 
 
-def _flipped(fact: Fact) -> Fact:
+def _signed(fact: Fact, *, shows: bool) -> Fact:
+    """The fact with its own signs, or negated."""
+    if shows:
+        return Fact(fact.signs)
     return Fact({name: -sign for name, sign in fact.signs.items()}, None if fact.value is None else -fact.value)
 
 
@@ -86,11 +89,10 @@ def _compared(name: str, fact: Fact, other: Fact) -> Fact:
     """The result of comparing a mask with a number."""
     if not fact.signs or other.value is None or fact.added and other.value > 0:
         return NOTHING
-    if fact.added:
-        shows = (name == "eq") == (other.value == 0) if name in ("eq", "ne") else name in ("gt", "ge")
-        return Fact(fact.signs) if shows else _flipped(replace(fact, value=None))
-    flips = name in ("lt", "le") or (name == "eq") == (other.value == 0) and name in ("eq", "ne") and other.value in (0, 1)
-    return _flipped(replace(fact, value=None)) if flips else Fact(fact.signs)
+    is_true_at_0 = (name == "eq") == (other.value == 0)
+    if name not in ("eq", "ne"):
+        return _signed(fact, shows=name in ("gt", "ge"))
+    return _signed(fact, shows=is_true_at_0 if fact.added else not is_true_at_0 or other.value not in (0, 1))
 
 
 def _as_boolean(fact: Fact) -> Fact:
@@ -100,14 +102,14 @@ def _as_boolean(fact: Fact) -> Fact:
 
 def _chosen(mask: Fact, otherwise: Fact, chosen: Fact) -> Fact:
     if mask.signs and otherwise.is_far != chosen.is_far:
-        return Fact(mask.signs) if otherwise.is_far else _flipped(replace(mask, value=None))
+        return _signed(mask, shows=otherwise.is_far)
     return Fact(_agreed([otherwise.signs, chosen.signs]))
 
 
 def _multiplied(first: Fact, second: Fact) -> Fact:
     for fact, other in ((first, second), (second, first)):
         if fact.signs and other.value:
-            return Fact(fact.signs, None, fact.added) if other.value > 0 else _flipped(replace(fact, value=None))
+            return fact if other.value > 0 else _signed(fact, shows=False)
     return Fact(_agreed([first.signs, second.signs]))
 
 
@@ -131,8 +133,7 @@ def _enter_softmax(fact: Fact, signs: Signs, module: str = "") -> None:
 def flax_masks(jaxpr: Any, names: Mapping[int, str], paths: Sequence[tuple[str, ...]], added: Collection[str] = ()) -> Signs:
     """The signs with which arguments of a closed jaxpr with taps enter its softmaxes.
 
-    `names` maps the position of an argument to its name; `paths` has the module path of every call; `added` names additive
-    masks.
+    `names`: position of an argument → its name; `paths`: the module path of every call; `added`: the additive masks.
     """
     equations = _Equations(paths)
     facts = {place: Fact({name: 1}, added=name in added) for place, name in names.items()}

@@ -73,42 +73,43 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
     >>> match(torch, flax)
     {'': '', 'h/0/fc': 'layers_0/up', 'h/0': 'layers_0'}
     """
-    given = read_mapping(mapping, torch, flax)
-    found = {path: other for path, other in {"": "", **given}.items() if other is not None}
-    taken = {*given, ""}, {*found.values()}
-    free = [[module for module in side if module.path not in used] for side, used in zip((torch, flax), taken, strict=True)]
-    leaves = [[module for module in side if module.is_leaf] for side in free]
-    found |= _assigned(leaves[0], leaves[1], _same_sort)
+    matched: dict[str, str | None] = {"": "", **read_mapping(mapping, torch, flax)}
 
-    # A leaf on one side may have modules inside on the other, such as an attention with its projections.
-    whole = [[m for m in side if not m.is_leaf or (sort_of(m.kind) == "other" and m.path not in used)]
-             for side, used in zip(free, (found.keys(), {*found.values()}), strict=True)]  # fmt: skip
-    leaves_found = [module for module in torch if module.is_leaf and module.path in found]
-    weighted = [module for module in leaves_found if module.has_weights]
+    def unmatched(fits: Callable[[MatchedModule], bool]) -> tuple[list[MatchedModule], list[MatchedModule]]:
+        theirs = [module for module in torch if module.path not in matched and fits(module)]
+        taken = {*matched.values()}
+        return theirs, [module for module in flax if module.path not in taken and fits(module)]
 
-    def within(some: Sequence[MatchedModule], one: MatchedModule, other: MatchedModule) -> tuple[set[str], set[str]]:
+    def is_whole(module: MatchedModule) -> bool:
+        # A leaf on one side may have modules inside on the other, such as an attention with its projections.
+        return not module.is_leaf or sort_of(module.kind) == "other"
+
+    matched |= _assigned(*unmatched(lambda module: module.is_leaf), _same_sort)
+    leaves = [(leaf, other) for leaf in torch if leaf.is_leaf and (other := matched.get(leaf.path)) is not None]
+    weighted = [(leaf, other) for leaf, other in leaves if leaf.has_weights]
+
+    def within(leaves: Sequence[Any], theirs: MatchedModule, ours: MatchedModule) -> tuple[set[str], set[str]]:
         """The Flax paths of the leaves inside each of the two modules."""
-        theirs = {found[leaf.path] for leaf in some if _is_in(leaf.path, one.path)}
-        return theirs, {found[leaf.path] for leaf in some if _is_in(found[leaf.path], other.path)}
+        inside = {other for leaf, other in leaves if _is_in(leaf.path, theirs.path)}
+        return inside, {other for _, other in leaves if _is_in(other, ours.path)}
 
-    def same(one: MatchedModule, other: MatchedModule) -> float | None:
-        theirs, ours = within(leaves_found, one, other)
-        if theirs == ours:
-            return 1.0 if theirs else 0.0
+    def same(theirs: MatchedModule, ours: MatchedModule) -> float | None:
+        inside = within(leaves, theirs, ours)
+        if inside[0] == inside[1]:
+            return 1.0 if inside[0] else 0.0
         # A leaf without weights, such as a rotation or a dropout, may be in a different module.
-        theirs, ours = within(weighted, one, other)
-        return _MOVED if theirs and theirs == ours else None
+        inside = within(weighted, theirs, ours)
+        return _MOVED if inside[0] and inside[0] == inside[1] else None
 
-    def nearly_same(one: MatchedModule, other: MatchedModule) -> float | None:
+    def nearly_same(theirs: MatchedModule, ours: MatchedModule) -> float | None:
         """Equal names, and most leaves inside are common: a table shared by two modules is inside only one of them."""
-        theirs, ours = within(weighted, one, other)
-        alike = words(one.path) == words(other.path) and 2 * len(theirs & ours) > len(theirs | ours)
-        return _MOVED if alike else None
+        inside = within(weighted, theirs, ours)
+        most = 2 * len(inside[0] & inside[1]) > len(inside[0] | inside[1])
+        return _MOVED if most and words(theirs.path) == words(ours.path) else None
 
-    found |= _assigned(whole[0], whole[1], same)
-    mine = [module for module in whole[0] if module.path not in found]
-    others = [module for module in whole[1] if module.path not in found.values()]
-    return found | _assigned(mine, others, nearly_same)
+    matched |= _assigned(*unmatched(is_whole), same)
+    matched |= _assigned(*unmatched(is_whole), nearly_same)
+    return {path: other for path, other in matched.items() if other is not None}
 
 
 def _same_sort(one: MatchedModule, other: MatchedModule) -> float | None:

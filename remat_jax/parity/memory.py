@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -27,43 +28,32 @@ def memory_of(
     return rows, kept_alone(mode, saved, residuals)
 
 
-class _Array(NamedTuple):
-    place: str
-    nbytes: int
-    name: str
-    shape: tuple[int, ...]
-
-
 def kept_alone(mode: str, saved: Any, residuals: Any) -> list[KeptAlone]:
     """The unpaired arrays, largest first: `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`.
 
     Arrays of equal bytes in the same place are paired; an array stacked by a scan counts once per layer. So the unpaired
-    arrays add up to the whole difference, to the byte. Those of the blocks are paired first, so that those of norms or losses
-    outside the blocks remain.
+    arrays add up to the whole difference. Those of the blocks are paired first, so that those outside the blocks remain.
     """
-    theirs, ours = defaultdict[Any, list[_Array]](list), defaultdict[Any, list[_Array]](list)
-    for side, arrays in ((theirs, _of_torch(saved)), (ours, _of_jax(residuals))):
+    theirs, ours = defaultdict[Any, list[KeptAlone]](list), defaultdict[Any, list[KeptAlone]](list)
+    for side, arrays in ((theirs, _of_torch(mode, saved)), (ours, _of_jax(mode, residuals))):
         for array in arrays:
-            side[array.place, array.nbytes].append(array)
+            side[array.place, array.bytes].append(array)
     unpaired: list[KeptAlone] = []
-    for framework, side, other in (("PyTorch", theirs, ours), ("JAX", ours, theirs)):
+    for side, other in ((theirs, ours), (ours, theirs)):
         alone = Counter(array for key, arrays in side.items() for array in arrays[len(other.get(key, ())) :])
-        unpaired += [
-            KeptAlone(mode, framework, array.place, array.name, array.shape, count, count * array.nbytes)
-            for array, count in alone.items()
-        ]
+        unpaired += [replace(array, count=count, bytes=count * array.bytes) for array, count in alone.items()]
     return sorted(unpaired, key=lambda arrays: (-arrays.bytes, arrays.framework, arrays.name))
 
 
-def _of_torch(saved: Any) -> Iterator[_Array]:
+def _of_torch(mode: str, saved: Any) -> Iterator[KeptAlone]:
     for entry in saved.entries:
         if entry.place in ("device", "host"):
             # Only the middle of aten.native_layer_norm.default is informative.
             operator = entry.operator.split(".")[1] if entry.operator.count(".") > 1 else entry.operator
-            yield _Array(entry.place, entry.nbytes, f"{entry.module}:{operator}", entry.shape)
+            yield KeptAlone(mode, "PyTorch", entry.place, f"{entry.module}:{operator}", entry.shape, 1, entry.nbytes)
 
 
-def _of_jax(residuals: Any) -> Iterator[_Array]:
+def _of_jax(mode: str, residuals: Any) -> Iterator[KeptAlone]:
     """JAX's residuals one by one; those of blocks and scans, whose names are numbered, come first."""
     for row in sorted(residuals, key=lambda row: "#" not in row.name):
         if row.action == "recompute" or not math.prod(row.shape):
@@ -71,13 +61,13 @@ def _of_jax(residuals: Any) -> Iterator[_Array]:
         layers, shape = (row.shape[0], row.shape[1:]) if row.scanned and row.shape else (1, row.shape)
         count = row.count * layers
         place = "host" if row.action == "offload" else "device"
-        yield from [_Array(place, row.bytes // count, row.name, tuple(shape))] * count
+        yield from [KeptAlone(mode, "JAX", place, row.name, tuple(shape), 1, row.bytes // count)] * count
 
 
 def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]:
     """The most bytes that PyTorch's forward and backward pass hold in a mode, and the source of the figure.
 
-    None, and the reason, if the step asks for a value, or reads tensors that are neither parameters nor buffers nor inputs.
+    None, and the reason, for a step that needs values, or other tensors than parameters, buffers and inputs.
     """
     import torch_ref
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.calls import patched
-from remat_jax.parity.capture import LOSS, Slot, argument_names
+from remat_jax.parity.capture import LOSS, Slot, argument_names, names_by_id
 from remat_jax.parity.tapped import Label, differentiated, step_traced, tap
 from remat_jax.parity.trees import fields
 
@@ -60,13 +60,11 @@ class Recorder:
         self.calls.append(record)
         self.running.append(number)
         try:
-            named = dict(argument_names(type(module).__call__, (module, *args), kwargs)[1:])
-            record.names |= _names((args, kwargs), named, "input")
-            args, kwargs = _tapped((args, kwargs), number, "input")
+            named = argument_names(type(module).__call__, (module, *args), kwargs)[1:]
+            args, kwargs = self._tap(number, "input", (args, kwargs), named)
             before = _writable(module)
             result = call(*args, **kwargs)
-            record.names |= _names(result, fields(result), "output")
-            outputs = _tapped(result, number, "output")
+            outputs = self._tap(number, "output", result, fields(result).items())
             self._tap_state(number, module, before)
             record.parameters |= _parameters(module)
             return outputs
@@ -77,7 +75,19 @@ class Recorder:
         """The loss of a model's outputs, tapped like a module that follows the model."""
         self.loss = len(self.calls)
         self.calls.append(RecordedTrace((LOSS,), loss, None))
-        return _tapped(loss(_tapped(outputs, self.loss, "input")), self.loss, "output")
+        return self._tap(self.loss, "output", loss(self._tap(self.loss, "input", outputs)))
+
+    def _tap(self, number: int, role: str, values: Any, named: Iterable[tuple[str, Any]] = ()) -> Any:
+        """`values` with taps; an array that occurs several times has a single tap and cotangent."""
+        leaves, treedef = jax.tree.flatten(values, is_leaf=_is_nnx_object)
+        names = names_by_id(named, functools.partial(jax.tree.leaves, is_leaf=_is_nnx_object))
+        tapped: dict[int, Any] = {}
+        for leaf in leaves:
+            if _is_tappable(leaf) and id(leaf) not in tapped:
+                slot = (role, len(tapped))
+                self.calls[number].names[slot] = names.get(id(leaf), "")
+                tapped[id(leaf)] = tap(leaf, Label(number, *slot))
+        return jax.tree.unflatten(treedef, [tapped.get(id(leaf), leaf) for leaf in leaves])
 
     def _tap_state(self, number: int, module: Any, before: Mapping[str, _Variable]) -> None:
         """Tap the variables that a module wrote. The tapped value is written back, or a loop would drop the unused tap."""
@@ -94,8 +104,11 @@ class Recorder:
     @contextmanager
     def recording(self, model: Any) -> Iterator[None]:
         """Tap the calls of Linen modules, or of the modules of an NNX `model` that `tag` has tagged."""
-        is_nnx = isinstance(model, nnx.Module)
-        tapping = patched(_classes(model), self._wrapped) if is_nnx else linen.intercept_methods(self._intercept)
+        if isinstance(model, nnx.Module):
+            classes = {type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
+            tapping = patched(classes, self._wrapped)
+        else:
+            tapping = linen.intercept_methods(self._intercept)
         token = differentiated.set(self.differentiated)
         try:
             with step_traced(next(_steps)), tapping:
@@ -158,34 +171,8 @@ def _writable(module: Any) -> dict[str, _Variable]:
     }
 
 
-def _classes(model: nnx.Module) -> set[type]:
-    return {type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
-
-
-def _names(values: Any, named: Mapping[str, Any], role: str) -> dict[Slot, str]:
-    """The names of the tapped arrays."""
-    names = dict[int, str]()
-    for name, value in named.items():
-        for leaf in _leaves(value):
-            names.setdefault(id(leaf), name)
-    return {(role, number): names.get(id(leaf), "") for number, leaf in enumerate(_leaves(values))}
-
-
-def _leaves(values: Any) -> list[Any]:
-    """The arrays to tap, each once, in order."""
-    leaves = jax.tree.leaves(values, is_leaf=_is_nnx_object)
-    return list({id(leaf): leaf for leaf in leaves if _is_tappable(leaf)}.values())
-
-
 def _is_nnx_object(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable | nnx.Module)
-
-
-def _tapped(values: Any, call: int, role: str) -> Any:
-    """`values` with taps; an array that occurs several times has a single tap and cotangent."""
-    leaves, treedef = jax.tree.flatten(values, is_leaf=_is_nnx_object)
-    tapped = {id(leaf): tap(leaf, Label(call, role, number)) for number, leaf in enumerate(_leaves(values))}
-    return jax.tree.unflatten(treedef, [tapped.get(id(leaf), leaf) for leaf in leaves])
 
 
 def _is_tappable(leaf: Any) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from remat_jax.parity.report_data import (
     divergence_text,
     hidden_text,
     module_name,
-    relative_error,
     shape_text,
 )
+from remat_jax.parity.rule import relative_error
 from remat_jax.report.document import document, escaped, write_whole
 from remat_jax.report.html_parts import Cell, Column, html_table, stacked_bars, state
 from remat_jax.report.tables import format_bytes, format_error, format_ratio, render, table
@@ -39,10 +39,9 @@ class ParityReport:
         memory: residual bytes and peak memory of both frameworks in every mode.
         kept_alone: the arrays that only one framework keeps; without these both keep the same bytes.
         divergences: `forward` and `backward` → the first module that differs, or None; empty if nothing differs.
-        hidden: Flax modules that ran where nothing can be captured, such as in a `while` loop. They cannot be named as the
-            first module that differs. Empty if nothing differs.
-        differences: the settings in which the models differ, such as an epsilon, by module, read before any run. A difference
-            without effect on the values fails nothing.
+        hidden: Flax modules where nothing can be captured, such as in a `while` loop; they cannot be the first module that
+            differs. Empty if nothing differs.
+        differences: the settings in which the models differ, such as an epsilon; without effect on the values it fails nothing.
         torch, flax: the names of the compared models.
         rules: the weight map, as text.
         modes, dtypes, optimizer: the arguments of the comparison.
@@ -109,30 +108,24 @@ class ParityReport:
         return write_whole(path, page(self))
 
     def __rich__(self) -> Any:
-        parts = [_checks_table(self)]
-        parts += [_settings_table(self)] if self.differences else []
-        parts += [_rows_table(self)]
-        parts += [_memory_table(self)] if self.memory else []
-        parts += [_alone_table(self)] if self.kept_alone else []
+        checks = [(check.name, "ok" if check.passed else "FAILED", check.found) for check in self.checks]
+        parts: list[Any] = [table(f"{self.torch} (PyTorch) and {self.flax} (Flax)", ("check", "", "found"), checks)]
+        if self.differences:
+            cells = [(module_name(each["path"]), each["what"], each["torch"], each["flax"]) for each in self.differences]
+            parts.append(table("Settings that differ", ("module", "setting", "in PyTorch", "in Flax"), cells))
+        parts.append(_rows_table(self))
+        if self.memory:
+            columns = ("mode", "framework", "kept: device", "kept: host", "peak", "source of the peak")
+            title, formats = "Memory: residuals, and the peak of both passes", dict.fromkeys(columns[2:5], format_bytes)
+            parts.append(table(title, columns, [astuple(row) for row in self.memory], formats=formats))
+        if self.kept_alone:
+            parts.append(_alone_table(self))
         parts += [divergence_text(direction, first) for direction, first in self.divergences.items() if first]
         parts += [hidden_text(self.hidden)] if self.hidden else []
         return Group(*parts, self.verdict())
 
     def __str__(self) -> str:
         return render(self)
-
-
-# The printed tables.
-
-
-def _checks_table(report: ParityReport) -> Any:
-    rows = [(check.name, "ok" if check.passed else "FAILED", check.found) for check in report.checks]
-    return table(f"{report.torch} (PyTorch) and {report.flax} (Flax)", ("check", "", "found"), rows)
-
-
-def _settings_table(report: ParityReport) -> Any:
-    cells = [(module_name(each["path"]), each["what"], each["torch"], each["flax"]) for each in report.differences]
-    return table("Settings that differ", ("module", "setting", "in PyTorch", "in Flax"), cells)
 
 
 def _rows_table(report: ParityReport) -> Any:
@@ -144,56 +137,36 @@ def _rows_table(report: ParityReport) -> Any:
 
     ordered = sorted(report.rows, key=lambda row: (row.passed, -figures(row)))
     shown, hidden = ordered[:_SHOWN], ordered[_SHOWN:]
-    cells = [
-        (
-            row.kind,
-            row.name,
-            shape_text(row.shape),
-            format_error(row.error),
-            *(format_ratio(row.ratio(dtype)) for dtype in dtypes),
-            "ok" if row.passed else _brief(row.problems),
-        )
-        for row in shown
-    ]
-    columns = ("kind", "tensor", "shape", "float64 error", *(f"{dtype} ratio" for dtype in dtypes), "verdict")
+    cells = [(row.kind, row.name, row.shape, row.error, *map(row.ratio, dtypes), _verdict(row)) for row in shown]
+    ratios = [f"{dtype} ratio" for dtype in dtypes]
+    columns = ("kind", "tensor", "shape", "float64 error", *ratios, "verdict")
+    formats: dict[str, Callable[[Any], str]] = {"shape": shape_text, "float64 error": format_error}
+    formats |= dict.fromkeys(ratios, format_ratio)
     passed = ", all passed" if all(row.passed for row in hidden) else ""
-    return table("Tensors, worst first", columns, cells, caption=f"and {len(hidden)} more{passed}" if hidden else None)
+    rest = f"and {len(hidden)} more{passed}" if hidden else None
+    return table("Tensors, worst first", columns, cells, formats=formats, caption=rest)
 
 
 def _working_dtypes(report: ParityReport) -> list[str]:
     return [dtype for dtype in report.dtypes if dtype != "float64"]
 
 
-def _brief(problems: Sequence[str]) -> str:
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{problems[0]}{more}" if problems else "not compared"
-
-
-def _memory_table(report: ParityReport) -> Any:
-    columns = ("mode", "framework", "kept: device", "kept: host", "peak", "source of the peak")
-    cells = [
-        (row.mode, row.framework, row.device_bytes, row.host_bytes, row.peak_bytes, row.peak_from) for row in report.memory
-    ]
-    title = "Memory: residuals, and the peak of both passes"
-    return table(title, columns, cells, formats=dict.fromkeys(columns[2:5], format_bytes))
+def _verdict(row: TensorRow) -> str:
+    more = f" (and {len(row.problems) - 1} more)" if len(row.problems) > 1 else ""
+    return f"{row.problems[0]}{more}" if row.problems else "ok" if row.passed else "not compared"
 
 
 def _alone_table(report: ParityReport) -> Any:
     columns = ("mode", "kept by", "where", "made by", "shape", "arrays", "size")
-    shown, hidden = list[KeptAlone](), list[KeptAlone]()
-    for mode in report.modes:
-        arrays = [array for array in report.kept_alone if array.mode == mode]
-        shown += arrays[:_SHOWN_ALONE]
-        hidden += arrays[_SHOWN_ALONE:]
-    cells = [(x.mode, x.framework, x.place, x.name, shape_text(x.shape), x.count, x.bytes) for x in shown]
-    rest = f"and {len(hidden)} more, {format_bytes(sum(array.bytes for array in hidden))}" if hidden else None
+    by_mode = [[arrays for arrays in report.kept_alone if arrays.mode == mode] for mode in report.modes]
+    cells = [astuple(arrays) for of_mode in by_mode for arrays in of_mode[:_SHOWN_ALONE]]
+    hidden = [arrays.bytes for of_mode in by_mode for arrays in of_mode[_SHOWN_ALONE:]]
+    rest = f"and {len(hidden)} more, {format_bytes(sum(hidden))}" if hidden else None
     title = "Kept by only one framework; all other residuals are equal to the byte"
-    return table(title, columns, cells, formats={"size": format_bytes}, caption=rest)
+    return table(title, columns, cells, formats={"shape": shape_text, "size": format_bytes}, caption=rest)
 
 
 # The page.
-
-_ON_HOST = "on the host"
 
 
 @dataclass
@@ -221,7 +194,7 @@ def page_body(report: ParityReport, level: int = 2) -> str:
     sources = [f"{row.mode}, {row.framework}: {row.peak_from}" for row in report.memory if row.peak_from]
     details = {
         "Source of the peaks": "\n".join(sources),
-        "Kept by only one framework": _alone(report),
+        "Kept by only one framework": "\n".join(map(_alone, report.kept_alone)),
         "Modules that could not be observed": hidden_text(report.hidden) if report.hidden else "",
         "Settings that differ": "\n".join(map(difference_text, report.differences)),
         "Weight map": report.rules,
@@ -250,7 +223,8 @@ def module_tree(report: ParityReport) -> TreeNode:
     for direction, first in report.divergences.items():
         if first:
             node = _path(root, filter(None, first["torch_path"].replace("/", ".").split(".")))[-1]
-            mark = f"◀ first difference, {direction} ({format_error(relative_error(first))})"
+            error = format_error(relative_error(first["error"], first["reference"]))
+            mark = f"◀ first difference, {direction} ({error})"
             node.mark = f"{node.mark} {mark}".lstrip()
     return root
 
@@ -288,7 +262,12 @@ def _tensors(report: ParityReport) -> str:
     columns = [Column("kind"), Column("tensor"), Column("in Flax"), Column("shape"), Column("norm", "error")]
     columns += [Column("float64 error", "error"), *(Column(f"{dtype} ratio", "ratio") for dtype in dtypes), Column("verdict")]
     ordered = sorted(report.rows, key=lambda row: row.passed)
-    rows, passed = [_cells(row, dtypes) for row in ordered], [row.passed for row in ordered]
+    rows: list[list[Cell]] = []
+    for row in ordered:
+        verdict = "; ".join(row.problems) or ("ok" if row.passed else "not compared")
+        figures = row.norm, row.error, *map(row.ratio, dtypes)
+        rows.append([row.kind, row.name, row.flax, shape_text(row.shape), *figures, verdict])
+    passed = [row.passed for row in ordered]
     return (
         '<p class="tools"><label>Filter <input id="filter" type="search" placeholder="part of a row"></label> '
         '<label><input id="failed" type="checkbox"> only what failed</label> '
@@ -297,28 +276,19 @@ def _tensors(report: ParityReport) -> str:
     )
 
 
-def _cells(row: TensorRow, dtypes: Sequence[str]) -> list[Cell]:
-    verdict = "; ".join(row.problems) if row.problems else "ok" if row.passed else "not compared"
-    ratios = [row.ratio(dtype) for dtype in dtypes]
-    return [row.kind, row.name, row.flax, shape_text(row.shape), row.norm, row.error, *ratios, verdict]
-
-
 def _memory(rows: Sequence[MemoryRow]) -> str:
     kept, peaks = {}, {}
     for row in rows:
         name = f"{row.mode}, {row.framework}"
-        kept[name] = {("residuals", "on the device"): row.device_bytes, ("residuals", _ON_HOST): row.host_bytes}
+        kept[name] = {("residuals", "on the device"): row.device_bytes, ("residuals", "on the host"): row.host_bytes}
         if row.peak_bytes is not None:
             peaks[name] = {("peak", "of both passes"): row.peak_bytes}
     return (
         '<p class="hint">Residuals on the device and on the host, without parameters and inputs; the peak includes everything.'
-        f"</p>{stacked_bars(kept, 'residuals', hatched={_ON_HOST: _ON_HOST})}{stacked_bars(peaks, 'peak memory')}"
+        f"</p>{stacked_bars(kept, 'residuals', hatched={'on the host': 'on the host'})}{stacked_bars(peaks, 'peak memory')}"
     )
 
 
-def _alone(report: ParityReport) -> str:
-    return "\n".join(
-        f"{one.mode}: {one.framework} keeps {one.count} × {shape_text(one.shape)} of {one.name} on the {one.place}: "
-        f"{format_bytes(one.bytes)}"
-        for one in report.kept_alone
-    )
+def _alone(arrays: KeptAlone) -> str:
+    shapes = f"{arrays.count} × {shape_text(arrays.shape)} of {arrays.name}"
+    return f"{arrays.mode}: {arrays.framework} keeps {shapes} on the {arrays.place}: {format_bytes(arrays.bytes)}"

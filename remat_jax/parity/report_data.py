@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from remat_jax.parity.rule import relative_error
+
 
 @dataclass
 class TensorRow:
@@ -14,8 +16,7 @@ class TensorRow:
     Attributes:
         kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (written by the forward pass) or
             `update` (the change in the optimizer's first step; below float64 the updated parameter).
-        name: PyTorch's name; for a state and an update the path in the Flax model.
-        flax: a parameter's path in the Flax model.
+        name, flax: PyTorch's name, for a state and an update the path in the Flax model; a parameter's path in the Flax model.
         shape, norm: of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
         errors: mode → relative error in float64.
         ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule.
@@ -141,7 +142,8 @@ def divergence_text(direction: str, divergence: Mapping[str, Any]) -> str:
     """
     names = f"{module_name(divergence['torch_path'])} ({module_name(divergence['flax_path'])} in Flax)"
     note = f" ({divergence['note']})" if divergence.get("note") else ""
-    return f"first difference, {direction}: {names}, {divergence['what']} {relative_error(divergence):.1e} off{note}"
+    error = relative_error(divergence["error"], divergence["reference"])
+    return f"first difference, {direction}: {names}, {divergence['what']} {error:.1e} off{note}"
 
 
 def hidden_text(hidden: Sequence[str]) -> str:
@@ -161,8 +163,3 @@ def shape_text(shape: Sequence[int]) -> str:
     ('2×3', 'scalar')
     """
     return "×".join(map(str, shape)) or "scalar"
-
-
-def relative_error(divergence: Mapping[str, Any]) -> float:
-    """The error of a divergence relative to its reference."""
-    return float(divergence["error"] / divergence["reference"]) if divergence["reference"] else float("inf")

@@ -76,9 +76,8 @@ def _row(name: str, reference: Tensors, jax: Tensors, torch: Tensors, dtype: str
     meaningful = TOLERANCES["meaningful_error"].value * whole
     if not err_torch <= meaningful:
         problem = f"PyTorch is {err_torch:.2g} from the reference, more than {meaningful:.2g}: more than a rounding error"
-    allowed = max(err_torch, epsilon(dtype) * whole)
-    bound = TOLERANCES["error_ratio"].value * allowed
-    ratio = err_jax / allowed if allowed else (0.0 if err_jax == 0 else math.inf)
+    bound = TOLERANCES["error_ratio"].value * max(err_torch, epsilon(dtype) * whole)
+    ratio = relative_error(err_jax, err_torch, epsilon(dtype) * whole)
     return Row(name, err_jax, err_torch, bound, ratio, passed=not problem and err_jax <= bound, problem=problem)
 
 
@@ -114,10 +113,14 @@ def float64_errors(reference: Tensors, candidate: Tensors) -> dict[str, float]:
         if not math.isfinite(floor) or problem_of(name, "float64", reference, JAX=candidate):
             errors[name] = math.inf
             continue
-        distance = _distance(reference[name], candidate[name])
-        scale = max(norm(reference[name]), floor)
-        errors[name] = 0.0 if distance == 0 else distance / scale if scale else math.inf
+        errors[name] = relative_error(_distance(reference[name], candidate[name]), norm(reference[name]), floor)
     return errors
+
+
+def relative_error(error: float, reference: float, floor: float = 0.0) -> float:
+    """The error relative to the norm of the reference, or to `floor` if the norm is smaller."""
+    scale = max(reference, floor)
+    return 0.0 if error == 0 else error / scale if scale else math.inf
 
 
 def problem_of(name: str, dtype: str, reference: Tensors, **candidates: Tensors) -> str:

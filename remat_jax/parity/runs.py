@@ -25,7 +25,7 @@ from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.torch_side import TorchSide
 from remat_jax.parity.trees import is_floating
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
-from remat_jax.porting.links import tied_pairs as pairs
+from remat_jax.porting.links import tied_pairs
 from remat_jax.warning import silenced
 
 Tell = Callable[[str, int, int], None]
@@ -103,8 +103,9 @@ class Comparison:
         self.say("the first module that differs")
         with _precision("float64", self.case.keep_float64):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
-            result = first_difference(self.case, model, variables, self.flax.rules, self.flax.applied(mode))
-        divergences, self.hidden, checks = result
+            divergences, self.hidden, checks = first_difference(
+                self.case, model, variables, self.flax.rules, self.flax.applied(mode)
+            )
         self.checks += checks
         # Nothing differs in the earlier modes.
         only = f"only in {mode}" if mode != self.case.modes[0] else ""
@@ -155,7 +156,7 @@ class Comparison:
             if mode == self.case.modes[0]:
                 self._plant(dtype, mode, yardstick, weights)
             if mode == "off" and self.steps > 1:
-                self.checks += losses_check(self.reference.losses, yardstick.losses, run.losses, dtype)
+                self.checks.append(losses_check(self.reference.losses, yardstick.losses, run.losses, dtype))
 
     def _enter(self, dtype: str, mode: str, run: Run, yardstick: Run) -> None:
         for kind in ("output", "gradient", "state", "update"):
@@ -213,7 +214,7 @@ class Comparison:
 
     def _under_rules_names(self, gradients: Arrays) -> Arrays:
         renamed = dict(gradients)
-        for name, other in list(pairs(self.flax.rules, renamed)):
+        for name, other in list(tied_pairs(self.flax.rules, renamed)):
             if name not in renamed:
                 renamed[name] = renamed.pop(other)
         return renamed
@@ -271,7 +272,7 @@ def _errors(reference: Arrays, candidate: Arrays) -> dict[str, float]:
 def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
     """Refuse ties of separate tensors: a tie is one tensor under two names; equal but separate tensors part in training."""
     names = {*torch.trained, *torch.ties}
-    for name, other in pairs(rules, dict.fromkeys(names)):
+    for name, other in tied_pairs(rules, dict.fromkeys(names)):
         if {name, other} <= names and torch.ties.get(name, name) != torch.ties.get(other, other):
             raise ArgumentError(
                 f"rules: 'tie: {name} = {other}', but these are two parameters in the PyTorch model: share one there, or give "
@@ -281,10 +282,7 @@ def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
 
 @contextlib.contextmanager
 def _precision(dtype: str, widens: bool = False) -> Iterator[None]:
-    """Enable JAX's 64-bit types only for float64; full matmul precision unless the user sets another.
-
-    With `widens`, casts to float32 inside a float64 run stay in float64.
-    """
+    """JAX's 64-bit types for float64 alone, in which `widens` undoes casts; full precision unless the user sets another."""
     chosen = jax.config.jax_default_matmul_precision
     kept = keep_jax_float64() if widens and dtype == "float64" else contextlib.nullcontext()
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision(chosen or "highest"), kept:

@@ -70,7 +70,9 @@ def differences(
 def step_differences(torch_module: Any, step: TracedPass, mapping: Any = None) -> list[Difference]:
     """`differences` for a Flax model that is already traced."""
     theirs = {path.replace(".", "/"): module for path, module in torch_module.named_modules()}
-    ours = _expanded(step)
+    ours: dict[str, RecordedTrace] = {}  # in the order of execution, with a loop's layers one by one
+    for visit in step.visits:
+        ours.setdefault(visit.path, step.recorder.calls[visit.label.call])
     listed = [
         MatchedModule(path, type(m).__name__, None, not list(m.children()), any(True for _ in m.parameters()))
         for path, m in theirs.items()
@@ -80,28 +82,27 @@ def step_differences(torch_module: Any, step: TracedPass, mapping: Any = None) -
     matched = match(listed, others, mapping)
     # A ConvNet is no convolution: a class name tells the sort only of a module without submodules.
     leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
-    found: list[Difference] = []
+    differing: list[Difference] = []
     for path, other in matched.items():
         sorts = sort_of(type(theirs[path]).__name__), sort_of(type(ours[other].module).__name__)
         if path in leaves[0] and other in leaves[1] and sorts[0] == sorts[1] != "other":
             torch, flax = torch_facts(theirs[path]), flax_facts(ours[other])
-            differing = (what for what in torch.keys() & flax.keys() if torch[what] != flax[what])
-            found += [Difference(other, what, torch[what], flax[what]) for what in differing]
-    return [*found, *_rates(theirs, ours), *_gelus(theirs, step, matched)]
+            settings = (what for what in torch.keys() & flax.keys() if torch[what] != flax[what])
+            differing += [Difference(other, what, torch[what], flax[what]) for what in settings]
+    return [*differing, *_rates(theirs, ours), *_gelus(theirs, step, matched)]
 
 
 def torch_facts(module: Any) -> Facts:
     """The settings of a PyTorch module, in Flax's terms."""
     sort, parameters = sort_of(type(module).__name__), dict(module.named_parameters(recurse=False))
     facts: Facts = {}
-    epsilon = getattr(module, "eps", getattr(module, "variance_epsilon", None))
-    if sort == "norm" and epsilon is not None:
-        facts["epsilon"] = epsilon
-    # Other libraries' modules may lack these attributes under the same names: a frozen batch norm has no momentum.
-    if sort == "norm" and getattr(module, "momentum", None) is not None:
-        facts["momentum"] = 1 - module.momentum
-    if sort == "norm" and hasattr(module, "track_running_stats"):
-        facts["statistics"] = "of the batch" if module.training or not module.track_running_stats else "running"
+    if sort == "norm":
+        # Other libraries' modules may lack these attributes: a frozen batch norm has no momentum.
+        momentum = getattr(module, "momentum", None)
+        facts["epsilon"] = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+        facts["momentum"] = None if momentum is None else 1 - momentum
+        if hasattr(module, "track_running_stats"):
+            facts["statistics"] = "of the batch" if module.training or not module.track_running_stats else "running"
     if sort == "convolution" and hasattr(module, "transposed"):
         facts |= {"strides": tuple(module.stride), "dilation": tuple(module.dilation), "groups": module.groups}
         if not module.transposed:  # the frameworks count a transposed convolution's padding from opposite ends
@@ -114,20 +115,18 @@ def torch_facts(module: Any) -> Facts:
         facts["precision"] = "highest"
     if parameters:
         facts["dtype"] = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
-    return facts
+    return {what: value for what, value in facts.items() if value is not None}
 
 
 def flax_facts(call: RecordedTrace) -> Facts:
     """The settings of a Linen or NNX module."""
     module, sort = call.module, sort_of(type(call.module).__name__)
     facts: Facts = {}
-    epsilon = getattr(module, "epsilon", getattr(module, "eps", None))
-    if sort == "norm" and epsilon is not None:
-        facts["epsilon"] = epsilon
-    if sort == "norm" and getattr(module, "momentum", None) is not None:
-        facts["momentum"] = module.momentum
-    if sort == "norm" and getattr(module, "use_running_average", None) is not None:
-        facts["statistics"] = "running" if module.use_running_average else "of the batch"
+    if sort == "norm":
+        facts["epsilon"] = getattr(module, "epsilon", getattr(module, "eps", None))
+        facts["momentum"] = getattr(module, "momentum", None)
+        if getattr(module, "use_running_average", None) is not None:
+            facts["statistics"] = "running" if module.use_running_average else "of the batch"
     if sort == "convolution" and hasattr(module, "padding"):
         facts |= _convolution(module)
     if sort in ("linear", "convolution") or (sort == "norm" and call.parameters):
@@ -138,7 +137,7 @@ def flax_facts(call: RecordedTrace) -> Facts:
     if call.parameters:
         dtype = getattr(module, "dtype", None)
         facts["dtype"] = np.dtype(next(iter(call.parameters.values())).dtype if dtype is None else dtype).name
-    return facts
+    return {what: value for what, value in facts.items() if value is not None}
 
 
 def _convolution(module: Any) -> Facts:
@@ -187,14 +186,6 @@ def _rates(torch: Mapping[str, Any], flax: Mapping[str, RecordedTrace]) -> list[
     return [] if theirs == rates or not theirs else [Difference("", "dropout rates", sorted(theirs), sorted(rates))]
 
 
-def _expanded(step: TracedPass) -> dict[str, RecordedTrace]:
-    """The calls by path in the order of execution, with a loop's layers listed one by one."""
-    calls: dict[str, RecordedTrace] = {}
-    for visit in step.visits:
-        calls.setdefault(visit.path, step.recorder.calls[visit.label.call])
-    return calls
-
-
 # In JAX, GELU is a function that leaves an error function or a tanh in the jaxpr; taps tell which module called it.
 
 _FORMS = {"erf": "exact", "erfc": "exact", "tanh": "by tanh"}
@@ -210,15 +201,15 @@ def _gelus(torch: Mapping[str, Any], step: TracedPass, matched: Mapping[str, str
             running.passes(eqn)
         elif form := _form(eqn):
             forms[_without_indices(running.path)].add(form)
-    found = []
+    differing = []
     for path, module in torch.items():
         around = path
         while around and around not in matched:
             around = around.rpartition("/")[0]
         form, ours = _torch_gelu(module), forms[_without_indices(matched[around])]
         if form and ours and form not in ours:
-            found.append(Difference(matched[around], "GELU", form, " and ".join(sorted(ours))))
-    return found
+            differing.append(Difference(matched[around], "GELU", form, " and ".join(sorted(ours))))
+    return differing
 
 
 def _without_indices(path: str) -> str:

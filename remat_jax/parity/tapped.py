@@ -86,19 +86,15 @@ class TapVisit:
         return "/".join(str(next(indices)) if part is None else part for part in self.parts)
 
 
-def visits(jaxpr: Any, paths: Sequence[tuple[str, ...]]) -> list[TapVisit]:
-    """The taps of the closed `jaxpr`, in the order in which `evaluate` reaches them; `paths` has every call's module path."""
-    return _visits(jaxpr, paths, {})
-
-
-def _visits(jaxpr: Any, paths: Sequence[tuple[str, ...]], depths: dict[tuple[int, int], int]) -> list[TapVisit]:
-    reached: list[TapVisit] = []
+def visits(jaxpr: Any, paths: Sequence[tuple[str, ...]], depths: dict[tuple[int, int], int] | None = None) -> list[TapVisit]:
+    """The taps of the closed `jaxpr`, in the order of `evaluate`; `paths` has every call's module path."""
+    depths, reached = {} if depths is None else depths, list[TapVisit]()
     for eqn in jaxpr.jaxpr.eqns:
         if is_tap(eqn):
             label = eqn.params["label"]
             reached.append(TapVisit(label, eqn.params["what"], paths[label.call]))
         elif (body := _body(eqn)) is not None:
-            inside = _visits(body, paths, depths)
+            inside = visits(body, paths, depths)
             reached += _in_every_iteration(eqn, inside, depths) if eqn.primitive.name == "scan" else inside
     return reached
 
@@ -149,25 +145,18 @@ def evaluate(jaxpr: Any, args: Sequence[Any], given: Mapping[int, Any]) -> tuple
 def _scan(eqn: Any, body: Any, inputs: list[Any], visit: Visit) -> list[Any]:
     """A scan run in Python: the next model reuses its compiled operations, but would have to compile a whole loop anew."""
     consts, carried = compat.scan_layout(eqn)
-    carry, xs = inputs[consts : consts + carried], [_rows(x) for x in inputs[consts + carried :]]
-    rows: dict[int, list[Any]] = {}
+    # NumPy arrays are cheap to index; RNG keys stay in JAX.
+    xs = [x if _is_key(x) else np.asarray(x) for x in inputs[consts + carried :]]
+    carry, rows = inputs[consts : consts + carried], dict[int, list[Any]]()
     for turn in _turns(eqn):
         outputs = interpret(body, [*inputs[:consts], *carry, *(x[turn] for x in xs)], visit)
         carry, rows[turn] = outputs[:carried], outputs[carried:]
-    return [*carry, *(_stacked(column) for column in zip(*(rows[turn] for turn in sorted(rows)), strict=True))]
+    columns = zip(*(rows[turn] for turn in sorted(rows)), strict=True)
+    return [*carry, *(jnp.stack(column) if _is_key(column[0]) else np.stack(column) for column in columns)]
 
 
 def _is_key(x: Any) -> bool:
     return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))
-
-
-def _rows(x: Any) -> Any:
-    """`x` as a NumPy array, for cheap indexing; RNG keys stay in JAX."""
-    return x if _is_key(x) else np.asarray(x)
-
-
-def _stacked(rows: Sequence[Any]) -> Any:
-    return jnp.stack(rows) if _is_key(rows[0]) else np.stack([np.asarray(row) for row in rows])
 
 
 def is_tap(eqn: Any) -> bool:

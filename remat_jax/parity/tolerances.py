@@ -71,11 +71,7 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype given as its name, a NumPy dtype or a scalar type.
-
-    >>> dtype_name(np.float32), dtype_name("bfloat16")
-    ('float32', 'bfloat16')
-    """
+    """The name of a dtype given as its name, a NumPy dtype or a scalar type."""
     return dtype if isinstance(dtype, str) else np.dtype(dtype).name
 
 
@@ -85,8 +81,8 @@ def epsilon(dtype: Any) -> float:
     Raises:
         ArgumentError: for a dtype that the table does not hold.
 
-    >>> epsilon("bfloat16")
-    0.0078125
+    >>> epsilon("bfloat16"), epsilon(np.float32) == 2.0**-23
+    (0.0078125, True)
     """
     name = dtype_name(dtype)
     entry = TOLERANCES.get(f"epsilon_{name}")

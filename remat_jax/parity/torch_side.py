@@ -13,7 +13,7 @@ import numpy as np
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.capture_torch import names_of_shared
 from remat_jax.parity.case import Case, Run, running
-from remat_jax.parity.trees import default_loss, default_targets, named_outputs
+from remat_jax.parity.trees import default_loss, default_targets, is_floating, named_outputs
 from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.tensors import as_numpy, as_torch
 
@@ -66,7 +66,9 @@ class TorchSide:
         if self.case.optimizer and steps:
             optimizer = self.case.optimizer.torch([p for p in model.parameters() if p.requires_grad])
         with _precisely(dtype), self.in_mode(model, mode):
-            inputs = self.inputs(dtype, with_gradients=True)
+            inputs = self.inputs(dtype)
+            for name in self.case.inputs.floating:
+                inputs[name].requires_grad_()
             result = self._call(model, inputs)
             loss = self._loss(result, dtype)
             outputs = {name: as_numpy(x) for name, x in named_outputs(result, "torch").items()}
@@ -92,16 +94,10 @@ class TorchSide:
                     run.losses.append(float(loss.detach()))
         return run
 
-    def inputs(self, dtype: str, *, with_gradients: bool = False) -> Tensors:
+    def inputs(self, dtype: str) -> Tensors:
         """The inputs as tensors, floating-point inputs in `dtype`."""
-        floating = self.case.inputs.floating
-        tensors = {
-            name: as_torch(array.astype(dtype) if name in floating else array)
-            for name, array in self.case.inputs.arrays.items()
-        }
-        for name in floating if with_gradients else ():
-            tensors[name].requires_grad_()
-        return tensors
+        arrays = self.case.inputs.arrays
+        return {name: as_torch(x.astype(dtype) if is_floating(x) else x) for name, x in arrays.items()}
 
     def loss(self, model: Any, inputs: Tensors, dtype: str) -> Any:
         """The loss, with its graph."""

@@ -11,9 +11,9 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
-from remat_jax.planning.budget import budget_bytes, host_budget_bytes
-from remat_jax.planning.compiling import Progress
-from remat_jax.planning.make import leanest, plan
+from remat_jax.planning.check_budget import budget_bytes, host_budget_bytes
+from remat_jax.planning.compile_candidates import Progress
+from remat_jax.planning.make_plan import leanest, plan
 from remat_jax.planning.plan import Plan
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.workload import Workload
@@ -101,7 +101,7 @@ def largest_batch(
     if isinstance(start, bool) or not isinstance(start, int) or not 1 <= start <= MOST:
         raise ArgumentError(f"start={start!r}: expected a batch size, a whole number from 1 to {MOST}")
     described = target if isinstance(target, Target) else target_named(target)
-    device, host = budget_bytes(budget, described), host_budget_bytes(host_budget, described)
+    device, host = budget_bytes(budget, described), host_budget_bytes(host_budget)
     tried: list[tuple[int, int | None]] = []
 
     def workload(batch: int) -> Workload:

@@ -1,14 +1,44 @@
-"""Candidates for a step: the choices of their blocks, their estimated cost, and their compiled memory."""
+"""Candidates for a step: the choices of their blocks, their bytes and estimated time, and their compiled memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from remat_jax.planning.choices import Choices, Cuts
-from remat_jax.planning.fitting import Loads
+from remat_jax.solver import Block, BlockPolicy, Choice, Stack, StackPlan, stack_plan
+
+Choices = tuple[tuple[Choice, ...], ...]
+"""For every single block in forward order, the choice for each of its residuals."""
+Cuts = tuple[int, ...]
+"""The blocks, counted through the stack, before which a scan is cut although the blocks on both sides have equal choices."""
+
+FAILED = 2**62
+"""The device bytes of a candidate that could not be compiled."""
+
+_ORDERS: tuple[Callable[[BlockPolicy, BlockPolicy], Any], ...] = (
+    # Blocks that offload come first: the very last block may not offload.
+    lambda policy, last: (policy.host_bytes == 0, policy.saved_bytes),
+    lambda policy, last: policy.choices == last.choices,
+)
+"""Sort keys for the blocks of a kind, from the policies of a block and of the last block."""
+_ROUNDING = 1 + 1e-9
+"""The tolerance for equal numbers that were summed in another order."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The bytes that one block saves, recomputes and offloads."""
+
+    saved: int
+    recomputed: int
+    offloaded: int
+
+
+Loads = tuple[Load, ...]
+"""The load of every single block, in forward order."""
 
 
 @dataclass(frozen=True)
@@ -17,14 +47,12 @@ class StepCandidate:
 
     Attributes:
       name: the named policy, or the text of groups of layers; empty for a plan of the solver.
-      loads: the effect of every single block on memory.
       seconds: what the residuals cost, estimated: keeping, recomputing and copying them.
-      choices: the choice of every single block for each of its residuals; None for a named policy.
-      like: the choices that are equivalent to a named policy; None if there are none.
+      choices, like: the choices of a plan, and those equivalent to a named policy; None if there are none.
+      cuts: where a scan is cut between blocks with equal choices. By the estimate a cut changes memory but not time.
       inside: for groups of layers, the policy of each layer inside a group; else empty.
       grouped: the number of layers in groups, which are the first layers.
       expected_bytes: the predicted device bytes, if they are not predicted from the loads.
-      cuts: where a scan is cut between blocks with equal choices. By the estimate a cut changes memory but not time.
     """
 
     name: str
@@ -43,27 +71,19 @@ class StepCandidate:
         return self.inside or self.name
 
     @property
-    def done(self) -> Choices | None:
+    def effective_choices(self) -> Choices | None:
         """The choices of every single block; None if no choices describe the candidate."""
         return self.like if self.choices is None else self.choices
 
     @property
     def host_bytes(self) -> int:
         """Estimated bytes in host memory."""
-        return sum(load.away for load in self.loads)
+        return sum(load.offloaded for load in self.loads)
 
     def is_same(self, other: StepCandidate) -> bool:
         """Whether the estimates cannot distinguish the two programs."""
-        alike = (self.name == "off") == (other.name == "off") and (self.loads, self.cuts, self.inside) == (
-            other.loads,
-            other.cuts,
-            other.inside,
-        )
-        return alike and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
-
-
-FAILED = 2**62
-"""The device bytes of a candidate that could not be compiled."""
+        mine, theirs = ((step.name == "off", step.loads, step.cuts, step.inside) for step in (self, other))
+        return mine == theirs and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
 
 
 @dataclass(frozen=True)
@@ -90,6 +110,50 @@ class Tried:
     predicted_bytes: int
 
 
-Own = Callable[[Choices], StepCandidate]
-Recut = Callable[[StepCandidate, Cuts], StepCandidate]
-"""The same candidate with its scans cut at the given places and nowhere else between equal blocks."""
+def singles(stack: Stack) -> list[Block]:
+    """The block of every single layer."""
+    return [block for block in stack.blocks for _ in range(block.repeats)]
+
+
+def runs(stack: Stack, actions: Sequence[Any], cuts: Cuts = ()) -> list[tuple[int, int]]:
+    """The start and end of each run of equal blocks with equal actions and no cut, in forward order."""
+    each = list(zip((block.name for block in singles(stack)), actions, strict=True))
+    starts = [index for index, block in enumerate(each) if not index or index in cuts or block != each[index - 1]]
+    return list(pairwise([*starts, len(each)]))
+
+
+def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
+    """The policy of every single block of a stack."""
+    pairs = list(zip((at for at, block in enumerate(stack.blocks) for _ in range(block.repeats)), choices, strict=True))
+    # Layers with equal choices are checked and summed once.
+    policies = {(at, chosen): BlockPolicy(stack.blocks[at], chosen) for at, chosen in dict.fromkeys(pairs)}
+    return [policies[pair] for pair in pairs]
+
+
+def choices_together(stack: Stack, plan: StackPlan) -> Choices:
+    """The choices of a plan's blocks, with equal choices of a kind made adjacent if that costs neither memory nor time.
+
+    Blocks that keep least come first if possible: residuals of the last blocks, nearest the loss, live shortest.
+    """
+    for rank in _ORDERS:
+        ordered: list[BlockPolicy] = []
+        for block in stack.blocks:
+            of_kind = plan.policies[len(ordered) : len(ordered) + block.repeats]
+            first = list(dict.fromkeys(policy.choices for policy in of_kind))
+            ordered += sorted(of_kind, key=lambda policy: (rank(policy, of_kind[-1]), first.index(policy.choices)))
+        changed = stack_plan(stack, ordered)
+        if changed.peak_bytes <= plan.peak_bytes * _ROUNDING and changed.extra_seconds <= plan.extra_seconds * _ROUNDING:
+            return tuple(policy.choices for policy in ordered)
+    return tuple(policy.choices for policy in plan.policies)
+
+
+def one_residual_more(stack: Stack, choices: Choices, cuts: Cuts = ()) -> list[Choices]:
+    """Every way to save one residual more in a run of equal blocks with equal choices."""
+    neighbours = []
+    blocks = singles(stack)
+    for start, stop in runs(stack, choices, cuts):
+        for index, (residual, choice) in enumerate(zip(blocks[start].residuals, choices[start], strict=True)):
+            if choice is not Choice.SAVE and residual.may_save:
+                changed = (*choices[start][:index], Choice.SAVE, *choices[start][index + 1 :])
+                neighbours.append((*choices[:start], *[changed] * (stop - start), *choices[stop:]))
+    return neighbours

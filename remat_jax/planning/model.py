@@ -33,9 +33,7 @@ class Model:
     """The arguments and the blocks of a workload, as text.
 
     Attributes:
-      parameters, batch: path, shape and dtype of every array.
-      blocks: for each block its kind (`class`, `function`, `glob` or `checkpoints`), its name, and its module (empty for a
-        glob).
+      blocks: the `block_key` of each block.
       mesh: the axes with more than one device, and their sizes; None if an older file has no mesh.
       checkpoints: the number of `jax.checkpoint` regions in the loss, a scanned region counted once; None if unknown.
     """
@@ -55,59 +53,62 @@ class Model:
         keys = tuple(map(block_key, workload.blocks))
         return cls(_leaves(workload.params), _leaves(workload.batch), keys, mesh, regions)
 
-    def check_workload(self, workload: Workload, told: str) -> None:
+    def check_workload(self, workload: Workload, plan_name: str) -> None:
         """Refuse a workload of another model, or with another batch.
 
         Raises:
-          PlanningError: the message names the first difference; `told` names the plan in the message.
+          PlanningError: the message names the plan, and the first difference.
         """
         other = Model.of(workload)
-        for what in ("parameters", "batch"):
-            mine, theirs = getattr(self, what), getattr(other, what)
-            if mine != theirs:
+        for name in ("parameters", "batch"):
+            if difference := _difference(getattr(self, name), getattr(other, name)):
                 raise PlanningError(
-                    f"{told} was made for another model than {workload.name!r}: {_difference(what, mine, theirs)}"
+                    f"{plan_name} was made for another model than {workload.name!r}: {name}: {difference}; plan again"
                 )
         if [key[:2] for key in self.blocks] != [key[:2] for key in other.blocks]:
-            names = [[name for _, name, _ in one.blocks] for one in (self, other)]
-            raise PlanningError(f"{told} was made for the blocks {names[0]}, and {workload.name!r} has {names[1]}; plan again")
+            planned, names = ([name for _, name, _ in model.blocks] for model in (self, other))
+            raise PlanningError(f"{plan_name} was made for the blocks {planned}, and {workload.name!r} has {names}; plan again")
         if self.mesh is not None and self.mesh != other.mesh:
-            shown = [dict(one) or "one device" for one in (self.mesh, other.mesh or ())]
-            raise PlanningError(f"{told} was made for the mesh {shown[0]}, and {workload.name!r} has {shown[1]}; plan again")
-        self.check_number(other.checkpoints, told)
+            planned_on, mesh = (dict(axes) or "one device" for axes in (self.mesh, other.mesh or ()))
+            raise PlanningError(f"{plan_name} was made for the mesh {planned_on}, and {workload.name!r} has {mesh}; plan again")
+        self._check_regions(other.checkpoints, plan_name)
 
-    def check_arguments(self, arguments: Any, told: str) -> None:
-        """Refuse arguments of a loss without the model's parameters.
+    def check_arguments(self, arguments: Any, plan_name: str) -> tuple[Leaf, ...]:
+        """Refuse arguments of a loss without the model's parameters; the types of the arrays among them.
 
         Raises:
           PlanningError: the message names a missing parameter.
         """
-        self._check_parameters(_types(arguments), told)
+        types = _types(arguments)
+        there = Counter(leaf[1:] for leaf in types)
+        for path, shape, dtype in self.parameters:
+            there[shape, dtype] -= 1
+            if there[shape, dtype] < 0:
+                raise PlanningError(
+                    f"{plan_name} was made for a model with the parameter {path} of shape {list(shape)} and dtype {dtype}, but "
+                    "no argument has it: apply the plan to the loss of the model that it was made for, or plan again"
+                )
+        return types
 
-    def check_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], told: str) -> None:
-        """Refuse a call of `fn` with another model, batch or mesh than planned.
-
-        Arguments beside the parameters and the batch are ignored.
+    def check_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan_name: str) -> None:
+        """Refuse a call of `fn` with another model, batch or mesh than planned. Other arguments are ignored.
 
         Raises:
           PlanningError: the message names the difference.
         """
-        given = _types((args, kwargs))
-        self._check_parameters(given, told)
-        there = Counter(one[1:] for one in given)
-        there.subtract(one[1:] for one in self.parameters)
-        for leaf in self.batch:
-            there[leaf[1:]] -= 1
+        types = self.check_arguments((args, kwargs), plan_name)
+        there = Counter(leaf[1:] for leaf in types)
+        there.subtract(leaf[1:] for leaf in (*self.parameters, *self.batch))
         missing = next((leaf for leaf in self.batch if there[leaf[1:]] < 0), None)
         if missing is not None:
-            instead = [one for one in given if there[one[1:]] > 0]
-            raise PlanningError(f"{told} was {_planned_for(missing, instead, fn)}. {_REMEDY}")
+            instead = [leaf for leaf in types if there[leaf[1:]] > 0]
+            raise PlanningError(f"{plan_name} was {_planned_for(missing, instead, fn)}. {_REMEDY}")
         mesh = _axes(jax.sharding.get_abstract_mesh()) or _axes_of_arrays((args, kwargs))
         if self.mesh is not None and mesh and mesh != self.mesh:
-            planned, called = (", ".join(f"{axis}={size}" for axis, size in one) or "one device" for one in (self.mesh, mesh))
-            raise PlanningError(f"{told} was planned for the mesh {planned}, called under {called}. {_REMEDY}")
+            planned, called = (", ".join(f"{axis}={size}" for axis, size in axes) or "one device" for axes in (self.mesh, mesh))
+            raise PlanningError(f"{plan_name} was planned for the mesh {planned}, called under {called}. {_REMEDY}")
 
-    def check_checkpoints(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], told: str) -> None:
+    def check_checkpoints(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan_name: str) -> None:
         """Refuse a function with another number of its own checkpoints; traces the function once.
 
         Raises:
@@ -118,29 +119,14 @@ class Model:
         def arrays_out(*values: Any) -> list[Any]:
             return [leaf for leaf in jax.tree.leaves(flat(*values)) if compat.is_array(leaf)]
 
-        self.check_number(_regions(arrays_out, arrays), told)
+        self._check_regions(_regions(arrays_out, arrays), plan_name)
 
-    def check_number(self, regions: int | None, told: str) -> None:
-        """Refuse a loss with another number of `regions`.
-
-        Raises:
-          PlanningError: the message has both numbers.
-        """
+    def _check_regions(self, regions: int | None, plan_name: str) -> None:
         if None not in (regions, self.checkpoints) and regions != self.checkpoints:
             raise PlanningError(
-                f"{told} was planned for a loss with {self.checkpoints} checkpoints of its own, called for one with {regions}. "
-                f"{_REMEDY}"
+                f"{plan_name} was planned for a loss with {self.checkpoints} checkpoints of its own, called for one with "
+                f"{regions}. {_REMEDY}"
             )
-
-    def _check_parameters(self, given: Sequence[Leaf], told: str) -> None:
-        there = Counter(one[1:] for one in given)
-        for path, shape, dtype in self.parameters:
-            there[shape, dtype] -= 1
-            if there[shape, dtype] < 0:
-                raise PlanningError(
-                    f"{told} was made for a model with the parameter {path} of shape {list(shape)} and dtype {dtype}, but no "
-                    "argument has it: apply the plan to the loss of the model that it was made for, or plan again"
-                )
 
 
 _REMEDY = (
@@ -160,7 +146,7 @@ def _regions(function: Callable[..., Any], arguments: Sequence[Any]) -> int | No
 def _axes_of_arrays(tree: Any) -> tuple[tuple[str, int], ...]:
     """The axes of the mesh that arrays are on, for a step whose mesh is not set (`jax.set_mesh`); () for a single device."""
     shardings = (getattr(compat.type_of(leaf), "sharding", None) for leaf in jax.tree.leaves(tree) if compat.is_array(leaf))
-    return next((axes for one in shardings if isinstance(one, NamedSharding) and (axes := _axes(one.mesh))), ())
+    return next((axes for sharding in shardings if isinstance(sharding, NamedSharding) and (axes := _axes(sharding.mesh))), ())
 
 
 def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
@@ -173,7 +159,7 @@ def _planned_for(planned: Leaf, given: Sequence[Leaf], fn: Callable[..., Any]) -
     """`planned for tokens int32[8, 1024], called with int32[16, 1024]`."""
     place, _, path = planned[0].partition("/")
     name = path or _argument_name(fn, int(place) + 1) or f"batch[{place}]"
-    alike = sorted(given, key=lambda one: (one[2] != planned[2], len(one[1]) != len(planned[1])))
+    alike = sorted(given, key=lambda leaf: (leaf[2] != planned[2], len(leaf[1]) != len(planned[1])))
     called = f"called with {_type_text(alike[0])}" if alike else "called without it"
     return f"planned for {name} {_type_text(planned)}, {called}"
 
@@ -195,17 +181,17 @@ def _types(arguments: Any) -> tuple[Leaf, ...]:
     leaves = jax.tree.leaves(jax.tree.map(_state, arguments, is_leaf=is_node))
     numbers = [jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf for leaf in leaves]
     canonical = functools.partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
-    return tuple(("", tuple(one.shape), str(canonical(one.dtype))) for one in numbers if compat.is_array(one))
+    return tuple(("", tuple(leaf.shape), str(canonical(leaf.dtype))) for leaf in numbers if compat.is_array(leaf))
 
 
 def block_key(block: Block) -> tuple[str, str, str]:
-    """A block as text: its kind, its name, its module.
+    """A block as text: its kind (`class`, `function`, `glob` or `checkpoints`), its name, its module (empty for a glob).
 
     >>> block_key("layers_*"), block_key(linen.Dense)[:2]
     (('glob', 'layers_*', ''), ('class', 'Dense'))
     """
     if isinstance(block, str):
-        return (CHECKPOINTS, block, "") if block == CHECKPOINTS else ("glob", block, "")
+        return CHECKPOINTS if block == CHECKPOINTS else "glob", block, ""
     return "class" if isinstance(block, type) else "function", block.__qualname__, block.__module__
 
 
@@ -214,7 +200,7 @@ def block_name(block: Block) -> str:
     return block_key(block)[1]
 
 
-def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) -> Block:
+def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: str) -> Block:
     """The block with this `block_key`, from the workload or among the loaded classes. Nothing is imported.
 
     Raises:
@@ -223,45 +209,44 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
     kind, name, module = key
     if workload is not None:
         # Prefer the class of the same module. Its module's name differs if the file was first run, then imported.
-        found_here = sorted(workload.blocks, key=lambda block: block_key(block) != key)
-        for block in found_here:
+        for block in sorted(workload.blocks, key=lambda block: block_key(block) != key):
             if block_key(block)[:2] == (kind, name):
                 return block
-        raise PlanningError(f"{told} puts a policy on {name!r}, which is not a block of {workload.name!r}; plan again")
+        raise PlanningError(f"{plan_name} puts a policy on {name!r}, which is not a block of {workload.name!r}; plan again")
     if kind in ("glob", CHECKPOINTS):
         return name
-    known: list[Any] = list(scope.marked) if kind == "function" else _subclasses(linen.Module) + _subclasses(nnx.Module)
-    if kind == "class" and not any(one.__qualname__ == name for one in known):
-        known = [one for one in _subclasses(object) if any("__call__" in vars(base) for base in one.__mro__)]
-    found = {one for one in known if one.__qualname__ == name}
-    exact = {one for one in found if one.__module__ == module}
-    # A file that is run has another module name than the same file imported. If a notebook redefines a class, the last counts.
-    chosen = exact if exact else found
-    modules = sorted({one.__module__ for one in chosen})
+    loaded: list[Any] = list(scope.marked) if kind == "function" else _subclasses(linen.Module) + _subclasses(nnx.Module)
+    if kind == "class" and not any(each.__qualname__ == name for each in loaded):
+        loaded = [each for each in _subclasses(object) if any("__call__" in vars(base) for base in each.__mro__)]
+    named = [each for each in loaded if each.__qualname__ == name]
+    exact = [each for each in named if each.__module__ == module]
+    modules = sorted({each.__module__ for each in exact or named})
     if len(modules) != 1:
         how = f"several modules define one ({', '.join(modules)})" if modules else f"no {kind} of that name is loaded"
         raise PlanningError(
-            f"{told} puts a policy on the {kind} {name!r} of {module!r}, and {how}: import the model first, or give the "
+            f"{plan_name} puts a policy on the {kind} {name!r} of {module!r}, and {how}: import the model first, or give the "
             "workload, as in Plan.load(path, workload)"
         )
+    # A file that is run has another module name than the same file imported.
     if not exact:
         warn(
-            f"{told} puts a policy on the {kind} {name!r} of the module {module!r}, which is not loaded: the {kind} of the "
-            f"same name in {modules[0]!r} was used instead. Give the workload, as in Plan.load(path, workload), to be sure"
+            f"{plan_name} puts a policy on the {kind} {name!r} of the module {module!r}, which is not loaded: the {kind} of "
+            f"the same name in {modules[0]!r} was used instead. Give the workload, as in Plan.load(path, workload), to be sure"
         )
-    return next(one for one in reversed(known) if one in chosen)
+    # If a notebook redefines a class, the last counts.
+    return (exact or named)[-1]
 
 
 def _subclasses(base: Any) -> list[Any]:
     """All subclasses, each once, in the order of their definition."""
-    found: dict[Any, None] = {}
+    subclasses: dict[Any, None] = {}
     waiting = list(type.__subclasses__(base))
     while waiting:
-        one = waiting.pop(0)
-        if one not in found and one is not type:
-            found[one] = None
-            waiting += type.__subclasses__(one)
-    return list(found)
+        each = waiting.pop(0)
+        if each not in subclasses and each is not type:
+            subclasses[each] = None
+            waiting += type.__subclasses__(each)
+    return list(subclasses)
 
 
 def _state(leaf: Any) -> Any:
@@ -274,12 +259,12 @@ def _leaves(tree: Any) -> tuple[Leaf, ...]:
     return tuple((jax.tree_util.keystr(path, simple=True, separator="/"), tuple(x.shape), str(x.dtype)) for path, x in leaves)
 
 
-def _difference(what: str, mine: Sequence[Leaf], theirs: Sequence[Leaf]) -> str:
-    for one, other in zip(mine, theirs, strict=False):
+def _difference(planned: Sequence[Leaf], given: Sequence[Leaf]) -> str:
+    """The first difference in words; empty if there is none."""
+    for one, other in zip(planned, given, strict=False):
         if one != other:
-            return f"{what}: the plan has {_written(one)}, the workload has {_written(other)}; plan again"
-    return f"{what}: the plan has {len(mine)} arrays, the workload has {len(theirs)}; plan again"
-
-
-def _written(leaf: Leaf) -> str:
-    return f"{leaf[0] or 'an array'} {leaf[2]}{list(leaf[1])}"
+            mine, theirs = (f"{leaf[0] or 'an array'} {_type_text(leaf)}" for leaf in (one, other))
+            return f"the plan has {mine}, the workload has {theirs}"
+    if len(planned) != len(given):
+        return f"the plan has {len(planned)} arrays, the workload has {len(given)}"
+    return ""

@@ -9,14 +9,12 @@ from typing import Any
 
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Rates
-from remat_jax.planning.candidate import FAILED, StepCandidate, Tried
-from remat_jax.planning.choices import runs
-from remat_jax.planning.fitting import singles
-from remat_jax.planning.last_word import Times
+from remat_jax.planning.candidate import FAILED, StepCandidate, Tried, runs, singles
+from remat_jax.planning.choose_fastest import Times
 from remat_jax.planning.model import block_name
 from remat_jax.planning.point import LayerRow, Part, Point, next_bytes, unbeaten
 from remat_jax.planning.problem import Described, Kind, busy_seconds, copy_seconds, policy_of
-from remat_jax.planning.proposals import Proposals
+from remat_jax.planning.propose_candidates import Proposals
 from remat_jax.planning.translate import choices_of
 from remat_jax.policy import Policy
 from remat_jax.solver import Block, BlockPolicy, Choice, Stack
@@ -45,7 +43,7 @@ def outcome(
         tried, (seconds, timed) = fit.known(candidate), times.of(candidate)
         return Point(
             candidate.name,
-            None if tried and tried.compiled.device_bytes == FAILED else fit.shown(candidate, stack),
+            None if tried and tried.compiled.device_bytes == FAILED else fit.shown(candidate),
             tried.compiled.host_bytes if tried else round(candidate.host_bytes),
             seconds,
             tried is not None,
@@ -95,7 +93,7 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
             # A group of layers runs forward once more, before its layers do.
             price = replace(price, seconds=price.seconds + block.forward_seconds)
         busy = busy_seconds(stack.link, price)
-        each = [copy_seconds(stack.link, block, load.away, busy, last=at == len(blocks) - 1) for at in range(start, stop)]
+        each = [copy_seconds(stack.link, block, load.offloaded, busy, last=at == len(blocks) - 1) for at in range(start, stop)]
         part = Part(
             block=block_name(kind.block),
             first=kind.layers[start - first[block.name]],
@@ -103,8 +101,8 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
             every=kind.layers.step,
             policy=text,
             saved_bytes=layers * load.saved,
-            offloaded_bytes=layers * load.away,
-            recomputed_bytes=layers * load.again,
+            offloaded_bytes=layers * load.offloaded,
+            recomputed_bytes=layers * load.recomputed,
             rows=_rows(kind, block, choices),
             forward_seconds=block.forward_seconds,
             backward_seconds=block.backward_seconds,
@@ -154,7 +152,7 @@ def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | Non
     """
     candidate, sizes = best.candidate, best.compiled.sizes
     limited = sizes is not None and bool(sizes.limit_options)
-    if limited or (candidate.done is None and candidate.name != "off"):
+    if limited or (candidate.effective_choices is None and candidate.name != "off"):
         return None
     extra = proposals.bound()
     # A policy priced as a whole may cost less than the sum of its residuals, and a step may need less than predicted.

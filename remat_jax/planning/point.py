@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerRow:
-    """The action for one residual in a run of equal layers.
+    """The action for one residual in a run of equal layers: `save`, `offload` or `recompute`.
 
     Attributes:
-      residual: its name.
-      action: `save`, `offload` or `recompute`.
       bytes: its bytes in one layer.
       seconds: the time to recompute it from its parents in one layer; None if it cannot be recomputed.
     """
@@ -106,9 +104,9 @@ def unbeaten(points: Sequence[Point]) -> tuple[Point, ...]:
     >>> [one.device_bytes for one in unbeaten([Point("", n, 0, s, False) for n, s in ((3, 1.0), (1, 2.0), (2, 2.5))])]
     [1, 3]
     """
-    found: list[Point] = []
-    able = [(one.device_bytes, one.seconds, one) for one in points if one.device_bytes is not None and one.seconds is not None]
-    for _, seconds, one in sorted(able, key=lambda entry: entry[:2]):
-        if not found or seconds < (found[-1].seconds or 0.0):
-            found.append(one)
-    return tuple(found)
+    frontier: list[Point] = []
+    placed = [one for one in points if one.device_bytes is not None and one.seconds is not None]
+    for point in sorted(placed, key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)):
+        if not frontier or (point.seconds or 0.0) < (frontier[-1].seconds or 0.0):
+            frontier.append(point)
+    return tuple(frontier)

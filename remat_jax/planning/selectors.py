@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any
 
 from remat_jax.policy import Action, Policy, PolicyRule
 
@@ -20,30 +22,32 @@ def selectors(chosen: Mapping[str, Sequence[str]], paths: Sequence[str], names: 
     >>> selectors({"save": ["a_0/up:add#0"], "offload": []}, ["a_0", "a_1"], ["a_0/up:add#0", "a_0/b/up:add#0"])
     Policy.parse('recompute: */b/up:add#0; save: */up:add#0')
     """
-    action = {name: word for word, listed in chosen.items() for name in listed}
-    if not action:
+    actions = {name: action for action, listed in chosen.items() for name in listed}
+    if not actions:
         return Policy.parse("full")
-    open_ = [path for path in paths if path != paths[0]]
-    wanted = [(_selector(name, paths[0]) if open_ else _escaped(name), word) for name, word in action.items()]
-    if not open_:
-        return _policy([(selector, word) for word in chosen for selector, other in wanted if other == word])
+    if all(path == paths[0] for path in paths):
+        return _policy((_escaped(name), action) for name, action in actions.items())
+    chosen_selectors = [_selector(name, paths[0]) for name in actions]
     # A selector that matches any path also matches deeper names with the same ending: their rule must come first.
-    others = [name for name in names if name not in action and any(_matches(selector, name) for selector, _ in wanted)]
-    wanted += [(_selector(name, paths[0]), "recompute") for name in others]
-    full = {_selector(name, paths[0]): name for name in (*action, *others)}
-    wide = {one for one, word in wanted if any(word != what and _matches(one, full[other]) for other, what in wanted)}
-    plain = sorted((pair for pair in wanted if pair[0] not in wide and pair[1] != "recompute"), key=lambda pair: pair[1])
-    guards = [pair for pair in wanted if pair[0] not in wide and pair[1] == "recompute"]
-    return _policy([*plain, *guards, *sorted((pair for pair in wanted if pair[0] in wide), key=lambda pair: -len(pair[0]))])
+    matched = [name for name in names if any(_matches(selector, name) for selector in chosen_selectors)]
+    actions = {**actions, **{name: "recompute" for name in matched if name not in actions}}
+    rules = [(_selector(name, paths[0]), action) for name, action in actions.items()]
+    wide = {
+        selector
+        for selector, action in rules
+        if any(action != other and _matches(selector, name) for name, other in actions.items())
+    }
+
+    def rank(rule: tuple[str, str]) -> tuple[Any, ...]:
+        selector, action = rule
+        return (True, -len(selector)) if selector in wide else (False, action == "recompute", action)
+
+    return _policy(sorted(rules, key=rank))
 
 
-def _policy(wanted: Sequence[tuple[str, str]]) -> Policy:
-    rules: list[tuple[str, list[str]]] = []
-    for selector, word in dict.fromkeys(wanted):
-        if not rules or rules[-1][0] != word:
-            rules.append((word, []))
-        rules[-1][1].append(selector)
-    return Policy(tuple(PolicyRule(Action(word), tuple(listed)) for word, listed in rules))
+def _policy(rules: Iterable[tuple[str, str]]) -> Policy:
+    by_action = groupby(dict.fromkeys(rules), key=lambda rule: rule[1])
+    return Policy(tuple(PolicyRule(Action(action), tuple(selector for selector, _ in group)) for action, group in by_action))
 
 
 def _selector(name: str, path: str) -> str:

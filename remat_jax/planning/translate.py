@@ -10,9 +10,7 @@ from typing import Any
 from remat_jax.apply.audit import Audit
 from remat_jax.core import marks as marking
 from remat_jax.errors import PlanningError
-from remat_jax.planning.candidate import StepCandidate
-from remat_jax.planning.choices import Choices, Cuts, block_policies
-from remat_jax.planning.fitting import Load
+from remat_jax.planning.candidate import Choices, Cuts, Load, StepCandidate, block_policies
 from remat_jax.planning.model import block_name
 from remat_jax.planning.problem import Described, Kind, block_seconds, extra_seconds, policy_of
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy
@@ -92,7 +90,7 @@ def _like(described: Described, named: StepCandidate, policy: Policy) -> StepCan
     except PlanningError:
         # The policy keeps an array that the solver is not offered.
         return None
-    kept = [[(load.saved, load.away) for load in candidate.loads] for candidate in (own, named)]
+    kept = [[(load.saved, load.offloaded) for load in candidate.loads] for candidate in (own, named)]
     alike = kept[0] == kept[1] and math.isclose(own.seconds, named.seconds, rel_tol=1e-9, abs_tol=1e-15)
     return own if alike else None
 

@@ -3,7 +3,7 @@
 The linear relaxation (`hull`) prices memory and bounds every plan from below. A dynamic programme over the kinds (`shares`)
 makes a first plan that fits. Then each kind of block in turn takes the best mix of at most three policies in the memory left by
 the other kinds (`mix`), and tries neighbours of its policies, until no kind gets faster. ``docs/how/planner.md`` states the
-guarantees and the gaps to the bound. `planning.proposals` calls `Solver.plan`.
+guarantees and the gaps to the bound. `planning.propose_candidates` calls `Solver.plan`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from remat_jax.memory.compile.process import Children
 from remat_jax.memory.measure import is_miscompiled
 from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.problem import Described
-from remat_jax.planning.search import MOST_COMPILED, SIDE_BY_SIDE
+from remat_jax.planning.search_plans import MOST_COMPILED, SIDE_BY_SIDE
 from remat_jax.planning.translate import policies_of
 from remat_jax.report.tables import format_bytes, format_seconds
 from remat_jax.workload import Workload
@@ -36,13 +36,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Compiler:
-    """Compiles the steps of candidates until a deadline, and notes failures.
+    """Compiles the steps of candidates until `deadline`, the end of `timeout` by the monotonic clock; adds `notes` of failures.
 
-    Attributes:
-      timeout: total seconds; `deadline` is its end by the monotonic clock.
-      progress: called with the steps being compiled and the best candidate so far.
-      notes: a note for each candidate left out is added here.
-      count: the number of steps submitted so far.
+    `count` is the number of steps submitted so far.
     """
 
     workload: Workload
@@ -65,12 +61,9 @@ class Compiler:
     def compile(
         self, candidates: Sequence[StepCandidate], best: Tried | None, *, memory_limit: int | None = None
     ) -> list[Compiled]:
-        """The compiled memory of each candidate; empty if the time is up and a candidate fits already.
+        """The compiled memory of each candidate; empty if the time is up and `best`, a candidate so far, fits already.
 
-        Args:
-          candidates: compiled in parallel.
-          best: the best candidate so far.
-          memory_limit: bytes that XLA schedules for; None for XLA's own limit.
+        `memory_limit` is in bytes; None for XLA's own limit.
 
         Raises:
           CompileError, PolicyError, BlockError, UnsupportedError: no step could be compiled so far; this is the first error.
@@ -78,25 +71,44 @@ class Compiler:
         if best is not None and self.is_over:
             self.notes.append(f"The search ended after timeout={self.timeout:g} s; a longer timeout may find a faster plan")
             return []
-        keys = [one.name or f"plan {self.count + index + 1}" for index, one in enumerate(candidates)]
-        self._tell(keys, best)
+        keys = [step.name or f"plan {self.count + index + 1}" for index, step in enumerate(candidates)]
+        self._report(keys, best)
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
-            # Each step is submitted alone, so that a failure does not affect the other; the next step is traced while the
-            # first is compiled.
-            pairs = zip(keys, candidates, strict=True)
-            futures = [self._asked(pool, children, key, candidate, memory_limit) for key, candidate in pairs]
+
+            def sizes_of(program: ExportedProgram) -> Sizes:
+                left = max(1.0, self.deadline - time.monotonic())
+                options: dict[str, Any] = {"memory_limit": memory_limit, "kernels": self.kernels, "children": children}
+                return compile_programs([program], self.target, timeout=left, **options)[program.key]
+
+            # Submitted alone, a failing step does not affect the other; the second is traced while the first is compiled.
+            futures = [self._submitted(pool, sizes_of, *pair) for pair in zip(keys, candidates, strict=True)]
             wait(futures)
         errors = {key: error for key, future in zip(keys, futures, strict=True) if (error := future.exception()) is not None}
-        self._judge(list(errors.values()), best, all_failed=len(errors) == len(keys))
+        self._raise_fatal(list(errors.values()), best, all_failed=len(errors) == len(keys))
         self.count += len(keys)
         for key, error in errors.items():
             self.notes.append(f"Left out: {key} could not be compiled: {first_sentence(error)}")
         return [
-            Compiled(FAILED, 0, sound=False) if key in errors else self._seen(candidate, future.result())
-            for key, candidate, future in zip(keys, candidates, futures, strict=True)
+            Compiled(FAILED, 0, sound=False) if future.exception() else _compiled(candidate, future.result())
+            for candidate, future in zip(candidates, futures, strict=True)
         ]
 
-    def _judge(self, errors: Sequence[BaseException], best: Tried | None, *, all_failed: bool) -> None:
+    def _submitted(
+        self, pool: ThreadPoolExecutor, sizes_of: Callable[[ExportedProgram], Sizes], key: str, candidate: StepCandidate
+    ) -> Future[Sizes]:
+        """Trace a candidate's step here, and submit it for compilation."""
+        begin = time.monotonic()
+        try:
+            policies = "off" if candidate.name in ("off", AS_WRITTEN) else policies_of(self.described, candidate)
+            program = export_step(key, self.workload.step(policies), self.target)
+        except _OF_ONE_STEP as error:
+            refused: Future[Sizes] = Future()
+            refused.set_exception(error)
+            return refused
+        self._tracing = max(self._tracing, time.monotonic() - begin)
+        return pool.submit(sizes_of, program)
+
+    def _raise_fatal(self, errors: Sequence[BaseException], best: Tried | None, *, all_failed: bool) -> None:
         """Raise an error that ends the search: it concerns every step, or no step is compiled, or no time is left."""
         fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
         if all_failed and (not self.count or (time.monotonic() > self.deadline and best is None)):
@@ -104,34 +116,7 @@ class Compiler:
         if fatal:
             raise fatal[0]
 
-    def _asked(
-        self, pool: ThreadPoolExecutor, children: Children, key: str, candidate: StepCandidate, memory_limit: int | None
-    ) -> Future[Sizes]:
-        """Trace a candidate's step here, and submit it for compilation."""
-        begin = time.monotonic()
-        try:
-            program = export_step(key, self._step(candidate), self.target)
-        except _OF_ONE_STEP as error:
-            refused: Future[Sizes] = Future()
-            refused.set_exception(error)
-            return refused
-        self._tracing = max(self._tracing, time.monotonic() - begin)
-        return pool.submit(self._sizes, program, children, memory_limit)
-
-    def _sizes(self, program: ExportedProgram, children: Children, memory_limit: int | None) -> Sizes:
-        left = max(1.0, self.deadline - time.monotonic())
-        given: dict[str, Any] = {"memory_limit": memory_limit, "kernels": self.kernels, "children": children}
-        return compile_programs([program], self.target, timeout=left, **given)[program.key]
-
-    def _step(self, candidate: StepCandidate) -> Any:
-        return self.workload.step("off" if candidate.name in ("off", AS_WRITTEN) else policies_of(self.described, candidate))
-
-    @staticmethod
-    def _seen(candidate: StepCandidate, sizes: Sizes) -> Compiled:
-        wrong = candidate.host_bytes > 0 and is_miscompiled(sizes)
-        return Compiled(sizes.device, sizes.host, sound=not wrong, sizes=sizes)
-
-    def _tell(self, keys: Sequence[str], best: Tried | None) -> None:
+    def _report(self, keys: Sequence[str], best: Tried | None) -> None:
         so_far = ""
         if best is not None:
             seconds = best.compiled.seconds or self.described.base_seconds + best.candidate.seconds
@@ -139,6 +124,11 @@ class Compiler:
             so_far = f"; best so far: {name}, {format_seconds(seconds)}, {format_bytes(best.compiled.device_bytes)}"
         most = max(MOST_COMPILED, self.count + len(keys))
         self.progress(f"compiling {' and '.join(keys)} for {self.target.name}{so_far}", self.count, most)
+
+
+def _compiled(candidate: StepCandidate, sizes: Sizes) -> Compiled:
+    is_wrong = candidate.host_bytes > 0 and is_miscompiled(sizes)
+    return Compiled(sizes.device, sizes.host, sound=not is_wrong, sizes=sizes)
 
 
 def first_sentence(error: BaseException) -> str:

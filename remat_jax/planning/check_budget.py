@@ -1,0 +1,182 @@
+"""Budgets of memory: reading them, refusing those below a step's arguments, and explaining why no step fits."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.errors import InfeasibleBudget, PlanningError
+from remat_jax.hardware import Target
+from remat_jax.hardware.amounts import amount, device_amount
+from remat_jax.memory.advice import largest_advice
+from remat_jax.memory.compile.compiler import Sizes
+from remat_jax.planning.candidate import Tried
+from remat_jax.report.stacked import merged_layers, without_common_root
+from remat_jax.report.tables import format_bytes
+from remat_jax.train.parameters import device_bytes
+from remat_jax.workload import Workload
+
+_SHOWN = 5
+_ARGUMENTS = ("parameters", "frozen parameters", "optimizer state", "batch")
+_XLA_DTYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c", "bool": "pred"}
+_REMEDIES = {
+    "parameters": "Ask for more, take a smaller dtype for the parameters, or more devices",
+    "optimizer state": "Ask for more, or keep the state in host memory: rj.offload_optimizer(optimizer)",
+    "batch": "Ask for more, or take a smaller batch",
+    "gradients and updated parameters": "Ask for more, train fewer parameters, or take a smaller dtype for them",
+}
+_REMEDY = "Ask for more, or take a smaller batch: rj.accumulate_gradients adds up the gradients of several"
+_STATE_ON_MESH = (
+    "Ask for more, keep the state in host memory (rj.offload_optimizer(optimizer)), or divide the parameters over more "
+    "devices: the state is partitioned like the parameters"
+)
+
+
+def budget_bytes(budget: Any, target: Target, argument: str = "budget") -> int:
+    """The bytes of device memory that `budget` stands for on `target`, as in `device_amount`.
+
+    Raises:
+      PlanningError: the budget is malformed, not positive, above the target's memory, or a share of an unknown memory.
+
+    >>> from remat_jax.hardware import target
+    >>> budget_bytes("40GiB", target("h200")) == 40 * 2**30, budget_bytes(0.5, target("h200"))
+    (True, 75377410048)
+    """
+    return device_amount(budget, target, argument, PlanningError)
+
+
+def host_budget_bytes(budget: Any) -> int | None:
+    """The bytes of host memory that `budget` stands for; None means no limit, 0 means no host memory.
+
+    Raises:
+      PlanningError: as `budget_bytes`, and for a share: shares are of device memory only.
+
+    >>> host_budget_bytes("1.5 kB"), host_budget_bytes(None)
+    (1500, None)
+    """
+    return None if budget is None else amount(budget, None, "host_budget", PlanningError)
+
+
+def check_arguments_fit(workload: Workload, budget: int) -> None:
+    """Refuse a budget below the step's arguments on the device, before anything is compiled.
+
+    Raises:
+      InfeasibleBudget: the message lists the arguments' bytes.
+    """
+    sizes = _arguments(workload)
+    if sizes.total() > budget:
+        held = {name: size for name, size in sizes.most_common() if size}
+        raise InfeasibleBudget(
+            f"budget={budget} ({format_bytes(budget)}) is less than the arguments of a step of {workload.name!r}, before it "
+            f"computes anything: {format_bytes(sizes.total())}, of which {_listed(held)}. "
+            f"{remedy(held, on_mesh=workload.mesh is not None)}",
+            sizes.total(),
+            held,
+        )
+
+
+def argument_bytes(workload: Workload) -> int:
+    """The bytes of a step's arguments on the device, the same under every policy."""
+    return _arguments(workload).total()
+
+
+def _arguments(workload: Workload, size_of: Callable[[Any], int] = device_bytes) -> Counter[str]:
+    step = workload.step("off")
+    sizes: Counter[str] = Counter()
+    for name, argument in zip(step.names, step.local_arguments, strict=True):
+        sizes[_argument(name) or name] += size_of(argument)
+    return sizes
+
+
+def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int | None, target: Target) -> InfeasibleBudget:
+    """The error with the least memory reached, by the compiled step `least`, and with what occupies it."""
+    compiled = least.compiled
+    if host_budget is not None and compiled.host_bytes > host_budget:
+        return InfeasibleBudget(
+            f"host_budget={host_budget} ({format_bytes(host_budget)}): no policy of {workload.name!r} fits; the least is "
+            f"{format_bytes(compiled.host_bytes)} in host memory, including an offloaded optimizer's state. Allow more, "
+            "or offload a smaller share of the state: rj.offload_optimizer(tx, fraction=…).",
+            compiled.device_bytes,
+        )
+    sizes: Sizes | None = compiled.sizes
+    held = {} if sizes is None else held_by(workload, sizes)
+    advice = None if sizes is None else largest_advice(workload, sizes, target.devices)
+    host = f" with host_budget={host_budget} ({format_bytes(host_budget)})" if host_budget is not None else ""
+    return InfeasibleBudget(
+        f"budget={budget} ({format_bytes(budget)}){host}: no policy of {workload.name!r} fits on {target.name}. The least "
+        f"reached by compiling is {format_bytes(compiled.device_bytes)}, by {least.candidate.name or 'a plan of its own'}. "
+        f"Its largest parts: {_listed(held)}. {advice or remedy(held, on_mesh=workload.mesh is not None)}",
+        compiled.device_bytes,
+        held,
+    )
+
+
+def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
+    """The bytes on the device at a compiled step's peak, by category, the largest first."""
+    if not sizes.live:
+        return _without_text(workload, sizes)
+    # The first argument and the frozen parameters.
+    step = workload.step("off")
+    parameters = [value for name, value in zip(step.names, step.local_arguments, strict=True) if "parameters" in name]
+    shapes = {_xla_shape(leaf) for leaf in jax.tree.leaves(parameters) if _sized(leaf)}
+    paths = dict.fromkeys(buffer.module for buffer in sizes.live)
+    short = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
+    held: Counter[str] = Counter()
+    for buffer in sizes.live:
+        category = _argument(buffer.module)
+        if category is None and buffer.phase in ("backward", "other") and buffer.shape.partition("{")[0] in shapes:
+            category = "gradients and updated parameters"
+        elif category is None:
+            role = "kept between the passes" if buffer.phase == "forward" else "working set"
+            category = f"{role}: {short[buffer.module] or 'of no module'}"
+        held[category] += buffer.nbytes
+    return dict(held.most_common())
+
+
+def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
+    """The categories if the compiler lists no single buffers: the step's arguments, and the rest as one."""
+    # With one memory, an array in host memory is on the device too.
+    held = _arguments(workload, device_bytes if sizes.host_argument else compat.tree_bytes)
+    held["working set and residuals"] = sizes.temp
+    held["outputs: gradients, or updated parameters"] = max(0, sizes.output - sizes.alias)
+    return {name: size for name, size in held.most_common() if size}
+
+
+def remedy(held: dict[str, int], *, on_mesh: bool = False) -> str:
+    """How to reduce the largest category."""
+    largest = next(iter(held), "")
+    if on_mesh and largest == "optimizer state":
+        return f"{_STATE_ON_MESH}."
+    return f"{_REMEDIES.get(largest, _REMEDY)}."
+
+
+def _listed(held: dict[str, int]) -> str:
+    shown = [f"{name} {format_bytes(size)}" for name, size in list(held.items())[:_SHOWN]]
+    rest = sum(list(held.values())[_SHOWN:])
+    shown += [f"the rest {format_bytes(rest)}"] if rest else []
+    return ", ".join(shown) or "memory that the compiler does not explain"
+
+
+def _argument(name: str) -> str | None:
+    bare = re.sub(r"\[\d+\]$", "", name)
+    return bare if bare in _ARGUMENTS else None
+
+
+def _sized(leaf: Any) -> bool:
+    # An RNG key has an extended dtype; it is small.
+    return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _xla_shape(leaf: Any) -> str:
+    """The shape as XLA writes it.
+
+    >>> _xla_shape(jax.ShapeDtypeStruct((2, 3), "bfloat16"))
+    'bf16[2,3]'
+    """
+    name, bits = re.fullmatch(r"([a-z]+)(\d*)(?:_.*)?", str(leaf.dtype)).groups()  # type: ignore[union-attr]
+    return f"{_XLA_DTYPES.get(name, name)}{bits}[{','.join(map(str, leaf.shape))}]"

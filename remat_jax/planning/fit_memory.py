@@ -1,0 +1,234 @@
+"""The memory that compiled steps predict for other candidates: a stack's fixed bytes and shares are fitted to them.
+
+A stack predicts peak = F + (bytes kept up to a block) + W + ρ · (recomputed) + φ · (offloaded). The kept bytes are exact.
+F, ρ and φ are refitted after every compilation, with the first guess of ρ and φ as a weak prior. The fit is then shifted to
+be exact at the compiled step nearest to the budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from remat_jax.planning.candidate import FAILED, Compiled, Loads, StepCandidate, Tried, singles
+from remat_jax.solver import Stack
+
+Array = Any
+"""A NumPy array."""
+
+_PRIOR = 0.1
+"""The weight of the first guess of the shares, relative to one compiled step."""
+_MOST_RECOMPUTED, _MOST_FETCHED = 2.0, 4.0
+_STARTS = ((0.5, 2.0), (1.0, 4.0))
+"""Starting shares of the fit, beside the first guess."""
+_ROUNDS = 8
+
+_FITTED = 2
+"""The number of compiled steps from which predictions are more than a guess."""
+_OVER = 0.01
+"""The least excess of a prediction over the budget, as a share of the budget, that proves a candidate too large."""
+_OFF_SHARE = 0.5
+"""The least share of the kept bytes that `off` may need, since XLA rematerialises by itself: 0.55 was observed."""
+
+
+class Fit:
+    """The compiled steps of one search, and the stack fitted to them. `guess` is the stack before any compilation.
+
+    All amounts are in bytes; `arguments` are those of the step, on the device under every policy.
+    """
+
+    def __init__(self, guess: Stack, budget: float, host_budget: float = math.inf, arguments: float = 0.0) -> None:
+        self.guess, self.budget, self.host_budget, self.arguments = guess, budget, host_budget, arguments
+        self.tried: list[Tried] = []
+        self._fitted: dict[tuple[int, float, bool], Stack] = {}
+
+    def learn(self, candidates: Sequence[StepCandidate], compiled: Sequence[Compiled]) -> None:
+        """Add compiled candidates."""
+        expected = [self.expected(candidate) for candidate in candidates]
+        self.tried += map(Tried, candidates, compiled, expected)
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest compiled step that fits; on ties a step without offload, then the step with less memory."""
+
+        # At equal estimates, the step without any checkpoint is surely no slower.
+        def rank(tried: Tried) -> tuple[float, bool, bool, int]:
+            candidate = tried.candidate
+            return candidate.seconds, candidate.name != "off", candidate.host_bytes > 0, tried.compiled.device_bytes
+
+        return min(filter(self.fits, self.tried), key=rank, default=None)
+
+    @property
+    def smallest(self) -> Tried:
+        """The sound step with the least device memory, within the host budget if any is."""
+        sound = [step for step in self.tried if step.compiled.sound]
+        within = [step for step in sound if step.compiled.host_bytes <= self.host_budget]
+        return min(within or sound or self.tried, key=lambda step: step.compiled.device_bytes)
+
+    def fits(self, tried: Tried) -> bool:
+        """Whether a compiled step may be run and is within both budgets."""
+        compiled = tried.compiled
+        return compiled.sound and compiled.device_bytes <= self.budget and compiled.host_bytes <= self.host_budget
+
+    def known(self, candidate: StepCandidate) -> Tried | None:
+        """The compiled step of a candidate; None if it was not compiled."""
+        return next((step for step in self.tried if step.candidate.is_same(candidate)), None)
+
+    @property
+    def host_left(self) -> float:
+        """The host budget left for activations, less the state of an offloaded optimizer."""
+        others = [step.compiled.host_bytes - step.candidate.host_bytes for step in self._compiled]
+        return max(0.0, self.host_budget - max(0, min(others, default=0)))
+
+    @property
+    def _compiled(self) -> list[Tried]:
+        return [step for step in self.tried if step.compiled.device_bytes < FAILED]
+
+    @property
+    def stack(self) -> Stack:
+        """The stack fitted to all compiled steps except `off`, which is a different program."""
+        return self.around(self.budget)
+
+    def around(self, size: float, *, uncut: bool = False) -> Stack:
+        """The stack, exact at the compiled step nearest to `size`. If `uncut`, fit only to steps with one policy per kind."""
+        key = len(self.tried), size, uncut
+        if key not in self._fitted:
+            steps = [
+                (step.candidate.loads, step.compiled.device_bytes)
+                for step in self._compiled
+                if step.candidate.name != "off" and not step.candidate.inside and not (uncut and self.is_cut(step.candidate))
+            ]
+            self._fitted[key] = fitted(self.guess, steps, size)
+        return self._fitted[key]
+
+    def is_cut(self, candidate: StepCandidate) -> bool:
+        """Whether layers of one kind follow different policies, or a scan is cut between them."""
+        loads = iter(candidate.loads)
+        return bool(candidate.cuts) or any(len(set(islice(loads, block.repeats))) > 1 for block in self.guess.blocks)
+
+    def expected(self, candidate: StepCandidate) -> int:
+        """The device bytes of a candidate, compiled if known, else predicted."""
+        if (tried := self.known(candidate)) is not None:
+            return tried.compiled.device_bytes
+        if candidate.expected_bytes is not None:
+            return candidate.expected_bytes
+        return round(predicted(self.stack, candidate.loads))
+
+    def shown(self, candidate: StepCandidate) -> int:
+        """The device bytes, compiled if known, else predicted from the compiled step of the nearest size."""
+        if (tried := self.known(candidate)) is not None:
+            return tried.compiled.device_bytes
+        return round(predicted(self.around(predicted(self.stack, candidate.loads)), candidate.loads))
+
+    def least_expected(self, candidate: StepCandidate) -> float:
+        """The expected bytes, less the residuals that XLA may rematerialise by itself under `off`."""
+        expected = float(self.expected(candidate))
+        if candidate.name == "off" and self.known(candidate) is None:
+            expected -= (1 - _OFF_SHARE) * sum(load.saved for load in candidate.loads)
+        return expected
+
+    @property
+    def missed(self) -> float:
+        """The error in bytes of the last prediction from compiled steps; infinite if there was none."""
+        plans = [step for step in self.tried[_FITTED:] if not step.candidate.name and step.compiled.device_bytes < FAILED]
+        return abs(plans[-1].predicted_bytes - plans[-1].compiled.device_bytes) if plans else math.inf
+
+    def is_surely_over(self, candidate: StepCandidate, stack: Stack) -> bool:
+        """Whether `stack` predicts a candidate over the budget by more than twice the prediction error."""
+        return round(predicted(stack, candidate.loads)) - self.budget > max(2 * self.missed, _OVER * self.budget)
+
+    def may_fit(self, candidate: StepCandidate) -> bool:
+        """Whether the arguments and the kept bytes are within the budget; half of `off`'s, since XLA rematerialises much."""
+        share = _OFF_SHARE if candidate.name == "off" else 1
+        return self.arguments + sum(load.saved for load in candidate.loads) * share <= self.budget
+
+
+def predicted(stack: Stack, loads: Loads) -> float:
+    """The device bytes that a stack predicts for blocks with these loads."""
+    kept, needs = 0.0, []
+    for block, load in zip(singles(stack), loads, strict=True):
+        kept += block.input_bytes + load.saved
+        recomputed, fetched = block.recomputed_share * load.recomputed, block.fetched_share * load.offloaded
+        needs.append(kept + block.working_bytes + recomputed + fetched)
+    return stack.fixed_bytes + max(needs)
+
+
+def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> Stack:
+    """The stack fitted to the loads and device bytes of compiled steps, exact at the step nearest to `budget`.
+
+    >>> from remat_jax.planning.candidate import Load
+    >>> from remat_jax.solver import Block, ResidualCosts
+    >>> stack = Stack((Block("layer", (ResidualCosts("x", 8.0, 0.1),), 1.0, 2.0, repeats=3),))
+    >>> save, recompute = (Load(8, 0, 0),) * 3, (Load(0, 8, 0),) * 3
+    >>> exact = fitted(stack, [(save, 124), (recompute, 104)], 110.0)
+    >>> round(predicted(exact, recompute)), round(predicted(exact, save))
+    (104, 124)
+    """
+    if not steps:
+        return stack
+    sizes = np.array([device_bytes for _, device_bytes in steps], float)
+    tables = [_table(stack, loads) for loads, _ in steps]
+    guess = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
+    weights = _PRIOR * np.max([table[:, 1:].max(axis=0) for table in tables], axis=0)
+
+    def misfit(fit: tuple[float, float, float]) -> float:
+        fixed, *shares = fit
+        errors = [fixed + _needs(table, shares).max() for table in tables] - sizes
+        return sum(error * error for error in (*errors, *(weights * np.subtract(shares, guess))))
+
+    # The position of the peak depends on the shares: a share that is too small hides the blocks that would correct it.
+    fixed, recomputed, fetched = min((_settled(tables, sizes, guess, start) for start in (guess, *_STARTS)), key=misfit)
+    blocks = tuple(replace(block, recomputed_share=recomputed, fetched_share=fetched) for block in stack.blocks)
+    fit = replace(stack, blocks=blocks, fixed_bytes=fixed)
+    loads, device_bytes = min(steps, key=lambda step: abs(step[1] - budget))
+    return _shifted(fit, device_bytes - predicted(fit, loads))
+
+
+def _table(stack: Stack, loads: Loads) -> Array:
+    """For each block: the bytes kept up to it with its working set, its recomputed bytes, and its offloaded bytes."""
+    blocks = singles(stack)
+    kept = np.cumsum([block.input_bytes + load.saved for block, load in zip(blocks, loads, strict=True)])
+    working = [block.working_bytes for block in blocks]
+    return np.stack([kept + working, [load.recomputed for load in loads], [load.offloaded for load in loads]], axis=1)
+
+
+def _needs(table: Array, shares: Sequence[float]) -> Array:
+    return table[:, 0] + shares[0] * table[:, 1] + shares[1] * table[:, 2]
+
+
+def _settled(
+    tables: Sequence[Array], sizes: Array, guess: Sequence[float], start: Sequence[float]
+) -> tuple[float, float, float]:
+    """The fixed bytes and the shares: fitted to the peaks' positions, which are then found again, in turns."""
+    # Imported here: it took a quarter of the import time of remat_jax.
+    from scipy.optimize import lsq_linear
+
+    fixed, shares = 0.0, list(start)
+    before: Array = None
+    for _ in range(_ROUNDS):
+        peaks = np.stack([table[_needs(table, shares).argmax()] for table in tables])
+        if before is not None and np.array_equal(peaks, before):
+            break
+        before = peaks
+        rows = np.column_stack([np.ones(len(peaks)), peaks[:, 1:]])
+        scale = np.maximum(rows.max(axis=0), 1.0)
+        prior = np.diag([0.0, _PRIOR * scale[1], _PRIOR * scale[2]])
+        wanted = np.concatenate([sizes - peaks[:, 0], prior @ [0.0, *guess]])
+        bounds = np.zeros(3), np.array([np.inf, _MOST_RECOMPUTED, _MOST_FETCHED]) * scale
+        solution = lsq_linear(np.vstack([rows, prior]) / scale, wanted, bounds, method="bvls").x / scale
+        fixed, *shares = (max(0.0, float(value)) for value in solution)
+    return fixed, shares[0], shares[1]
+
+
+def _shifted(stack: Stack, by: float) -> Stack:
+    """The stack with `by` bytes more or fewer: taken from the fixed bytes first, then from the working sets."""
+    fixed = stack.fixed_bytes + by
+    if fixed >= 0:
+        return replace(stack, fixed_bytes=fixed)
+    blocks = tuple(replace(block, working_bytes=max(0.0, block.working_bytes + fixed)) for block in stack.blocks)
+    return replace(stack, blocks=blocks, fixed_bytes=0.0)

@@ -1,0 +1,371 @@
+"""`plan`: price the blocks → solve → compile → refit, until a plan fits; then take the fastest compiled step that fits."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.apply.replaced import replaced_text
+from remat_jax.errors import ArgumentError, InfeasibleBudget, PolicyError, UnsupportedError
+from remat_jax.hardware import Target
+from remat_jax.hardware import target as target_named
+from remat_jax.memory.advice import largest_advice
+from remat_jax.memory.compile.devices import check_devices, host_shortage
+from remat_jax.memory.compile.options import Kernels
+from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, check_timeout
+from remat_jax.planning.candidate import StepCandidate, Tried
+from remat_jax.planning.check_budget import argument_bytes, budget_bytes, check_arguments_fit, host_budget_bytes, infeasible
+from remat_jax.planning.choose_fastest import Times, as_written, choose_fastest, counted_flops
+from remat_jax.planning.compile_candidates import Compiler, Progress, first_sentence, one_line
+from remat_jax.planning.fit_memory import Fit
+from remat_jax.planning.model import Model
+from remat_jax.planning.outcome import outcome
+from remat_jax.planning.plan import Plan
+from remat_jax.planning.plan_data import CUT_SHORT, NOT_MAXIMAL
+from remat_jax.planning.point import Point
+from remat_jax.planning.problem import KEEP_ALL, Described, describe, recompute_flops
+from remat_jax.planning.propose_candidates import Proposals, grouped_candidates
+from remat_jax.planning.search_plans import MOST_COMPILED, MOST_RUNS, Search
+from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
+from remat_jax.policy import NAMED, LayerPolicies, is_off
+from remat_jax.warning import silenced, warn
+from remat_jax.workload import Workload
+
+_NEAR = 1.1
+"""The largest memory, relative to the budget, of a step that is compiled again with the budget as XLA's memory limit."""
+_FASTER = 0.999
+"""The largest compiled time of such a step, relative to the best step without a limit."""
+_TRACED_ERROR = 0.1
+"""The relative error of the traced estimate, against compiled times, of a policy far from the compiled ones."""
+
+# Notes about the search, and advice. Notes that begin otherwise affect the plan's step and are warnings too.
+_OF_THE_SEARCH = ("Not shown", "Left out", "The policy replaces", "Beyond the blocks", "As compiled")
+
+
+def plan(
+    workload: Workload,
+    budget: Any,
+    target: str | Target,
+    host_budget: Any = None,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
+
+    The residuals of each block, their bytes, and the time to recompute them are the planning problem. Its solution, a mix of a
+    few policies, is compiled beside the fastest named policy that is predicted to fit. The compiled memory corrects the
+    problem, which is solved again. By the estimate, no named policy that fits is faster than the plan: those that might be are
+    compiled, or a note names them. `docs/how/planner.md` has the exact guarantees. On a mesh every figure except
+    `recompute_flops` is of one device.
+
+    Args:
+      workload: a workload with a loss. A finished step does not do, because it takes its gradient inside.
+      budget: memory of one device: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
+      target: the name of a target (`"h200"`), or a `Target`.
+      host_budget: host memory for one device, including the state of an offloaded optimizer: bytes or a text; None for no
+        limit, 0 for no offload.
+      timeout: seconds for the whole call. At the timeout, the fastest compiled step that fits is returned, with a note.
+      progress: called with the current activity, the number of compiled steps, and the most that may be compiled.
+
+    Raises:
+      InfeasibleBudget: nothing fits. The message states the smallest memory reached and what occupies it.
+      PlanningError: a budget or a rate is wrong.
+      TargetError, CompileError, UnsupportedError: as in `measure`.
+      BlockError: the loss does not call the blocks.
+
+    >>> import jax, jax.numpy as jnp, flax.linen as nn
+    >>> class Block(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(x)))
+    >>> model = nn.Sequential([Block(), Block(), Block()])
+    >>> x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> job = Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=Block)
+    >>> found = plan(job, "8 MB", "cpu")
+    >>> found.device_bytes <= 8_000_000, found.host_bytes
+    (True, 0)
+    """
+    target = target if isinstance(target, Target) else target_named(target)
+    device, host = budget_bytes(budget, target), host_budget_bytes(host_budget)
+    _check(workload, timeout, target)
+    check_arguments_fit(workload, device)
+    with silenced(), Kernels.temporary() as kernels:
+        made = _Planner(workload, device, target, host, timeout, progress or _silent, kernels).plan()
+    warn(note for note in made.notes if not note.startswith(_OF_THE_SEARCH))
+    return made
+
+
+@silenced()
+def leanest(
+    workload: Workload, budget: int, target: Target, host_budget: int | None, *, timeout: float = DEFAULT_TIMEOUT
+) -> tuple[int | None, InfeasibleBudget | None]:
+    """The least device bytes reached with one or two compilations, and the error if they exceed the budget.
+
+    None instead of bytes if the step's arguments alone are too large.
+    """
+    _check(workload, timeout, target)
+    try:
+        check_arguments_fit(workload, budget)
+    except InfeasibleBudget as error:
+        return None, error
+    with Kernels.temporary() as kernels:
+        return _Planner(workload, budget, target, host_budget, timeout, _silent, kernels).leanest()
+
+
+def _silent(what: str, done: int, of: int) -> None:
+    """The `progress` that reports nothing."""
+
+
+def _check(workload: Any, timeout: Any, target: Target) -> None:
+    if not isinstance(workload, Workload):
+        raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
+    if not workload.has_loss:
+        raise UnsupportedError(
+            f"workload={workload.name!r} was made from a finished step. The step takes its gradient inside, so its residuals "
+            "cannot be seen from outside. Make a Workload of the loss instead."
+        )
+    check_timeout(timeout)
+    check_devices(workload, target)
+
+
+@dataclass
+class _Planner:
+    """The making of one plan."""
+
+    workload: Workload
+    budget: int
+    target: Target
+    host_budget: int | None
+    timeout: float
+    progress: Progress
+    kernels: Kernels
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.timeout
+        self.notes: list[str] = []
+        self.progress(f"{self.workload.name}: tracing", 0, 1)
+        self.described, no_offload = self._described()
+        named, self.remarks = self._named(no_offload)
+        kinds = self.described.kinds
+        host_budget = math.inf if self.host_budget is None else float(self.host_budget)
+        most_runs = 1 if any(kind.program.call.nested for kind in kinds) else MOST_RUNS
+        self.fit = Fit(self.described.stack, float(self.budget), host_budget, argument_bytes(self.workload))
+        own, cut = (functools.partial(make, self.described) for make in (own_candidate, recut))
+        self.proposals = Proposals(self.fit, named, own, cut, most_runs)
+        self.search = Search(self.fit, self.proposals, scanned=most_runs != 1 and any(kind.scanned for kind in kinds))
+        self.compiler = Compiler(
+            self.workload, self.described, self.target, self.timeout, self.deadline, self.kernels, self.progress, self.notes
+        )
+
+    # --- the problem ----------------------------------------------------------------------------------------------------
+
+    def _described(self) -> tuple[Described, str]:
+        """The problem, without any offload that cannot run, and why it cannot run."""
+        described = describe(self.workload, self.target, timeout=max(1.0, self.deadline - time.monotonic()))
+        stack = described.stack
+        if self.target.kind == "cpu":
+            no_offload = "a CPU has one memory"
+        elif self.host_budget == 0:
+            no_offload = "no host memory is allowed"
+        elif stack.link is None:
+            no_offload = f"the target {self.target.name} has no link to host memory"
+        else:
+            return self._without_miscompiled_offload(described)
+        return replace(described, stack=replace(stack, link=None)), no_offload
+
+    def _without_miscompiled_offload(self, described: Described) -> tuple[Described, str]:
+        stack, scanned = described.stack, [kind.scanned for kind in described.kinds]
+        if not any(scanned) or not compat.miscompiles_scanned_offload():
+            return described, ""
+        no_offload = f"JAX {jax.__version__} miscompiles offload inside scan"
+        self.notes.append(
+            f"{no_offload} for GPUs (openxla/xla#46231), so scanned layers offload nothing here; use JAX 0.11.1 or later, "
+            "unroll the layers, or start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+        )
+        blocks = tuple(
+            block.without_offload() if inside else block for block, inside in zip(stack.blocks, scanned, strict=True)
+        )
+        link = None if all(scanned) else stack.link
+        return replace(described, stack=replace(stack, blocks=blocks, link=link)), no_offload
+
+    def _named(self, no_offload: str) -> tuple[list[StepCandidate], list[Point]]:
+        """The named policies as candidates, and the inapplicable ones as points with a remark."""
+        candidates, remarks = [], dict[str, str]()
+        for name, policy in NAMED.items():
+            if is_off(policy) and self.workload.replaced_checkpoints:
+                continue  # the model as its author wrote it: `as_written` adds it
+            if policy.offloads and no_offload:
+                remarks[name] = no_offload
+                continue
+            try:
+                candidates.append(named_candidate(self.described, name))
+            except (PolicyError, UnsupportedError) as error:
+                remarks[name] = first_sentence(error)
+        return candidates, [Point(name, None, 0, None, False, remark=remark) for name, remark in remarks.items()]
+
+    # --- the steps ------------------------------------------------------------------------------------------------------
+
+    def leanest(self) -> tuple[int, InfeasibleBudget | None]:
+        fits = self.search.probe(self.compiler.compile)
+        return self.fit.smallest.compiled.device_bytes, None if fits else self._infeasible()
+
+    def _infeasible(self) -> InfeasibleBudget:
+        return infeasible(self.workload, self.fit.smallest, self.budget, self.host_budget, self.target)
+
+    def _chosen(self) -> tuple[Tried, Tried]:
+        """The search's best step by the traced estimate, and the plan by the compiled times."""
+        searched = self.search.run(self.compiler.compile)
+        if searched is not None:
+            for further in (self._faster_groups, self.proposals.unknown, self._without_copies, self._full_if_near):
+                searched = self._with(further(searched)[:1], searched) or searched
+        limited = self._with_limit(searched)
+        first = searched or min(limited, key=lambda step: step.compiled.seconds or math.inf, default=None)
+        # If the inputs of single layers are too large, the step under `full` predicts groups of layers.
+        first = first or self._with(self._grouped(compiled=True), None)
+        if first is None:
+            raise self._infeasible()
+        best, notes = choose_fastest(first, [*filter(self.fit.fits, self.fit.tried), *limited])
+        self.notes += notes
+        if any(best is step for step in limited):
+            self.notes.append(
+                "The step fits only with the budget as XLA's memory limit: give plan.compiler_options to the jax.jit of the "
+                "step"
+            )
+            return best, best
+        return first, best
+
+    def _with(self, candidates: Sequence[StepCandidate], best: Tried | None) -> Tried | None:
+        """The best step after compiling `candidates`, if time is left."""
+        if candidates and not self.compiler.is_over:
+            self.fit.learn(candidates, self.compiler.compile(candidates, best))
+        return self.fit.best
+
+    def _faster_groups(self, best: Tried) -> list[StepCandidate]:
+        """If the best step offloads: groupings of the layers that are faster and expected to fit, as with a slow link."""
+        least = best.candidate.seconds - self.proposals.worth
+        groups = self._grouped(compiled=False) if best.candidate.host_bytes else []
+        return [step for step in groups if step.seconds < least and self.fit.expected(step) <= self.budget]
+
+    def _without_copies(self, best: Tried) -> list[StepCandidate]:
+        """If any step that fits offloads: the fastest plan that offloads nothing. Copies may wait for more than estimated."""
+        offloads = any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried))
+        plan = self.proposals.without_copies(self.fit.stack, self.budget) if offloads else None
+        return [plan] if plan is not None and self.fit.known(plan) is None else []
+
+    def _full_if_near(self, best: Tried) -> list[StepCandidate]:
+        """`full`, if its traced estimate is near the best step's."""
+        full = self.proposals.named_policy("full")
+        if full is None or self.fit.known(full) or self.target.kind == "cpu" or best.candidate.name in KEEP_ALL:
+            return []
+        base = self.described.base_seconds
+        near = (1 + _TRACED_ERROR) * (base + best.candidate.seconds) - base
+        return [full] if full.seconds <= near and self.fit.expected(full) <= self.budget else []
+
+    def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
+        """Groupings of the layers, predicted from the step under `full`; empty if `compiled` and that step was not compiled."""
+        full = self.proposals.named_policy("full")
+        if full is None or (compiled and self.fit.known(full) is None):
+            return []
+        return grouped_candidates(self.workload, self.described, full, self.fit.expected(full), self.budget)
+
+    def _with_limit(self, best: Tried | None) -> list[Tried]:
+        """Steps that are faster than the best when compiled with the budget as XLA's memory limit: it rematerialises by itself.
+
+        Steps a little over the budget are compiled so, and `off`. XLA hardly rematerialises in a scan: only if nothing fits.
+        """
+        unrolled = not any(kind.scanned for kind in self.described.kinds)
+        if (best is not None and not unrolled) or self.target.kind == "cpu":
+            return []
+        off = self.proposals.named_policy("off") if unrolled else None
+        candidates = [off] if off is not None and self.fit.least_expected(off) <= _NEAR * self.budget else []
+        over = [step.candidate for step in self.fit.tried if self.budget < step.compiled.device_bytes <= _NEAR * self.budget]
+        candidates += sorted((step for step in over if step.name != "off"), key=lambda step: step.seconds)[:1]
+        bound = math.inf if best is None else best.candidate.seconds - self.proposals.worth
+        faster = [step for step in candidates if step.seconds < bound]
+        if not faster or self.compiler.is_over:
+            return []
+        answers = self.compiler.compile(faster, best, memory_limit=self.budget)
+        limited = [step for step in map(Tried, faster, answers, map(self.fit.expected, faster)) if self.fit.fits(step)]
+        if best is None:
+            return [step for step in limited if step.compiled.seconds]
+        # The estimate does not include XLA's rematerialisation: scale it by the ratio of the compiled times.
+        most = _FASTER * (best.compiled.seconds or 0.0)
+        return [self._at_pace(step, best) for step in limited if step.compiled.seconds and step.compiled.seconds < most]
+
+    def _at_pace(self, tried: Tried, best: Tried) -> Tried:
+        base = self.described.base_seconds
+        ratio = (tried.compiled.seconds or 0.0) / (best.compiled.seconds or 1.0)
+        seconds = max(0.0, ratio * (base + best.candidate.seconds) - base)
+        return replace(tried, candidate=replace(tried.candidate, seconds=seconds))
+
+    # --- the plan -------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        searched, best = self._chosen()
+        self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
+        policies = policies_of(self.described, best.candidate)
+        kept = min((step.seconds for step in self.proposals.named if step.name in KEEP_ALL), default=0.0)
+        times = Times(self.fit, self.described.base_seconds, kept)
+        self._add_as_written(best, times)
+        fields = outcome(self.described, self.target, self.proposals, times, searched, best, self.remarks, self._is_late)
+        self._note(searched, best)
+        return Plan(
+            policies=policies,
+            recompute_flops=self._recompute_flops(policies),
+            workload=one_line(self.workload.name),
+            target=self.target.name,
+            budget=self.budget,
+            host_budget=self.host_budget,
+            notes=tuple(dict.fromkeys(self.notes)),
+            model=Model.of(self.workload),
+            jax_version=jax.__version__,
+            compiler_options=best.compiled.sizes.limit_options,
+            **fields,
+        )
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def _note(self, searched: Tried, best: Tried) -> None:
+        """Note what was not shown about the search's step by the traced estimate, and remarks on the plan's memory."""
+        why = "; no compilations were left" if len(self.fit.tried) >= MOST_COMPILED else ""
+        sizes = best.compiled.sizes
+        if self._is_late():
+            self.notes.append(f"{CUT_SHORT}; after timeout={self.timeout:g} s it has only compiled steps and named policies")
+        if unknown := [step.name for step in self.proposals.unknown(searched)]:
+            self.notes.append(f"Not shown: whether {' and '.join(unknown)}, faster by the estimate, would fit{why}")
+        if self.search.unmoved(searched):
+            self.notes.append(f"Not shown: whether the offloaded residuals would fit on the device{why}")
+        if not self.proposals.is_maximal(searched):
+            self.notes.append(f"{NOT_MAXIMAL}{why}")
+        if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
+            self.notes.append(f"Host memory: {short}, or plan with a host_budget")
+        if sizes.untiled:
+            self.notes.append(f"{UNTILED[0].upper()}{UNTILED[1:]}")
+        if best.candidate.name not in KEEP_ALL and (beyond := largest_advice(self.workload, sizes, self.target.devices)):
+            self.notes.append(beyond)
+
+    def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
+        """The recomputed FLOPs of all blocks; if layers are in groups, of the traced step, or at least those of `full`."""
+        if not any(isinstance(policy, LayerPolicies) and policy.groups for policy in policies.values()):
+            return recompute_flops(self.described, dict(policies))
+        counted = None if self._is_late() else counted_flops(self.workload, dict(policies))
+        return recompute_flops(self.described, "full") if counted is None else counted
+
+    def _add_as_written(self, best: Tried, times: Times) -> None:
+        """Add the author's own checkpoints to the named policies, and a note that the plan replaces them."""
+        if not self.workload.replaced_checkpoints:
+            return
+        self.notes.append(replaced_text(self.workload.replaced_checkpoints))
+        if not self._is_late():
+            full = self.proposals.named_policy("full")
+            self.remarks.append(as_written(self.workload, times, full, self.compiler.compile, best))

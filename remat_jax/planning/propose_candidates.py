@@ -1,0 +1,226 @@
+"""Candidates to compile: the solver's plans, the leanest plan, variants of compiled steps, and groups of layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from remat_jax import compat
+from remat_jax.errors import InfeasibleBudget
+from remat_jax.planning.candidate import (
+    FAILED,
+    Choices,
+    Cuts,
+    StepCandidate,
+    Tried,
+    block_policies,
+    choices_together,
+    one_residual_more,
+    runs,
+    singles,
+)
+from remat_jax.planning.fit_memory import Fit, predicted
+from remat_jax.planning.problem import KEEP_ALL, Described
+from remat_jax.policy import LayerPolicies, Policy
+from remat_jax.solver import Choice, Prices, Solver, Stack, cheapest_policy
+from remat_jax.solver.groups import GroupedLayer, Grouping, groupings
+from remat_jax.solver.solve import MOST_POLICIES
+from remat_jax.workload import Workload
+
+WORTH_COMPILING = 3e-3
+"""The least gain of a plan that is worth a compilation, as a share of the step's time."""
+
+_INSIDE = "full"
+"""The policy of each layer of a group during the group's backward pass."""
+_MOST_GROUPED = 2
+"""The most groupings that are compiled."""
+
+
+class Proposals:
+    """Candidates derived from a fit.
+
+    Args:
+      named: the applicable named policies, including `off`.
+      own: makes a priced candidate from choices.
+      recut: moves the cuts of a candidate's scans to the given places; None if nothing is scanned.
+      most_runs: the most different policies among the layers of one kind; None for the solver's own limit.
+    """
+
+    def __init__(
+        self,
+        fit: Fit,
+        named: Sequence[StepCandidate],
+        own: Callable[[Choices], StepCandidate],
+        recut: Callable[[StepCandidate, Cuts], StepCandidate] | None = None,
+        most_runs: int | None = None,
+    ) -> None:
+        self.fit, self.named, self.own = fit, tuple(named), own
+        self._recut = recut if most_runs != 1 else None
+        self._most_runs = min(most_runs or MOST_POLICIES, MOST_POLICIES)
+        self.worth = WORTH_COMPILING * fit.guess.base_seconds
+        self._solvers: dict[tuple[Stack, int], Solver] = {}
+
+    def named_policy(self, name: str) -> StepCandidate | None:
+        """The candidate of a named policy; None if the policy is not applicable."""
+        return next((candidate for candidate in self.named if candidate.name == name), None)
+
+    def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> StepCandidate | None:
+        """The solver's fastest plan within `budget`, with at most `most_runs` runs; None if nothing fits."""
+        plan = self._solved_within(stack, budget, self.fit.host_left, most_runs)
+        if plan is None or not plan.host_bytes:
+            return plan
+        # The solver sums the costs of single residuals; priced as a whole, by kernels, a plan without copies may be faster.
+        uncopied = self.without_copies(stack, budget, most_runs)
+        return plan if uncopied is None or plan.seconds <= uncopied.seconds else uncopied
+
+    def without_copies(self, stack: Stack, budget: float, most_runs: int | None = None) -> StepCandidate | None:
+        """The solver's fastest plan within `budget` that offloads nothing; None if nothing fits."""
+        return self._solved_within(stack, budget, 0.0, most_runs)
+
+    def _solved_within(self, stack: Stack, budget: float, host_budget: float, most_runs: int | None) -> StepCandidate | None:
+        try:
+            plan = self._solver(stack, most_runs or self._most_runs).plan(budget, host_budget)
+        except InfeasibleBudget:
+            least = self.least(stack)
+            return least if predicted(stack, least.loads) <= budget and least.host_bytes <= host_budget else None
+        return self.own(choices_together(stack, plan))
+
+    def _solver(self, stack: Stack, most_runs: int) -> Solver:
+        """A solver for each fitted stack; a new solver starts from the previous solver's policies."""
+        if (stack, most_runs) not in self._solvers:
+            previous = next(reversed(self._solvers.values()), None)
+            solver = self._solvers[stack, most_runs] = Solver(stack, most_runs, previous)
+            for candidate in self.named if previous is None else ():
+                if candidate.like is not None:
+                    solver.add(block_policies(stack, candidate.like))
+        return self._solvers[stack, most_runs]
+
+    def bound(self) -> float:
+        """A lower bound on the extra seconds of any plan within both budgets, by the stack as fitted now."""
+        return self._solver(self.fit.stack, self._most_runs).bound(self.fit.budget, self.fit.host_left)
+
+    def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[StepCandidate]:
+        """The solver's plans at `points` budgets, from the least memory to keeping everything; fewer once `is_over`."""
+        if is_over():
+            return []
+        least = self.least(stack)
+        low = predicted(stack, least.loads)
+        high = max([low, *(predicted(stack, step.loads) for step in self.named if step.name in KEEP_ALL)])
+        budgets = [low + (high - low) * count / points for count in range(1, points + 1)]
+        return [least, *filter(None, (self.solve(stack, budget) for budget in budgets if not is_over()))]
+
+    def least(self, stack: Stack) -> StepCandidate:
+        """The plan with the least predicted memory among a few heuristic plans."""
+        count = len(singles(stack))
+        # A kept byte adds to the peak of every later block, so its weight depends on the fitted shares: try several.
+        offloads = (False,) if stack.link is None else (True,) if math.isinf(self.fit.host_budget) else (True, False)
+        weights = dict.fromkeys((1.0, math.sqrt(count), float(count)))
+        plans = [self._lean(stack, weight, offload=offload) for weight in weights for offload in offloads]
+        within = [plan for plan in plans if plan.host_bytes <= self.fit.host_left]
+        return min(within or plans, key=lambda plan: (predicted(stack, plan.loads), plan.seconds))
+
+    def _lean(self, stack: Stack, weight: float, *, offload: bool) -> StepCandidate:
+        choices: list[tuple[Choice, ...]] = []
+        prices = Prices(saved=weight, transient=1.0)
+        for block in stack.blocks:
+            allowed = block if offload else block.without_offload()
+            choices += [cheapest_policy(allowed, stack.link, prices).choices] * block.repeats
+        if not stack.offload_last and self._most_runs != 1:
+            choices[-1] = cheapest_policy(stack.positions()[-1], stack.link, replace(prices, saved=1.0)).choices
+        return self.own(tuple(choices))
+
+    def faster_named(self, best: Tried | None) -> list[StepCandidate]:
+        """The named policies within the host budget that were not compiled and would be faster than `best`."""
+        bound = math.inf if best is None else best.candidate.seconds
+        return [
+            step
+            for step in self.named
+            if step.seconds < bound and not math.isclose(step.seconds, bound)
+            if self.fit.known(step) is None and step.host_bytes <= self.fit.host_left
+        ]
+
+    def unknown(self, best: Tried) -> list[StepCandidate]:
+        """The named policies of `faster_named` whose kept bytes alone are within the budget, the smallest first."""
+        stack = self.fit.stack
+        return sorted(filter(self.fit.may_fit, self.faster_named(best)), key=lambda step: predicted(stack, step.loads))
+
+    def is_maximal(self, best: Tried) -> bool:
+        """Whether no further residual that is worth saving fits: the variants of `least_more` were compiled and do not fit."""
+        if best.candidate.seconds <= 0 or best.candidate.name in KEEP_ALL:
+            return True
+        if best.candidate.effective_choices is None:
+            return False
+        tried = [self.fit.known(step) for step in self.least_more(best)]
+        return all(step is not None and step.compiled.device_bytes < FAILED and not self.fit.fits(step) for step in tried)
+
+    def least_more(self, best: Tried) -> list[StepCandidate]:
+        """`best` with one worthwhile residual more: with fewest kept bytes, and the smallest predicted, unless surely over."""
+        stack, worth = self.fit.around(best.compiled.device_bytes), best.candidate.seconds - self.worth
+        faster = [step for step in self.one_more(best.candidate) if step.seconds <= worth]
+        if not faster:
+            return []
+        fewest = min(faster, key=lambda step: sum(load.saved for load in step.loads))
+        smallest = min(faster, key=lambda step: predicted(stack, step.loads))
+        variants = [fewest] if fewest.is_same(smallest) else [fewest, smallest]
+        return [step for step in variants if self.fit.known(step) is not None or not self.fit.is_surely_over(step, stack)]
+
+    def one_more(self, candidate: StepCandidate) -> list[StepCandidate]:
+        """The faster variants with one residual more in one run; the cuts stay the same."""
+        stack, choices = self.fit.guess, candidate.effective_choices
+        assert choices is not None, "one residual more needs the choices"
+        # With a cut at its start, each run stays a run after any change of its choices.
+        starts = tuple(start for start, _ in runs(stack, choices, candidate.cuts))
+        variants = [self._cut(self.own(more), starts) for more in one_residual_more(stack, choices, candidate.cuts)]
+        return [step for step in variants if step.seconds < candidate.seconds]
+
+    def without_host(self, candidate: StepCandidate) -> StepCandidate | None:
+        """The candidate with offloaded residuals saved; None if it offloads none, or a residual that may not be saved."""
+        choices = candidate.effective_choices
+        if not candidate.host_bytes or choices is None:
+            return None
+        for block, actions in zip(singles(self.fit.guess), choices, strict=True):
+            pairs = zip(block.residuals, actions, strict=True)
+            if any(action is Choice.OFFLOAD and not residual.may_save for residual, action in pairs):
+                return None
+        saved = tuple(tuple(Choice.SAVE if action is Choice.OFFLOAD else action for action in actions) for actions in choices)
+        return self._cut(self.own(saved), candidate.cuts)
+
+    def _cut(self, candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
+        return candidate if self._recut is None else self._recut(candidate, cuts)
+
+
+def grouped_candidates(
+    workload: Workload, described: Described, full: StepCandidate, full_bytes: int, budget: int
+) -> list[StepCandidate]:
+    """The fastest and the leanest grouping of the layers that are predicted to fit; only the leanest if none fits.
+
+    Layers in a group share one checkpoint, for when the layers' inputs alone do not fit. The step under `full` predicts the
+    memory. Empty if the blocks are of several kinds or in nested loops.
+    """
+    (kind, *others), (block, *_) = described.kinds, described.stack.blocks
+    if others or kind.program.call.nested or kind.program.call.stride != 1 or full_bytes >= FAILED:
+        return []
+    layers, load = block.repeats, full.loads[0]
+    gradients = compat.tree_bytes(workload.params) / layers
+    layer = GroupedLayer(load.saved, 0.0, block.forward_seconds, full.seconds / layers, gradients if kind.scanned else 0.0)
+    # Except for the layers' inputs, groups need the same memory as `full`.
+    fixed = max(0.0, full_bytes - layers * load.saved)
+    fitting = groupings(layers, layer, float(budget), fixed_bytes=fixed, scanned=kind.scanned)
+    chosen = [*fitting[:1], *fitting[-1:]] or groupings(layers, layer, fixed_bytes=fixed, scanned=kind.scanned)[-1:]
+    return [_grouped(full, grouping) for grouping in dict.fromkeys(chosen)][:_MOST_GROUPED]
+
+
+def _grouped(full: StepCandidate, grouping: Grouping) -> StepCandidate:
+    policies = LayerPolicies.of([Policy.parse(_INSIDE)] * grouping.layers, groups=grouping.groups)
+    # A group keeps one input, which is shared out among its layers.
+    kept = round(full.loads[0].saved * len(grouping.groups) / grouping.grouped)
+    loads = tuple(replace(load, saved=kept) for load in full.loads[: grouping.grouped]) + full.loads[grouping.grouped :]
+    return StepCandidate(
+        name=str(policies),
+        loads=loads,
+        seconds=grouping.extra_seconds,
+        inside=_INSIDE,
+        grouped=grouping.grouped,
+        expected_bytes=round(grouping.peak_bytes),
+    )

@@ -1,0 +1,225 @@
+"""The search: solve, compile, refit, until a plan fits and no better plan is left, within a limit of compilations.
+
+`docs/how/planner.md` ("From a workload to a plan") lists what each round compiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
+from remat_jax.planning.fit_memory import Fit, predicted
+from remat_jax.planning.propose_candidates import Proposals
+from remat_jax.solver import Stack
+
+Compile = Callable[[Sequence[StepCandidate], Tried | None], list[Compiled]]
+"""Compiles candidates in parallel, given the best so far; an empty list ends the search."""
+
+MOST_COMPILED = 6
+MORE_COMPILED = 4
+"""Additional compilations to show that no further residual fits into the plan."""
+UNMOVED_COMPILED = 2
+"""Additional compilations, if plans offload, to see whether offload is necessary."""
+SIDE_BY_SIDE = 2
+MOST_RUNS = 3
+"""The most runs of layers of one kind: each run of scanned layers becomes a scan of its own."""
+
+PREDICTION_SLACK = 1.1
+"""The largest prediction, relative to the budget, at which a step is still compiled."""
+_MUCH_LEFT = 0.01
+"""Much memory is left if more than this share of the budget is unused."""
+_FAR_OFF = 0.02
+"""The prediction error, as a share of the budget, above which a safer plan is compiled beside each plan."""
+_AFTER_FAILURE = 0.05
+"""The share of the budget by which the next plan is smaller if the last could not be compiled."""
+_WORTH_DARING = 5.0
+"""The factor on the least gain if earlier predictions were too low."""
+
+
+class Search:
+    """One search: `most_compiled` is the limit before the additional compilations; `scanned` layers are cut by a mix."""
+
+    def __init__(self, fit: Fit, proposals: Proposals, *, most_compiled: int = MOST_COMPILED, scanned: bool = False) -> None:
+        self.fit, self.proposals = fit, proposals
+        self._most, self._most_in_all = most_compiled, most_compiled + UNMOVED_COMPILED
+        self._scanned = scanned
+
+    def run(self, compile_them: Compile) -> Tried | None:
+        """The fastest compiled candidate that fits; None if none fits."""
+        while (left := self._limit - len(self.fit.tried)) > 0 and (wanted := self._wanted()[:left]):
+            answers = compile_them(wanted, self.fit.best)
+            if not answers:
+                break
+            self.fit.learn(wanted, answers)
+        return self.fit.best
+
+    def probe(self, compile_them: Compile) -> bool:
+        """Whether anything fits: compiles the leanest named policy, then the solver's leanest plan if that does not fit."""
+        for candidate in (self.proposals.named_policy("full"), self.proposals.least(self.fit.stack)):
+            if candidate is not None and self.fit.best is None and self.fit.known(candidate) is None:
+                self.fit.learn([candidate], compile_them([candidate], None))
+        return self.fit.best is not None
+
+    @property
+    def _limit(self) -> int:
+        """The most steps that may be compiled, by the present state of the search."""
+        best, count = self.fit.best, len(self.fit.tried)
+        if best is None or count < self._most:
+            return self._most
+        if self._faster_named(best):
+            return count + 1
+        # It is still to be shown that the best step needs its offload, or that no further residual fits.
+        fillable = best.candidate.effective_choices is not None or self._much_is_left(best)
+        if self.unmoved(best) or (fillable and not self.proposals.is_maximal(best)):
+            return min(count + 1, self._most + MORE_COMPILED)
+        return self._most
+
+    def _much_is_left(self, best: Tried) -> bool:
+        return self.fit.budget - best.compiled.device_bytes > _MUCH_LEFT * self.fit.budget
+
+    def unmoved(self, best: Tried) -> list[StepCandidate]:
+        """The best step without its offload, if that may fit: buffers for copies can exceed the memory that offload saves."""
+        candidate = self.proposals.without_host(best.candidate)
+        if candidate is None or self.fit.known(candidate) is not None:
+            return []
+        return [candidate] if self.fit.expected(candidate) <= PREDICTION_SLACK * self.fit.budget else []
+
+    def _wanted(self) -> list[StepCandidate]:
+        """The next candidates to compile in parallel; empty if no better plan is expected."""
+        best = self.fit.best
+        if not self.fit.tried:
+            candidates = self._first()
+        elif best is None:
+            candidates = self._with_leanest(self._better(None))
+        elif best.candidate.seconds <= 0:
+            candidates = []
+        else:
+            unmoved = self.unmoved(best)
+            if unmoved:
+                self._most = min(self._most + 1, self._most_in_all)
+            candidates = [*unmoved, *self._better(best)] or self._last(best)
+        new: list[StepCandidate] = []
+        for candidate in candidates:
+            if self.fit.known(candidate) is None and not any(candidate.is_same(other) for other in new):
+                new.append(candidate)
+        return new[:SIDE_BY_SIDE]
+
+    def _first(self) -> list[StepCandidate]:
+        """`off` if it may fit, with a plan unless it surely fits; else a plan and the fastest named policy predicted to fit."""
+        stack, budget = self.fit.stack, self.fit.budget
+        off = self.proposals.named_policy("off")
+        if off is not None and (needs := predicted(stack, off.loads)) <= PREDICTION_SLACK**2 * budget:
+            return [off, *(self._solved_at_budget(None) if PREDICTION_SLACK * needs > budget else [])]
+        named = [
+            step for step in self.proposals.faster_named(None) if step.name != "off" and predicted(stack, step.loads) <= budget
+        ]
+        fastest = min(named, key=lambda step: step.seconds, default=self.proposals.named_policy("full"))
+        return [*([fastest] if fastest else []), *self._solved_at_budget(None)] or [self.proposals.least(stack)]
+
+    def _better(self, best: Tried | None) -> list[StepCandidate]:
+        """Candidates that would be faster than the best and are expected to fit."""
+        named = self._faster_named(best)
+        if best is None:
+            fits = [step for step in named if self.fit.expected(step) <= self.fit.budget]
+            return (fits or named)[:1] + self._solved_at_budget(None)
+        # If the best step has choices, compilations beyond this limit are reserved for one residual more (`_one_more`).
+        over = len(self.fit.tried) - self._most if best.candidate.effective_choices is not None else -1
+        if over >= 0 and not (self._much_is_left(best) and over < MORE_COMPILED - 1):
+            return named[:1]
+        return named[:1] + self._solved_at_budget(best)
+
+    def _with_leanest(self, candidates: list[StepCandidate]) -> list[StepCandidate]:
+        """Add the leanest candidates while nothing fits: last, or first if at most two compilations are left."""
+        least = self.proposals.least
+        lean = list(filter(None, (least(self.fit.stack), self.proposals.named_policy("full"), least(self.fit.guess))))
+        return [*lean, *candidates] if len(self.fit.tried) >= self._most - SIDE_BY_SIDE else [*candidates, *lean]
+
+    def _last(self, best: Tried) -> list[StepCandidate]:
+        """Candidates to show that no plan with equal layers, no further residual, and no named policy is faster and fits."""
+        candidates = (self._uniform(best, worth=0.0) if self._scanned else []) or self._one_more(best)
+        if candidates and len(self.fit.tried) >= self._most - 1:
+            return candidates
+        return [*candidates, *self.proposals.unknown(best)]
+
+    def _faster_named(self, best: Tried | None) -> list[StepCandidate]:
+        """The named policies that would be faster than the best and may fit, the fastest first."""
+        most = PREDICTION_SLACK * self.fit.budget
+        named = [step for step in self.proposals.faster_named(best) if self.fit.least_expected(step) <= most]
+        return sorted(named, key=lambda step: step.seconds)
+
+    def _solved_at_budget(self, best: Tried | None) -> list[StepCandidate]:
+        """The solver's plan at the budget, and a safer plan: without cuts, or smaller while predictions are far off."""
+        stack, budget = self.fit.stack, self.fit.budget
+        if not self.fit.tried:
+            return self._solved(stack, budget, best)
+        bold = self._solved(stack, self._within(self._share), best)
+        if not bold and self._share < 1:
+            bold = self._solved(stack, budget, best, worth=_WORTH_DARING * self.proposals.worth)
+        plans = [step.candidate for step in self.fit.tried if not step.candidate.name]
+        if self._scanned and all(map(self.fit.is_cut, plans)):
+            # The memory cost of cutting a scan is not predicted: a plan without cuts is the surest to fit.
+            return [*bold, *self._uniform(best)]
+        if self.fit.missed > _FAR_OFF * budget:
+            return [*bold, *self._solved(stack, self._within(0.5 * self._share), best)]
+        return bold
+
+    def _uniform(self, best: Tried | None, worth: float | None = None) -> list[StepCandidate]:
+        """The fastest plan with equal layers in each kind, if it is faster and may fit."""
+        stack = self.fit.around(self.fit.budget, uncut=True)
+        return self._solved(stack, self.fit.budget, best, most_runs=1, worth=worth)
+
+    @property
+    def _share(self) -> float:
+        """The share of the remaining room to use: halved for each step after the first that exceeded its prediction."""
+        over = sum(step.compiled.device_bytes > max(self.fit.budget, 1.02 * step.predicted_bytes) for step in self.fit.tried)
+        return 0.5 ** max(0, over - 1)
+
+    def _within(self, share: float) -> float:
+        """The memory at `share` of the way from the best step (the smallest, if none fits) to the budget."""
+        low = min((self.fit.best or self.fit.smallest).compiled.device_bytes, self.fit.budget)
+        return low + share * (self.fit.budget - low)
+
+    def _solved(
+        self, stack: Stack, budget: float, best: Tried | None, *, most_runs: int | None = None, worth: float | None = None
+    ) -> list[StepCandidate]:
+        """The fastest uncompiled plan within `budget`, if it would be faster than the best by at least `worth`."""
+        most = math.inf if best is None else best.candidate.seconds - (self.proposals.worth if worth is None else worth)
+        for _ in range(4):
+            plan = self.proposals.solve(stack, budget, most_runs=most_runs) if budget > 0 else None
+            if plan is None or plan.seconds > most or math.isclose(plan.seconds, most):
+                return []
+            tried = self.fit.known(plan)
+            if tried is None:
+                return [plan]
+            if self.fit.fits(tried):
+                return []
+            if tried.compiled.device_bytes == FAILED:
+                budget -= _AFTER_FAILURE * self.fit.budget
+            else:
+                budget -= max(tried.compiled.device_bytes - self.fit.budget, 1e-3 * self.fit.budget)
+        return []
+
+    def _one_more(self, best: Tried) -> list[StepCandidate]:
+        """The best step with every residual saved that is predicted to fit, or with only one."""
+        if best.candidate.effective_choices is None:
+            return []
+        much = self._much_is_left(best)
+        if len(self.fit.tried) < (self._most + MORE_COMPILED if much else self._most) - 1:
+            # If the best step, compiled last, needed less than predicted, allow its variant the difference.
+            dares = much and best is self.fit.tried[-1]
+            spared = max(0, best.predicted_bytes - best.compiled.device_bytes) if dares else 0
+            for room in dict.fromkeys((self.fit.budget + spared, self.fit.budget, self._within(self._share))):
+                filled = self._filled(best, room)
+                if filled.seconds < best.candidate.seconds - self.proposals.worth and self.fit.known(filled) is None:
+                    return [filled]
+        return [step for step in self.proposals.least_more(best) if self.fit.known(step) is None][:1]
+
+    def _filled(self, best: Tried, room: float) -> StepCandidate:
+        """The best with further residuals saved one by one, the fastest result first, within `room`."""
+        stack, candidate = self.fit.around(best.compiled.device_bytes), best.candidate
+        while True:
+            within = [step for step in self.proposals.one_more(candidate) if predicted(stack, step.loads) <= room]
+            if not within:
+                return candidate
+            candidate = min(within, key=lambda step: step.seconds)
