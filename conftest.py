@@ -8,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ def pytest_configure() -> None:
     """
     # Tracing makes many objects that live long: by Python's own numbers, a tenth of the time goes into looking through them.
     gc.set_threshold(50_000, 20, 50)
+    # A comparison of two models thaws everything when it ends: what all imports made would be looked through from then on,
+    # in every collection of every test, for seconds each time.
+    pytest.MonkeyPatch().setattr(gc, "unfreeze", lambda: None)
     if ON_GPU:
         return
     import jax
@@ -83,6 +87,30 @@ def garbage_of_this_file_alone() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+LONG_COLLECTION = 0.05
+_collection = {"started": 0.0, "seconds": 0.0}
+"""When the last full garbage collection began, and how long it took, by this thread's time."""
+
+
+def _timed(phase: str, about: dict[str, int]) -> None:
+    if phase == "start":
+        _collection["started"] = time.thread_time()
+    elif about["generation"] == 2:
+        _collection["seconds"] = time.thread_time() - _collection["started"]
+
+
+gc.callbacks.append(_timed)
+
+
+@pytest.fixture(autouse=True)
+def garbage_of_a_few_tests_alone() -> None:
+    """Leave out what earlier tests of a file made as well, once there is much of it: some tests collect many times."""
+    if _collection["seconds"] > LONG_COLLECTION:
+        gc.collect()
+        gc.freeze()
+        _collection["seconds"] = 0.0
 
 
 _kernels: dict[tuple[Any, ...], Any] = {}
@@ -109,6 +137,8 @@ def kernels_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compiler, "_answers", with_kernels)
+        # Both cores have a worker already: a second process would only load the compiler and make the same kernels again.
+        patched.setattr(compiler, "MOST_CHILDREN", 1)
         yield
 
 
