@@ -92,7 +92,9 @@ class InsideNet(nn.Module):
 
 
 def linen(net: nn.Module, block: type) -> tuple[Callable[..., Any], type, Any]:
-    params = net.init(jax.random.key(1), jnp.ones((2, 8)))
+    draw = np.random.default_rng(1)
+    shapes = jax.eval_shape(net.init, jax.random.key(1), jnp.ones((2, 8)))
+    params = jax.tree.map(lambda one: draw.normal(scale=0.3, size=one.shape).astype(np.float32), shapes)
     return (lambda params, x: (net.apply(params, x) ** 2).mean()), block, params
 
 
