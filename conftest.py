@@ -165,6 +165,8 @@ def kernels_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patched.setattr(compiler, "_answers", with_kernels)
         # Both cores have a worker already: a second process would only load the compiler and make the same kernels again.
         patched.setattr(compiler, "MOST_CHILDREN", 1)
+        # Starting one takes longer than most compilations, and files that compile nothing take longer than half a minute.
+        patched.setattr(sys.modules["remat_jax.memory.compile.process"], "IDLE_SECONDS", 55.0)
         yield
 
 

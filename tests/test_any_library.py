@@ -87,6 +87,10 @@ def job(make, **options):
     return rj.Workload(loss, make(jax.random.key(0)), (jax.ShapeDtypeStruct(X, jnp.float32),), Block, **options)
 
 
+planned = functools.cache(job)
+"""The same job for every budget: it is traced once."""
+
+
 @pytest.fixture
 def x64():
     with jax.enable_x64(True):
@@ -148,7 +152,7 @@ def test_globs_are_attribute_paths():
 def test_a_plan_applies_to_the_loss_as_it_is_written(make, share, monkeypatch):
     if make is Model:  # which plan is found is asked elsewhere; here, that any is that of the model
         monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 3)
-    workload = job(make)
+    workload = planned(make)
     full, off = (rj.measure(workload, policy, "cpu").device_bytes for policy in ("full", "off"))
     budget = int(full + share * (off - full))
     plan = rj.plan(workload, budget, "cpu")
