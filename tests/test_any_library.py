@@ -304,7 +304,8 @@ def test_a_marked_function_under_vmap_is_a_block():
         np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=1e-5)
 
 
-def test_the_regions_that_are_there_are_planned():
+def test_the_regions_that_are_there_are_planned(monkeypatch):
+    monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 3)
     fn, layers = run(STYLES["checkpoints"][1], False), [weights(seed) for seed in range(LAYERS)]
     x = jax.ShapeDtypeStruct((512, WIDTH), jnp.float32)
     workload = rj.Workload(fn, layers, (x,), "checkpoints")
@@ -365,7 +366,8 @@ def test_marks_say_what_they_need():
         rj.block(Layer)
 
 
-def test_a_plan_of_a_marked_function_is_a_file(tmp_path):
+def test_a_plan_of_a_marked_function_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 3)
     fn, layers = run(layer_function, False), [weights(seed) for seed in range(LAYERS)]
     workload = rj.Workload(fn, layers, (jax.ShapeDtypeStruct((512, WIDTH), jnp.float32),), layer_function)
     plan = rj.plan(workload, rj.measure(workload, "dots", "cpu").device_bytes, "cpu")
