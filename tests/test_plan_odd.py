@@ -56,9 +56,8 @@ def nested():
     return rj.Workload(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, (x,), MlpLayer, name="nested")
 
 
-def test_layers_in_nested_scans_are_planned_alike(monkeypatch):
+def test_layers_in_nested_scans_are_planned_alike():
     """They cannot have policies of their own; what each of them may keep is chosen all the same."""
-    monkeypatch.setattr(make, "Search", functools.partial(make.Search, most_compiled=2))
     work = nested()
     full, most = (report.device_bytes for report in measure_many(work, ("full", "off"), "cpu"))
     found = rj.plan(work, (full + most) // 2, "cpu")
