@@ -66,9 +66,10 @@ def pytest_configure() -> None:
     """
     # Tracing makes many objects that live long: by Python's own numbers, a tenth of the time goes into looking through them.
     gc.set_threshold(50_000, 20, 50)
-    # A comparison of two models thaws everything when it ends: what all imports made would be looked through from then on,
-    # in every collection of every test, for seconds each time.
-    pytest.MonkeyPatch().setattr(gc, "unfreeze", lambda: None)
+    # What a comparison freezes and thaws is frozen already: what all imports made would be looked through from then on, in
+    # every collection of every test, for seconds each time.
+    for name in ("freeze", "unfreeze"):
+        pytest.MonkeyPatch().setattr(gc, name, lambda: None)
     if ON_GPU:
         return
     import jax
@@ -81,6 +82,9 @@ def pytest_configure() -> None:
         jax.devices()  # XLA reads its flags once, as it starts
 
 
+_freeze = gc.freeze
+
+
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_this_file_alone() -> None:
     """Leave what earlier files and imports made out of garbage collection: counts of live bytes ask for it all the time.
@@ -88,7 +92,7 @@ def garbage_of_this_file_alone() -> None:
     Half a second a time, with all that was imported; what a test makes is younger than this.
     """
     gc.collect()
-    gc.freeze()
+    _freeze()
 
 
 _contexts = threading.local()
@@ -135,7 +139,7 @@ def garbage_of_a_few_tests_alone() -> None:
     """Leave out what earlier tests of a file made as well, once there is much of it: some tests collect many times."""
     if _collection["seconds"] > LONG_COLLECTION:
         gc.collect()
-        gc.freeze()
+        _freeze()
         _collection["seconds"] = 0.0
 
 
