@@ -244,7 +244,7 @@ def test_what_did_not_happen_is_a_warning(monkeypatch):
 
         monkeypatch.setattr(importlib.import_module("remat_jax.memory.measure"), "compile_programs", answer)
         monkeypatch.setattr(compat, "JAX_VERSION", version)
-        return rj.measure(workload(rows=64), "offload_inputs", "h200").receipt
+        return rj.measure(workload(True, rows=64), "offload_inputs", "h200").receipt
 
     offered = 4 * LAYERS * 64 * WIDTH
     # What the compiled text shows holds, whatever the version.
