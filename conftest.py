@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,10 @@ def pytest_configure() -> None:
     """
     # Tracing makes many objects that live long: by Python's own numbers, a tenth of the time goes into looking through them.
     gc.set_threshold(50_000, 20, 50)
+    # What a comparison freezes and thaws is frozen already: what all imports made would be looked through from then on, in
+    # every collection of every test, for seconds each time.
+    for name in ("freeze", "unfreeze"):
+        pytest.MonkeyPatch().setattr(gc, name, lambda: None)
     if ON_GPU:
         return
     import jax
@@ -75,6 +82,9 @@ def pytest_configure() -> None:
         jax.devices()  # XLA reads its flags once, as it starts
 
 
+_freeze = gc.freeze
+
+
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_this_file_alone() -> None:
     """Leave what earlier files and imports made out of garbage collection: counts of live bytes ask for it all the time.
@@ -82,7 +92,55 @@ def garbage_of_this_file_alone() -> None:
     Half a second a time, with all that was imported; what a test makes is younger than this.
     """
     gc.collect()
-    gc.freeze()
+    _freeze()
+
+
+_contexts = threading.local()
+"""Of each thread: the context of MLIR in which this file's programs are written down."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def context_of_this_file_alone() -> Iterator[None]:
+    """Have a file's programs written down in one context of MLIR: making it is a quarter of the time of a small program.
+
+    A context keeps types and constants until it is gone, and none of the programs.
+    """
+    mlir = importlib.import_module("jax._src.interpreters.mlir")
+    new = mlir.make_ir_context
+
+    def context() -> Any:
+        if not hasattr(_contexts, "made"):
+            _contexts.made = new()
+        return _contexts.made
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mlir, "make_ir_context", context)
+        yield
+    _contexts.__dict__.clear()
+
+
+LONG_COLLECTION = 0.05
+_collection = {"started": 0.0, "seconds": 0.0}
+"""When the last full garbage collection began, and how long it took, by this thread's time."""
+
+
+def _timed(phase: str, about: dict[str, int]) -> None:
+    if phase == "start":
+        _collection["started"] = time.thread_time()
+    elif about["generation"] == 2:
+        _collection["seconds"] = time.thread_time() - _collection["started"]
+
+
+gc.callbacks.append(_timed)
+
+
+@pytest.fixture(autouse=True)
+def garbage_of_a_few_tests_alone() -> None:
+    """Leave out what earlier tests of a file made as well, once there is much of it: some tests collect many times."""
+    if _collection["seconds"] > LONG_COLLECTION:
+        gc.collect()
+        _freeze()
+        _collection["seconds"] = 0.0
 
 
 _kernels: dict[tuple[Any, ...], Any] = {}
@@ -109,6 +167,10 @@ def kernels_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compiler, "_answers", with_kernels)
+        # Both cores have a worker already: a second process would only load the compiler and make the same kernels again.
+        patched.setattr(compiler, "MOST_CHILDREN", 1)
+        # Starting one takes longer than most compilations, and files that compile nothing take longer than half a minute.
+        patched.setattr(sys.modules["remat_jax.memory.compile.process"], "IDLE_SECONDS", 55.0)
         yield
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from examples import pi0
 from examples.models.pi0_config import Pi0Config
 from examples.robot import command, training
 from examples.robot.data import LEVELS, PROMPTS, Batch, batches, goals, photographs
@@ -78,9 +77,10 @@ def test_batches_follow_their_seed_and_need_room_for_their_prompts() -> None:
         batches(Pi0Config(prompt_length=15, adaptive=True), 0, 1, 1)
 
 
-def test_bad_usage() -> None:
-    done = subprocess.run([sys.executable, "examples/pi0.py", "--steps", "0"], capture_output=True, text=True)
-    assert done.returncode == 2 and "--steps 0: expected at least 1" in done.stderr
+def test_bad_usage(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        pi0.main(["--steps", "0"])
+    assert "--steps 0: expected at least 1" in capsys.readouterr().err
 
 
 def test_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, rows: dict) -> None:

@@ -8,12 +8,20 @@ import sys
 
 import pytest
 
+from examples import recompute as script
 from examples import recomputing as recompute
 
 
 @pytest.fixture(scope="module")
-def rows():
-    return {(row["framework"], row["form"]): row for row in recompute.run_all(4, lambda line: None)}
+def done(in_a_hurry):
+    """The command as a user types it."""
+    command = [sys.executable, "examples/recompute.py", "--steps", "4", "--json"]
+    return subprocess.run(command, env=in_a_hurry, capture_output=True, text=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def rows(done):
+    return {(row["framework"], row["form"]): row for row in json.loads(done.stdout)["rows"]}
 
 
 def test_every_form_computes_the_same(rows):
@@ -40,10 +48,9 @@ def test_the_reentrant_form_cannot_train_a_first_layer(rows):
     assert row["losses"] == [] and row["error"].startswith("element 0 of tensors does not require grad")
 
 
-def test_as_a_command(in_a_hurry):
-    command = [sys.executable, "examples/recompute.py", "--steps", "1", "--json"]
-    done = subprocess.run(command, env=in_a_hurry, capture_output=True, text=True, check=True)
-    assert [len(row["losses"]) for row in json.loads(done.stdout)["rows"]] == [1, 0] + [1] * 8
+def test_as_a_command(done, capsys):
+    assert [len(row["losses"]) for row in json.loads(done.stdout)["rows"]] == [4, 0] + [4] * 8
     assert done.stderr.splitlines()[0] == "torch: plain" and "Traceback" not in done.stderr
-    failed = subprocess.run([*command[:3], "0"], capture_output=True, text=True)
-    assert failed.returncode == 2 and "--steps 0: expected at least 1" in failed.stderr
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["--steps", "0"])
+    assert "--steps 0: expected at least 1" in capsys.readouterr().err

@@ -87,6 +87,10 @@ def job(make, **options):
     return rj.Workload(loss, make(jax.random.key(0)), (jax.ShapeDtypeStruct(X, jnp.float32),), Block, **options)
 
 
+planned = functools.cache(job)
+"""The same job for every budget: it is traced once."""
+
+
 @pytest.fixture
 def x64():
     with jax.enable_x64(True):
@@ -148,7 +152,7 @@ def test_globs_are_attribute_paths():
 def test_a_plan_applies_to_the_loss_as_it_is_written(make, share, monkeypatch):
     if make is Model:  # which plan is found is asked elsewhere; here, that any is that of the model
         monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 3)
-    workload = job(make)
+    workload = planned(make)
     full, off = (rj.measure(workload, policy, "cpu").device_bytes for policy in ("full", "off"))
     budget = int(full + share * (off - full))
     plan = rj.plan(workload, budget, "cpu")
@@ -300,7 +304,8 @@ def test_a_marked_function_under_vmap_is_a_block():
         np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=1e-5)
 
 
-def test_the_regions_that_are_there_are_planned():
+def test_the_regions_that_are_there_are_planned(monkeypatch):
+    monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 3)
     fn, layers = run(STYLES["checkpoints"][1], False), [weights(seed) for seed in range(LAYERS)]
     x = jax.ShapeDtypeStruct((512, WIDTH), jnp.float32)
     workload = rj.Workload(fn, layers, (x,), "checkpoints")
@@ -361,7 +366,8 @@ def test_marks_say_what_they_need():
         rj.block(Layer)
 
 
-def test_a_plan_of_a_marked_function_is_a_file(tmp_path):
+def test_a_plan_of_a_marked_function_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 3)
     fn, layers = run(layer_function, False), [weights(seed) for seed in range(LAYERS)]
     workload = rj.Workload(fn, layers, (jax.ShapeDtypeStruct((512, WIDTH), jnp.float32),), layer_function)
     plan = rj.plan(workload, rj.measure(workload, "dots", "cpu").device_bytes, "cpu")

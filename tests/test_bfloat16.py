@@ -31,7 +31,9 @@ class Model(nn.Module):
         return x
 
 x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 32)), jnp.bfloat16)
-params = jax.jit(Model().init)(jax.random.key(0), x)
+shapes = jax.eval_shape(Model().init, jax.random.key(0), x)
+draw = np.random.default_rng(1).normal
+params = jax.tree.map(lambda one: draw(scale=0.2, size=one.shape).astype(one.dtype), shapes)
 
 def loss(block):
     return lambda params, x: (Model(block).apply(params, x).astype(jnp.float32) ** 2).mean()

@@ -244,7 +244,7 @@ def test_what_did_not_happen_is_a_warning(monkeypatch):
 
         monkeypatch.setattr(importlib.import_module("remat_jax.memory.measure"), "compile_programs", answer)
         monkeypatch.setattr(compat, "JAX_VERSION", version)
-        return rj.measure(workload(rows=64), "offload_inputs", "h200").receipt
+        return rj.measure(workload(True, rows=64), "offload_inputs", "h200").receipt
 
     offered = 4 * LAYERS * 64 * WIDTH
     # The compiled text decides, whatever the version.
@@ -286,7 +286,7 @@ def test_a_gpu_that_nothing_describes_to_the_compiler_is_told_before_anything_is
 
 def test_progress_is_told_policy_by_policy():
     messages: list[str] = []
-    reports = measure_many(workload(rows=64), ["full", "offload_inputs"], "cpu", on_done=messages.append)
+    reports = measure_many(workload(True, rows=64), ["full", "offload_inputs"], "cpu", on_done=messages.append)
     assert sorted(messages) == ["full", "offload_inputs"]  # without its offload the second equals the first
     assert [report.policy for report in reports] == ["full", "offload_inputs"]
 
@@ -301,7 +301,7 @@ def test_the_same_question_is_answered_from_memory_and_another_is_not(monkeypatc
         return real(programs, *args, **kwargs)
 
     monkeypatch.setattr(module, "compile_programs", counting)
-    job = workload()
+    job = workload(True, rows=64)
     first = rj.measure(job, "full")
     assert rj.measure(job, "nothing_saveable") is first and compiled == [["full"]]
     both = module.measure_many(job, ["dots", "full", "dots"])
@@ -310,7 +310,7 @@ def test_the_same_question_is_answered_from_memory_and_another_is_not(monkeypatc
         assert rj.measure(job, "full") == first and len(compiled) == 3
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     rj.measure(job, "full")
-    rj.measure(workload(), "full")
+    rj.measure(workload(True, rows=64), "full")
     assert len(compiled) == 5
 
 

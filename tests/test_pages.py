@@ -97,7 +97,8 @@ def test_what_is_kept_is_what_the_tables_say() -> None:
     assert len(rows) == 2 and {policy: size for policy, size in rows if policy in policies} == kept
     rows = re.findall(r"^\| `(\w+)` \| [\d.]+ GiB \|.*?\|.*?\|.*?\| (.*?) \| (.*?) \|", text_of("docs/memory.md"), re.MULTILINE)
     rows = [row for row in rows if row[0] in policies or row[0] != "off"]
-    tables = {policy: rj.residuals(byte_decoder.job(), policy) for policy, *_ in rows}
+    job = byte_decoder.job()
+    tables = {policy: rj.residuals(job, policy) for policy, *_ in rows}
     sizes = {policy: (format_bytes(one.device_bytes), format_bytes(one.host_bytes)) for policy, one in tables.items()}
     assert sizes == {policy: tuple(two) for policy, *two in rows} and len(rows) >= 3
 

@@ -38,7 +38,7 @@ def program_shape(program: Any, name: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(
     ("make", "count"),
-    [(lambda: mlp(), 4), (lambda: mlp(scan=True), 4), (lambda: decoder(scan=True), 20)],
+    [(lambda: mlp(), 4), (lambda: mlp(scan=True), 4), (lambda: decoder(scan=True), 6)],
     ids=["unrolled MLP", "scanned MLP", "scanned decoder"],
 )
 def test_every_policy_recomputes_what_the_model_says(make, count):

@@ -100,14 +100,9 @@ def test_three_points_on_a_plane_give_the_plane_back(job, monkeypatch):
     def made_up(workload, policies, described, **_):
         found = {}
         for policy in policies:
-            of = {
-                action: sum(r.bytes for r in rj.residuals(workload, policy) if r.action == action)
-                for action in ("save", "offload")
-            }
-            layer = {
-                action: sum(r.bytes for r in rj.residuals(workload, policy) if r.action == action and r.scanned) // LAYERS
-                for action in of
-            }
+            table = rj.residuals(workload, policy)
+            of = {action: sum(r.bytes for r in table if r.action == action) for action in ("save", "offload")}
+            layer = {action: sum(r.bytes for r in table if r.action == action and r.scanned) // LAYERS for action in of}
             temp = 5 + of["save"] + 2 * layer["save"] + 3 * layer["offload"]
             found[policy] = type("Sizes", (), {"temp": temp, "device": temp + 7})
         return found

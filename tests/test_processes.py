@@ -49,7 +49,7 @@ def results(tmp_path_factory, in_a_hurry):
     environment = in_a_hurry | {
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_X64": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{in_a_hurry['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
     }
     for _ in range(3):
         folder = tmp_path_factory.mktemp("processes")

@@ -125,26 +125,42 @@ def test_xla_itself_is_asked_whether_the_pass_is_switched_off(monkeypatch: pytes
 
 ASKING = f"""
 import os
+import sys
 import jax
 from remat_jax.compat import versions
 
-told = [versions._cured_here()]
-jax.jit(lambda x: x + 1)(1.0)
-os.environ["XLA_FLAGS"] = "{CURE}"
-jax.jit(lambda x: x + 2)(1.0)
-print(*told, versions._cured_here())
+for flags in sys.argv[1:]:
+    # XLA starts in each process anew; importing JAX, most of the time, starts nothing.
+    if os.fork() == 0:
+        os.environ["XLA_FLAGS"] = flags
+        told = [versions._cured_here()]
+        jax.jit(lambda x: x + 1)(1.0)
+        os.environ["XLA_FLAGS"] = "{CURE}"
+        jax.jit(lambda x: x + 2)(1.0)
+        print(*told, versions._cured_here(), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
+ASKED = ("", *FLAGS, "a file")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What processes that start XLA with these flags say, before and after other flags are set."""
+    file = tmp_path_factory.mktemp("flags") / "flags"
+    file.write_text(f"{CURE}\n")
+    given = [str(file) if flags == "a file" else flags for flags in ASKED]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ASKING, *given]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return dict(zip(ASKED, map(str.split, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("flags", ["", *FLAGS, "a file"])
-def test_xla_says_what_it_read_when_it_started(tmp_path: pathlib.Path, flags: str) -> None:
-    (tmp_path / "flags").write_text(f"{CURE}\n")
-    given = str(tmp_path / "flags") if flags == "a file" else flags
-    environment = {**os.environ, "XLA_FLAGS": given, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    process = subprocess.run([sys.executable, "-c", ASKING], env=environment, capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("flags", ASKED)
+def test_xla_says_what_it_read_when_it_started(told: dict[str, list[str]], flags: str) -> None:
     cured = not FLAGS.get(flags, not flags)
-    assert process.stdout.split() == [str(cured)] * 2
+    assert told[flags] == [str(cured)] * 2
 
 
 @pytest.mark.usefixtures("a_gpu")

@@ -67,9 +67,11 @@ def beside_the_exact():
     for seed in range(500):
         draw = random.Random(seed)
         stack, host = drawn(draw)
-        most = Solver(stack).plan(math.inf, host).peak_bytes
-        stack = with_traffic(stack, random.Random(seed)) if seed % 2 else stack
         solver = Solver(stack)
+        most = solver.plan(math.inf, host).peak_bytes
+        if seed % 2:
+            stack = with_traffic(stack, random.Random(seed))
+            solver = Solver(stack)
         with pytest.raises(InfeasibleBudget) as caught:
             solve_counts(stack, 1e-9, host, most_policies=3)
         least = caught.value.least_bytes

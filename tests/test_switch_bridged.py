@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -81,6 +82,16 @@ class Model(nnx.Module):
         return jnp.sum(self.out(first) ** 2) + jnp.sum(self.out(second) ** 2)
 
 
+@functools.cache
+def made() -> Model:
+    return Model()
+
+
+def fresh() -> Model:
+    """A model that no switch has changed: making its parameters anew would compile its scans for each test."""
+    return nnx.clone(made())
+
+
 BLOCKS = (Block, TowerBlock)
 IMAGE = np.linspace(-1, 1, 2 * 4 * WIDTH, dtype=np.float32).reshape(2, 4, WIDTH)
 TOKENS = np.array([[0, 3, 4], [1, 2, 2]])
@@ -100,7 +111,7 @@ def executions(model: Any) -> int:
 
 def written() -> int:
     """Executions without recomputation; the model's own checkpoints are `nothing_saveable`, which is `full`."""
-    return executions(Model()) - again("full")
+    return executions(fresh()) - again("full")
 
 
 def again(policy: str) -> int:
@@ -111,7 +122,7 @@ def again(policy: str) -> int:
 @pytest.mark.parametrize("blocks", [BLOCKS, None, "checkpoints", ("layers", "encoderblock")], ids=str)
 def test_policies_take_the_place_of_the_models_own_checkpoints(blocks: Any) -> None:
     plain = written()
-    model = Model()
+    model = fresh()
     for policy in ("full", "dots", "full"):
         assert rj.enable_gradient_checkpointing(model, policy, blocks=blocks) is model
         assert executions(model) == plain + again(policy)
@@ -123,7 +134,7 @@ def test_policies_take_the_place_of_the_models_own_checkpoints(blocks: Any) -> N
 @pytest.mark.parametrize("policy", ["off", "full", "dots", "offload_inputs"])
 @pytest.mark.parametrize("blocks", [BLOCKS, None], ids=["classes", "by default"])
 def test_values_gradients_and_parameters_are_the_models_own(policy: str, blocks: Any) -> None:
-    model = Model()
+    model = fresh()
     parameters = jax.tree.map(np.asarray, nnx.state(model))
     function, state = value_and_gradient(model)
     expected = jax.jit(function)(state)
@@ -140,7 +151,7 @@ def test_offloaded_inputs_are_offloaded() -> None:
         function, state = value_and_gradient(model)
         return str(jax.make_jaxpr(function)(state)).count("<host>")
 
-    model = Model()
+    model = fresh()
     assert moved(model) == 0
     assert moved(rj.enable_gradient_checkpointing(model, "offload_inputs", blocks=BLOCKS)) > 0
     assert moved(rj.enable_gradient_checkpointing(model, "offload_inputs")) > 0
@@ -148,14 +159,14 @@ def test_offloaded_inputs_are_offloaded() -> None:
 
 def test_one_of_two_classes_leaves_the_other_parts_checkpoints() -> None:
     plain = written()
-    model = rj.enable_gradient_checkpointing(Model(), "dots", blocks=TowerBlock)
+    model = rj.enable_gradient_checkpointing(fresh(), "dots", blocks=TowerBlock)
     assert executions(model) == plain + LAYERS // 2
-    model = rj.enable_gradient_checkpointing(Model(), "dots", blocks=Block)
+    model = rj.enable_gradient_checkpointing(fresh(), "dots", blocks=Block)
     assert executions(model) == plain + TOWERS // 2
 
 
 def test_the_models_own_checkpoints_can_be_kept() -> None:
-    plain, model = written(), rj.enable_gradient_checkpointing(Model(), "dots", blocks=BLOCKS, own_checkpoints="keep")
+    plain, model = written(), rj.enable_gradient_checkpointing(fresh(), "dots", blocks=BLOCKS, own_checkpoints="keep")
     with pytest.warns(rj.RematWarning, match="own_checkpoints='keep'"):
         assert executions(model) == plain + again("full")
 
@@ -168,7 +179,7 @@ def test_functions_that_were_jitted_before_are_traced_anew() -> None:
         traces.append(0)
         return nnx.grad(lambda model: model.loss(IMAGE, TOKENS))(model)
 
-    model = Model()
+    model = fresh()
     plain = jax.tree.leaves(step(model))
     for switch in (rj.enable_gradient_checkpointing, rj.disable_gradient_checkpointing, rj.enable_gradient_checkpointing):
         for got, want in zip(jax.tree.leaves(step(switch(model))), plain, strict=True):
@@ -183,18 +194,18 @@ class Absent(nn.Module):
 
 
 def test_a_class_that_no_part_calls_is_an_error_when_every_part_was_called() -> None:
-    model = rj.enable_gradient_checkpointing(Model(), blocks=(Block, Absent))
+    model = rj.enable_gradient_checkpointing(fresh(), blocks=(Block, Absent))
     with pytest.raises(BlockError, match=r"block=Absent: this class was never called.*layers: Block"):
         model.loss(IMAGE, TOKENS)
     with pytest.raises(BlockError, match="block=Absent"):  # once more: nothing was cached
         model.loss(IMAGE, TOKENS)
     with pytest.raises(BlockError, match="no module for blocks='nowhere/.'|the glob matches no path of a called module"):
-        rj.enable_gradient_checkpointing(Model(), blocks="nowhere/?").loss(IMAGE, TOKENS)
+        rj.enable_gradient_checkpointing(fresh(), blocks="nowhere/?").loss(IMAGE, TOKENS)
 
 
 def test_a_selector_that_matches_nothing_in_any_part_is_an_error() -> None:
-    rj.enable_gradient_checkpointing(Model(), "save: @primitive:sin; recompute: *", blocks=BLOCKS).loss(IMAGE, TOKENS)
-    model = rj.enable_gradient_checkpointing(Model(), "save: @primitive:erf; recompute: *", blocks=BLOCKS)
+    rj.enable_gradient_checkpointing(fresh(), "save: @primitive:sin; recompute: *", blocks=BLOCKS).loss(IMAGE, TOKENS)
+    model = rj.enable_gradient_checkpointing(fresh(), "save: @primitive:erf; recompute: *", blocks=BLOCKS)
     with pytest.raises(NoEffectError, match="@primitive:erf"):
         model.loss(IMAGE, TOKENS)
 

@@ -65,7 +65,7 @@ def cuts(num_layers: int) -> dict[str, tuple[Segments, tuple[int, ...]]]:
         *((16, cut) for cut in ("plain", "three", "sqrt", "optimal", "by hand")),
         *((62, cut) for cut in ("sqrt", "optimal", "by hand")),
         *((64, cut) for cut in ("plain", "sqrt", "optimal")),
-        *((256, cut) for cut in ("sqrt", "optimal")),
+        *((100, cut) for cut in ("sqrt", "optimal")),
     ],
 )
 def test_what_a_cut_costs_is_its_closed_form(num_layers: int, cut: str) -> None:
