@@ -196,6 +196,7 @@ time.sleep(15)
 def slow_child(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> None:
     other_child(monkeypatch, folder, SLOW.replace("FOLDER", repr(str(folder))))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(compiler, "MOST_CHILDREN", 2)
 
 
 @pytest.mark.parametrize("keys", [("quick", "slow"), ("slow", "quick")])
