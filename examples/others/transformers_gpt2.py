@@ -8,14 +8,15 @@ The wrapper that users call, `FlaxGPT2LMHeadModel`, is no Flax module: `wrapper.
 
 Printed with transformers 4.56.2 and JAX 0.10.2:
 
-    off: 49.1 GiB, 128 ms
-    full: 9.6 GiB, 161 ms
-    dots_with_no_batch_dims: 15.6 GiB, 149 ms
-    plan within 30%: 41.5 GiB, estimated 132 ms, FlaxGPT2Block in runs of 8, 15 and 1
-      found in 204 s, the first answer that fits after 131 s
-      best named policy that fits: dots, 28.5 GiB, estimated 149 ms
+    off: 49.1 GiB, 116 ms
+    full: 9.6 GiB, 145 ms
+    dots_with_no_batch_dims: 15.6 GiB, 136 ms
+    plan within 30%: 28.5 GiB, estimated 129 ms, FlaxGPT2Block in one run of 24
+      found in 196 s, the first answer that fits after 186 s
+      best named policy that fits: dots, 28.5 GiB, estimated 129 ms
     a step of a small one as written: loss 6.240728, parameters changed by 0.034224
     a step of a small one under full: loss 6.240728, parameters changed by 0.034224
+    a step of a small one under its plan, FlaxGPT2Block in one run of 2: loss 6.240727, parameters changed by 0.034224
 
 This run was ended before its last line, a step of a small one under its plan: some twenty processes shared its two cores.
 """
