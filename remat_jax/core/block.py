@@ -1,4 +1,4 @@
-"""A block under its policy. Every checkpoint of this package is requested here and bound in `compat.rematerialisation`.
+"""A block under its policy: the checkpoint of every block is made here, through `compat.rematerialisation`.
 
 For a block f with inputs x:
 
