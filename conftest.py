@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,10 +64,6 @@ def pytest_configure() -> None:
     """
     # Tracing makes many objects that live long: by Python's own numbers, a tenth of the time goes into looking through them.
     gc.set_threshold(50_000, 20, 50)
-    # What a comparison freezes and thaws is frozen already: what all imports made would be looked through from then on, in
-    # every collection of every test, for seconds each time.
-    for name in ("freeze", "unfreeze"):
-        pytest.MonkeyPatch().setattr(gc, name, lambda: None)
     if ON_GPU:
         return
     import jax
@@ -82,9 +76,6 @@ def pytest_configure() -> None:
         jax.devices()  # XLA reads its flags once, as it starts
 
 
-_freeze = gc.freeze
-
-
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_this_file_alone() -> None:
     """Leave what earlier files and imports made out of garbage collection: counts of live bytes ask for it all the time.
@@ -92,31 +83,7 @@ def garbage_of_this_file_alone() -> None:
     Half a second a time, with all that was imported; what a test makes is younger than this.
     """
     gc.collect()
-    _freeze()
-
-
-_contexts = threading.local()
-"""Of each thread: the context of MLIR in which this file's programs are written down."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def context_of_this_file_alone() -> Iterator[None]:
-    """Have a file's programs written down in one context of MLIR: making it is a quarter of the time of a small program.
-
-    A context keeps types and constants until it is gone, and none of the programs.
-    """
-    mlir = importlib.import_module("jax._src.interpreters.mlir")
-    new = mlir.make_ir_context
-
-    def context() -> Any:
-        if not hasattr(_contexts, "made"):
-            _contexts.made = new()
-        return _contexts.made
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mlir, "make_ir_context", context)
-        yield
-    _contexts.__dict__.clear()
+    gc.freeze()
 
 
 LONG_COLLECTION = 0.05
@@ -139,7 +106,7 @@ def garbage_of_a_few_tests_alone() -> None:
     """Leave out what earlier tests of a file made as well, once there is much of it: some tests collect many times."""
     if _collection["seconds"] > LONG_COLLECTION:
         gc.collect()
-        _freeze()
+        gc.freeze()
         _collection["seconds"] = 0.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import itertools
 import json
@@ -25,7 +26,7 @@ from parity_tests.third_party import ports as p
 from remat_jax.parity import ParityReport, compare
 from remat_jax.parity.case import Case
 from remat_jax.parity.memory import torch_peak
-from remat_jax.parity.torch_side import TorchSide
+from remat_jax.parity.torch_side import TorchSide, imports_frozen
 
 FULL: dict[str, Any] = {"optimizer": "adamw"}
 
@@ -258,3 +259,19 @@ def test_statistics_that_a_forward_pass_writes_are_compared() -> None:
         **c.QUICK,
     )
     assert still.passed, str(still)
+
+
+def test_a_freeze_of_the_callers_stays_and_ours_ends() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with imports_frozen():
+        assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() == frozen
+    gc.unfreeze()
+    before = gc.get_freeze_count()
+    try:
+        with imports_frozen():
+            assert gc.get_freeze_count() > 10_000
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.freeze()

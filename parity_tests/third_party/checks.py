@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from remat_jax import porting
 from remat_jax.memory.residuals import kept_residuals
 from remat_jax.parity import float64_error, judge
 from remat_jax.parity.memory import kept_alone
+from remat_jax.parity.torch_side import imports_frozen
 from remat_jax.porting.links import fit
 
 # Scanned layers compile fastest.
@@ -130,12 +130,8 @@ def _torch_kept(port: Port, mode: str, config: Any) -> torch_ref.SavedBytes:
     def loss(inputs: Any) -> torch.Tensor:
         return p.torch_loss(p.torch_outputs(port, model, inputs), targets)
 
-    gc.freeze()  # the count collects garbage, and need not scan all imports
-    try:
-        with p.in_mode(port, model, mode):
-            return torch_ref.saved_for_backward(loss, p.tensors(port.inputs, "float32"))
-    finally:
-        gc.unfreeze()
+    with imports_frozen(), p.in_mode(port, model, mode):
+        return torch_ref.saved_for_backward(loss, p.tensors(port.inputs, "float32"))
 
 
 def _jax_kept(port: Port, mode: str, config: Any, scan: bool) -> rj.ResidualTable:

@@ -18,6 +18,21 @@ from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.tensors import as_numpy, as_torch
 
 Tensors = dict[str, Any]
+_FROZEN_BY_PYTHON = 1_000
+"""More objects than Python 3.12 itself freezes when it starts (375)."""
+
+
+@contextlib.contextmanager
+def imports_frozen() -> Iterator[None]:
+    """Keep objects that exist now, mostly imports, out of garbage collection; a freeze of the caller's stays as it is."""
+    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class TorchSide:
@@ -127,12 +142,8 @@ class TorchSide:
         import torch_ref
 
         model = self.make(dtype)
-        gc.freeze()  # the count collects garbage: skip all imported objects
-        try:
-            with self.in_mode(model, mode):
-                return torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
-        finally:
-            gc.unfreeze()
+        with imports_frozen(), self.in_mode(model, mode):
+            return torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
 
     def tables(self) -> list[str]:
         """Buffers outside the state dict that were not computed in float64: `.double()` keeps their rounding.
