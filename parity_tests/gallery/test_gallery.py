@@ -102,6 +102,8 @@ def test_every_parameter_is_random() -> None:
     job = toy()
     leaves = jax.tree.leaves(randomised(job.params))
     assert len(leaves) == 4 and all(np.std(leaf) > 0.1 for leaf in leaves)
+    smaller = jax.tree.leaves(randomised(job.params, deviation=0.05))
+    assert all(0.025 < np.std(leaf) < 0.08 for leaf in smaller)
 
 
 def test_a_widened_program_is_the_program_in_float64() -> None:
