@@ -1,4 +1,4 @@
-"""What every test needs: JAX on the CPU, and torch-only tests left out where torch is not installed."""
+"""Settings of every test: JAX runs on the CPU, and tests of PyTorch are skipped where PyTorch is not installed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-# Before JAX starts: no test but those marked `gpu` may touch a GPU, or try the CUDA plugin.
-# Marks, not paths, which may have the word in them. A worker is given no command line: it inherits what its parent has set.
+# Only tests marked `gpu` may use a GPU or load the CUDA plugin; this must be decided before JAX starts.
+# `gpu` is looked for in marks, not in paths. An xdist worker has no command line, but inherits its parent's environment.
 ON_GPU = (
     os.environ.get("JAX_PLATFORMS") != "cpu"
     if "PYTEST_XDIST_WORKER" in os.environ
@@ -25,26 +25,26 @@ ON_GPU = (
 if not ON_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# A flag that XLA does not know ends the process: later ones have the newer way to write fusions alone.
+# An unknown flag ends the process: later versions of XLA have no second fusion emitter to choose.
 IN_A_HURRY = (
     ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
     if importlib.metadata.version("jax").startswith("0.10.")
     else ()
 )
 
-# What a test compiles it compiles itself: an answer kept by an earlier run would hide a compiler that fails.
+# No results cached by an earlier run: they would hide a failing compiler.
 os.environ["REMAT_JAX_CACHE"] = "off"
 
-# What they test trains models of both frameworks; every other file in tests/ runs without PyTorch.
+# These two train models of both frameworks; every other file in tests/ runs without PyTorch.
 TESTS_OF_BOTH = ["tests/test_benchmarks.py", "tests/test_deep_mlp.py"]
 WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 
 collect_ignore: list[str] = []
 collect_ignore_glob: list[str] = []
 if WITHOUT_TORCH:
-    # A folder that is named on the command line, or under `testpaths`, is collected even if it is to be ignored.
+    # `collect_ignore` does not apply to folders named on the command line or in `testpaths`; patterns do.
     collect_ignore_glob += ["torch_ref/*", "parity_tests/*", "examples/pytorch/*"]
-    # Their examples compare with PyTorch.
+    # The examples in these docstrings use PyTorch.
     names = ("capture_torch", "comparison", "localise", "semantics")
     collect_ignore += [
         "remat_jax/porting/float64.py",
@@ -53,23 +53,23 @@ if WITHOUT_TORCH:
     ]
     collect_ignore += TESTS_OF_BOTH
 if os.environ.get("JAX_REMAT3") == "1" and tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 12):
-    # Its example is what such a JAX cannot do, and is refused (tests/test_jax_policy.py).
+    # Its example does not run with remat3 on these versions of JAX (tests/test_jax_policy.py).
     collect_ignore.append("remat_jax/apply/jax_policies.py")
 
 
 def pytest_configure() -> None:
-    """Let this process compile for the CPU in a hurry: half the tests' time would go into machine code that runs once.
+    """Compile for the CPU with few optimizations: optimizing code that runs once would take half of the tests' time.
 
-    Not said in the environment, so the children that compile and commands that are tested do what a user's would.
+    The environment is not changed, so compile processes and tested commands run as they do for a user.
     """
-    # Tracing makes many objects that live long: by Python's own numbers, a tenth of the time goes into looking through them.
+    # Tracing makes many long-lived objects: with Python's default thresholds, a tenth of the time is garbage collection.
     gc.set_threshold(50_000, 20, 50)
     if ON_GPU:
         return
     import jax
 
-    # LLVM's passes alone are left out, and the older of XLA's ways to write a fusion's code is taken, a third of the time:
-    # what XLA does with a program, and how it lays out memory, stays.
+    # Only LLVM's passes are skipped, and fusions use XLA's older emitter, which takes a third of the time. XLA's own passes
+    # and its memory assignment are unchanged.
     jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {' '.join(IN_A_HURRY)}".strip())
@@ -78,9 +78,9 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_this_file_alone() -> None:
-    """Leave what earlier files and imports made out of garbage collection: counts of live bytes ask for it all the time.
+    """Exclude objects of imports and of earlier files from garbage collection: a full collection would take half a second.
 
-    Half a second a time, with all that was imported; what a test makes is younger than this.
+    Tests that count live bytes collect often.
     """
     gc.collect()
     gc.freeze()
@@ -88,7 +88,7 @@ def garbage_of_this_file_alone() -> None:
 
 LONG_COLLECTION = 0.05
 _collection = {"started": 0.0, "seconds": 0.0}
-"""When the last full garbage collection began, and how long it took, by this thread's time."""
+"""The start and the duration of the last full garbage collection, in seconds of this thread's processor time."""
 
 
 def _timed(phase: str, about: dict[str, int]) -> None:
@@ -103,7 +103,7 @@ gc.callbacks.append(_timed)
 
 @pytest.fixture(autouse=True)
 def garbage_of_a_few_tests_alone() -> None:
-    """Leave out what earlier tests of a file made as well, once there is much of it: some tests collect many times."""
+    """Exclude objects of earlier tests in the same file too, once collections take long."""
     if _collection["seconds"] > LONG_COLLECTION:
         gc.collect()
         gc.freeze()
@@ -111,14 +111,14 @@ def garbage_of_a_few_tests_alone() -> None:
 
 
 _kernels: dict[tuple[Any, ...], Any] = {}
-"""By target and flags, the kernels that XLA's GPU compiler made in this run."""
+"""The kernels that XLA's GPU compiler made in this run, by target and flags."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let every compilation for a GPU have the kernels of the earlier ones: they are most of its time, and no size is theirs.
+    """Reuse compiled GPU kernels in all files: they take most of the compile time and do not affect sizes.
 
-    `tests/test_kernels.py` holds that sizes are the same with them, and has none of this run's.
+    `tests/test_kernels.py` tests that sizes are equal with and without reuse; it does not use this cache.
     """
     compiler = sys.modules.get("remat_jax.memory.compile.compiler")
     if compiler is None:
@@ -134,44 +134,44 @@ def kernels_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compiler, "_answers", with_kernels)
-        # Both cores have a worker already: a second process would only load the compiler and make the same kernels again.
+        # Both cores run a test worker already: a second compile process would only load the compiler again.
         patched.setattr(compiler, "MOST_CHILDREN", 1)
-        # Starting one takes longer than most compilations, and files that compile nothing take longer than half a minute.
+        # Starting a compile process takes longer than most compilations, so keep it while other files run.
         patched.setattr(sys.modules["remat_jax.memory.compile.process"], "IDLE_SECONDS", 55.0)
         yield
 
 
 @pytest.fixture(autouse=True)
 def search_path_of_this_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take back what loading a user's file adds to `sys.path`: a `types.py` of one test is no module of the next one's."""
+    """Restore `sys.path`, which loading a user's file extends: one test's `types.py` must not be imported by the next."""
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture(autouse=True)
 def warnings_of_this_test_alone() -> None:
-    """Forget which lines had which of our warnings: a line of a test with parameters runs once for each."""
+    """Forget which lines have warned already, so that each case of a parametrized test warns again."""
     if "remat_jax.warning" in sys.modules:
         sys.modules["remat_jax.warning"]._given.clear()
 
 
 @pytest.fixture
 def children_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the processes that compile do it as this one does, where their figures are compared."""
+    """Give compile processes the flags of this process, for tests that compare their figures."""
     monkeypatch.setenv("XLA_FLAGS", " ".join(IN_A_HURRY))
 
 
 @pytest.fixture(scope="session")
 def in_a_hurry() -> dict[str, str]:
-    """The environment of a command that compiles for the CPU what it runs a few times, as this process does."""
+    """The environment of a command that compiles for the CPU with few optimizations, as this process does."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {' '.join(IN_A_HURRY)}".strip()
     return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
 
 
 @pytest.fixture(scope="session")
 def on_eight_devices(tmp_path_factory: pytest.TempPathFactory, in_a_hurry: dict[str, str]) -> Callable[..., Path]:
-    """Run a module of the tests as a script on eight devices of a processor, with the path of the file that it is to write.
+    """Run a test module as a script on eight CPU devices; its argument is the path of the file to write.
 
-    How many devices there are is settled when JAX starts, so that it takes a process of its own.
+    The number of devices is fixed when JAX starts, so the script needs its own process.
     """
 
     def run(module: str, name: str, **environment: str) -> Path:
