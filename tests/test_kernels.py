@@ -21,7 +21,7 @@ needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), rea
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_made_once():
-    """Record when kernels are compiled."""
+    """Replaces the fixture that shares kernels between files: these tests start without any."""
 
 
 def test_a_file_is_of_one_process_at_a_time_and_the_fullest_is_taken_first(tmp_path):
