@@ -270,6 +270,14 @@ class Workload:
         """Whether the workload has a loss; False for a finished step."""
         return self._finished is None
 
+    def require_loss(self) -> None:
+        """Raise UnsupportedError for a finished step."""
+        if not self.has_loss:
+            raise UnsupportedError(
+                f"workload={self.name!r} was made from a finished step. The step takes its gradient inside, so its residuals "
+                "cannot be seen from outside. Make a Workload of the loss instead."
+            )
+
     def split_loss(self, policy: Any) -> tuple[Callable[..., Any], Any, Any]:
         """`(loss(trained, frozen, *batch) → scalar or (scalar, aux), trained, frozen)` under `policy`."""
         trained, frozen, join = split(self.params, self.trainable)

@@ -256,7 +256,7 @@ def test_what_did_not_happen_is_a_warning(monkeypatch):
     # If the text does not tell, the two known versions give a warning.
     assert receipt(None, (0, 11, 1), offered, 4).warnings == ()
     (warning,) = receipt(None, (0, 11, 0), offered, 4).warnings
-    assert "this step's copies could not be checked" in warning
+    assert "this step's copies could not be checked: gradients may be silently wrong" in warning
     lost = receipt(False, (0, 10, 2), 100, 13)
     assert lost.returned_bytes == -3 and lost.warnings == (
         f"only 100 of {offered} offered bytes are in host memory",

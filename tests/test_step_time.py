@@ -64,6 +64,45 @@ def test_an_update_of_a_stack_that_runs_beside_others_moves_its_slice() -> None:
     assert step_time(text, target("h200"), RATES).seconds == pytest.approx(0.5 + (400 + 4 + 400) / 100)
 
 
+STACK, LAYER = "f32[4,10,10]{2,1,0}", "f32[1,10,10]{2,1,0}"
+# Lines of a fusion of a stack of four arrays, 1600 bytes, and one array, 400 bytes; the bytes of both that it reads.
+READ = {
+    "a slice": ([f"ROOT %r = {LAYER} dynamic-slice(%p0, %p2)"], 400),
+    # XLA puts a bitcast around the stacks of a scan whose layout differs from that of the layer's array.
+    "a slice of a bitcast": ([f"%b = {STACK} bitcast(%p0)", f"ROOT %r = {LAYER} dynamic-slice(%b, %p2)"], 400),
+    "a slice of a negation": ([f"%b = {STACK} negate(%p0)", f"ROOT %r = {LAYER} dynamic-slice(%b, %p2)"], 400),
+    "two slices": (
+        [f"%a = {LAYER} dynamic-slice(%p0, %p2)", f"%b = {LAYER} slice(%p0)", f"ROOT %r = {LAYER} add(%a, %b)"],
+        800,
+    ),
+    "a slice and the whole": ([f"%a = {LAYER} dynamic-slice(%p0, %p2)", f"ROOT %r = ({LAYER}, {STACK}) tuple(%a, %p0)"], 1600),
+    "an update": ([f"ROOT %r = {STACK} dynamic-update-slice(%p0, %p1, %p2)"], 400),
+    "an update of a bitcast": (
+        [f"%b = {STACK} bitcast(%p0)", f"%n = {LAYER} negate(%p1)", f"ROOT %r = {STACK} dynamic-update-slice(%b, %n, %p2)"],
+        400,
+    ),
+    "nothing of an unused stack": ([f"%a = {STACK} negate(%p0)", f"ROOT %r = {LAYER} negate(%p1)"], 400),
+}
+
+
+@pytest.mark.parametrize("what", READ)
+def test_a_fusion_reads_only_the_elements_that_it_needs(what) -> None:
+    lines, read = READ[what]
+    given = [f"%p0 = {STACK} parameter(0)", f"%p1 = {LAYER} parameter(1)", "%p2 = s32[] parameter(2)"]
+    inside = "\n  ".join([*given, *lines])
+    result = lines[-1].split(" = ")[1].split("}")[0] + "}" if "tuple" not in lines[-1] else f"({LAYER}, {STACK})"
+    text = module(
+        f"%stack = {STACK} bitcast(%x)",
+        f"%layer = {LAYER} bitcast(%x)",
+        "%i = s32[] constant(0)",
+        f"ROOT %f = {result} fusion(%stack, %layer, %i), kind=kLoop, calls=%fused",
+        others=f"%fused (p0: f32[4,10,10], p1: f32[1,10,10], p2: s32[]) -> {result} {{\n  {inside}\n}}\n",
+    )
+    index = 4 if "%p2" in "".join(lines) else 0
+    written = 2000 if "tuple" in lines[-1] else 400
+    assert step_time(text, target("h200"), RATES).seconds == pytest.approx(0.5 + (read + index + written) / 100)
+
+
 def test_a_product_reaches_the_rate_of_its_tiles_and_rounds() -> None:
     # On one core tiles of 256 × 128 are the best: only the filling of their pipelines slows a short sum.
     assert reached_share(1, 256, 128, 1024, 1) == pytest.approx(1024 / (1024 + FILL) * (8192 + FILL) / 8192)

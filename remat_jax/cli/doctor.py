@@ -13,7 +13,7 @@ from remat_jax.diagnosis import doctor as diagnose
 from remat_jax.diagnosis import environment
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
 
 
 def doctor(

@@ -25,11 +25,11 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
-from remat_jax.memory.compile.options import limit_bytes
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, limit_bytes
 from remat_jax.memory.diff import compare_policies
 from remat_jax.memory.hlo.collectives import executed
 from remat_jax.memory.hlo.text import COLLECTIVES
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
+from remat_jax.memory.measure import measure_many
 from remat_jax.policy import is_off
 from remat_jax.report import format_bytes, table
 from remat_jax.report.stacked import module_memory_figure

@@ -10,7 +10,7 @@ import typer
 from remat_jax.cli.output import Answer, Json, answering, check_folder, check_picture, progress, writing
 from remat_jax.cli.workloads import MeshOption, WorkloadArgument, load_on_mesh
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.measure import DEFAULT_TIMEOUT
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.planning.check_budget import budget_bytes, host_budget_bytes
 from remat_jax.planning.explain import named_table, next_gib, plan_table
 from remat_jax.planning.make_plan import plan as make_plan

@@ -13,7 +13,7 @@ from remat_jax.cli.workloads import MeshOption, TargetOption, WorkloadArgument, 
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.overview.compared import Compared, Gathered
 from remat_jax.overview.save import check_plan, checked_path, checked_policies, gather, write_page
 from remat_jax.parity.case import require_torch

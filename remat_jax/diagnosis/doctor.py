@@ -25,7 +25,8 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import Advice
 from remat_jax.memory.compile.devices import check_devices
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout, measure
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
+from remat_jax.memory.measure import measure
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.warning import silenced
 from remat_jax.workload import Workload

@@ -14,7 +14,8 @@ from remat_jax.core.walk import equations
 from remat_jax.cost import count
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
+from remat_jax.memory.measure import measure_many
 from remat_jax.memory.report import MemoryReport
 from remat_jax.memory.residuals import SHOWN_ROWS, Residual, ResidualTable, described, residuals
 from remat_jax.policy import Action, as_block_policy, is_off

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,21 +12,18 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply.replan import replan, replanned_from
-from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import advise, traced_products
 from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.compile.devices import check_devices, host_shortage, measured_peak
-from remat_jax.memory.compile.options import limit_bytes
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout, limit_bytes
 from remat_jax.memory.compile.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy, is_off
 from remat_jax.warning import silenced, warn
 from remat_jax.workload import TrainingStep, Workload
-
-DEFAULT_TIMEOUT = 300.0
 
 
 def measure(
@@ -99,13 +95,6 @@ def measure_many(
         reports = _measured(workload, new, described, timeout, on_done, limit)
         cached.update(zip(((policy, settings) for policy in new), reports, strict=True))
     return [cached[policy, settings] for policy in checked]
-
-
-def check_timeout(timeout: float) -> None:
-    """Raise ArgumentError unless `timeout` is a positive number of seconds."""
-    # TIMEOUT_MAX is the limit of timers; an integer may be larger than any float.
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= threading.TIMEOUT_MAX:
-        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds, at most {threading.TIMEOUT_MAX:.3g}")
 
 
 _reports: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref.WeakKeyDictionary()
@@ -243,7 +232,7 @@ def _report(
     workload: Workload, policy: Any, kept: ResidualTable | None, target: Target, sizes: Sizes, baseline: Sizes | None
 ) -> MemoryReport:
     time = sizes.time
-    offers = baseline is not None or (kept is not None and kept.host_bytes > 0) or is_miscompiled(sizes)
+    offers = baseline is not None or (kept is not None and kept.host_bytes > 0) or sizes.is_miscompiled
     return MemoryReport(
         workload=workload.name,
         policy=workload.policy_text(_text(policy)),
@@ -265,7 +254,7 @@ def _report(
         hosts=target.hosts,
         collectives=sizes.collectives,
         host_warning=host_shortage(sizes.host, target),
-        compiler_warning=UNTILED if sizes.untiled else None,
+        compiler_warning=sizes.warning,
         policy_warning=kept.warning if kept else None,
         compiler_options=sizes.limit_options,
         seconds=sizes.seconds,
@@ -276,20 +265,6 @@ def _report(
         assumed_rates=time.assumed if time else (),
         replaced_checkpoints=0 if is_off(policy) else workload.replaced_checkpoints,
     )
-
-
-UNTILED = (
-    "a matrix product does not fit the tiles that XLA assumes for Triton if it has no GPU to test tiles on, so the step was "
-    "compiled without Triton's products (xla_gpu_enable_triton_gemm=false); on a GPU the step may need a few per cent less "
-    "memory, and no cuBLAS workspace of 32 MiB"
-)
-
-
-def is_miscompiled(sizes: Sizes) -> bool:
-    """Whether the compiled step reads, or may read, a wrong slot back: by its text, or else by the JAX version."""
-    if sizes.miscompiled is None:
-        return compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED
-    return sizes.miscompiled
 
 
 def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, target: Target) -> Receipt:
@@ -310,11 +285,14 @@ def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
                 f"offload frees no device memory: the step needs {-returned} bytes more than with the offloaded arrays saved "
                 "on the device"
             )
-        if is_miscompiled(sizes):
-            evidence = "as the compiled step shows" if sizes.miscompiled else "and this step's copies could not be checked"
+        if sizes.is_miscompiled:
+            evidence = (
+                "as the compiled step shows: gradients are"
+                if sizes.miscompiled
+                else "and this step's copies could not be checked: gradients may be"
+            )
             warnings.append(
-                f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {evidence}: gradients are silently wrong "
-                "(openxla/xla#46231). The memory is right. Before running it use JAX 0.11.1 or later, unroll the layers, or "
-                "start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+                f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {evidence} silently wrong "
+                f"(openxla/xla#46231). The memory is right. Before running it use {compat.SCANNED_OFFLOAD_REMEDY}"
             )
     return Receipt(offered, sizes.host_temp, returned, tuple(warnings), kept.shared if kept else ())

@@ -18,7 +18,6 @@ from remat_jax.core import noting_differentiated
 from remat_jax.core.origins import Origin, is_on_host, origin
 from remat_jax.core.shared import Reading, collecting
 from remat_jax.core.walk import checkpoints_around_blocks
-from remat_jax.errors import UnsupportedError
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.warning import warn
@@ -189,11 +188,7 @@ def kept_residuals(workload: Workload, policy: Any) -> ResidualTable:
 def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, set[tuple[str, Any]]]:
     """The table of the kept residuals, and other names of the same arrays."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
-    if not workload.has_loss:
-        raise UnsupportedError(
-            f"workload={workload.name!r} was made from a finished step. The step takes its gradient inside, so its residuals "
-            "cannot be seen from outside. Make a Workload of the loss instead."
-        )
+    workload.require_loss()
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
         rows, aliases = _kept(workload, policy)
     text = str(checked) if checked is not None else "; ".join(f"{block}: {of_block}" for block, of_block in policy.items())

@@ -17,9 +17,8 @@ from remat_jax.hardware import Target
 from remat_jax.memory.compile.compiler import result_shapes
 from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.workload import Workload
-
-DEFAULT_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True)

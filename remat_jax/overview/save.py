@@ -11,7 +11,7 @@ from remat_jax.errors import ArgumentError, PlanningError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.overview.compared import Gathered, Progress, compare
 from remat_jax.overview.page import page
 from remat_jax.parity.report import ParityReport

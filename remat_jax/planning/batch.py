@@ -10,7 +10,7 @@ from typing import Any
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.measure import DEFAULT_TIMEOUT
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.planning.check_budget import budget_bytes, host_budget_bytes
 from remat_jax.planning.compile_candidates import Progress
 from remat_jax.planning.make_plan import leanest, plan

@@ -103,11 +103,7 @@ def calls(workload: Workload) -> list[Call]:
         or in a checkpoint of the model's own.
       BlockError: a block is never called.
     """
-    if not workload.has_loss:
-        raise UnsupportedError(
-            f"workload={workload.name!r} was made from a finished step. The step takes its gradient inside, so its residuals "
-            "cannot be seen from outside. Make a Workload of the loss instead."
-        )
+    workload.require_loss()
     jaxpr = _traced(workload)
     trained = jax.tree.leaves(workload.split_loss("off")[1])
     untrained = [index >= len(trained) for index in range(len(jaxpr.in_avals))]

@@ -16,7 +16,6 @@ from remat_jax.memory.compile.compiler import Sizes, compile_programs
 from remat_jax.memory.compile.exporting import ExportedProgram, export_step
 from remat_jax.memory.compile.options import Kernels
 from remat_jax.memory.compile.process import Children
-from remat_jax.memory.measure import is_miscompiled
 from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.problem import Described
 from remat_jax.planning.search_plans import MOST_COMPILED, SIDE_BY_SIDE
@@ -127,7 +126,7 @@ class Compiler:
 
 
 def _compiled(candidate: StepCandidate, sizes: Sizes) -> Compiled:
-    is_wrong = candidate.host_bytes > 0 and is_miscompiled(sizes)
+    is_wrong = candidate.host_bytes > 0 and sizes.is_miscompiled
     return Compiled(sizes.device, sizes.host, sound=not is_wrong, sizes=sizes)
 
 

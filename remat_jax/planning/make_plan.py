@@ -18,8 +18,7 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import largest_advice
 from remat_jax.memory.compile.devices import check_devices, host_shortage
-from remat_jax.memory.compile.options import Kernels
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, check_timeout
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, Kernels, check_timeout
 from remat_jax.planning.candidate import StepCandidate, Tried
 from remat_jax.planning.check_budget import argument_bytes, budget_bytes, check_arguments_fit, host_budget_bytes, infeasible
 from remat_jax.planning.choose_fastest import Times, as_written, choose_fastest, counted_flops
@@ -128,11 +127,7 @@ def _silent(what: str, done: int, of: int) -> None:
 def _check(workload: Any, timeout: Any, target: Target) -> None:
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
-    if not workload.has_loss:
-        raise UnsupportedError(
-            f"workload={workload.name!r} was made from a finished step. The step takes its gradient inside, so its residuals "
-            "cannot be seen from outside. Make a Workload of the loss instead."
-        )
+    workload.require_loss()
     check_timeout(timeout)
     check_devices(workload, target)
 
@@ -188,8 +183,8 @@ class _Planner:
             return described, ""
         no_offload = f"JAX {jax.__version__} miscompiles offload inside scan"
         self.notes.append(
-            f"{no_offload} for GPUs (openxla/xla#46231), so scanned layers offload nothing here; use JAX 0.11.1 or later, "
-            "unroll the layers, or start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+            f"{no_offload} for GPUs (openxla/xla#46231), so scanned layers offload nothing here; use "
+            f"{compat.SCANNED_OFFLOAD_REMEDY}"
         )
         blocks = tuple(
             block.without_offload() if inside else block for block, inside in zip(stack.blocks, scanned, strict=True)
@@ -349,8 +344,8 @@ class _Planner:
             self.notes.append(f"{NOT_MAXIMAL}{why}")
         if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
             self.notes.append(f"Host memory: {short}, or plan with a host_budget")
-        if sizes.untiled:
-            self.notes.append(f"{UNTILED[0].upper()}{UNTILED[1:]}")
+        if sizes.warning is not None:
+            self.notes.append(f"{sizes.warning[0].upper()}{sizes.warning[1:]}")
         if best.candidate.name not in KEEP_ALL and (beyond := largest_advice(self.workload, sizes, self.target.devices)):
             self.notes.append(beyond)
 

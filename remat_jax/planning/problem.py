@@ -16,8 +16,9 @@ from remat_jax.errors import PlanningError
 from remat_jax.hardware.rates import Rates
 from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.memory.residuals import residuals
-from remat_jax.memory.shares import DEFAULT_TIMEOUT, Shares, residual_shares
+from remat_jax.memory.shares import Shares, residual_shares
 from remat_jax.planning.blocks import Call, calls
 from remat_jax.planning.division import divided, gathered_bytes
 from remat_jax.planning.nodes import Node, nodes, residual

@@ -31,6 +31,12 @@ MOST_CHILDREN = 4
 
 CHILD = Path(__file__).with_name("child.py")
 
+_UNTILED = (
+    "a matrix product does not fit the tiles that XLA assumes for Triton if it has no GPU to test tiles on, so the step was "
+    "compiled without Triton's products (xla_gpu_enable_triton_gemm=false); on a GPU the step may need a few per cent less "
+    "memory, and no cuBLAS workspace of 32 MiB"
+)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -73,6 +79,18 @@ class Sizes:
         """The schedule of copies to and from the host; None if there are none, or a rate is unknown."""
         overlap = None if self.time is None else self.time.overlap
         return overlap if overlap is not None and overlap.out.count + overlap.back.count else None
+
+    @property
+    def is_miscompiled(self) -> bool:
+        """Whether a loop copies, or may copy, a wrong slot of a host buffer: by the compiled text, or else by JAX's version."""
+        if self.miscompiled is None:
+            return compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED
+        return self.miscompiled
+
+    @property
+    def warning(self) -> str | None:
+        """How the compilation differs from the one on a GPU; None if it does not."""
+        return _UNTILED if self.untiled else None
 
     @property
     def device(self) -> int:

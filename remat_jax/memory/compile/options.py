@@ -27,6 +27,9 @@ from remat_jax.hardware import Target
 from remat_jax.hardware.amounts import device_amount
 from remat_jax.memory.compile.process import scratch
 
+DEFAULT_TIMEOUT = 300.0
+"""Seconds for the compilations of one call."""
+
 OPTION = "xla_gpu_memory_limit_slop_factor"
 LARGEST_FACTOR = 95
 """XLA's default factor: a larger factor is not set."""
@@ -39,6 +42,13 @@ _CACHE_SOURCE = "kernel_reuse_cache"
 """XLA's source file that its error names if it cannot use the cached kernels."""
 _refused: set[str] = set()
 """The kernel options that the compiler refused: the one installed compiler refuses them always."""
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise ArgumentError unless `timeout` is a positive number of seconds."""
+    # TIMEOUT_MAX is the limit of timers; an integer may be larger than any float.
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= threading.TIMEOUT_MAX:
+        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds, at most {threading.TIMEOUT_MAX:.3g}")
 
 
 def limit_bytes(memory_limit: Any, target: Target) -> int | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from remat_jax.hardware.products import Product
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.hlo.text import FREE, HloArray, Instruction
+from remat_jax.memory.hlo.text import FREE, Computation, HloArray, Instruction
 
 _KNOWN = frozenset(
     """abs add all-gather all-reduce all-to-all and atan2 bitcast-convert broadcast cbrt ceil cholesky clamp clz
@@ -98,7 +99,7 @@ def _traffic(instruction: Instruction) -> int:
         # It runs a computation beside others: a fusion that updates a slice, since JAX 0.12.
         return sum(_traffic(inner) for inner in called if inner.opcode not in FREE)
     if called is not None:
-        return sum(_read(inner) for inner in called if inner.opcode == "parameter") + _written(called.root)
+        return _read(called) + _written(called.root)
     if opcode == "dynamic-update-slice":
         return 2 * _device_bytes(instruction.inputs[1:2])
     return _device_bytes([instruction]) + _device_bytes([instruction] if opcode in _PARTS else instruction.inputs)
@@ -108,15 +109,23 @@ def _device_bytes(instructions: Iterable[Instruction | None]) -> int:
     return sum(array.bytes for each in instructions if each is not None for array in each.arrays if not array.on_host)
 
 
-def _read(parameter: Instruction) -> int:
-    whole = _device_bytes([parameter])
-    part = 0
-    for user in (instruction for instruction in parameter.home if parameter.name in instruction.operands):
-        if user.opcode in _PARTS and user.operands[0] == parameter.name:
-            part += _device_bytes([user])
-        elif user.opcode != "dynamic-update-slice" or user.operands[0] != parameter.name:
-            return whole
-    return min(part, whole)
+def _read(fusion: Computation) -> int:
+    """Bytes of its parameters that a fusion reads: it computes only the needed elements of each array.
+
+    A slice needs a part of its operand. An update in place needs nothing of the array that it updates.
+    """
+    needed = defaultdict[str, float](float, {fusion.root.name: 1.0})
+    read = 0.0
+    for instruction in reversed(list(fusion)):
+        share = min(1.0, needed[instruction.name])
+        if instruction.opcode == "parameter":
+            read += share * _device_bytes([instruction])
+        for index, operand in enumerate(instruction.inputs):
+            if operand is not None and index == 0 and instruction.opcode in _PARTS:
+                needed[operand.name] += share * _device_bytes([instruction]) / max(1, _device_bytes([operand]))
+            elif operand is not None and (index or instruction.opcode != "dynamic-update-slice"):
+                needed[operand.name] += share
+    return round(read)
 
 
 def _written(root: Instruction) -> int:
