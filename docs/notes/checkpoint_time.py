@@ -1,8 +1,8 @@
 """What checkpointing costs in time, on this project's PyTorch models: `python docs/notes/checkpoint_time.py`.
 
-Tutorials say "15 to 30 % slower". A plain step executes the forward products once, and twice as many in its backward pass. The
-recomputation repeats the forward products: 4/3 of the floating-point operations, for any model. It also repeats the
-elementwise operators, and keeping less saves some time. Plain and checkpointed steps alternate; each ratio is of neighbours.
+Tutorials say "15 to 30 % slower". A plain step runs the matmuls of the forward pass, and twice as many in the backward pass.
+Checkpointing runs the forward matmuls once more: 4/3 of the FLOPs, for any model. It also repeats elementwise operators, and
+saves some time because it keeps less. Plain and checkpointed steps alternate; each ratio is of two consecutive steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Step = Callable[[], torch.Tensor]
 
 
 def models() -> dict[str, tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
-    """Models and the inputs of one step."""
+    """Name → a model and the inputs of one step."""
     torch.manual_seed(0)
     return {
         "ByteDecoder 4×128, 16×64": (pytorch.ByteDecoder(num_layers=4), (torch.randint(256, (16, 64)),)),
@@ -38,7 +38,7 @@ def models() -> dict[str, tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
 
 
 def measure(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[float, list[float]]:
-    """The ratio of floating-point operations of the matrix products, and the ratios of time of each round."""
+    """The ratio of matmul FLOPs, checkpointed to plain, and the ratio of times in each round."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     flops: dict[bool, int] = {}
     for round_number in range(ROUNDS + 1):

@@ -1,4 +1,4 @@
-"""Groups of layers against `full`, compiled for a described GPU: device memory, kept bytes, and the operations of a step.
+"""Groups of layers compared with `full`, compiled for a described GPU: device memory, kept bytes and matmul FLOPs of a step.
 
 python docs/notes/groups_of_layers.py scanned|inside|unrolled [--target h200]
 """
@@ -36,7 +36,7 @@ def job(layers: int, batch: int, *, scan: bool) -> rj.Workload:
 
 
 def rows(target: str, layers: int, batch: int, policies: tuple[str, ...], *, scan: bool) -> Iterator[str]:
-    """The rows of a table, one for each policy: GiB, and operations relative to the first policy."""
+    """Yield one table row per policy: sizes in GiB, and matmul FLOPs relative to the first policy."""
     workload, first = job(layers, batch, scan=scan), 0
     for policy in policies:
         report = rj.measure(workload, policy, target)

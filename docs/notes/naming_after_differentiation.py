@@ -1,7 +1,7 @@
-"""Why residuals are named in a block's linearisation: a name given before differentiation misses the rules that read outputs.
+"""Why are residuals named after differentiation? An earlier name misses the outputs that derivative rules read.
 
-`exp` is differentiated as `tangent * exp(x)`: its rule reads its own output. A name on that output, saved, is another variable:
-JAX keeps the named copy, and runs the matmul and `exp` again for the rule.
+The derivative of `exp` is `tangent * exp(x)`, so its rule reads the output of `exp`. `checkpoint_name` on this output makes
+another variable. If a policy saves that variable, JAX keeps it, and still recomputes the matmul and `exp` for the rule.
 
 Run: `python docs/notes/naming_after_differentiation.py`.
 """
@@ -21,7 +21,7 @@ w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
 
 
 def block(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Two matmuls, the first one's output named after `exp`."""
+    """Two matmuls; the `exp` of the first matmul's output is named `scores`."""
     scores = checkpoint_name(jnp.exp(x @ w), "scores")
     return jnp.sin(scores @ w)
 

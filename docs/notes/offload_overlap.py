@@ -1,4 +1,4 @@
-"""How much of an unrolled offload's copies compute covers, compiled for a GPU: blocks linked, and each tied to its own place.
+"""The share of an unrolled offload's copies that compute hides, compiled for a GPU: with tied blocks, and with linked blocks.
 
 python docs/notes/offload_overlap.py [--layers N] [--target NAME] [--keep N]
 """
@@ -26,7 +26,7 @@ from remat_jax.core import tied_chain as overlap
 from remat_jax.hardware import Target, target
 from tests.overlap_at_rates import read_overlap
 
-# What an H200 reaches; the nominal rates are higher. The same for every target, so that schedules are compared, not GPUs.
+# Rates that an H200 reaches, below its nominal rates. All targets use them, so that tables compare schedules, not GPUs.
 RATES = {"flops_per_s": 790e12, "hbm_bytes_per_s": 4.8e12, "host_link_bytes_per_s": 50e9}
 Program = tuple[str, Callable[..., Any], Any, tuple[int, ...]]
 
@@ -51,7 +51,7 @@ def decoder(layers: int, policy: str, kept: int = 0) -> Program:
     """A training step of the byte decoder of the examples, float32, 16 × 512 tokens, width 512, Adam, donated.
 
     Args:
-      kept: how many of the last blocks are checkpointed and keep their input on the device.
+      kept: the number of last blocks under `full`, which keep their input on the device.
     """
     model = ByteDecoder(d_model=512, nhead=8, num_layers=layers, max_len=512)
     tokens = jax.ShapeDtypeStruct((16, 512), jnp.int32)
@@ -70,7 +70,7 @@ def decoder(layers: int, policy: str, kept: int = 0) -> Program:
 
 
 def programs(layers: int, kept: int) -> Iterator[Program]:
-    """What the table has a pair of rows for."""
+    """The programs of the table; each has a pair of rows."""
     if not kept:
         yield mlp(layers)
     yield decoder(layers, "offload_inputs", kept)

@@ -1,4 +1,4 @@
-"""Device memory that an optimizer's state in host memory frees, and what gradient accumulation needs, compiled for an H200.
+"""Device memory that optimizer state in host memory frees, and that gradient accumulation needs, compiled for an H200.
 
 Run: `python docs/notes/optimizer_offload.py state|norm|accumulation`. Sizes are in MB, of one training step with donated
 parameters and state, under the policy `full`. No GPU is needed.
@@ -23,7 +23,7 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class Block(nn.Module):
-    """Two kernels of 16.8 MB."""
+    """A residual MLP block with two kernels of 16.8 MB."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 def all_at_once(tx: Any) -> Any:
-    """State on the host, fetched by plain `device_put`s, whose order XLA ignores."""
+    """`tx` with its state on the host, moved by plain `device_put`s, whose order XLA ignores."""
 
     def there(tree: Any, space: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.device_put(leaf, space) if leaf.ndim else leaf, tree)
@@ -76,7 +76,7 @@ def compiled(jobs: dict[str, rj.Workload], policy: str) -> dict[str, Sizes]:
 
 
 def offload(name: str, tx: Any, scan: bool, rows: int) -> None:
-    """A row of the table of freed bytes."""
+    """Print a row of the table `state`: the freed bytes."""
     streamed = rj.offload_optimizer(tx)
     forms = {"plain": tx, "at once": all_at_once(tx), "apply": streamed}
     forms["update"] = optax.GradientTransformation(streamed.init, streamed.update)
@@ -88,7 +88,7 @@ def offload(name: str, tx: Any, scan: bool, rows: int) -> None:
 
 
 def tied(policy: str) -> None:
-    """A row of the table of a norm of all gradients."""
+    """Print a row of the table `norm`: an optimizer that clips by the norm of all gradients."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     jobs = {"plain": workload(tx, False, 8192), "offloaded": workload(rj.offload_optimizer(tx), False, 8192)}
     plain, offloaded = (size.device / 1e6 for size in compiled(jobs, policy).values())
@@ -96,7 +96,7 @@ def tied(policy: str) -> None:
 
 
 def accumulation(scan: bool, policy: str, rows: int = 32768, n: int = 8) -> None:
-    """A row of the table of accumulated gradients."""
+    """Print a row of the table `accumulation`: temp of the gradient of `rows` rows, in `n` micro-batches."""
     model = Model(scan)
 
     def loss(params: Any, x: Any) -> Any:

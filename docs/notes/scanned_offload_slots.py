@@ -1,4 +1,4 @@
-"""Whether the JAX that runs this compiles offload inside `scan` for GPUs right (openxla/xla#46231); no GPU is needed.
+"""Whether the installed JAX compiles offload inside `scan` right for GPUs (openxla/xla#46231); no GPU is needed.
 
 Run: `python docs/notes/scanned_offload_slots.py`, once with each JAX (`pip install jax==0.11.0 jax-cuda13-plugin==0.11.0 …`).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-# Before JAX starts: this process has nothing to do with a GPU, and what was compiled before is not asked for.
+# Set before JAX starts. This process uses no GPU and no cached answers of the compiler.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["REMAT_JAX_CACHE"] = "off"
 
@@ -28,7 +28,7 @@ ANSWERS = {True: "another slot", False: "right", None: "cannot be followed"}
 
 
 class Block(nn.Module):
-    """Two kernels."""
+    """A residual MLP block."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def workload(scan: bool) -> rj.Workload:
-    """A training step, on shapes."""
+    """A training step; its arrays are shapes only."""
     model, x = Model(scan), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), Block, optimizer=optax.adam(1e-3))

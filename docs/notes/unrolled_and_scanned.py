@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A stack of them, unrolled or scanned."""
+    """A stack of blocks, unrolled or scanned."""
 
     scan: bool
 
@@ -49,7 +49,7 @@ class Stack(nn.Module):
 
 
 def mlp(scan: bool) -> rj.Workload:
-    """16384 rows of width 1024."""
+    """A training step of the MLP stack on 16384 rows of width 1024."""
     model, x = Stack(scan), jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     return rj.Workload(
@@ -68,7 +68,7 @@ def decoder(scan: bool) -> rj.Workload:
 
 
 def decoder_nnx(scan: bool) -> rj.Workload:
-    """The same in NNX."""
+    """The same decoder in NNX."""
     tokens = jax.ShapeDtypeStruct((16, 512), jnp.int32)
     model = nnx.eval_shape(
         lambda: in_nnx.ByteDecoder(d_model=512, nhead=8, num_layers=LAYERS, max_len=512, scan=scan, rngs=nnx.Rngs(0))
@@ -78,7 +78,7 @@ def decoder_nnx(scan: bool) -> rj.Workload:
     )
 
 
-# With the name of the residual that the third policy offloads.
+# Name → the model, and the selector of the residual that the third policy offloads.
 MODELS: dict[str, tuple[Form, str]] = {
     "MLP": (mlp, "*Dense_0*"),
     "decoder": (decoder, "*ffn/up*"),

@@ -102,17 +102,19 @@ def note(asked: argparse.Namespace, tally: Tally, drawn: int, wrong: int, second
     refused = "\n".join(f"| {name} | {count} |" for name, count in tally.refused.most_common())
     return f"""# Random programs under random policies
 
-Written by `python -m tests.fault --programs {asked.programs} --seed {asked.seed} --seconds {asked.seconds:g} --note …`,
-with JAX {jax.__version__}. Each program is a stack of layers of random operations under random policies. Its value and
-gradients are compared with those of the plain program, in float64.
+Do random programs have the same value and gradients under random policies as without? They do if the last row of the first
+table is 0. Each program is a stack of layers of random operations. Its value and gradients under the policies are compared
+with those of the plain program, in float64.
+`python -m tests.fault --programs {asked.programs} --seed {asked.seed} --seconds {asked.seconds:g} --note …` wrote the next
+three tables with JAX {jax.__version__}.
 
 | programs | |
 | --- | --- |
-| asked for | {asked.programs} |
+| requested | {asked.programs} |
 | drawn in {seconds / 60:.0f} minutes | {drawn} |
 | compared | {tally.checked} |
-| of these equal bit for bit | {tally.bit_equal} |
-| slices of {SLICE} that a wrong one ended | {wrong} |
+| equal bit for bit | {tally.bit_equal} |
+| slices of {SLICE} programs that ended with a wrong program | {wrong} |
 
 Some programs are refused and not compared: JAX does not support them (`docs/limits.md`), or a random policy has no effect on a
 random program.
@@ -121,8 +123,8 @@ random program.
 | --- | --- |
 {refused}
 
-The compared programs, by the way the policy was applied, the loop around the layers, the transformation of the loss, and the
-way the program ran:
+The compared programs by kind: how the policy was applied, the loop around the layers, the transformation of the loss, and how
+the program ran. A program has several kinds.
 
 | kind | programs |
 | --- | --- |
