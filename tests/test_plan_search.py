@@ -75,6 +75,24 @@ _own = own
 TRUTH = replace(STACK, fixed_bytes=1700.0, blocks=(replace(LAYER, recomputed_share=0.4, fetched_share=2.0),))
 
 
+def test_named_policies_that_the_estimate_cannot_rule_out_are_compiled():
+    search, _ = searched(3600, TRUTH, named={name: NAMED[name] for name in ("full", "dots")})
+    full, dots = search.proposals.named
+    search.learn([own((NAMED["dots"], *[NAMED["full"]] * 5))])
+    (best,) = search.fit.tried
+
+    def near(slack, **always):
+        return search.proposals.near_named(best, slack, **always)
+
+    assert full.seconds > best.candidate.seconds and search.fit.expected(full) <= 3600 < search.fit.expected(dots)
+    gap = full.seconds - best.candidate.seconds
+    assert near(0.9 * gap) == [] and near(1.1 * gap) == near(0.0, always=("full",)) == [full]
+    search.fit.budget = 10_000.0
+    assert near(1.1 * gap) == [full, dots]
+    search.learn([dots])
+    assert near(1.1 * gap) == [full]
+
+
 def test_a_fit_finds_what_the_compiler_does():
     def loads(count):
         saved, again = Load(800, 0, 0), Load(100, 700, 0)

@@ -220,8 +220,9 @@ class _Planner:
         """The search's best step by the traced estimate, and the plan by the compiled times."""
         searched = self.search.run(self.compiler.compile)
         if searched is not None:
-            for further in (self._faster_groups, self.proposals.unknown, self._without_copies, self._full_if_near):
+            for further in (self._faster_groups, self.proposals.unknown, self._without_copies):
                 searched = self._with(further(searched)[:1], searched) or searched
+            searched = self._with(self._near_named(searched), searched) or searched
         limited = self._with_limit(searched)
         first = searched or min(limited, key=lambda step: step.compiled.seconds or math.inf, default=None)
         # If the inputs of single layers are too large, the step under `full` predicts groups of layers.
@@ -256,14 +257,15 @@ class _Planner:
         plan = self.proposals.without_copies(self.fit.stack, self.budget) if offloads else None
         return [plan] if plan is not None and self.fit.known(plan) is None else []
 
-    def _full_if_near(self, best: Tried) -> list[StepCandidate]:
-        """`full`, if its traced estimate is near the best step's."""
-        full = self.proposals.named_policy("full")
-        if full is None or self.fit.known(full) or self.target.kind == "cpu" or best.candidate.name in KEEP_ALL:
+    def _near_named(self, best: Tried) -> list[StepCandidate]:
+        """Named policies that may be faster than the best step once they are compiled, although the traced estimate is higher.
+
+        The traced estimate does not know which collectives overlap compute, so on several devices `full` is always compiled.
+        """
+        if self.target.kind == "cpu" or best.candidate.name in KEEP_ALL:
             return []
-        base = self.described.base_seconds
-        near = (1 + _TRACED_ERROR) * (base + best.candidate.seconds) - base
-        return [full] if full.seconds <= near and self.fit.expected(full) <= self.budget else []
+        slack = _TRACED_ERROR * (self.described.base_seconds + best.candidate.seconds)
+        return self.proposals.near_named(best, slack, always=("full",) if self.target.devices > 1 else ())
 
     def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
         """Groupings of the layers, predicted from the step under `full`; empty if `compiled` and that step was not compiled."""

@@ -133,12 +133,26 @@ class Proposals:
     def faster_named(self, best: Tried | None) -> list[StepCandidate]:
         """The named policies within the host budget that were not compiled and would be faster than `best`."""
         bound = math.inf if best is None else best.candidate.seconds
-        return [
+        return [step for step in self._uncompiled() if step.seconds < bound and not math.isclose(step.seconds, bound)]
+
+    def near_named(self, best: Tried, slack: float, *, always: Sequence[str] = ()) -> list[StepCandidate]:
+        """`full` and the fastest other named policy that is not compiled, is expected to fit and is within `slack` of `best`.
+
+        `slack` is in seconds. The policies named in `always` may be slower by any time.
+        """
+        near = [
             step
-            for step in self.named
-            if step.seconds < bound and not math.isclose(step.seconds, bound)
-            if self.fit.known(step) is None and step.host_bytes <= self.fit.host_left
+            for step in self._uncompiled()
+            if (step.seconds <= best.candidate.seconds + slack or step.name in always)
+            and self.fit.expected(step) <= self.fit.budget
         ]
+        others = [step for step in near if step.name != "full"]
+        fastest = min(others, key=lambda step: step.seconds, default=None)
+        return [step for step in near if step.name == "full" or step is fastest]
+
+    def _uncompiled(self) -> list[StepCandidate]:
+        """The named policies within the host budget that were not compiled."""
+        return [step for step in self.named if self.fit.known(step) is None and step.host_bytes <= self.fit.host_left]
 
     def unknown(self, best: Tried) -> list[StepCandidate]:
         """The named policies of `faster_named` whose kept bytes alone are within the budget, the smallest first."""
