@@ -203,7 +203,7 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
 
 @contextlib.contextmanager
 def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
-    """Retrace inside this context, then check that each selector of `policies` saves or offloads something."""
+    """Retrace inside this context, then check that each glob of `policies` keeps something for the gradients taken."""
     selecting: list[Policy] = []
     for policy in map(as_block_policy, policies):
         plain = [run[1] for run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]

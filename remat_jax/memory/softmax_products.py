@@ -91,8 +91,8 @@ def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) ->
 def is_softmax_of(exponential: Any, product: Any, *, is_head: bool) -> bool:
     """Whether an exponential may belong to a softmax of `product`: it has as many elements or, for a head, most of the rows.
 
-    Logits may be transposed before the softmax; attention scores may be reshaped as well. A feed-forward gate may have as
-    many elements as the logits, but not the same dimensions.
+    Logits may be transposed before the softmax; attention scores may be reshaped as well. A feed-forward matmul may have as
+    many elements as attention scores but has other dimensions, so for a head the dimensions are compared too.
     """
     shapes = exponential.aval.shape, product.aval.shape
     size, whole = map(math.prod, shapes)
