@@ -1,4 +1,4 @@
-"""The cost of running a jaxpr, kernel by kernel; `docs/how/planner.md`, "The cost model", has the rule for kernels."""
+"""The cost of running a jaxpr, kernel by kernel. `docs/how/planner.md`, "The cost model", says what forms a kernel."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: Rates) -> d
     """The time of each equation in seconds. The times add up to `flat_cost(eqns, outputs).seconds(rates)`.
 
     A memory-bound kernel's time is divided in proportion to its equations' bytes, a compute-bound kernel's in proportion to
-    their operations. The first equation in a kernel that reads an array is charged for it. Arrays inside a kernel are free.
+    their operations. If several equations of a kernel read an array, its bytes count for the first. Inner arrays are free.
     """
     result = dict.fromkeys(eqns, 0.0)
     for kernel in _kernels(eqns, outputs):
@@ -180,8 +180,8 @@ def _structured(eqn: FlatEqn) -> Cost | None:
 def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, Array]]:
     """The groups of equations that each fuse into one kernel, and the array behind each view.
 
-    An equation fuses with the producers of its operands. Its level is the largest number of unfused kernels on a path to it.
-    Only equations of equal level fuse, so fusion stays acyclic.
+    An equation fuses with the producers of its operands. Its level is the largest number of equations that do not fuse on any
+    path to it. Only equations of equal level fuse, so fusion stays acyclic.
     """
     roots: dict[Array, Array] = {}
     level: dict[Array, int] = defaultdict(int)
@@ -227,7 +227,7 @@ def _readers(eqns: Sequence[FlatEqn], roots: Mapping[Array, Array]) -> dict[Arra
 def _fused(
     members: Sequence[FlatEqn], roots: Mapping[Array, Array], read: Mapping[Array, list[FlatEqn]], kept: set[Array]
 ) -> Parts:
-    """The work of a fused kernel: it reads each array from outside once, and writes each array that is read outside."""
+    """The work of a fused kernel. It reads each outside array once, and writes each array that is `kept` or read outside."""
     fused = set(members)
     made = {array for eqn in members for array in eqn.outputs}
     seen: dict[Array, int] = defaultdict(int)

@@ -33,7 +33,7 @@ def own_kernel(eqn: FlatEqn) -> Work:
         work = _scatter(eqn)
     else:
         work = Work({}, _touched(eqn))
-    # The bytes of an array are already those on one device.
+    # `bytes` counts only one device's share already.
     return replace(work, flops={dtype: eqn.share * count for dtype, count in work.flops.items()})
 
 

@@ -24,7 +24,7 @@ _BY_LOWER = {unit.lower(): unit for unit in UNITS}
 def device_amount(given: Any, target: Target, argument: str, error: type[RematError]) -> int:
     """The bytes of device memory that `given` means on `target`: more than 0, and no more than the target has.
 
-    `planning.check_budget.budget_bytes` lists the forms of `given`. A wrong `given` raises `error`, with the name `argument`.
+    `planning.check_budget.budget_bytes` lists the forms of `given`. An invalid `given` raises `error`, which names `argument`.
     """
     nbytes = amount(given, target, argument, error)
     if nbytes <= 0:

@@ -71,8 +71,8 @@ class Links:
     def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1) -> float | None:
         """The seconds of one collective among `devices` on `hosts`; None if the network rate is needed but unknown.
 
-        `size` is the bytes on one device of the operand or the result, whichever is larger. The slowest link sets the rate:
-        within a host the device link, between hosts the network links of one host's devices together. Messages form a tree.
+        `size` is the bytes on one device of the operand or the result, whichever is larger. The slowest link sets the rate. The
+        network between hosts has the combined rate of a host's participating devices. The latency is that of a message tree.
         """
         if devices < 2:
             return 0.0

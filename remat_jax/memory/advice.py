@@ -1,4 +1,4 @@
-"""Advice on changes that save memory which no policy on blocks can save, from the compiled schedule of the measured step."""
+"""Advice on saving memory that policies on blocks cannot save, from the compiled schedule of the measured step."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class Receipt:
     Attributes:
       offered_bytes: the bytes of the residuals that the policy offloads, on all devices together; from the linearisation.
       host_bytes: the bytes of the compiled step's temporary buffers in host memory.
-      returned_bytes: the device memory saved in comparison with the same policy with `save` for `offload` (inputs stay on the
-        device); None if that step was not compiled.
+      returned_bytes: the device memory saved in comparison with the same policy with `save` for `offload` (offloaded inputs
+        then stay on the device); None if the step with `save` was not compiled.
       warnings: failures of the offload. On a mesh, the host holds a replicated residual once for each device. These copies may
         hide that another residual is missing.
       shared: the offloaded inputs that stay on the device because several blocks read them; not in `offered_bytes`.
@@ -44,8 +44,8 @@ class MemoryReport:
 
     Attributes:
       workload, policy, target: the arguments of the measurement.
-      device_bytes: device memory: arguments + outputs − aliased + temp. Host memory never counts.
-      temp_bytes: device memory of temporary buffers, including the residuals.
+      device_bytes: device memory, which is arguments + outputs − aliased + temp. Host memory never counts.
+      temp_bytes: device memory of temporary buffers, including saved residuals.
       host_bytes: host memory of temporary buffers, arguments and outputs.
       argument_bytes, output_bytes, alias_bytes: device memory of arguments, outputs, and outputs that reuse an argument.
       residual_device_bytes, residual_host_bytes: saved and offloaded residuals in the linearisation; None for a finished step.

@@ -42,7 +42,7 @@ class Residual:
       source: the user's source line.
       count: the number of arrays of this name.
       scanned: whether the array is an output of a `scan`, with the layers stacked.
-      layers: under policies by layer, the range of the residual's layers: the first, and one past the last, from 0.
+      layers: under policies by layer, the residual's range of layers as (start, stop), counted from 0.
     """
 
     name: str
@@ -175,7 +175,7 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     everything = {block: _every_name(as_block_policy(of_block)) for block, of_block in by_block.items()}
     named, _ = _kept(workload, everything, only_named=True)
     recomputed = [replace(row, action="recompute") for row in named if (row.name, row.layers) not in kept_names]
-    # A policy that recomputes something has an effect. Otherwise one more trace finds out.
+    # A policy that recomputes something has an effect. Otherwise one more trace checks whether it has an effect.
     warning = None if recomputed else _overruled(workload, everything)
     warn(warning)
     return replace(kept, rows=tuple(_ordered([*kept.rows, *recomputed])), warning=warning)
@@ -203,7 +203,7 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
 
 @contextlib.contextmanager
 def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
-    """Retrace inside this context, then check that each glob of `policies` keeps something for the gradients taken."""
+    """Retrace inside this context, then check that each glob of `policies` keeps an array that a gradient reads."""
     selecting: list[Policy] = []
     for policy in map(as_block_policy, policies):
         plain = [run[1] for run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]

@@ -92,7 +92,7 @@ class PinnedHost(jax.sharding.SingleDeviceSharding):
 
 
 class PinnedHostOfMesh(jax.sharding.NamedSharding):
-    """A sharding in the host memory of a mesh's devices; JAX's caches must not confuse it with device memory."""
+    """A sharding in the host memory of a mesh's devices. It never equals a device sharding, as JAX's caches compare them."""
 
     @property
     def memory_kind(self) -> str:

@@ -234,7 +234,7 @@ def _answers(
 
 
 def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
-    """The sizes from the child's answer, and time and buffers from XLA's files, if neither a file nor a rate is missing."""
+    """Sizes from the child's answer, time and buffers from XLA's files; they are unknown if a file or a rate is missing."""
     dump = folder / "dump"
     module = played = _module(_last(dump, "gpu_after_optimizations.txt"))
     miscompiled: bool | None = False

@@ -34,7 +34,7 @@ except ImportError:  # on Windows, leftover folders are not removed
     fcntl = None  # type: ignore[assignment]
 
 ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_")
-"""The prefixes of environment variables that affect a compiler's answer."""
+"""The prefixes of environment variables that affect the compiled result."""
 
 IDLE_SECONDS, MOST_IDLE = 30.0, 4
 """How many seconds a child waits for another question, with about 500 MB of memory, and how many children may wait."""
@@ -64,7 +64,7 @@ class Question:
       child: the script. It reads `request` as a line of JSON on standard input, with this process's id as `parent`, and prints
         one JSON object for each of `keys`.
       doing, who: words for error messages: the activity, and the program that refuses a key.
-      timeout, left: the limit in seconds for all keys together, and the seconds that remain if the call asked before.
+      timeout, left: the limit in seconds for all keys together, and the rest of it if earlier questions used a part.
       again: whether the child waits for another question after it prints `{"done": true}`, to save starting a process.
     """
 
@@ -80,7 +80,7 @@ class Question:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The script and its settings. One process can answer all questions of the same kind."""
+        """The script and the relevant environment. One process can answer all questions of the same kind."""
         relevant = {name: value for name, value in self.environment.items() if name.startswith(ENVIRONMENT)}
         return str(self.child), tuple(sorted(relevant.items()))
 
@@ -240,7 +240,7 @@ class _Idle:
             return None
         earliest = time.monotonic() - IDLE_SECONDS
         with self._lock:
-            # A child that has waited too long exits by itself only later, so the child taken here is alive.
+            # A child exits by itself only after a longer time than IDLE_SECONDS, so the child taken here is alive.
             for child in list(self._waiting):
                 if child.waits_since < earliest or child.process.poll() is not None:
                     self._waiting.remove(child)
@@ -352,7 +352,7 @@ def scratch() -> Iterator[Path]:
 
 @functools.cache
 def _sweep(parent: str) -> None:
-    """Remove the folders of processes that have ended, which no process has locked."""
+    """Remove the folders of processes that have ended. No process holds the locks of these folders."""
     for folder in Path(parent).glob(f"{_PREFIX}*") if fcntl else ():
         with contextlib.suppress(OSError):
             # No lock: the owner was killed before it created the lock, or while it removed the folder.

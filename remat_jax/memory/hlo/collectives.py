@@ -28,8 +28,8 @@ class Collective:
       phase: `forward`, `recomputed`, `backward`, or `other`, from the operator's name. If both the recomputation and the
         gradient read the result, the collective runs once and is in one of the two phases.
       count: the number of arrays; an array in a loop counts once per iteration.
-      bytes: the bytes on one device of the operands or the results, whichever are larger: of an all-gather the result, of a
-        reduce-scatter the operand.
+      bytes: the bytes of the operands or of the results on one device, whichever are larger: the results of an all-gather, the
+        operands of a reduce-scatter.
     """
 
     kind: str
@@ -104,7 +104,7 @@ def exchange_seconds(collective: Instruction, target: Target, links: Links | Non
 
 
 def largest_group(attributes: str, devices: int) -> list[int]:
-    """The device numbers in one group of a collective; of listed groups, the group with the widest range of numbers.
+    """The device numbers in one group of a collective: the group with the widest range of numbers.
 
     >>> largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8), largest_group("replica_groups={}", 2)
     ([0, 2, 4, 6], [0, 1])

@@ -28,7 +28,7 @@ Dao, FlashAttention-2 (2023), Figures 4 to 6, A100, heads of 128: 0.6 to 0.73 of
 a large matmul reaches 0.87.
 """
 _PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
-"""Prefixes of custom calls with little compute, whose bytes give their time."""
+"""Prefixes of custom calls with little compute. Their time is that of their bytes."""
 _PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
 _DTYPES = {
     "bf16": "bfloat16",
@@ -131,8 +131,8 @@ def _written(root: Instruction) -> int:
 def _product(instruction: Instruction) -> Product | None:
     """The matrix product that a dot, a matmul call or a convolution computes; None for other instructions.
 
-    A convolution is the product of a matrix with one window (row) per output position and its kernel. Float32 runs as
-    tensorfloat32 unless the program requests the highest precision.
+    A convolution counts as the product of two matrices: its windows, one row per output position, and its kernel. Float32 runs
+    as tensorfloat32 unless the program requests the highest precision.
     """
     lhs, rhs = instruction.input(0), instruction.input(1)
     if lhs is None or rhs is None or not (lhs.arrays and rhs.arrays and instruction.arrays):

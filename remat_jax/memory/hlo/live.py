@@ -59,7 +59,7 @@ class LiveBuffer:
 
 
 _Value = tuple[str, str]
-"""The name of an instruction and an index into its result, if that is a tuple, as XLA writes it: `1,0`."""
+"""The name of an instruction, and an index into its tuple of results as XLA writes it, such as `1,0`."""
 _Places = tuple[int, ...]
 """An index into a nested tuple, as numbers: `(1, 0)`."""
 
@@ -206,7 +206,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The schedule as segments. Within a segment, the same large buffers are alive.
+    """The schedule as segments. The set of live large buffers changes only between segments.
 
     Attributes:
       small: the largest sum of the live small buffers in each segment, in bytes.

@@ -2,8 +2,8 @@
 
 XLA:GPU writes its schedule into the module: one line starts a copy or a collective, a later line waits for it, and the lines in
 between may overlap it. Compute runs line by line on one stream, copies to the host on a second, copies back on a third,
-collectives on a fourth. A copy or a collective starts when its line is reached and its stream is free. Compute stops at the
-line that waits for a copy or a collective until it is done.
+collectives on a fourth. A copy or a collective starts when its line is reached and its stream is free. Compute stops at a line
+that waits until the copy or the collective is done.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _raise_to(longest: dict[str, float], name: str, seconds: float) -> None:
 
 
 def _common(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """The total time in which a span of either list intersects one of the other. Each list is sorted and has no overlaps."""
+    """The total length of the intersection of two lists of spans. Each list is sorted and has no overlaps."""
     total, place = 0.0, 0
     for begin, end in some:
         while place < len(others) and others[place][1] <= begin:
