@@ -103,7 +103,7 @@ def measure_many(
 
 def check_timeout(timeout: float) -> None:
     """Raise ArgumentError unless `timeout` is a positive number of seconds."""
-    # Timers accept no more than TIMEOUT_MAX; a larger integer might not convert to a float.
+    # TIMEOUT_MAX is the limit of timers; an integer may be larger than any float.
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= threading.TIMEOUT_MAX:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds, at most {threading.TIMEOUT_MAX:.3g}")
 
@@ -286,7 +286,7 @@ UNTILED = (
 
 
 def is_miscompiled(sizes: Sizes) -> bool:
-    """Whether the compiled step may read a wrong slot back, by its text or, if that cannot be checked, by the JAX version."""
+    """Whether the compiled step reads, or may read, a wrong slot back: by its text, or else by the JAX version."""
     if sizes.miscompiled is None:
         return compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED
     return sizes.miscompiled
