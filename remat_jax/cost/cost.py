@@ -93,7 +93,7 @@ def is_pass(eqn: FlatEqn) -> bool:
 
 
 def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
-    """The cost of running `eqns`, after which `outputs` must be in memory."""
+    """The cost of running `eqns`, including the writes of `outputs` to memory."""
     kernels: list[tuple[Work, int]] = []
     for kernel in _kernels(eqns, outputs):
         kernels += kernel[1].kernels if isinstance(kernel, tuple) else [(_together(kernel), 1)]

@@ -1,4 +1,4 @@
-"""Counting the matrix multiplications and FLOPs that a jaxpr executes, with dead code removed and loops unrolled."""
+"""Counts the matrix multiplications and FLOPs that a jaxpr executes, with dead code removed and loops unrolled."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _touched(eqn: FlatEqn) -> float:
 
 
 def _units(eqn: FlatEqn) -> str:
-    """The dtype whose units run a matmul: its narrower operand's. A float32 matmul runs in tensorfloat32 by default."""
+    """The dtype whose units run a matmul: that of the narrower operand. Float32 runs as tensorfloat32 by default."""
     dtypes = [dtype_of(array) for array in eqn.inputs[:2]]
     dtype = min(dtypes, key=lambda name: eqn.inputs[dtypes.index(name)].aval.dtype.itemsize)
     precision = eqn.eqn.params.get("precision")

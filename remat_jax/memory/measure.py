@@ -156,7 +156,7 @@ def _measured(
 
 
 def _baseline(workload: Workload, policy: Any) -> Any:
-    """The policy that replaces `offload` by `save`, in `policy` or in the replanned loss; None if nothing is offloaded."""
+    """`policy` with `save` for `offload`, in the policy itself or in the replanned loss; None if nothing is offloaded."""
     saving = tuple((block, _saving(of_block)) for block, of_block in policy) if isinstance(policy, tuple) else _saving(policy)
     if saving != policy:
         return saving

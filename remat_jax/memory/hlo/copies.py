@@ -150,7 +150,7 @@ def round_trips(computation: Computation) -> Iterator[RoundTrip]:
 
 
 def _passed_on(instruction: Instruction, sources: list[Roots]) -> Roots:
-    """The names of the instructions that computed the arrays which an instruction passes on without computing."""
+    """The names of the instructions that computed the arrays which `instruction` only passes on."""
     if instruction.opcode == "get-tuple-element":
         whole = sources[0]
         return whole[instruction.index] if isinstance(whole, list) and instruction.index < len(whole) else instruction.name

@@ -45,7 +45,7 @@ _PARTS = ("dynamic-slice", "slice", "gather")
 
 
 class KernelTimes:
-    """The time of each kernel: its launch, and the longer of the times for its operations and its bytes.
+    """The time of each kernel: its launch time, plus its compute time or its memory time, whichever is longer.
 
     `kernels` has the operations of Pallas kernels by name, because the compiled module does not contain them. `dtypes` collects
     the dtypes of matmuls. `unknown` collects custom calls and opcodes with unknown operations; only their bytes count.

@@ -99,7 +99,7 @@ def _slice_source(instruction: Instruction) -> Instruction | None:
 
 
 def _is_unchanged(written: Instruction | None, place: int) -> bool:
-    """Whether a loop's body passes element `place` of its state on unchanged."""
+    """Whether a loop's body returns element `place` of its state unchanged."""
     if written is None or written.opcode != "get-tuple-element" or written.index != place:
         return False
     source = written.input(0)

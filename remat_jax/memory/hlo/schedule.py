@@ -52,9 +52,9 @@ def step_time(
 ) -> StepTime:
     """The modelled time of the compiled module `text` on one device of `target`, at the target's rates or at `rates`.
 
-    A kernel takes its launch time plus the longer of the times for its operations and its bytes. A loop runs for the trip count
-    that the compiler knows, else once. A `conditional` takes its longest branch. `kernels` has the operations of Pallas kernels
-    by name.
+    A kernel takes its launch time, plus its compute time or its memory time, whichever is longer. A loop runs for the trip
+    count that the compiler knows, else once. A `conditional` takes its longest branch. `kernels` has the operations of Pallas
+    kernels by name.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
