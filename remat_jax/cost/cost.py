@@ -1,4 +1,4 @@
-"""The cost of running a jaxpr, kernel by kernel; `docs/how/planner.md`, "The cost model", has the rule for kernels."""
+"""The cost of running a jaxpr, kernel by kernel. `docs/how/planner.md`, "The cost model", says what forms a kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remat_jax.hardware.rates import Rates
 
 @dataclass(frozen=True)
 class Cost:
-    """The work of each kernel of a program, and how often it runs. The body of a `while` loop counts once."""
+    """The work of each kernel of a program, and how often the kernel runs. The body of a `while` loop counts once."""
 
     kernels: tuple[tuple[Work, int], ...] = ()
 
@@ -30,7 +30,7 @@ class Cost:
         return float(sum(times * work.bytes for work, times in self.kernels))
 
     def seconds(self, rates: Rates) -> float:
-        """The total time of all kernels. A kernel takes the longer of the time of its operations and of its bytes."""
+        """The total time of all kernels. A kernel takes its compute time or its memory time, whichever is longer."""
         return sum(times * rates.seconds(work.flops, work.bytes) for work, times in self.kernels)
 
     def times(self, rounds: int) -> Cost:
@@ -38,7 +38,7 @@ class Cost:
         return Cost(tuple((work, times * rounds) for work, times in self.kernels))
 
     def scaled(self, factors: Mapping[str, float], traffic: float) -> Cost:
-        """The cost with bytes multiplied by `traffic`, and operations by their dtype's factor (by `traffic` if it has none)."""
+        """The cost with bytes multiplied by `traffic`, and operations by `factors[dtype]` (by `traffic` without a factor)."""
 
         def scaled(work: Work) -> Work:
             flops = {dtype: factors.get(dtype, traffic) * count for dtype, count in work.flops.items()}
@@ -60,7 +60,7 @@ def jaxpr_cost(jaxpr: Any) -> Cost:
     return flat_cost(flat.eqns, flat.outputs)
 
 
-# Views of an array. The compiler chooses layouts, so a transpose alone costs nothing.
+# Primitives whose result is a view of their operand. The compiler chooses layouts, so a transpose alone costs nothing.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "bitcast_convert_type"})
 # Primitives that move data and compute nothing.
 _MOVES = frozenset("broadcast_in_dim concatenate convert_element_type copy dynamic_slice gather iota pad rev slice".split())
@@ -82,7 +82,7 @@ _FUSED = _MOVES | _SOURCES | _ELEMENTWISE | _REDUCTIONS
 
 
 def is_view(eqn: FlatEqn) -> bool:
-    """Whether an equation is a view of its operand, such as a reshape or new axes of length 1."""
+    """Whether the result of an equation is a view of its operand, as with a reshape or new axes of length 1."""
     same_size = eqn.primitive == "broadcast_in_dim" and eqn.inputs[0].size == eqn.outputs[0].size and not eqn.inputs[0].literal
     return eqn.primitive in _VIEWS or same_size
 
@@ -93,7 +93,7 @@ def is_pass(eqn: FlatEqn) -> bool:
 
 
 def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
-    """The cost of running `eqns`, after which `outputs` must be in memory."""
+    """The cost of running `eqns`, including the writes of `outputs` to memory."""
     kernels: list[tuple[Work, int]] = []
     for kernel in _kernels(eqns, outputs):
         kernels += kernel[1].kernels if isinstance(kernel, tuple) else [(_together(kernel), 1)]
@@ -101,10 +101,10 @@ def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
 
 
 def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: Rates) -> dict[FlatEqn, float]:
-    """The time of each equation, which together is `flat_cost(eqns, outputs).seconds(rates)`.
+    """The time of each equation in seconds. The times add up to `flat_cost(eqns, outputs).seconds(rates)`.
 
-    A kernel's time is divided in proportion to its equations' bytes, or to their operations if these take longer. Only the
-    first equation of a kernel that reads an array pays for it. An array that is read only inside its kernel is free.
+    A memory-bound kernel's time is divided in proportion to its equations' bytes, a compute-bound kernel's in proportion to
+    their operations. If several equations of a kernel read an array, its bytes count for the first. Inner arrays are free.
     """
     result = dict.fromkeys(eqns, 0.0)
     for kernel in _kernels(eqns, outputs):
@@ -121,7 +121,7 @@ def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: Rates) -> d
 
 
 Parts = dict[FlatEqn, Work]
-"""A kernel: equation → its part of the work."""
+"""A kernel, as a map from each of its equations to the equation's part of the work."""
 
 
 def _together(parts: Parts) -> Work:
@@ -132,7 +132,7 @@ def _together(parts: Parts) -> Work:
 
 
 def _kernels(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[Parts | tuple[FlatEqn, Cost]]:
-    """The kernels, and the loops and branches with their costs."""
+    """Yield each kernel, and each loop or branch with its cost."""
     outputs = [array for array in outputs if not array.literal]
     eqns = region(eqns, outputs)
     fusions, roots = _fusions(eqns)
@@ -147,7 +147,7 @@ def _kernels(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[Part
 
 
 def materialised(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> tuple[set[Array], dict[Array, Array]]:
-    """The arrays of a flat program that are in memory between kernels, and for each view the array behind it."""
+    """The arrays that the kernels of a flat program write to device memory, and the array behind each view."""
     fusions, roots = _fusions(eqns)
     kept = {roots.get(array, array) for array in outputs}
     fusion_of = {eqn: number for number, members in enumerate(fusions) for eqn in members}
@@ -163,7 +163,7 @@ def materialised(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> tuple[set
 
 
 def _structured(eqn: FlatEqn) -> Cost | None:
-    """The cost of a loop or a branch, on one device; None for anything else."""
+    """The cost of a `scan`, `while` or `cond` on one device; None for other equations."""
     params, share = eqn.eqn.params, eqn.share
     if eqn.primitive == "scan":
         whole = jaxpr_cost(compat.closed(params["jaxpr"])).times(params["length"])
@@ -178,10 +178,10 @@ def _structured(eqn: FlatEqn) -> Cost | None:
 
 
 def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, Array]]:
-    """The groups of equations that fuse into one kernel each, and for each view the array behind it.
+    """The groups of equations that each fuse into one kernel, and the array behind each view.
 
-    An equation fuses with the producers of its operands. Its level is the largest number of unfused kernels on a path to it.
-    Only equations of equal level fuse, so fusion stays acyclic.
+    An equation fuses with the producers of its operands. Its level is the largest number of equations that do not fuse on any
+    path to it. Only equations of equal level fuse, so fusion stays acyclic.
     """
     roots: dict[Array, Array] = {}
     level: dict[Array, int] = defaultdict(int)
@@ -227,7 +227,7 @@ def _readers(eqns: Sequence[FlatEqn], roots: Mapping[Array, Array]) -> dict[Arra
 def _fused(
     members: Sequence[FlatEqn], roots: Mapping[Array, Array], read: Mapping[Array, list[FlatEqn]], kept: set[Array]
 ) -> Parts:
-    """The work of a fused kernel: it reads each array from outside once, and writes each array that is read outside."""
+    """The work of a fused kernel. It reads each outside array once, and writes each array that is `kept` or read outside."""
     fused = set(members)
     made = {array for eqn in members for array in eqn.outputs}
     seen: dict[Array, int] = defaultdict(int)
@@ -247,7 +247,7 @@ def _fused(
 
 
 def _operations(eqn: FlatEqn) -> int:
-    """One operation per element written; in a reduction, per element read; none in a move of data."""
+    """The number of operations: one per element written, or per element read in a reduction; none if data only moves."""
     if eqn.primitive in _MOVES:
         return 0
     if eqn.primitive in _REDUCTIONS:
@@ -256,5 +256,5 @@ def _operations(eqn: FlatEqn) -> int:
 
 
 def _vector_dtype(eqn: FlatEqn) -> str:
-    """The units that elementwise work runs on: float32 units for all smaller types, float64 units for float64."""
+    """The dtype whose units run elementwise work: float64 for float64 and complex128 results, else float32."""
     return "float64" if any(dtype_of(array) in ("float64", "complex128") for array in eqn.outputs) else "float32"

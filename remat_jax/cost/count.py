@@ -1,4 +1,4 @@
-"""Counting the matrix multiplications and FLOPs that a jaxpr executes, with dead code removed and loops unrolled."""
+"""Counts the matrix multiplications and FLOPs that a jaxpr executes, with dead code removed and loops unrolled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat_jax.errors import UnsupportedError
 
 
 def matmuls(fn: Callable[..., Any], *args: Any) -> int:
-    """How many matrix multiplications one call of `fn` executes. Inside a scan each iteration counts.
+    """The number of matrix multiplications that one call of `fn` executes. Each iteration of a scan counts.
 
     >>> import jax, jax.numpy as jnp
     >>> matmuls(jax.grad(lambda w: jnp.sum(jnp.sin(w @ w))), jnp.ones((4, 4)))
@@ -55,7 +55,7 @@ def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
 
 
 def over_bodies(eqn: Any, count_body: Callable[[Any], int]) -> int:
-    """The sum over the jaxprs inside `eqn`: the body of a scan counts in each round, of a `cond` only the largest branch."""
+    """`count_body` summed over the jaxprs inside `eqn`: a scan's body counts per iteration, a `cond` as its largest branch."""
     counted = list(map(count_body, bodies(eqn)))
     if eqn.primitive.name == "cond":
         return max(counted)

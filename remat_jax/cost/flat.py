@@ -19,9 +19,9 @@ _SAME_VALUE = frozenset({"device_put", "sharding_constraint", "pvary", "pcast"})
 
 @dataclass(eq=False)
 class Array:
-    """An array of a flat program, compared by identity, with its residual names in the order in which they were given.
+    """An array of a flat program. Arrays are compared by identity; `names` are its residual names, in the order of naming.
 
-    `share` is the fraction of it that one device holds if the program is partitioned.
+    `share` is the fraction of the array that one device holds if the program is partitioned.
     """
 
     aval: Any
@@ -31,14 +31,14 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Its bytes in the memory of one device; 0 if it has no storage (tokens)."""
+        """The array's bytes in the memory of one device; 0 if it has no storage (tokens)."""
         shape, dtype = getattr(self.aval, "shape", None), getattr(self.aval, "dtype", None)
         whole = 0 if shape is None or dtype is None else math.prod(shape) * compat.itemsize(dtype)
         return whole if self.share == 1.0 else round(self.share * whole)
 
     @property
     def size(self) -> int:
-        """The number of its elements on all devices together."""
+        """The number of elements on all devices together."""
         return math.prod(getattr(self.aval, "shape", ()))
 
 
@@ -52,12 +52,12 @@ class FlatEqn:
 
     @property
     def primitive(self) -> str:
-        """The name of its primitive."""
+        """The name of the equation's primitive."""
         return str(self.eqn.primitive.name)
 
     @property
     def share(self) -> float:
-        """The fraction of its work that one device does: the smallest share of its arrays."""
+        """The fraction of the equation's work that one device does: the smallest share of its arrays."""
         return min((array.share for array in (*self.inputs, *self.outputs) if not array.literal), default=1.0)
 
 
@@ -96,7 +96,7 @@ def flatten(jaxpr: Any) -> Flat:
 
 
 def region(eqns: Sequence[FlatEqn], wanted: Iterable[Array], given: Collection[Array] = ()) -> list[FlatEqn]:
-    """The `eqns` that compute `wanted` from `given`, in order. Given arrays are not computed."""
+    """The `eqns`, in order, that compute `wanted` when the arrays in `given` are available already."""
     open_, needed = {array for array in wanted if array not in given}, []
     for eqn in reversed(eqns):
         if open_.intersection(eqn.outputs):
@@ -138,7 +138,7 @@ def _results(eqn: Any, arguments: list[Array], eqns: list[FlatEqn]) -> list[Arra
 
 
 def called(eqn: Any) -> Any | None:
-    """The closed jaxpr that `eqn` runs on its own operands; None if it is no call."""
+    """The closed jaxpr that `eqn` runs on its own operands; None if `eqn` is not a call."""
     bodies = list(inner_jaxprs(eqn).values()) if compat.kind(eqn) in _CALLS else []
     if not bodies or isinstance(bodies[0], tuple):
         return None
@@ -146,7 +146,7 @@ def called(eqn: Any) -> Any | None:
 
 
 def _inner_names(eqn: Any) -> list[list[str]]:
-    """For each output of a loop or branch, the names of its array inside: a residual is named where it is computed."""
+    """For each output of a `scan` or `cond`, the residual names that the body gives to it; none for other equations."""
     if eqn.primitive.name == "cond":
         branches = [flatten(compat.closed(branch)).outputs for branch in eqn.params["branches"]]
         return [list(dict.fromkeys(name for array in arrays for name in array.names)) for arrays in zip(*branches, strict=True)]

@@ -16,14 +16,14 @@ from remat_jax.cost.flat import Array, FlatEqn
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one kernel: operations by the dtype whose units do them, and bytes read from and written to device memory."""
+    """The work of one kernel: operations by the dtype whose units run them, and bytes of device memory read and written."""
 
     flops: Mapping[str, float] = field(default_factory=dict)
     bytes: float = 0.0
 
 
 def own_kernel(eqn: FlatEqn) -> Work:
-    """The work of an equation that does not fuse, on one device. Of an unknown primitive only the operands' bytes count."""
+    """The work of an equation that does not fuse, on one device. Of an unknown primitive, only the bytes are counted."""
     special = _SPECIAL.get(eqn.primitive)
     if special is not None:
         work = special(eqn)
@@ -33,7 +33,7 @@ def own_kernel(eqn: FlatEqn) -> Work:
         work = _scatter(eqn)
     else:
         work = Work({}, _touched(eqn))
-    # The arrays' bytes include their shares already.
+    # `bytes` counts only one device's share already.
     return replace(work, flops={dtype: eqn.share * count for dtype, count in work.flops.items()})
 
 
@@ -49,7 +49,7 @@ def _touched(eqn: FlatEqn) -> float:
 
 
 def _units(eqn: FlatEqn) -> str:
-    """The units of a product: those of its narrower operand. A float32 product runs in tensorfloat32 by default."""
+    """The dtype whose units run a matmul: that of the narrower operand. Float32 runs as tensorfloat32 by default."""
     dtypes = [dtype_of(array) for array in eqn.inputs[:2]]
     dtype = min(dtypes, key=lambda name: eqn.inputs[dtypes.index(name)].aval.dtype.itemsize)
     precision = eqn.eqn.params.get("precision")
@@ -62,7 +62,7 @@ def _product(eqn: FlatEqn) -> Work:
 
 
 def _attention(eqn: FlatEqn) -> Work:
-    """Attention: two products, together 4 · b · s · t · h · d, five in the backward pass; no array of s × t is in memory."""
+    """Attention: two matmuls (five in the backward pass) of 2 · b · s · t · h · d operations; scores are never in memory."""
     query, key = eqn.inputs[0].aval.shape, eqn.inputs[1].aval.shape
     products = 5 if "bwd" in eqn.primitive else 2
     layout = eqn.eqn.params.get("layout", 0)
@@ -108,7 +108,7 @@ def _sort(eqn: FlatEqn) -> Work:
 
 
 def _pallas(eqn: FlatEqn) -> Work:
-    """The kernel's own cost estimate. Without one, the products of its body for each program of the grid, and all operands."""
+    """The kernel's `cost_estimate`; without it, the matmuls of its body for each program of the grid, and each array once."""
     estimate = eqn.eqn.params.get("cost_estimate")
     dtype = dtype_of(eqn.inputs[0]) if eqn.inputs else "float32"
     return Work({dtype: _pallas_flops(eqn.eqn)}, _touched(eqn) if estimate is None else float(estimate.bytes_accessed))
@@ -123,7 +123,7 @@ def _pallas_flops(eqn: Any) -> float:
 
 
 def named_kernels(jaxpr: Any) -> dict[str, float]:
-    """The operations of the Pallas kernels in a program, by name. Different kernels with the same name are omitted."""
+    """The operations of the Pallas kernels in a program, by name. A name is omitted if its kernels differ in operations."""
     flops_by_name: dict[str, set[float]] = {}
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "pallas_call":
@@ -132,10 +132,10 @@ def named_kernels(jaxpr: Any) -> dict[str, float]:
 
 
 def kernel_flops(jaxpr: Any) -> int:
-    """The operations of the products in a kernel's body.
+    """The operations of the matmuls in a kernel's body.
 
-    A loop of unknown length is assumed to read its arrays once, or half of them if its bounds depend on the program's index in
-    the grid, as in causal attention.
+    A loop of unknown length is assumed to run until it has read its arrays once. It is assumed to stop halfway if its bounds
+    depend on the program's index in the grid, as in causal attention.
     """
     total = 0
     varying: set[Any] = set()
@@ -153,7 +153,7 @@ def kernel_flops(jaxpr: Any) -> int:
 
 
 def _rounds(body: Any) -> int:
-    """How many iterations a loop needs to read all of its largest array."""
+    """The number of iterations in which a loop reads each of its arrays once."""
     rounds = [1]
     for eqn in body.jaxpr.eqns:
         reads = eqn.invars and eqn.outvars and type(eqn.invars[0].aval).__name__ == "AbstractRef"

@@ -22,9 +22,9 @@ _BY_LOWER = {unit.lower(): unit for unit in UNITS}
 
 
 def device_amount(given: Any, target: Target, argument: str, error: type[RematError]) -> int:
-    """The bytes of device memory that `given` stands for on `target`: more than 0, and no more than the target has.
+    """The bytes of device memory that `given` means on `target`: more than 0, and no more than the target has.
 
-    `planning.check_budget.budget_bytes` lists the forms of `given`. Messages call it `argument`; the exception is an `error`.
+    `planning.check_budget.budget_bytes` lists the forms of `given`. An invalid `given` raises `error`, which names `argument`.
     """
     nbytes = amount(given, target, argument, error)
     if nbytes <= 0:
@@ -38,7 +38,7 @@ def device_amount(given: Any, target: Target, argument: str, error: type[RematEr
 
 
 def amount(given: Any, target: Target | None, argument: str, error: type[RematError]) -> int:
-    """`given` in bytes, 0 or more. A share is of the memory of `target`; without a target a share is refused."""
+    """`given` in bytes, 0 or more. A share is a fraction of the target's memory; without a target a share raises `error`."""
     if isinstance(given, str):
         return _written(given, target, argument, error)
     if isinstance(given, float):
@@ -47,7 +47,7 @@ def amount(given: Any, target: Target | None, argument: str, error: type[RematEr
         nbytes = operator.index(given)
     except TypeError:
         nbytes = -1
-    # No memory is larger; an integer may be larger than any float.
+    # No memory has 2**63 bytes, and a larger integer might not convert to a float.
     if isinstance(given, bool) or not 0 <= nbytes < 2**63:
         raise error(f"{argument}={given!r}: expected {_FORMS}")
     return nbytes

@@ -1,4 +1,4 @@
-"""The entry of a target in a table: checked strictly, and described for XLA's compiler."""
+"""A target's entry in a table: the checks that it must pass, and its description for XLA's compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE = ("memory_bytes", "host_memory_bytes")
 SIZES_AND_RATES = (*WHOLE, "hbm_bytes_per_s", "host_link_bytes_per_s", *LINKS)
 SECONDS = ("launch_seconds", "copy_seconds", "device_link_seconds", "network_seconds")
 REACHED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", *LINKS, *SECONDS, "hidden_share")
-"""The figures that programs reach: published ones (`reached`), or those of `remat-jax calibrate` (`measured`)."""
+"""The rates and latencies that programs reach: published (`reached`), or measured by `remat-jax calibrate` (`measured`)."""
 MEASURED = (*REACHED, "products", "source")
 COMPILER_NUMBERS = (
     *("core_count", "fpus_per_core", "clock_rate_ghz", "threads_per_core_limit"),
@@ -25,7 +25,7 @@ COMPILER_NUMBERS = (
 )
 COMPILER = ("compute_capability", *COMPILER_NUMBERS)
 """The keys of `compiler`."""
-# The same for every NVIDIA GPU from compute capability 8.0 on (CUDA C++ Programming Guide, technical specifications).
+# Every NVIDIA GPU from compute capability 8.0 on has these limits (CUDA C++ Programming Guide, technical specifications).
 _ALL_GPUS = """\
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -39,7 +39,7 @@ _ALL_GPUS = """\
 
 
 def checked_entry(name: str, given: object) -> dict[str, Any]:
-    """The entry of the target `name`, checked and unchanged."""
+    """The unchanged entry of the target `name`; a `TargetError` if it is invalid."""
     entry = _as_table(name, given)
     unknown = sorted(set(entry) - set(KEYS))
     missing = sorted(set(REQUIRED) - set(entry))
@@ -53,7 +53,7 @@ def checked_entry(name: str, given: object) -> dict[str, Any]:
     if entry["kind"] not in ("cpu", "gpu"):
         raise TargetError(f'target table [{name}]: kind={entry["kind"]!r:.200}; write "cpu" or "gpu".')
     texts = {"description": entry["description"], **{f"source.{key}": text for key, text in entry["source"].items()}}
-    # XLA parses the text that contains the description.
+    # These texts become part of a text that XLA parses, so they cannot contain quotation marks.
     wrong = [
         key for key, text in texts.items() if not isinstance(text, str) or not text.isprintable() or set(text) & {'"', "\\"}
     ]
@@ -127,7 +127,7 @@ def _check_reached(name: str, reached: dict[str, Any]) -> None:
 
 
 def _check_rates(table: str, given: Mapping[str, Any]) -> None:
-    """Refuse rates that `Rates` would refuse, with the table's name in the message."""
+    """Raise for rates that `Rates` would reject, with the table's name in the message."""
     rates = {f"flops.{dtype}": rate for dtype, rate in given.get("flops", {}).items()}
     rates |= {key: rate for key, rate in given.items() if key not in ("flops", "hidden_share")}
     wrong = _not_positive(rates)
@@ -158,12 +158,12 @@ def is_figure(value: object) -> bool:
 
 
 def compiler_description(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -> str:
-    """The description of one absent GPU for XLA's compiler, a `GpuTargetConfigProto` as text."""
+    """XLA's description of a GPU that need not be attached, a `GpuTargetConfigProto` as text."""
     missing = [f"compiler.{key}" for key in COMPILER if key not in compiler]
     missing += [key for key in ("memory_bytes", "hbm_bytes_per_s") if key not in facts]
     unknown = sorted(set(compiler) - set(COMPILER))
     major, dot, minor = str(compiler.get("compute_capability", "")).partition(".")
-    # Only numbers of the field's type may go into the description.
+    # XLA parses these fields as 32-bit integers, and the clock rate as a float.
     wrong = [
         key
         for key, value in compiler.items()

@@ -1,9 +1,9 @@
-"""This machine's NVIDIA GPUs according to the driver, and a CUDA plugin that is quiet without one.
+"""Lists this machine's NVIDIA GPUs, and silences JAX's CUDA plugin on a machine without a GPU.
 
-The extra `gpu-compile` installs the plugin without NVIDIA's libraries. The plugin looks for them when JAX starts, and JAX
-prints a traceback about cuDNN. Without a GPU they are useless, so the plugin is told not to look. The wheel's
-`remat_jax_quiet.pth`, which Python runs at startup, does what `quiet_without_gpu` does for scripts that do not import this
-package.
+The extra `gpu-compile` installs the plugin without NVIDIA's libraries. When JAX starts, the plugin looks for these libraries,
+and JAX prints a traceback about cuDNN. A machine without a GPU does not need the libraries, so an environment variable skips
+the search. Python runs the wheel's `remat_jax_quiet.pth` at startup. It sets the variable as `quiet_without_gpu` does, for
+scripts that do not import this package.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 """If this environment variable has a value, the plugin does not look for NVIDIA's libraries."""
 
 MARK = "remat_jax: no NVIDIA device"
-"""The value that distinguishes a variable set here from a user's own."""
+"""The value that this package sets. Any other value is the user's own."""
 
 DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
-"""The files that JAX itself takes as a sign of an NVIDIA GPU; the last is for WSL 2."""
+"""JAX assumes an NVIDIA GPU if one of these files exists. The last file is for WSL 2."""
 
 _FIELDS = ("name", "driver_version", "memory.total")
 
@@ -35,10 +35,10 @@ def gpus() -> list[dict[str, str]]:
 
 
 def quiet_without_gpu() -> None:
-    """Without a GPU, tell the plugin not to look for NVIDIA's libraries. Call it before JAX starts its backends.
+    """Keep the plugin from looking for NVIDIA's libraries if there is no GPU. Call this before JAX starts its backends.
 
-    With a GPU, a variable that this package set on another machine (a login node that submitted the job) is removed. A user's
-    own value stays.
+    With a GPU, remove the variable if this package set it, for example on the login node that submitted the job. A user's own
+    value stays.
     """
     if not any(map(os.path.exists, DEVICES)):
         os.environ.setdefault(VARIABLE, MARK)

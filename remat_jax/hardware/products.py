@@ -1,4 +1,4 @@
-"""The share of a GPU's product rate that a matrix product reaches by its shape: tiles, rounds of the cores, split sums."""
+"""The share of a GPU's best matmul rate that a matmul of a given shape reaches, by a model of tiles, waves and split-k."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""The tiles, in rows and columns of the result, among which cuBLAS and CUTLASS choose; a core computes one tile at a time."""
+"""The tile sizes of cuBLAS and CUTLASS, in rows and columns of the result. A multiprocessor computes one tile at a time."""
 SPLITS = (1, 2, 4, 8)
-"""The numbers of parts into which a sum may be split over several cores."""
+"""The split-k factors: the numbers of multiprocessors among which the sum over k may be split."""
 FILL = 192
-"""The terms of the sum that filling and draining a tile's pipeline costs; assumed: three stages of 64."""
+"""The cost of filling and draining a tile's pipeline, in terms of the sum over k. Three stages of 64 terms are assumed."""
 REUSE = 16.0
-"""How fast a tile's rate grows with its operations per loaded number; assumed: 64 × 64 reaches four fifths."""
+"""Assumed: a tile with r multiply-adds per loaded number has a rate of r / (r + REUSE); 64 × 64 has 4/5 of 256 × 128's."""
 REFERENCE = 8192
-"""The rates of targets are those of square products of this size."""
+"""A target's rate is that of a square matmul of this size."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` products of matrices (m, k) and (k, n) in one kernel.
+    """`batch` matmuls of shapes (m, k) and (k, n) in one kernel.
 
     >>> Product("bfloat16", 1, 2, 3, 5).flops
     60
@@ -34,21 +34,21 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """A multiplication and an addition for each term."""
+        """The number of operations: a multiplication and an addition for each term."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
     def size(self) -> float:
-        """The side of one square product with as many operations."""
+        """The side of a square matmul with the same number of operations."""
         return math.pow(self.flops / 2, 1 / 3)
 
 
 @lru_cache(maxsize=4096)
 def reached_share(batch: int, m: int, n: int, k: int, cores: int) -> float:
-    """The share of a large product's rate that a product of this shape reaches on `cores` multiprocessors, at most 1.
+    """The share of a large matmul's rate that a matmul of this shape reaches on `cores` multiprocessors, at most 1.
 
-    A tile is computed whole even if a part of it exceeds the result. Each core computes one tile per round: 133 tiles on 132
-    cores take two rounds.
+    A tile that extends beyond the result is computed whole. Each core computes one tile per wave: 133 tiles on 132 cores take
+    two waves.
 
     >>> reached_share(1, 8192, 8192, 8192, 132)
     1.0
@@ -60,7 +60,7 @@ def reached_share(batch: int, m: int, n: int, k: int, cores: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _used(batch: int, m: int, n: int, k: int, cores: int) -> float:
-    """The share of the cores' time spent on terms of the sum, for the best tile and split."""
+    """The share of the cores' time that goes into terms of the sum over k, for the best tile and split-k factor."""
 
     def used(rows: int, columns: int, split: int) -> float:
         rounds = math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) * split / cores)

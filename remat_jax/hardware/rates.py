@@ -17,13 +17,13 @@ from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
 
 MATMUL_SHARE, MEMORY_SHARE, LINK_SHARE, HIDDEN_SHARE = 0.8, 0.9, 0.8, 0.9
-"""Assumed without a measurement: the shares of nominal rates that programs reach, and of compute that copies overlap.
+"""The shares of nominal rates that are assumed without a measurement, and the share of compute that copies can overlap.
 
-Large products, PCIe copies and collectives commonly reach four fifths of a data sheet's figure, streaming reads nine tenths.
+Large matmuls, PCIe copies and collectives commonly reach four fifths of a data sheet's figure, streaming reads nine tenths.
 """
 LAUNCH_SECONDS, COPY_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 5e-6, 4e-6, 10e-6
 """The assumed latencies of a kernel launch, a copy to or from the host, and messages within and between hosts."""
-# For a dtype without a rate, the dtype on whose units it can run; followed until a dtype has a rate.
+# For a dtype without a rate, the dtype whose units can run it. The chain is followed until a dtype has a rate.
 _FALLBACK = {
     **dict.fromkeys(("tensorfloat32", "complex64", "float64", "int32", "uint32", "int64", "uint64"), "float32"),
     **dict.fromkeys(("int16", "uint16", "bool"), "float32"),
@@ -43,7 +43,7 @@ _WHOLE = frozenset({"collective-permute", "collective-broadcast"})
 
 @dataclass(frozen=True)
 class Links:
-    """The links between devices, each way, as one device sees them.
+    """The links between devices. Rates are for one device and one direction.
 
     Attributes:
         device_bytes_per_s: between the devices of a host.
@@ -69,10 +69,10 @@ class Links:
                 raise TargetError(f"Links: {name}={rate!r}; expected a positive number of bytes per second")
 
     def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1) -> float | None:
-        """The time of one exchange among `devices` on `hosts`; `size` is the larger of the bytes a device sends and receives.
+        """The seconds of one collective among `devices` on `hosts`; None if the network rate is needed but unknown.
 
-        The slowest link decides: within a host the device link, between hosts the combined network of the host's participating
-        devices. Messages go along a tree. None if the network is needed but unknown.
+        `size` is the bytes on one device of the operand or the result, whichever is larger. The slowest link sets the rate. The
+        network between hosts has the combined rate of a host's participating devices. The latency is that of a message tree.
         """
         if devices < 2:
             return 0.0
@@ -100,14 +100,14 @@ class Rates:
         hidden_share: the share of compute that a copy can overlap, from 0 to 1.
         launch_seconds: the latency of a kernel launch.
         copy_seconds: the latency of a copy to or from the host.
-        cores: multiprocessors, among which the tiles of a product are divided; None if every product reaches the full rate.
-        products: the measured rates of square products by dtype and size, used instead of the tile model.
+        cores: the number of multiprocessors that share a matmul's tiles; None if every matmul reaches the full rate.
+        products: the measured rates of square matmuls by dtype and size, used instead of the tile model.
         links: the links between devices; None if there are none or they are unknown.
         source: the origin of each figure, by attribute name.
         assumed_dtypes: the dtypes whose rate was not measured.
 
     Raises:
-        TargetError: a rate is not a positive number, there is no rate at all, or the share is not between 0 and 1.
+        TargetError: a rate is not a positive number, `flops` is empty, or `hidden_share` is not between 0 and 1.
 
     >>> Rates({"float32": 10.0}, 4.0).seconds({"float32": 30.0}, 4.0)
     3.0
@@ -173,7 +173,7 @@ class Rates:
         return self.flops[self.fallback(dtype)]
 
     def fallback(self, dtype: str) -> str:
-        """The dtype whose rate counts for `dtype`: itself if it has a rate, else the nearest whose units it can run on.
+        """The dtype whose rate is used for `dtype`: `dtype` if it has a rate, else the nearest dtype whose units can run it.
 
         >>> Rates({"float32": 1.0}, 1.0).fallback("tensorfloat32")
         'float32'
@@ -192,12 +192,12 @@ class Rates:
         return tried[-1]
 
     def seconds(self, flops: Mapping[str, float], size: float) -> float:
-        """The longer of two times: of the operations, by dtype, and of `size` bytes of memory traffic."""
+        """The time of the operations (by dtype) or of `size` bytes of memory traffic, whichever is longer."""
         compute = sum(count / self.flops_per_s(dtype) for dtype, count in flops.items() if count)
         return max(compute, size / self.hbm_bytes_per_s)
 
     def product_seconds(self, product: Product) -> float:
-        """The time of the operations of a matrix product of this shape.
+        """The compute time of a matrix product of this shape, in seconds.
 
         >>> rates = Rates({"float32": 16.0}, 1.0, products={"float32": {2: 4.0, 8: 16.0}})
         >>> round(rates.product_seconds(Product("float32", 1, 4, 4, 4)), 9)  # 128 operations at a rate of 8
@@ -210,7 +210,7 @@ class Rates:
         return product.flops / (self.flops[dtype] * share)
 
     def assumed(self, dtypes: Iterable[str]) -> tuple[str, ...]:
-        """The unmeasured rates and latencies that matter to products of these dtypes.
+        """The names of the unmeasured rates and latencies that affect matmuls of these dtypes.
 
         >>> Rates.of("h200").assumed(["bfloat16"])
         ('hidden_share', 'launch_seconds', 'copy_seconds', 'network_seconds')
@@ -235,7 +235,7 @@ def _between(curve: Mapping[int, float], size: float) -> float:
 
 
 def _figures(target: Target) -> dict[str, Any]:
-    """The arguments of `Rates` for a target, except a CPU without measurements."""
+    """The arguments of `Rates` for a target other than an unmeasured CPU."""
     source: dict[str, str] = {}
 
     def reached(name: str, otherwise: float | None, origin: str = "") -> float | None:
@@ -284,7 +284,7 @@ def _figures(target: Target) -> dict[str, Any]:
 
 
 def _flops(target: Target, source: dict[str, str]) -> dict[str, float]:
-    """The best available figure for each dtype; `source` receives the origin."""
+    """The best available rate for each dtype. `source["flops"]` is set to the origin of the rates."""
     nominal = {dtype: MATMUL_SHARE * rate for dtype, rate in target.peak_flops.items()}
     published, measured = target.reached.get("flops", {}), target.measured.get("flops", {})
     sources = [str(target.measured.get("source", ""))] if measured else []

@@ -1,4 +1,4 @@
-"""Targets: the hardware for which memory and time are computed; read from TOML tables, and written as such."""
+"""Targets, the hardware for which memory and time are computed, and the TOML tables that describe them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from remat_jax.reading import read_limited
 
 ATTACHED = "attached"
 ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "a100-80": "a100", "a100-sxm": "a100", "4090": "rtx4090"}
-# "8xh100": GPUs; "8x8xh200": hosts, and GPUs in each.
+# "8xh100" is eight GPUs in one host, "8x8xh200" eight hosts with eight GPUs each.
 _SEVERAL = re.compile(r"(?:(?P<hosts>\d{1,6})x)?(?P<each>\d{1,6})x(?P<one>(?!\d+x).+)", re.DOTALL)
 MOST_BYTES = 2**16
-"""The largest table that is read."""
+"""The largest target file that is read."""
 MOST_LETTERS = 2_000
-"""The longest line: the time to read a key grows with the square of its parts."""
+"""The longest line that is read: parsing time is quadratic in the number of parts of a dotted key."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A device in figures that do not depend on a program; None for an unknown figure. Rates are nominal.
+    """The figures of a device that do not depend on a program. Rates are nominal; an unknown figure is None.
 
     Attributes:
         name: the target's name, in lower case.
@@ -48,7 +48,7 @@ class Target:
         attached: whether the device is attached, so that programs can run on it.
         source: the origin of each figure, by attribute name.
         core_count: multiprocessors of a GPU.
-        reached: the rates of published measurements, in the terms of ``Rates``, with a ``source`` for each figure.
+        reached: published measurements of rates and latencies, with a ``source`` for each figure.
         measured: the rates that ``remat-jax calibrate`` measured, with one ``source``; preferred to ``reached``.
 
     Raises:
@@ -86,7 +86,7 @@ class Target:
         object.__setattr__(self, "device_kinds", tuple(self.device_kinds))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only mapping cannot be pickled or copied, but targets go to the compile process.
+        # A read-only mapping cannot be pickled or copied, but targets are sent to the compile process.
         return partial(Target, **self.to_dict()), ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,14 +97,14 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """The target called ``name``; case does not count.
+    """The target called ``name``, in any case.
 
     ``8xh100`` means eight H100s in one host, ``8x8xh200`` eight hosts with eight H200s each. ``path/to/file.toml:name`` (or
     ``:8xname``) is a target from a user's file in the form of this package's ``targets.toml``. ``attached`` is the GPU of this
     machine. JAX's or the driver's name for a device, such as ``NVIDIA H200``, works too.
 
     Raises:
-        TargetError: no target has the name, the file is wrong, or no GPU is attached.
+        TargetError: no target has the name, the file is missing or invalid, or no GPU is attached.
 
     >>> round(target("H200").memory_bytes / 2**30, 1), target("2x8xh100").devices
     (140.4, 16)
@@ -149,7 +149,7 @@ _find_attached: list[Callable[[], str]] = []
 
 
 def find_attached_with(device_kind: Callable[[], str]) -> None:
-    """Register who asks JAX for the attached GPU's name, or raises ``TargetError``: this package does not import JAX."""
+    """Register the function that asks JAX for the attached GPU's name, because this package does not import JAX."""
     _find_attached[:] = [device_kind]
 
 
@@ -191,7 +191,7 @@ def _text_of_table() -> str:
 
 
 def read_table(text: str) -> dict[str, Target]:
-    """The targets that a TOML text describes, by name."""
+    """The targets that a TOML text describes, by name; a `TargetError` if the text is invalid."""
     longest = max(map(len, text.splitlines()), default=0)
     if longest > MOST_LETTERS:
         raise TargetError(
@@ -220,7 +220,7 @@ def entry(name: str) -> dict[str, Any]:
 
 
 def target_text(name: str, facts: Mapping[str, Any]) -> str:
-    """A target's entry as TOML, tables last. The text is read back once, so that a wrong entry is never written.
+    """A target's entry as TOML, tables last. The text is parsed again as a check, so an invalid entry raises `TargetError`.
 
     >>> print(target_text("mine", {"kind": "cpu", "description": "a CPU", "source": {}}))
     [mine]
@@ -236,7 +236,7 @@ def target_text(name: str, facts: Mapping[str, Any]) -> str:
 
 
 def _toml(path: tuple[str, ...], values: Mapping[str, Any]) -> list[str]:
-    """The lines of a table and of the tables in it. JSON writes texts, numbers, booleans and lists as TOML does."""
+    """The lines of a table and its subtables. TOML writes strings, numbers, booleans and lists as JSON does."""
     lines = [f"[{'.'.join(map(_key, path))}]"]
     lines += [
         f"{_key(key)} = {json.dumps(value, ensure_ascii=False)}"

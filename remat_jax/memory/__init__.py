@@ -1,4 +1,4 @@
-"""What a policy does to memory: the table of residuals, and the compiled bytes on a target."""
+"""The effect of a policy on memory: the table of residuals, and the compiled memory on a target."""
 
 from __future__ import annotations
 

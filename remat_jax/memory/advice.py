@@ -1,4 +1,4 @@
-"""Advice on memory that no policy on blocks can save, from the compiled schedule of the measured step."""
+"""Advice on saving memory that policies on blocks cannot save, from the compiled schedule of the measured step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from remat_jax.train.parameters import device_bytes, result_structs
 from remat_jax.workload import Workload
 
 LEAST = 0.02
-"""The least saving that is advised, as a share of the step's device memory."""
+"""The least saving for which a change is advised, as a share of the step's device memory."""
 
 SHOWN = 0.05
-"""The least saving that is printed with a report or a plan, as a share of the step's device memory."""
+"""The least saving for which advice is printed with a report or a plan, as a share of the step's device memory."""
 
 CHUNKS = 8
 MICRO_BATCHES = 2
@@ -35,11 +35,11 @@ MICRO, DONATION, DTYPE = "micro-batches", "donated arguments", "parameters in bf
 
 @dataclass(frozen=True)
 class Advice:
-    """One change beyond the policy of the blocks, and the memory that it would save alone.
+    """A change other than a policy on blocks, and the memory that this change alone would save.
 
     Attributes:
       what: the change in a few words, such as `"head in chunks"`.
-      bytes: the device memory that the change saves, on one device of a mesh.
+      bytes: the device memory that the change saves; on a mesh, on one device.
       how: the code to write.
       why: the buffers that occupy the memory now.
       compiled: whether the changed step was compiled (`doctor`). Otherwise `bytes` is estimated: the peak of the compiled
@@ -58,7 +58,7 @@ class Advice:
 
 
 def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
-    """The products in the traced step whose results a softmax reads."""
+    """The matmuls in the traced step whose results a softmax reads."""
     function, arguments = workload.loss, (workload.params, *workload.batch)
     if not workload.has_loss:
         step = workload.step("off")
@@ -69,7 +69,7 @@ def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
 def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...], devices: int = 1) -> tuple[Advice, ...]:
     """Changes that would save at least 2 % of a compiled step's device memory, the largest first; empty for the CPU.
 
-    `sizes` are those of the workload's step under any policy, on `devices`; `products` are its `traced_products`.
+    `sizes` are the compiled sizes of the workload's step under any policy, on `devices`; `products` are its `traced_products`.
     """
     if sizes.timeline is None:
         return ()
@@ -79,7 +79,7 @@ def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...
 
 
 def largest_advice(workload: Workload, sizes: Sizes, devices: int = 1) -> str | None:
-    """The first of `advise` in a sentence, for a step that must become smaller; None if it saves less than 5 %."""
+    """A sentence with the advice that saves most, for a step that needs too much memory; None if it saves less than 5 %."""
     advice = advise(workload, sizes, traced_products(workload), devices)
     return f"Beyond the blocks: {advice[0]}" if advice and advice[0].bytes >= SHOWN * sizes.device else None
 
@@ -95,7 +95,7 @@ class _Adviser:
         self._sizes_of_parameters = {math.prod(leaf.shape) for leaf in jax.tree.leaves(self.parameters)}
 
     def all(self) -> Iterator[Advice]:
-        """All possible advice, whatever its saving."""
+        """Yield all advice that applies to the step, including changes that save little."""
         chunked = f"rj.in_chunks(head_loss, {CHUNKS}, axis=…), a head and its loss in {CHUNKS} chunks"
         kernel = (
             'jax.nn.dot_product_attention(q, k, v, implementation="cudnn"), or another kernel that makes no array of scores'
@@ -112,7 +112,7 @@ class _Adviser:
         return self.timeline.peak() - self.timeline.peak(share)
 
     def _products(self, what: str, arrays: str, products: list[SoftmaxProduct], share: float, how: str) -> Iterator[Advice]:
-        """Advice to keep only a `share` of the results of `products`."""
+        """Yield advice to store only a `share` of the results of `products`."""
         if not products:
             return
         saved = self._saved(lambda buffer: share if self._is_product(buffer, products) else 1)
@@ -123,9 +123,9 @@ class _Adviser:
         yield Advice(what, saved, how, why)
 
     def _is_product(self, buffer: LiveBuffer, products: list[SoftmaxProduct]) -> bool:
-        """Whether a buffer is the result of a product, or computed elementwise from the result."""
+        """Whether a buffer is the result of one of the `products`, or is computed elementwise from such a result."""
         primitive = buffer.name.rpartition(":")[2]
-        # In the backward pass products compute gradients of their operands; a head's gradient may be as large as the logits.
+        # Backward matmuls compute gradients of their operands, and the gradient of a head may be as large as the logits.
         is_gradient = buffer.phase == "backward" and primitive in ("dot_general", "transpose")
         is_unnamed = self._is_unnamed(buffer)
         if buffer.phase in ("argument", RESULT) or is_gradient or (buffer.phase == "other" and not is_unnamed):
@@ -137,7 +137,7 @@ class _Adviser:
         )
 
     def _is_unnamed(self, buffer: LiveBuffer) -> bool:
-        """Whether a buffer comes from a fusion without XLA metadata on its origin, and is no gradient."""
+        """Whether a buffer is the result of a fusion without an operator name, and is not a gradient of a parameter."""
         is_unnamed = not buffer.module and ":" not in buffer.name and buffer.phase == "other"
         return is_unnamed and _elements(buffer.shape) not in self._sizes_of_parameters
 
@@ -152,7 +152,7 @@ class _Adviser:
             return
         is_state = ("argument", "optimizer state")
         without = self.timeline.peak(lambda buffer: 0 if (buffer.phase, buffer.module) == is_state else 1)
-        # The update streams the state: only a few of its arrays are on the device at once, beside parameters and gradients.
+        # The update streams the state: besides parameters and gradients, only a few state arrays are on the device at once.
         streamed = 3 * max(map(device_bytes, jax.tree.leaves(state)), default=0)
         updating = sum(map(device_bytes, [*self.parameters.values(), self.arguments["parameters"]])) + streamed
         saved = self.timeline.peak() - max(without, updating)
@@ -183,7 +183,7 @@ class _Adviser:
         arguments = [self.step.local_arguments[place] for place in undonated]
         twice = sum(map(device_bytes, arguments))
         elements = {math.prod(leaf.shape) for leaf in jax.tree.leaves(arguments)}
-        # A result that is not written yet serves as scratch. With donation, that scratch is needed beside the arguments.
+        # Before a result is written, its buffer serves as scratch. With donation, this scratch needs memory of its own.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
         names = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]
@@ -221,7 +221,7 @@ class _Adviser:
 
 
 def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:
-    """Whether all arrays of the batch have the same number of rows, which is even on each device."""
+    """Whether all arrays of the batch have the same, even number of rows on each device."""
     if not workload.has_loss:
         return False
     batch = jax.tree.leaves(local_arguments[len(local_arguments) - len(workload.batch) :])
@@ -230,11 +230,11 @@ def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -
 
 
 def undonated_arguments(workload: Workload) -> tuple[int, ...]:
-    """The arguments that are not donated although the step returns results of their shapes and dtypes."""
+    """The positions of arguments that are not donated although the step returns results with their shapes and dtypes."""
     step = workload.step("off")
     if workload.has_loss:
-        # A step with an optimizer returns its first two arguments, updated. Without one the result is a gradient, which has
-        # the parameters' shapes but does not replace them.
+        # A step with an optimizer returns its first two arguments, updated. A step without an optimizer returns gradients,
+        # which have the parameters' shapes but do not replace the parameters.
         updated = () if workload.optimizer is None or step.donate_argnums else (0, 1)
         return tuple(place for place in updated if jax.tree.leaves(step.arguments[place]))
     results = jax.eval_shape(step.function, *step.arguments)
@@ -256,6 +256,6 @@ def _is_inside(module: str, path: str) -> bool:
 
 
 def _elements(shape: str) -> int:
-    """The number of elements of a buffer, from its shape as XLA writes it; 0 for a tuple."""
+    """The number of elements in a buffer whose shape XLA writes as `shape`; 0 for a tuple."""
     arrays = arrays_of(shape)
     return math.prod(arrays[0].dims) if arrays and not shape.startswith("(") else 0

@@ -1,4 +1,4 @@
-"""`compare_policies`: the difference of two policies, residual by residual and in the compiled memory."""
+"""`compare_policies`: the difference between two policies, by residual and in compiled memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from remat_jax.workload import Workload
 
 NOT_KEPT = "not kept"
 _RECOMPUTED = "rematted_computation"
-"""JAX's scope of the computation that a backward pass repeats."""
+"""The name of JAX's scope around the recomputation in a backward pass."""
 
 _KEPT = (Action.SAVE.value, Action.OFFLOAD.value)
 
@@ -35,8 +35,8 @@ _KEPT = (Action.SAVE.value, Action.OFFLOAD.value)
 class Move:
     """A residual with different actions under the two policies; `bytes` is the size of all `count` arrays.
 
-    An action may be `not kept`: if everything is kept, the backward pass does not read the array, such as the output of a
-    product whose activation is kept.
+    The action is `not kept` if the backward pass does not read the array under a policy that saves everything. An example is
+    the output of a matmul whose activation is saved.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Move:
 
     @property
     def device_bytes(self) -> int:
-        """The change of the residual bytes on the device."""
+        """The change of the residual bytes in device memory."""
         return self.bytes * ((self.after == Action.SAVE.value) - (self.before == Action.SAVE.value))
 
     @property
@@ -60,13 +60,13 @@ class Move:
 
 @dataclass(frozen=True)
 class PolicyDiff:
-    """The difference of two policies; every difference is after − before.
+    """The difference between two policies; every difference is after − before.
 
     Attributes:
       moves: the residuals whose action changes, the largest first.
-      recompute_flops: (before, after): the FLOPs of the matrix products that a step recomputes, without products inside
-        kernels. None if a loop of unknown length has products.
-      recomputed: the same by the products' module paths, with layers that differ in a number joined.
+      recompute_flops: (before, after): the FLOPs of the matmuls that a step recomputes, without matmuls inside kernels. None
+        if a loop of unknown length contains matmuls.
+      recomputed: module path → (before, after) FLOPs. Paths that differ only in a layer's number are joined.
     """
 
     before: MemoryReport
@@ -76,11 +76,11 @@ class PolicyDiff:
     recomputed: dict[str, tuple[int, ...]]
 
     def change(self, figure: str) -> int:
-        """The change of a figure of the reports, such as `device_bytes`."""
+        """The change of one attribute of the reports, such as `device_bytes`."""
         return (getattr(self.after, figure) or 0) - (getattr(self.before, figure) or 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; the reports are named by their policies."""
+        """Plain data for JSON; `before` and `after` are the texts of the policies."""
         names = ("residual_device_bytes", "residual_host_bytes", "device_bytes", "host_bytes")
         return {
             "before": self.before.policy,
@@ -92,7 +92,7 @@ class PolicyDiff:
         }
 
     def tables(self) -> list[Any]:
-        """The residuals that move and the recomputed products, if there are any, and the totals."""
+        """The tables of residuals that move and of recomputed matmuls, unless empty, and the table of totals."""
         return [part for part in (self._moved(), self._products(), self._totals()) if part is not None]
 
     def __str__(self) -> str:
@@ -164,11 +164,11 @@ def compare_policies(
 ) -> PolicyDiff:
     """The change from the policy `before` to `after`: the residuals that move, and the change of memory and FLOPs.
 
-    The bytes of residuals are from JAX's own linearisation (`residuals`), device and host memory from the compiled step
-    (`measure`), FLOPs from the matrix products in the recomputed part of the step's jaxpr. Errors are those of `measure`;
+    The bytes of residuals come from JAX's own linearisation (`residuals`), device and host memory from the compiled step
+    (`measure`), and FLOPs from the matmuls in the recomputed part of the step's jaxpr. Raises the errors of `measure`, and
     `UnsupportedError` for a workload made by `Workload.from_step`.
     """
-    with silenced():  # the reports repeat these warnings
+    with silenced():  # the reports below have the same warnings
         tables = [_table(workload, policy) for policy in (before, after)]
     first, second = measure_many(workload, [before, after], target, timeout, memory_limit=memory_limit)
     warn((*first.warnings, *second.warnings))
@@ -178,13 +178,13 @@ def compare_policies(
 
 
 def _table(workload: Workload, policy: Any) -> ResidualTable:
-    """The residuals under `policy`; under `everything` for `off`, whose residuals have no names."""
+    """The residuals under `policy`. For `off`, whose residuals have no names, the residuals under `everything`."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else policy
     return residuals(workload, "everything" if is_off(checked) else policy)
 
 
 def _moves(before: ResidualTable, after: ResidualTable) -> tuple[Move, ...]:
-    """The residuals whose action changes; a name whose arrays have several actions has several rows."""
+    """The residuals whose action changes. A name has several moves if its arrays have several actions."""
     by_name: dict[Any, tuple[list[Residual], list[Residual]]] = {}
     for side, rows in enumerate((before, after)):
         for row in rows:
@@ -194,7 +194,7 @@ def _moves(before: ResidualTable, after: ResidualTable) -> tuple[Move, ...]:
 
 
 def _moves_of_name(before: list[Residual], after: list[Residual]) -> list[Move]:
-    """Kept rows are paired in order, and a side without a row counts as recomputed or not kept."""
+    """The moves of one name: saved or offloaded rows are paired in order; a missing row counts as recomputed or not kept."""
     if {(row.action, row.bytes) for row in before} == {(row.action, row.bytes) for row in after}:
         return []
     moves = []
@@ -220,7 +220,7 @@ def _layers_together(moves: tuple[Move, ...]) -> list[Move]:
 
 
 def _recomputed(workload: Workload, *policies: Any) -> dict[str, tuple[int, ...]] | None:
-    """The FLOPs of the products that a step recomputes under each policy, by module; None if they cannot be counted."""
+    """Module → FLOPs of the matmuls that a step recomputes under each policy; None if they cannot be counted."""
     steps = [workload.step(policy) for policy in policies]
     jaxprs = [compat.dce(jax.make_jaxpr(step.function)(*step.arguments)) for step in steps]
     products = (eqn for jaxpr in jaxprs for eqn in equations(jaxpr) if eqn_flops(eqn))
@@ -238,11 +238,11 @@ def _recomputed(workload: Workload, *policies: Any) -> dict[str, tuple[int, ...]
 
 
 def _recomputed_path(eqn: Any) -> str | None:
-    """The module path of an equation in the recomputed part; None for any other equation."""
+    """The module path of a recomputed equation; None for any other equation."""
     scopes = compat.scopes(eqn)
     if _RECOMPUTED not in scopes:
         return None
-    # A lifted module opens its scope again: `layers.body/layers/ffn`.
+    # Flax opens the scope of a lifted module twice, as in `layers.body/layers/ffn`. The name with a dot is skipped.
     return "/".join(part for part in scopes[scopes.index(_RECOMPUTED) + 1 :] if "." not in part) or "(no module)"
 
 

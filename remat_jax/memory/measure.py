@@ -1,4 +1,4 @@
-"""`measure`: the memory of one training step under a policy, from the target's own compiler."""
+"""`measure`: the memory of one training step under a policy, from XLA's compiler for the target."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def measure(
     *,
     memory_limit: Any = None,
 ) -> MemoryReport:
-    """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed or used.
+    """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed.
 
-    If the policy offloads, or `replan` offloads in the loss, a second step with `save` for `offload` is compiled too, for the
-    receipt. Results are cached on the workload object, and programs compiled for a GPU also on disk
+    If the policy or a `replan` in the loss offloads, the step with `save` for `offload` is compiled too, for the receipt.
+    Reports are cached with the workload object. Programs compiled for a GPU are also cached on disk
     (`remat_jax.memory.compile.cache`).
 
     A workload with a mesh needs a target with as many devices (`"8x8xh200"`); the report is for one device. On the target
@@ -46,16 +46,16 @@ def measure(
     Args:
       policy: a policy, its name or text, a JAX policy object, policies by layer, or a mapping from block to any of these.
       target: the name of a target (`"cpu"`, `"h200"`, `"attached"`) or a `Target`.
-      timeout: seconds for compiling, and again for each run.
+      timeout: the limit in seconds for compiling, and for each run on an attached GPU.
       memory_limit: a device memory limit for XLA, written like a budget: bytes, a text (`"40GiB"`, `"80%"`) or a share (0.8).
-        XLA rematerialises by itself to meet it, but the step may still need more. Run the step with
+        XLA rematerialises by itself to meet the limit, but the step may still need more. Run the step with
         `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, 76 % of the device's memory; a
         larger limit has no effect.
 
     Raises:
       TargetError: the target is unknown, or no GPU is attached.
-      ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is no amount of the
-        target's memory, or the target is a CPU, which has no such limit.
+      ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is not an amount of
+        the target's memory, or is given for a CPU.
       UnsupportedError: the target has several devices, but the workload has no mesh; or its compiler is not installed.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
       PolicyError, BlockError, NoEffectError: the policy is invalid, or has no effect on this workload.
@@ -102,13 +102,13 @@ _reports: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref
 
 @dataclass(frozen=True)
 class _NothingOffloaded:
-    """A policy, on a loss whose `replan` offloads, without that offload."""
+    """A policy for a workload whose loss was replanned with an offload, to be measured without that offload."""
 
     policy: Any
 
 
 def _checked(policy: Any) -> Any:
-    """A policy that can be hashed: a mapping from block to policy as its items."""
+    """A hashable policy: a mapping from block to policy becomes a tuple of its items."""
     if isinstance(policy, dict):
         return tuple((block, as_block_policy(of_block)) for block, of_block in policy.items())
     return as_block_policy(policy)
@@ -145,7 +145,7 @@ def _measured(
 
 
 def _baseline(workload: Workload, policy: Any) -> Any:
-    """The policy, or the policy and loss, with `save` for `offload`; None if nothing is offloaded."""
+    """`policy` with `save` for `offload`, in the policy itself or in the replanned loss; None if nothing is offloaded."""
     saving = tuple((block, _saving(of_block)) for block, of_block in policy) if isinstance(policy, tuple) else _saving(policy)
     if saving != policy:
         return saving
@@ -162,7 +162,7 @@ def _step(workload: Workload, policy: Any) -> TrainingStep:
 
 
 def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
-    """The loss replanned with `save` for `offload`; None if `replan` offloads nothing in it."""
+    """The loss, replanned with `save` for `offload`; None if `replan` offloads nothing in the loss."""
     replanned = replanned_from(workload.own_loss) if workload.own_loss is not None else None
     if replanned is None or not _offloads(replanned[1]):
         return None
@@ -172,10 +172,10 @@ def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
 
 def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
     """The residuals that `policy` keeps; None for a workload made from a step, whose backward pass is not visible."""
-    with silenced():  # the report has this warning too
+    with silenced():  # the report has the same warning
         if not workload.has_loss:
             return None
-        # The recomputed rows matter only if the model's own checkpoints may leave nothing to recompute.
+        # Recomputed rows are needed only for the warning that the model's own checkpoints overrule the policy.
         return (residuals if workload.own.keeps else kept_residuals)(workload, _given(policy))
 
 
@@ -192,7 +192,7 @@ def _keys(policies: Sequence[Any]) -> dict[Any, str]:
 
 
 def numbered(text: str, others: Iterable[str]) -> str:
-    """`text`, numbered if it is among the others: two JAX policy objects may print alike."""
+    """`text`, with a number if it is among `others`, because two JAX policy objects may have the same name."""
     alike = sum(other == text or other.startswith(f"{text} (") for other in others)
     return f"{text} ({alike + 1})" if alike else text
 
@@ -202,7 +202,7 @@ def _offloads(policy: Any) -> bool:
 
 
 def _saving(policy: Any) -> Any:
-    """`policy` with its offloaded residuals saved; an offloaded input is kept, as `recompute` keeps it."""
+    """`policy` with its offloaded residuals saved. The rule for `@inputs` is dropped: inputs stay on the device anyway."""
     if not _offloads(policy):
         return policy
     if isinstance(policy, LayerPolicies):

@@ -1,4 +1,4 @@
-"""The report of a measurement: plain data, printable."""
+"""The report of a measurement, as plain data that can be printed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from remat_jax.report.tables import format_bytes, format_estimate, format_second
 
 @dataclass(frozen=True)
 class Receipt:
-    """The measured effect of an offload.
+    """The compiled effect of an offload.
 
     Attributes:
-      offered_bytes: the residuals that the policy offloads, from the linearisation; of all devices together.
-      host_bytes: the bytes of the compiled step in host memory.
-      returned_bytes: the device memory saved against the same policy with `save` for `offload` (an offloaded input stays on
-        the device); None if that step was not compiled.
-      warnings: failures of the offload, in words. On a mesh, a replicated residual counts once for each device in host memory,
-        so another missing residual may go undetected.
-      shared: the offloaded inputs that stay on the device, because several blocks read them; not in `offered_bytes`.
+      offered_bytes: the bytes of the residuals that the policy offloads, on all devices together; from the linearisation.
+      host_bytes: the bytes of the compiled step's temporary buffers in host memory.
+      returned_bytes: the device memory saved in comparison with the same policy with `save` for `offload` (offloaded inputs
+        then stay on the device); None if the step with `save` was not compiled.
+      warnings: failures of the offload. On a mesh, the host holds a replicated residual once for each device. These copies may
+        hide that another residual is missing.
+      shared: the offloaded inputs that stay on the device because several blocks read them; not in `offered_bytes`.
     """
 
     offered_bytes: int | None
@@ -40,35 +40,35 @@ class Receipt:
 class MemoryReport:
     """The memory of one training step under one policy, as compiled for one target, in bytes.
 
-    On a mesh all figures are of one device, except residuals and `offered_bytes`, which are of all devices together.
+    On a mesh all figures are for one device, except residuals and `offered_bytes`, which are for all devices together.
 
     Attributes:
       workload, policy, target: the arguments of the measurement.
-      device_bytes: device memory: arguments + outputs − aliased + temp. Host memory never counts.
-      temp_bytes: scratch, and everything kept between the passes.
-      host_bytes: host memory (temp, arguments and outputs that live there).
+      device_bytes: device memory, which is arguments + outputs − aliased + temp. Host memory never counts.
+      temp_bytes: device memory of temporary buffers, including saved residuals.
+      host_bytes: host memory of temporary buffers, arguments and outputs.
       argument_bytes, output_bytes, alias_bytes: device memory of arguments, outputs, and outputs that reuse an argument.
-      residual_device_bytes, residual_host_bytes: the residuals kept by the linearisation; None for a finished step.
+      residual_device_bytes, residual_host_bytes: saved and offloaded residuals in the linearisation; None for a finished step.
       receipt: the effect of the offload; None if the policy offloads nothing.
       live: the device buffers alive at the peak, the largest first; empty for the target `cpu`.
       measured_peak_bytes: the allocator's peak on an attached device; None elsewhere.
       jax_version: the JAX version that compiled the step.
-      overlap: how far compute covers the copies to and from the host; None if nothing is copied, or a rate is unknown.
+      overlap: how much of the copies to and from the host overlaps compute; None if nothing is copied, or a rate is unknown.
       devices, hosts: the number of devices among which the step is partitioned, and the number of their hosts.
-      collectives: the data exchanged between devices in one step, by kind and phase; None for one device, and the target `cpu`.
-      host_warning: says that the hosts have too little memory; None if they have enough, or it is unknown.
-      policy_warning: says that the model's own checkpoints overrule the policy; else None.
+      collectives: the collectives of one step, by kind and phase; None for one device, and for the target `cpu`.
+      host_warning: a warning if the hosts have too little memory; None if their memory suffices or is unknown.
+      policy_warning: a warning if the model's own checkpoints overrule the policy; else None.
       compiler_warning: what the compiler could not do without a GPU, and the effect on the figures; else None.
-      replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced, those of a
-        scanned block counted once.
+      replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced. A scanned
+        block counts once.
       memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
-      compiler_options: the limit as `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's own is lower.
+      compiler_options: the limit for `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's own is lower.
       seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
-        target. None for the target `cpu`, and if a rate is unknown; `no_time` says why.
-      compute_seconds: the part of `seconds` in which compute runs; the rest is waiting for copies and collectives.
-      exchanges: the collectives in the schedule, in the terms of `overlap`; None if there are none.
-      untimed: kernels with unknown operations (custom calls): only their bytes count.
-      assumed_rates: the rates that were not measured on such a device, by their names in `Rates`.
+        target. None for the target `cpu`, and if a rate is unknown; `no_time` gives the reason.
+      compute_seconds: the part of `seconds` in which compute runs. In the rest, compute waits for copies and collectives.
+      exchanges: the collectives in the schedule: their bytes, time and overlap; None if there are none.
+      untimed: custom calls and instructions with unknown operations. Their time is that of their bytes.
+      assumed_rates: the names in `Rates` of the rates that were not measured on such a device.
       advice: changes beyond the policy that each save at least 2 % of `device_bytes`; empty for the target `cpu`.
 
     >>> import jax, jax.numpy as jnp
@@ -119,19 +119,19 @@ class MemoryReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """All warnings. A missing time on the CPU is none, because no step has a time there."""
+        """All warnings. A missing time on the CPU is not a warning, because no CPU step has a time."""
         offload = self.receipt.warnings if self.receipt else ()
         no_time = f"no step time: {self.no_time}" if self.no_time and self.target != "cpu" else ""
         return tuple(filter(None, (self.policy_warning, *offload, self.host_warning, self.compiler_warning, no_time)))
 
     @property
     def host_bytes_per_host(self) -> int:
-        """Host memory for all devices of one host."""
+        """The host memory that all devices of one host use together."""
         return self.host_bytes * self.devices // self.hosts
 
     @property
     def exchanged_bytes(self) -> int:
-        """The live bytes at the peak that a collective reads or writes, without the step's arguments, copies and transposes."""
+        """The bytes at the peak that a collective reads or writes, without arguments of the step, copies and transposes."""
         return sum(buffer.nbytes for buffer in self.live if buffer.collective and buffer.phase != "argument")
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,14 +144,14 @@ class MemoryReport:
 
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
-        """Live bytes at the peak: (module path, phase) → bytes, the largest first."""
+        """(module path, phase) → bytes of the live buffers at the peak, the largest first."""
         parts: Counter[tuple[str, str]] = Counter()
         for buffer in self.live:
             parts[buffer.module, buffer.phase] += buffer.nbytes
         return dict(parts.most_common())
 
     def live_table(self, rows: int = 20) -> Any:
-        """The live buffers at the peak, by module and phase, as a table of at most `rows` lines."""
+        """A table of the live buffers at the peak by module and phase. After `rows` lines, one line has the rest."""
         parts = list(self.live_bytes_by_module.items())
         lines = [(module or "(elsewhere)", phase, format_bytes(nbytes)) for (module, phase), nbytes in parts[:rows]]
         if len(parts) > rows:
@@ -210,7 +210,7 @@ class MemoryReport:
         return "\n".join([*remarks, *(f"warning: {warning}" for warning in self.warnings)]) or None
 
     def _estimate(self) -> str:
-        """The time of the step as text, with the time spent waiting; a range if rates are assumed."""
+        """The time of the step as text, with the compute time if the step waits; a range if rates are assumed."""
         if self.seconds is None:
             return f"not known: {self.no_time}"
         text = format_estimate(self.seconds, bool(self.assumed_rates))

@@ -1,4 +1,4 @@
-"""The table of residuals: the arrays kept between forward and backward pass, read from JAX's own linearisation."""
+"""The table of residuals: the arrays that pass from the forward to the backward pass in JAX's own linearisation."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from remat_jax.warning import warn
 from remat_jax.workload import Workload
 
 SHOWN_ROWS, SHOWN_SHARED = 40, 3
-"""The most rows of a printed table, and the most shared inputs below it; `to_dict` has them all."""
+"""The largest number of rows in a printed table, and of shared inputs below the table. `to_dict` has all of them."""
 
 _EVERY_NAME, _EVERY_NAME_TOO = Policy.parse("save: *"), Policy.parse("save: **")
 
 
 @dataclass(frozen=True)
 class Residual:
-    """An array that the backward pass reads, or several arrays of one name.
+    """An array that the backward pass reads, or several such arrays with one name.
 
     Attributes:
       name: the residual name; `module/path:primitive` for arrays made outside the blocks, `…:carry#k` for a scan's carry.
-      shape, dtype: those of one array; a scanned residual has the layers as its first axis.
+      shape, dtype: the shape and dtype of one array; a scanned residual has the layers as its first axis.
       bytes: the size of all `count` arrays together.
       action: the policy's action.
       source: the user's source line.
       count: the number of arrays of this name.
       scanned: whether the array is an output of a `scan`, with the layers stacked.
-      layers: under policies by layer, the residual's first layer and the layer after its last, counted from 0.
+      layers: under policies by layer, the residual's range of layers as (start, stop), counted from 0.
     """
 
     name: str
@@ -60,9 +60,9 @@ class SharedInput:
     """An input that stays on the device although the policy offloads it, because several blocks read it.
 
     Attributes:
-      name: its residual name in the first block that reads it.
+      name: the residual name in the first block that reads the input.
       bytes: the size of the array.
-      blocks: the number of blocks that read it; None if a loop reads it in every round.
+      blocks: the number of blocks that read the input; None if a loop reads it in every iteration.
     """
 
     name: str
@@ -71,7 +71,7 @@ class SharedInput:
 
     @property
     def readers(self) -> str:
-        """The readers, in words."""
+        """The blocks that read the input, in words."""
         return "in every round of a loop" if self.blocks is None else f"by {self.blocks} blocks"
 
 
@@ -82,9 +82,9 @@ class ResidualTable:
     Attributes:
       rows: the saved, then the offloaded, then the recomputed residuals, the largest of each first.
       policy: the policy's text.
-      warning: a warning if the policy cannot keep anything, because the blocks are inside the model's own checkpoints.
-      shared: the offloaded inputs that stay on the device because several blocks read them, the largest first. Arguments of the
-        loss among them are not in `rows`.
+      warning: a warning if the policy has no effect, because the blocks are inside the model's own checkpoints.
+      shared: the offloaded inputs that stay on the device because several blocks read them, the largest first. An input that is
+        an argument of the loss is not in `rows`.
       replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced.
     """
 
@@ -99,17 +99,17 @@ class ResidualTable:
 
     @property
     def device_bytes(self) -> int:
-        """The bytes in device memory between the passes."""
+        """The bytes of saved residuals, which are in device memory between the passes."""
         return self._total(Action.SAVE)
 
     @property
     def host_bytes(self) -> int:
-        """The bytes in host memory between the passes."""
+        """The bytes of offloaded residuals, which are in host memory between the passes."""
         return self._total(Action.OFFLOAD)
 
     @property
     def recompute_bytes(self) -> int:
-        """The bytes that the backward pass recomputes."""
+        """The bytes of residuals that the backward pass recomputes."""
         return self._total(Action.RECOMPUTE)
 
     def __iter__(self) -> Iterator[Residual]:
@@ -147,12 +147,12 @@ class ResidualTable:
 
 
 def residuals(workload: Workload, policy: Any) -> ResidualTable:
-    """The arrays that `workload` keeps between its forward and its backward pass under `policy`, and those it recomputes.
+    """The residuals that `workload` saves, offloads and recomputes under `policy`.
 
     Saved and offloaded rows are exactly the arrays that pass from the forward to the backward pass in JAX's own linearisation,
-    each array once. Recomputed rows are the other arrays that would pass if every named array were saved. Nothing is allocated
-    or run. On a mesh, shapes and bytes are those of all devices together. `policy` is a policy, its name or text, `"off"`
-    included, policies by layer, or a mapping from block to any of these.
+    each array once. Recomputed rows are the further arrays that would pass if every named array were saved. Nothing is
+    allocated or run. On a mesh, shapes and bytes are those of all devices together. `policy` is a policy, its name or text
+    (also `"off"`), policies by layer, or a mapping from block to any of these.
 
     Raises:
       UnsupportedError: the workload was made by `Workload.from_step`.
@@ -174,19 +174,19 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     everything = {block: _every_name(as_block_policy(of_block)) for block, of_block in by_block.items()}
     named, _ = _kept(workload, everything, only_named=True)
     recomputed = [replace(row, action="recompute") for row in named if (row.name, row.layers) not in kept_names]
-    # A policy that recomputes has an effect; the check costs another trace.
+    # A policy that recomputes something has an effect. Otherwise one more trace checks whether it has an effect.
     warning = None if recomputed else _overruled(workload, everything)
     warn(warning)
     return replace(kept, rows=tuple(_ordered([*kept.rows, *recomputed])), warning=warning)
 
 
 def kept_residuals(workload: Workload, policy: Any) -> ResidualTable:
-    """`residuals` without recomputed rows, which traces the loss once instead of twice."""
+    """`residuals` without the recomputed rows. Traces the loss once instead of twice."""
     return _checked_and_kept(workload, policy)[0]
 
 
 def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, set[tuple[str, Any]]]:
-    """The table of the kept residuals, and other names of the same arrays."""
+    """The table of saved and offloaded residuals, and further names of the same arrays."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     workload.require_loss()
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
@@ -198,7 +198,7 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
 
 @contextlib.contextmanager
 def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
-    """Trace anew in this context, and then check that each selector keeps something for the gradients taken."""
+    """Retrace inside this context, then check that each glob of `policies` keeps an array that a gradient reads."""
     selecting: list[Policy] = []
     for policy in map(as_block_policy, policies):
         plain = [run[1] for run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]
@@ -217,7 +217,7 @@ def _ordered(rows: list[Residual]) -> list[Residual]:
 
 
 def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
-    """The arrays that stay on the device although the policy offloads them; a loop that is traced twice counts once."""
+    """The offloaded inputs that stay on the device. An input is listed once even if its loop is traced twice."""
     by_name: dict[tuple[str, int], SharedInput] = {}
     for reading in read:
         if reading.name and reading.stays():
@@ -228,13 +228,13 @@ def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
 
 
 def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]) -> str | None:
-    """A warning if the model's own checkpoints around the blocks overrule every policy; None otherwise."""
+    """A warning if the model's own checkpoints are around the blocks and overrule any policy; otherwise None."""
     loss, trained, frozen = workload.split_loss(everything)
     return KEPT if checkpoints_around_blocks(jax.make_jaxpr(loss)(trained, frozen, *workload.batch)) else None
 
 
 def _every_name(policy: Any) -> Policy | LayerPolicies:
-    """The policy that saves everything, by the same runs of layers; two spellings alternate, since equal runs would merge."""
+    """A policy that saves everything, with the same runs of layers. Two spellings alternate, because equal runs would merge."""
     if not isinstance(policy, LayerPolicies):
         return _EVERY_NAME
     runs = enumerate(policy.ranges)
@@ -242,9 +242,9 @@ def _every_name(policy: Any) -> Policy | LayerPolicies:
 
 
 def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple[list[Residual], set[tuple[str, Any]]]:
-    """The arrays that pass from the forward to the backward pass, joined by name, and their other names.
+    """The arrays that pass from the forward to the backward pass, joined by name, and further names of the same arrays.
 
-    `only_named` leaves out arrays that no policy selects: those made outside the blocks, and the carry of a scan.
+    `only_named` leaves out arrays that no policy selects: arrays made outside the blocks, and carries of a scan.
     """
     loss, trained, frozen = workload.split_loss(policy)
 
@@ -284,7 +284,7 @@ def _row(array_origin: Origin, atom: Any) -> Residual:
 
 
 def described(row: Any) -> tuple[str, str, str]:
-    """The name with the number of arrays, the shape and the dtype of a row or a move, for tables."""
+    """The cells of a `Residual` or a `Move` in a table: the name with the number of arrays, the shape and the dtype."""
     name = f"{row.name} ×{row.count}" if row.count > 1 else row.name
     return name, "×".join(map(str, row.shape)) or "scalar", row.dtype
 

@@ -1,6 +1,6 @@
-"""The share of each residual on one device of a mesh, as the compiler partitions it.
+"""The share of each residual that one device of a mesh holds, as the compiler shards it.
 
-To read the residuals' shardings, the training step under `everything` is compiled once with its residuals as results.
+The training step under `everything` is compiled once with its residuals as results, and their sharded shapes are read.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from remat_jax.workload import Workload
 
 @dataclass(frozen=True)
 class Shares:
-    """The share of each residual on one device, from 1 / devices to 1, and their mean, weighted by bytes."""
+    """The share of each residual on one device, from 1 / devices to 1, and the mean of the shares, weighted by bytes."""
 
     by_name: Mapping[str, float]
     mean: float
 
     def of(self, name: str) -> float:
-        """The share of the residual `name`; the mean if unknown."""
+        """The share of the residual `name`; the mean share if `name` is unknown."""
         return self.by_name.get(name, self.mean)
 
     def of_parts(self, parts: int) -> Shares:
-        """The shares of arrays that are already one of `parts` parts, as inside a `shard_map`.
+        """The shares of arrays that are split into `parts` parts already, as arrays inside a `shard_map` are.
 
         >>> Shares({"x": 0.25, "y": 1.0}, 0.4).of_parts(2)
         Shares(by_name={'x': 0.5, 'y': 1.0}, mean=0.8)

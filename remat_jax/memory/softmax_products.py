@@ -1,6 +1,6 @@
-"""The matrix products of a traced step whose whole results a softmax reads: a head's logits, and attention's scores.
+"""The matmuls of a traced step whose results a softmax reads: the logits of a head, and the scores of attention.
 
-No model needs these arrays as a whole. They are recognised by a product and an exponential of equal size, not by names.
+No model needs the whole array at once. These matmuls are recognised by an exponential of the same size, not by names.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from remat_jax.memory.hlo.live import module_path
 
 @dataclass(frozen=True)
 class SoftmaxProduct:
-    """A matrix product whose result a softmax reads.
+    """A matmul whose result a softmax reads.
 
     Attributes:
-      is_head: whether it is a head's product, without batch dimensions and outside loops, not one of queries and keys.
+      is_head: whether it is the matmul of a head (no batch dimensions, outside loops), not that of queries and keys.
       shape: the result's shape, on all devices together.
-      path: the innermost module around both the product and the softmax; empty if unknown.
-      read: the number of elements that the softmax reads: all, or most, as in a loss without the last token.
+      path: the innermost module around both the matmul and the softmax; empty if unknown.
+      read: the number of elements that the softmax reads: all of them, or fewer if the loss leaves out the last token.
     """
 
     is_head: bool
@@ -34,13 +34,13 @@ class SoftmaxProduct:
 
     @property
     def elements(self) -> int:
-        """The number of elements of its result."""
+        """The number of elements of the result."""
         return math.prod(self.shape)
 
 
 @dataclass
 class _Body:
-    """The products and exponentials of a traced body, including those of its calls, with their module paths."""
+    """The matmuls and exponentials of a traced body, including the calls in it, with their module paths."""
 
     in_loop: bool
     products: list[tuple[Any, str]] = field(default_factory=list)
@@ -48,14 +48,14 @@ class _Body:
 
 
 def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
-    """Every such product in the closed `jaxpr`, at any depth; products of equal shape, path and line count once."""
+    """Every matmul in the closed `jaxpr`, at any depth, whose result a softmax reads. Equal `SoftmaxProduct`s count once."""
     products: dict[SoftmaxProduct, None] = {}
     for body in _bodies(jaxpr):
         read = {_size(atom) for eqn, _ in body.products if _has_batch(eqn) for atom in eqn.invars}
         for eqn, path in body.products:
             result = eqn.outvars[0]
             is_head = not _has_batch(eqn)
-            # The product with the values reads the scores; a head's product runs once in the whole step.
+            # Scores are an operand of another batched matmul (with the values). A head's matmul is outside loops.
             is_candidate = not body.in_loop if is_head else _size(result) in read
             readers = [(atom, module) for atom, module in body.exponentials if is_softmax_of(atom, result, is_head=is_head)]
             if is_candidate and readers:
@@ -66,7 +66,7 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
 
 
 def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) -> list[_Body]:
-    """The bodies of the loops in `jaxpr`, and last what it computes itself."""
+    """The bodies of the loops in `jaxpr`, then its own equations outside the loops."""
     loops: list[_Body] = []
     body = _Body(in_loop)
 
@@ -89,10 +89,10 @@ def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) ->
 
 
 def is_softmax_of(exponential: Any, product: Any, *, is_head: bool) -> bool:
-    """Whether an exponential may be that of a product: of as many elements, or for a head of most of its rows.
+    """Whether an exponential may belong to a softmax of `product`: it has as many elements or, for a head, most of the rows.
 
-    A head's logits may be transposed before the softmax, and attention's scores reshaped too. A gate of a feed-forward layer
-    may have as many elements as scores have, but not their dimensions.
+    Logits may be transposed before the softmax; attention scores may be reshaped as well. A feed-forward matmul may have as
+    many elements as attention scores but has other dimensions, so for a head the dimensions are compared too.
     """
     shapes = exponential.aval.shape, product.aval.shape
     size, whole = map(math.prod, shapes)

@@ -1,8 +1,8 @@
-"""A cache of the compiler's answers in memory and, for GPUs, on disk; the key hashes everything that an answer depends on.
+"""Caches compiled results in memory and, for GPU targets, on disk. The key hashes everything that a result depends on.
 
-The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`), or that of the environment variable
-`REMAT_JAX_CACHE`, which may be `off`. CPU answers depend on the machine, and are not on disk. A checksum detects damaged files
-but not forged ones: a folder that others may write is not used, with a `RematWarning`.
+The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`). The environment variable
+`REMAT_JAX_CACHE` names another folder, or `off`. CPU results depend on the machine, so they are not on disk. A checksum detects
+damaged files but not forged files, so a folder that other users may write to causes a `RematWarning` and is not used.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from remat_jax.warning import warn
 
 VARIABLE = "REMAT_JAX_CACHE"
 MOST_FILES = 1000
-"""The most files, of about 10 kB each, or 1 MB for the largest unrolled models; the oldest are removed first."""
+"""The largest number of files; the oldest are removed first. A file has 10 kB, or 1 MB for the largest unrolled models."""
 
 MOST_BYTES = 256 * 2**20
-"""A larger file is not from this cache."""
+"""A larger file cannot be from this cache, and is not read."""
 
 _OFF = ("off", "0", "no", "false", "none", "disable", "disabled")
 _REMEDY = f"Name another folder in {VARIABLE}, or 'off'"
@@ -41,7 +41,7 @@ Kept = TypeVar("Kept")
 
 
 def digest(program: ExportedProgram, target: Target, options: dict[str, Any], child: Path) -> str:
-    """A hash of everything that the compiler's answer depends on."""
+    """A hash of everything that the compiled result depends on."""
     content = {
         "donated": program.donated,
         "arguments": program.arguments,
@@ -49,7 +49,7 @@ def digest(program: ExportedProgram, target: Target, options: dict[str, Any], ch
         "options": options,
         "target": target.to_dict() | {"name": "", "attached": False, "host_memory_bytes": None},
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)},
-        "flags": compat.xla_flags(),  # the variable may name a file of them
+        "flags": compat.xla_flags(),  # XLA_FLAGS may name a file of flags
         "packages": _packages(),
         "sources": _sources(child),
     }
@@ -57,7 +57,7 @@ def digest(program: ExportedProgram, target: Target, options: dict[str, Any], ch
 
 
 def read(key: str, target: Target, kind: type[Kept]) -> Kept | None:
-    """The value of a `kind` cached under `key`; None if there is none, or if its file was altered."""
+    """The value of type `kind` cached under `key`; None if there is none, or if its file was altered."""
     if key not in _memory and (folder := _folder(target)) is not None:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             checksum, text = read_limited(folder / f"{key}.json", MOST_BYTES).decode("utf-8").split("\n", 1)
@@ -107,7 +107,7 @@ def _folder(target: Target) -> Path | None:
 
 
 def _of_others(folder: Path) -> Path | None:
-    """The folder, or its first parent, through which other users could replace its files; None if they cannot."""
+    """The folder, or its nearest parent, in which other users could replace files; None if there is none."""
     if os.name != "posix":
         return None
     paths = dict.fromkeys([folder, *folder.absolute().parents, *folder.resolve().parents])
@@ -115,7 +115,7 @@ def _of_others(folder: Path) -> Path | None:
 
 
 def _is_others(folder: Path, *, sticky: bool) -> bool:
-    """Whether another user owns a folder or may write it; in a sticky one, as `/tmp`, only an entry's owner can replace it."""
+    """Whether another user owns or may write a folder. In a `sticky` folder (`/tmp`), only an entry's owner can replace it."""
     try:
         status = folder.stat()
     except OSError:
@@ -146,6 +146,6 @@ def _packages() -> dict[str, str]:
 
 @functools.cache
 def _sources(child: Path) -> str:
-    """A hash of the code that reads the compiler's answer: `remat_jax.memory`."""
+    """A hash of the code that computes results from the compiler's output: the child's script and `remat_jax.memory`."""
     paths = [child, *sorted(Path(__file__).parents[1].rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()

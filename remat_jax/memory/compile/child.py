@@ -1,10 +1,10 @@
-"""The child process: compiles exported programs for a target, or runs one on the attached device, and prints the answers.
+"""The child process: compiles exported programs for a target, or runs one on the attached device, and prints the results.
 
-It runs as a script, by path, so that it imports only JAX. The CUDA plugin is loaded only here, and if the compiler aborts,
-hangs or runs out of memory, only this process is affected. It prints one JSON object per program and flushes at once. After
-compiling it waits for more requests, because starting takes longer than compiling a small program. A process runs one program,
-so that the allocator's peak is of that step alone: it compiles before any array is on the device and makes the arguments on the
-host.
+It runs as a script, by path, so that it imports only JAX. The CUDA plugin is loaded only here. If the compiler aborts, hangs or
+runs out of memory, only this process is affected. It prints one JSON object per program and flushes at once. After compiling it
+waits for more requests, because starting a process takes longer than compiling a small program. A process runs only one
+program, compiles it before any array is on the device, and creates the arguments on the host. The allocator's peak is then
+that of the step alone.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from jax import export
 from jax.experimental import topologies
 
 NO_TILES = ("Couldn't find output tile sizes", "No supported config found for HLO: %gemm_fusion")
-"""XLA's errors for a matrix product without a fitting Triton tile; on a GPU XLA would try other kernels."""
+"""XLA's errors for a matmul that fits no Triton tile. On a GPU, XLA would try other kernels."""
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 SIZES = ("temp", "argument", "output", "alias", "host_temp", "host_argument", "host_output", "host_alias")
 IDLE_SECONDS = 60.0
-"""Longer than the parent process keeps this one."""
+"""The process exits after this time without a request; the parent process stops using it earlier."""
 TILE = np.random.default_rng(0).standard_normal(65_536, np.float32) * 0.02
 
 _busy = threading.Event()
 
 
 def exported_program(program: dict[str, Any]) -> Any:
-    """The program that the parent process wrote."""
+    """Read the program from the file that the parent process wrote."""
     with open(program["path"], "rb") as file:
         return export.deserialize(bytearray(file.read()))
 
@@ -58,22 +58,22 @@ def is_on_host(aval: Any, device: Any) -> bool:
 
 
 def compile_programs(request: dict[str, Any]) -> None:
-    """Compile the programs one after another, and print the compiler's answer to each."""
-    os.environ["TMPDIR"] = request["folder"]  # the call removes the compiler's files with its folder
+    """Compile the programs one after another, and print the result or the error of each."""
+    os.environ["TMPDIR"] = request["folder"]  # the parent process removes this folder, with the compiler's files
     described = devices(request)
     for program in request["programs"]:
         answer: dict[str, Any]
         try:
             answer = compiled(program, described)
         except Exception as error:
-            # Any error is the answer: the other programs may still compile.
+            # Report any error instead of raising it, because the other programs may still compile.
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"key": program["key"], **answer}), flush=True)
     jax.clear_caches()
 
 
 def devices(request: dict[str, Any]) -> list[Any]:
-    """The devices of the programs: described devices, or the CPUs of this process."""
+    """The devices to compile for: the described GPUs, or the CPU devices of this process."""
     if request["compiler_description"] is None:
         return list(jax.devices("cpu"))
     hosts = request["hosts"]
@@ -83,20 +83,20 @@ def devices(request: dict[str, Any]) -> list[Any]:
 
 
 class PinnedHost(jax.sharding.SingleDeviceSharding):
-    """A sharding in the host memory of a described device; JAX's own sharding silently drops that memory kind."""
+    """A sharding in the host memory of a described device. JAX's own sharding class silently drops that memory kind."""
 
     @property
     def memory_kind(self) -> str:
-        """What JAX writes to the argument, and the compiler goes by."""
+        """The memory kind that JAX writes to the argument for the compiler."""
         return "pinned_host"
 
 
 class PinnedHostOfMesh(jax.sharding.NamedSharding):
-    """A sharding in the host memory of a mesh's devices; JAX's caches must not confuse it with device memory."""
+    """A sharding in the host memory of a mesh's devices. It never equals a device sharding, as JAX's caches compare them."""
 
     @property
     def memory_kind(self) -> str:
-        """What JAX writes to the argument, and the compiler goes by."""
+        """The memory kind that JAX writes to the argument for the compiler."""
         return "pinned_host"
 
     def __eq__(self, other: object) -> bool:
@@ -107,7 +107,7 @@ class PinnedHostOfMesh(jax.sharding.NamedSharding):
 
 
 def argument_shardings(exported: Any, program: dict[str, Any], described: list[Any]) -> list[Any]:
-    """The sharding of each argument: on the mesh as exported, or in a memory of the single device."""
+    """The sharding of each argument: the exported sharding on the mesh, or the host or device memory of a single device."""
     device = described[0]
     on_host = [is_on_host(aval, device) for aval in exported.in_avals]
     if not program["mesh"]:
@@ -119,7 +119,7 @@ def argument_shardings(exported: Any, program: dict[str, Any], described: list[A
 
 
 def compiled(program: dict[str, Any], described: list[Any]) -> dict[str, Any]:
-    """The sizes in bytes of one program, and the shapes of its results on each device."""
+    """Compile one program. Returns its sizes in bytes and, on a mesh, the shapes of its results on each device."""
     exported = exported_program(program)
     lowered = lowered_program(exported, program, argument_shardings(exported, program, described))
     options, untiled = program["compiler_options"], False
@@ -134,7 +134,7 @@ def compiled(program: dict[str, Any], described: list[Any]) -> dict[str, Any]:
     # XLA's own peak is left out on purpose: for a GPU target it counts host buffers as device memory.
     sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes")) for name in SIZES}
     if "text" in program and any(sizes[name] for name in SIZES if name.startswith("host")):
-        # XLA's own dump is earlier: it lacks the final copies to and from the host in loops.
+        # XLA writes its dump before it adds the final copies to and from the host in loops.
         with open(program["text"], "w", encoding="utf-8") as file:
             file.write(executable.as_text())
     results = zip(exported.out_avals, executable.output_shardings, strict=True) if program["mesh"] else ()
@@ -157,13 +157,13 @@ def run_program(request: dict[str, Any]) -> None:
         try:
             answer["peak"] = peak(request["program"], device)
         except Exception as error:
-            # Any error of the device or the compiler is the answer.
+            # Report any error of the device or the compiler instead of raising it.
             answer = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps({"key": request["key"], **answer}), flush=True)
 
 
 def argument(aval: Any, sharding: Any) -> Any:
-    """Small random numbers of the argument's type; 0 and 1 for integers and booleans."""
+    """An array of small random numbers for an argument; 0 and 1 for integers and booleans."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         kinds: list[Any] = []
         jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), aval)
@@ -181,7 +181,7 @@ def stats(device: Any) -> dict[str, int]:
 
 
 def peak(program: dict[str, Any], device: Any) -> int:
-    """The allocator's peak in bytes after one step."""
+    """Run one step. Returns the allocator's peak in bytes."""
     exported = exported_program(program)
     shardings = [
         jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host" if is_on_host(aval, device) else None)
@@ -205,7 +205,7 @@ def peak(program: dict[str, Any], device: Any) -> int:
 
 
 def end_with(parent: int) -> None:
-    """Exit when the parent process is gone, maybe already during the import of JAX, or has been silent for long."""
+    """Exit when the parent process has ended (perhaps during the import of JAX), or after `IDLE_SECONDS` without a request."""
     idle = 0.0
     while os.getppid() == parent and idle < IDLE_SECONDS:
         time.sleep(1.0)
@@ -214,7 +214,7 @@ def end_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Answer the requests on standard input, one per line, until it ends."""
+    """Answer the requests on standard input, one per line, until the input ends."""
     watched = False
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)

@@ -1,4 +1,4 @@
-"""Compiles for a target in child processes: sizes, buffers alive at the peak, and the schedule of host copies."""
+"""Compiles programs for a target in child processes, and reads their sizes, live buffers and schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
 from remat_jax.memory.hlo.text import HloModule, parse
 
 MOST_CHILDREN = 4
-"""The most compile processes at a time: each has its own compiler, of about 1 GB."""
+"""The largest number of compile processes at a time; each compiler needs about 1 GB."""
 
 CHILD = Path(__file__).with_name("child.py")
 
@@ -40,15 +40,15 @@ _UNTILED = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one compiled program, in bytes; `host_*` count host memory. Figures unknown for `cpu` are empty or None.
+    """The sizes of one compiled program, in bytes; `host_*` are in host memory. Figures unknown for `cpu` are empty or None.
 
     Attributes:
-      live, timeline: the buffers on the device at the peak, and over the schedule.
-      time: the modelled time of the compiled schedule; None if it is unknown, for the reason `no_time`.
-      miscompiled: whether a loop copies a wrong slot of a host buffer; None if the step copies to the host but its compiled
-        text cannot be read.
-      collectives: the data exchanged between the devices of a mesh; None for one device, and if the compiled text is unknown.
-      untiled: whether a matrix product fits no Triton tile, so that all products were compiled without Triton.
+      live, timeline: the device buffers at the peak, and over the whole schedule.
+      time: the modelled time of the compiled schedule; None if it is unknown, for the reason in `no_time`.
+      miscompiled: whether a loop copies a wrong slot of a host buffer; None if the step uses host memory but its copies cannot
+        be checked.
+      collectives: the collectives on a mesh; None for one device, or if the compiled text is unknown.
+      untiled: whether a matmul fits no Triton tile, so that all matmuls were compiled without Triton.
       limit_options: the memory limit of the compilation, as options for `jax.jit`; empty for XLA's own limit.
     """
 
@@ -76,7 +76,7 @@ class Sizes:
 
     @property
     def overlap(self) -> Overlap | None:
-        """The schedule of copies to and from the host; None if there are none, or a rate is unknown."""
+        """The copies to and from the host in the schedule; None if there are none, or a rate is unknown."""
         overlap = None if self.time is None else self.time.overlap
         return overlap if overlap is not None and overlap.out.count + overlap.back.count else None
 
@@ -94,7 +94,7 @@ class Sizes:
 
     @property
     def device(self) -> int:
-        """Arguments + outputs − aliased + temp."""
+        """Arguments + outputs − aliased + temp in device memory."""
         return self.argument + self.output - self.alias + self.temp
 
     @property
@@ -114,15 +114,15 @@ def compile_programs(
     kernels: Kernels | None = None,
     children: Children | None = None,
 ) -> dict[str, Sizes]:
-    """The compiler's sizes of each program on `target`, by key, from the cache or from a few processes at a time.
+    """Key → the compiled `Sizes` of each program on `target`, from the cache or compiled in parallel processes.
 
     Args:
-      timeout: seconds for all programs together.
+      timeout: the limit in seconds for all programs together.
       memory_limit: a device memory limit for XLA in bytes (`options.py`).
       on_done: called with each key when its program is compiled.
       kernels: the compiled kernels of earlier calls for the same target with the same options.
-      children: the processes of the larger call that this call belongs to, which ends them. If one of several programs fails,
-        all processes end; the failure of a single program ends no other process.
+      children: the processes of an outer call, which can kill them. If this call runs several processes and one of them fails,
+        all of `children` are killed.
     """
     if target.kind == "gpu":
         if target.compiler_description is None:
@@ -157,7 +157,7 @@ def compile_programs(
 
 
 def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -> Sequence[tuple[int, ...]]:
-    """The shapes of the results of `program` on each device of a mesh, as the compiler partitions them."""
+    """The shapes of the results of `program` on each device of a mesh, as the compiler shards them."""
     if target.kind == "gpu":
         compat.require_gpu_compiler()
     digest = cache.digest(program, target, {"results": True}, CHILD)
@@ -196,7 +196,7 @@ def _entry(folder: Path, program: ExportedProgram, target: Target, options: dict
     entry = {"key": program.key, "path": str(path), "donated": program.donated, "mesh": program.mesh}
     if target.kind != "gpu":
         return entry | {"compiler_options": options}
-    # XLA's dump costs no measurable time. The user's XLA_FLAGS may restrict dumps to one module, as MaxText does: override it.
+    # XLA's dump takes no measurable time. `.*` is needed because a user's XLA_FLAGS may dump only one module, as MaxText's do.
     dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True, "xla_dump_hlo_module_re": ".*"}
     return entry | {"compiler_options": options | dump, "text": str(folder / "compiled.hlo")}
 
@@ -235,7 +235,7 @@ def _answers(
             except CompileError as error:
                 if not refuse(error):
                     raise
-                # Retry without the refused option; without any option if the file was refused.
+                # Retry without the refused option, or without any option if XLA refused the file.
                 options = fewer if (fewer := kernel_options(file)) != options else {}
             else:
                 kernels.give_back(file)
@@ -247,16 +247,16 @@ def _answers(
     with ThreadPoolExecutor(side_by_side) as pool, running:
         parts = [pool.submit(run, number) for number in range(side_by_side)]
         ended, _ = wait(parts, return_when=FIRST_EXCEPTION)
-        # Ended parts first, so that a failure is raised at once and ends the others.
+        # Read finished parts first, so that a failure is raised at once and the other processes are killed.
         return {key: answer for part in (*ended, *parts) for key, answer in part.result().items()}
 
 
 def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
-    """The compiler's answer. Sizes always hold; time and buffers are unknown where XLA's text or a rate is missing."""
+    """Sizes from the child's answer, time and buffers from XLA's files; they are unknown if a file or a rate is missing."""
     dump = folder / "dump"
     module = played = _module(_last(dump, "gpu_after_optimizations.txt"))
     miscompiled: bool | None = False
-    copied = _last(folder, "compiled.hlo")  # the child writes it if something is copied to or from the host
+    copied = _last(folder, "compiled.hlo")  # the child writes this file if the program uses host memory
     if copied is not None:
         played, miscompiled = _module(copied), None
         with contextlib.suppress(UnsupportedError):
@@ -298,7 +298,7 @@ def _step_time(module: HloModule | None, target: Target, program: ExportedProgra
 
 
 def _live(module: HloModule, dump: Path, program: ExportedProgram) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
-    """The buffers on the device at the peak and over the schedule, arguments by name; empty if XLA wrote no buffers."""
+    """The device buffers at the peak and over the schedule, with names for arguments; none if XLA wrote no buffers."""
     assignment, ranges = _last(dump, "-buffer-assignment.txt"), _last(dump, "-live-range.txt")
     if assignment is None or ranges is None:
         return (), None

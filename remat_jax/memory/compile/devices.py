@@ -1,4 +1,4 @@
-"""The devices of a target: checks of their number and of their host's memory; and the GPU of this machine."""
+"""Checks of a target's number of devices and host memory, and measurements on the GPU of this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS_TO_START = 120.0
 
 
 def check_devices(workload: Workload, target: Target) -> None:
-    """Refuse a target with more or fewer devices than the workload's mesh; without a mesh the workload has one device."""
+    """Raise unless the target has as many devices as the workload's mesh, or one device for a workload without a mesh."""
     if workload.mesh is None:
         if target.devices > 1:
             raise UnsupportedError(
@@ -43,7 +43,7 @@ def check_devices(workload: Workload, target: Target) -> None:
 
 
 def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
-    """Refuse a mesh with more or fewer devices than the target; `called` describes the mesh in the message."""
+    """Raise unless the mesh has as many devices as the target; `called` describes the mesh in the message."""
     if mesh.size != target.devices:
         single = re.sub(r"^(\d+x){1,2}", "", target.name)
         raise ArgumentError(
@@ -95,7 +95,7 @@ def device_kind() -> str:
 def measured_peak(program: ExportedProgram, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
     """The allocator's peak in bytes while `program` runs once on the device, on random numbers, in a child process.
 
-    Only the step's allocations count: nothing is preallocated, and kernels are chosen as for the compiled figures.
+    Only the step's allocations count: nothing is preallocated, and XLA chooses kernels as it does for the compiled figures.
     """
     with scratch() as folder:
         path = folder / "program.jaxexport"

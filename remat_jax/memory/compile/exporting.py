@@ -1,4 +1,4 @@
-"""A training step as a program that another process can compile: lowered for the target's platform, and serialised."""
+"""Exports a training step, lowered for the target's platform and serialised, so that another process can compile it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from remat_jax.mesh import check_context
 from remat_jax.train.parameters import device_bytes
 from remat_jax.workload import TrainingStep
 
-# JAX understands "ALL" from 0.11 on. Before, the error names each refused custom call, which is then allowed.
+# JAX understands "ALL" from 0.11 on. An older version's error names the refused custom calls, which are then allowed.
 _CUSTOM_CALLS = ("annotate_device_placement", "ALL")
 _REFUSED = re.compile(r'custom_call @"?([^\s("]+)"?\(')
 
 
 @dataclass(frozen=True)
 class ExportedProgram:
-    """A training step, exported for a platform, under the caller's key.
+    """A training step, exported for a platform; the caller chooses `key`.
 
     Attributes:
-      donated: the flat arguments whose buffers the program may reuse.
+      donated: the positions of the flat arguments whose buffers the program may reuse.
       arguments: the name of each flat argument.
       mesh: the axes of the program's mesh with their sizes; empty for a single device.
-      kernels: the operations of its Pallas kernels, by name.
+      kernels: the operations of the program's Pallas kernels, by name.
       held_bytes: one device's memory for the arguments and for results that reuse no argument's buffer.
     """
 
@@ -72,7 +72,7 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
             if "device assignment" not in str(error):
                 raise
             raise _of_another_mesh(devices, str(error)) from error
-    # A program for one device, without any sharding, runs on every device.
+    # A program without shardings is exported for one device, but it runs on all devices of the mesh.
     if exported.nr_devices not in (1, devices):
         raise _of_another_mesh(devices, f"the program is for {_counted(exported.nr_devices)}")
     mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
@@ -81,7 +81,7 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
 
 
 def _held_bytes(step: TrainingStep, results: Sequence[Any], donated: Sequence[int]) -> int:
-    """The bytes that one device holds for the whole step; results are assumed to be sharded like arguments of their types."""
+    """`held_bytes` of a step. A result is assumed to be sharded like an argument of the same shape, dtype and memory."""
     local = jax.tree.leaves(step.local_arguments)
     reusable: Counter[Any] = Counter()
     shards: dict[Any, Any] = {}
@@ -104,9 +104,9 @@ def _type(leaf: Any) -> tuple[Any, ...]:
 def _exported(
     flat: Callable[..., Any], leaves: Sequence[Any], target: Target, shardings: Sequence[Any]
 ) -> tuple[Any, tuple[tuple[str, float], ...]]:
-    """`flat` exported, and the operations of its Pallas kernels, which the exported program does not contain.
+    """The exported `flat`, and the operations of its Pallas kernels, which the exported program does not contain.
 
-    The program is compiled at once, so kernels without a stable serialised form are allowed.
+    The same JAX compiles the program at once, so kernels without a stable serialised form are allowed.
     """
     platform = "cuda" if target.kind == "gpu" else "cpu"
     described: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -118,7 +118,7 @@ def _exported(
         try:
             with described():
                 exported = export.export(jitted, platforms=[platform], disabled_checks=checks)(*leaves)
-            # The trace is cached: exporting made it.
+            # Exporting has cached this trace.
             return exported, tuple(sorted(named_kernels(jitted.trace(*leaves).jaxpr).items()))
         except ValueError as error:
             refused = tuple(dict.fromkeys(_REFUSED.findall(str(error))))
@@ -126,7 +126,7 @@ def _exported(
                 raise
             allowed += refused
         except RuntimeError as error:
-            # A Pallas kernel is lowered for the attached device unless another device is named.
+            # JAX lowers a Pallas kernel for the attached device unless a context names another device.
             if "AbstractDevice" not in str(error) or described is not contextlib.nullcontext:
                 raise
             described = functools.partial(compat.lowering_for, target.name, target.device_kinds)

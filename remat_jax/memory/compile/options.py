@@ -1,15 +1,15 @@
-"""The options of a compilation: XLA's memory limit, a cache of kernels, and the passes of a program that never runs.
+"""Compiler options: XLA's memory limit, a cache of kernels, and fewer passes for a program that never runs.
 
 XLA:GPU schedules and rematerialises so that a step's temporary memory fits
 
     (device memory · 80 % − held) · factor / 100,
 
-where *held* are the arguments and the results that reuse no argument's buffer. The option is the integer factor; its default is
-95. On an attached GPU the first term is not 80 % of the device's memory but the pool of JAX's allocator, 75 % unless
+where *held* is the size of the arguments and of the results that reuse no argument's buffer. The option sets the integer
+*factor*, 95 by default. On an attached GPU, XLA uses the size of JAX's allocator pool instead of 80 %: 75 % unless
 XLA_PYTHON_CLIENT_MEM_FRACTION changes it. XLA works towards the limit but does not guarantee it: a step may need more.
 
-Steps under different policies share most kernels, and making kernels is most of the compile time. XLA decides a step's memory
-before it makes kernels, so neither their cache nor their optimisation changes sizes (`docs/memory.md`).
+Steps under different policies share most kernels, and generating kernels takes most of the compile time. XLA assigns memory
+before it generates kernels, so cached or unoptimised kernels do not change the sizes (`docs/how/planner.md`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ DEFAULT_TIMEOUT = 300.0
 
 OPTION = "xla_gpu_memory_limit_slop_factor"
 LARGEST_FACTOR = 95
-"""XLA's default factor: a larger factor is not set."""
+"""XLA's default factor. A larger factor has no effect, so it is not set."""
 _AVAILABLE_PERCENT = 80
 """The share of a described device's memory that XLA takes as available."""
 
 _KERNEL_OPTIONS = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")
 _CACHE_SOURCE = "kernel_reuse_cache"
-"""XLA's source file that its error names if it cannot use the cached kernels."""
+"""The source file that XLA's error names if XLA cannot use the cached kernels."""
 _refused: set[str] = set()
-"""The kernel options that the compiler refused: the one installed compiler refuses them always."""
+"""The kernel options that the installed compiler refused, which are not tried again."""
 
 
 def check_timeout(timeout: float) -> None:
@@ -64,7 +64,7 @@ def limit_bytes(memory_limit: Any, target: Target) -> int | None:
 
 
 def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
-    """The options that set XLA's limit to the largest within `limit` bytes; empty if XLA's own is lower, or cannot be set.
+    """The option for the largest XLA limit within `limit` bytes; empty if XLA's own limit is lower, or cannot be set.
 
     `held_bytes` is the device memory of the step's arguments and of results that reuse no argument's buffer.
 
@@ -88,7 +88,7 @@ def never_run_options(kind: str) -> dict[str, Any]:
 
 
 class Kernels:
-    """Files of kernels, in a folder that the caller removes: one for each process, as XLA refuses duplicate kernels."""
+    """Files of compiled kernels, in a folder that the caller removes. XLA refuses duplicates, so each process has its own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock, self._numbers = folder, threading.Lock(), itertools.count(1)
@@ -102,7 +102,7 @@ class Kernels:
             yield cls(folder)
 
     def take(self) -> Path:
-        """A file that no other process uses: the largest, or a new one."""
+        """The largest file that no other process uses, or a new file."""
         with self._lock:
             if not self._free:
                 return self._folder / f"kernels_{next(self._numbers)}"
@@ -110,21 +110,21 @@ class Kernels:
             return self._free.pop()
 
     def give_back(self, file: Path) -> None:
-        """Return the file of a process that succeeded: a failed one may have left half a file."""
+        """Make the file of a successful process available again. The file of a failed process may be incomplete."""
         with self._lock:
             if file.exists():
                 self._free.append(file)
 
 
 def kernel_options(file: Path) -> dict[str, Any]:
-    """The options with which XLA reads kernels from `file` and adds new ones, without refused options."""
-    # A compiler that knows the second option needs it for the first: a kernel must be a separate object to be linked again.
-    # Later compilers always make separate objects and do not know the second option.
+    """The options with which XLA reads kernels from `file` and adds new kernels, without options that it refused before."""
+    # A compiler that has the second option needs it for the first: only kernels in separate objects can be linked again.
+    # Newer compilers always generate separate objects and do not have the second option.
     return {name: value for name, value in zip(_KERNEL_OPTIONS, (str(file), True), strict=True) if name not in _refused}
 
 
 def refuse(error: CompileError) -> bool:
-    """Whether the compiler refused one of `kernel_options`, which then is not used again, or the file, not the program."""
+    """Whether the error is about the kernel options or the kernel file, not the program. Refused options are recorded."""
     names = {name for name in _NO_SUCH_OPTION.findall(str(error)) if name in _KERNEL_OPTIONS}
     _refused.update(names)
     return bool(names) or _CACHE_SOURCE in str(error)

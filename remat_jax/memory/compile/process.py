@@ -1,7 +1,7 @@
 """Child processes for the compiler, and folders for their files.
 
-If the compiler aborts, hangs or runs out of memory, the child dies, and this process raises. A folder is removed with its
-compilation, or, after a kill, when the next one starts.
+If the compiler aborts, hangs or runs out of memory, the child process ends, and this process raises an error. A folder is
+removed after its compilation; the folder of a killed process is removed when the next compilation starts.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from remat_jax.hardware import Target
 
 try:
     import fcntl
-except ImportError:  # on Windows no folder is swept
+except ImportError:  # on Windows, leftover folders are not removed
     fcntl = None  # type: ignore[assignment]
 
 ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_")
-"""The prefixes of environment variables that affect a compiler's answer."""
+"""The prefixes of environment variables that affect the compiled result."""
 
 IDLE_SECONDS, MOST_IDLE = 30.0, 4
-"""The seconds that a child waits for another question, holding about 500 MB, and the most waiting children."""
+"""How many seconds a child waits for another question, with about 500 MB of memory, and how many children may wait."""
 
 _OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
@@ -46,14 +46,14 @@ _OUT_OF_MEMORY = (
     "annot allocate memory",
     "MemoryError",
     "Unable to allocate",
-    "failed to map segment",  # no room for a library
-    "pthread_create",  # no room for a thread's stack
+    "failed to map segment",  # no memory for a library
+    "pthread_create",  # no memory for a thread's stack
     "can't start new thread",
 )
 _FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)}
 _PREFIX, _LOCK = "remat_jax_compile_", "held"
 _NEW, _OLD = 2.0, 24 * 3600.0
-"""Seconds in which a folder may not be locked yet, and seconds after which a folder without a lock is a leftover."""
+"""A folder younger than `_NEW` seconds may not be locked yet. A folder without a lock is removed after `_OLD` seconds."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Question:
     Attributes:
       child: the script. It reads `request` as a line of JSON on standard input, with this process's id as `parent`, and prints
         one JSON object for each of `keys`.
-      doing, who: the activity, and the program that refuses a key, for error messages.
-      timeout, left: the seconds for all keys together, and what earlier processes of the call left of them, if there were any.
-      again: whether the child waits for another question after printing `{"done": true}`: starting takes longer than answering.
+      doing, who: words for error messages: the activity, and the program that refuses a key.
+      timeout, left: the limit in seconds for all keys together, and the rest of it if earlier questions used a part.
+      again: whether the child waits for another question after it prints `{"done": true}`, to save starting a process.
     """
 
     child: Path
@@ -80,13 +80,13 @@ class Question:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What one process can answer: the questions to one script under the same settings."""
+        """The script and the relevant environment. One process can answer all questions of the same kind."""
         relevant = {name: value for name, value in self.environment.items() if name.startswith(ENVIRONMENT)}
         return str(self.child), tuple(sorted(relevant.items()))
 
 
 class Children:
-    """The processes of one call; an error that leaves this context, such as Ctrl-C, kills them."""
+    """The processes of one call. An exception that leaves this context, such as Ctrl-C, kills the processes."""
 
     def __init__(self) -> None:
         self._lock, self._ended = threading.Lock(), False
@@ -100,7 +100,7 @@ class Children:
             self.end()
 
     def end(self) -> None:
-        """Kill the running processes, and all that are started later."""
+        """Kill the running processes, and each process that is added later."""
         with self._lock:
             self._ended = True
             for child in self._running:
@@ -108,7 +108,7 @@ class Children:
 
     @contextlib.contextmanager
     def running(self, child: _Child) -> Iterator[None]:
-        """A context in which `end` kills the child; the child must not be waited for inside."""
+        """A context in which `end` kills the child. The caller must not wait for the child's exit inside the context."""
         with self._lock:
             self._running.add(child)
             if self._ended:
@@ -123,7 +123,7 @@ class Children:
 def ask(
     question: Question, on_done: Callable[[str], None] | None = None, children: Children | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The child's answer for each key; `on_done` is called for each as it comes, and `children` may end the child."""
+    """Key → the child's answer. `on_done` is called with each key when its answer comes; `children` can kill the child."""
     child = _idle.take(question) or _Child(question)
     timer = threading.Timer(question.timeout if question.left is None else question.left, child.expire)
     timer.daemon = True
@@ -148,10 +148,10 @@ def ask(
 def _converse(
     child: _Child, question: Question, on_done: Callable[[str], None] | None
 ) -> tuple[dict[str, dict[str, Any]], str, bool]:
-    """The child's answers by key, the first refused key with its reason, and whether the child waits for more."""
+    """The child's answers by key, the first refused key with its reason, and whether the child waits for more questions."""
     source, sink = child.process.stdout, child.process.stdin
     assert source is not None and sink is not None
-    # A broken pipe means that the child died at once; its exit status tells why.
+    # A broken pipe means that the child ended at once; its exit status has the reason.
     with contextlib.suppress(BrokenPipeError):
         sink.write(json.dumps(question.request | {"parent": os.getpid()}) + "\n")
         sink.flush()
@@ -165,7 +165,7 @@ def _converse(
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            continue  # the output of a library
+            continue  # a library printed this line
         if "key" not in answer:
             if "done" in answer:
                 return answers, failed, question.again
@@ -179,7 +179,7 @@ def _converse(
 
 
 class _Child:
-    """A new process that answers questions of the kind of `question`."""
+    """A child process that answers `question`, and later questions of the same kind."""
 
     def __init__(self, question: Question) -> None:
         self.kind = question.kind
@@ -187,7 +187,7 @@ class _Child:
         self.waits_since = 0.0
         self._errors: TextIO = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self.process = subprocess.Popen(
-            # -P: the modules beside the script must not hide others of their names.
+            # With -P, modules in the script's folder do not shadow other modules of the same name.
             [sys.executable, "-P", str(question.child)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -198,7 +198,7 @@ class _Child:
         )
 
     def output(self) -> str:
-        """Its standard error for the last question."""
+        """The child's standard error during the last question."""
         self._errors.seek(0)
         output = self._errors.read().strip()
         self._errors.seek(0)
@@ -206,18 +206,18 @@ class _Child:
         return output
 
     def kill(self) -> None:
-        """Kill the child and the processes started by the compiler: together they are one process group."""
+        """Kill the child's process group, which includes the processes that the compiler started."""
         self.killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def expire(self) -> None:
-        """Kill the child because its time is up, even if it has ended: its own children may keep the pipe open."""
+        """Kill the child's process group after the timeout. Even after the child has ended, its children may hold a pipe."""
         self.expired = True
         self.kill()
 
     def end(self) -> None:
-        """Kill the child if it runs, and close its pipes and files."""
+        """Kill the child if it is running, and close its pipes and files."""
         if self.process.poll() is None:
             self.kill()
             self.process.wait()
@@ -235,12 +235,12 @@ class _Idle:
         self._waiting: list[_Child] = []
 
     def take(self, question: Question) -> _Child | None:
-        """A waiting child for questions of this kind; children that have waited too long are ended."""
+        """A waiting child for a question of this kind, or None. Ends the children that have waited too long."""
         if not question.again:
             return None
         earliest = time.monotonic() - IDLE_SECONDS
         with self._lock:
-            # A child exits by itself only later, so a child taken here is alive.
+            # A child exits by itself only after a longer time than IDLE_SECONDS, so the child taken here is alive.
             for child in list(self._waiting):
                 if child.waits_since < earliest or child.process.poll() is not None:
                     self._waiting.remove(child)
@@ -252,7 +252,7 @@ class _Idle:
         return None
 
     def give_back(self, child: _Child) -> None:
-        """Keep a waiting child; if there are too many, end the one that has waited longest."""
+        """Add a child to the waiting children. If there are too many, end the child that has waited longest."""
         child.waits_since = time.monotonic()
         with self._lock:
             self._waiting.append(child)
@@ -275,7 +275,7 @@ _idle = _Idle()
 
 
 def end_idle() -> None:
-    """End the waiting compile processes, so that the operating system counts their resource use."""
+    """End the waiting compile processes; the operating system counts the resource use only of children that have ended."""
     _idle.end()
 
 
@@ -295,7 +295,7 @@ def _raise_for(question: Question, answers: dict[str, Any], failed: str, status:
         remedy = f". {compat.CUDNN_REMEDY}" if compat.wants_cudnn(failed) else _remedy(failed, status)
         raise CompileError(f"{question.doing}: {question.who} refused policy={failed[:2000]}{remedy}")
     if missing:
-        # An abort gives its reason before a long stack, an exception after it.
+        # An abort prints its reason before a long stack trace, an exception after it.
         shortened = output if len(output) <= 1500 else f"{output[:500]}\n…\n{output[-1000:]}"
         reason = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
         raise CompileError(
@@ -322,7 +322,7 @@ def _remedy(output: str, status: int) -> str:
 
 def compiler_environment(target: Target) -> dict[str, str]:
     """The environment of a process that compiles for `target` without touching a GPU."""
-    # The exported program carries its own dtypes; without x64 JAX would narrow them.
+    # The exported program has its own dtypes, which JAX would narrow without x64.
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "JAX_ENABLE_X64": "1"}
     if target.kind == "gpu":
         environment |= compat.GPU_COMPILER_ENVIRONMENT
@@ -337,7 +337,7 @@ def compiler_environment(target: Target) -> dict[str, str]:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A new folder in the temporary folder."""
+    """A context with a new folder in the temporary folder, removed at the end of the context."""
     _sweep(tempfile.gettempdir())
     try:
         with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, open(Path(folder, _LOCK), "w") as held:
@@ -352,10 +352,10 @@ def scratch() -> Iterator[Path]:
 
 @functools.cache
 def _sweep(parent: str) -> None:
-    """Remove the folders of ended processes, whose locks nobody holds."""
+    """Remove the folders of processes that have ended. No process holds the locks of these folders."""
     for folder in Path(parent).glob(f"{_PREFIX}*") if fcntl else ():
         with contextlib.suppress(OSError):
-            # The owner was killed before it made the lock, or while it removed the folder.
+            # No lock: the owner was killed before it created the lock, or while it removed the folder.
             if not (folder / _LOCK).exists() and time.time() - folder.stat().st_mtime > _OLD:
                 shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError), open(folder / _LOCK, "r+") as held:

@@ -1,1 +1,1 @@
-"""What the text of a compiled module says: buffers, copies, collectives, time."""
+"""Reading the text of a compiled module: buffers, copies, collectives, time."""

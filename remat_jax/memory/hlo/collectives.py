@@ -1,4 +1,4 @@
-"""The collectives of one step on a mesh, read from the compiled module: the compiler, not the program, places them."""
+"""The collectives of one step on a mesh, read from the compiled module, because the compiler inserts them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from remat_jax.memory.hlo.live import module_path
 from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, parse
 
 _WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
-"""Collectives whose result has the operands too."""
+"""Collectives whose result is a tuple that also contains the operands."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """The exchanges of one kind in one phase of a step.
+    """The collectives of one kind in one phase of a step.
 
     Attributes:
       kind: XLA's name: `all-gather`, `reduce-scatter`, `all-reduce`, …
-      phase: `forward`, `recomputed`, `backward`, or `other`. An array that both the recomputation and the gradient read is
-        exchanged once, in the phase that the compiler names.
-      count: the number of exchanged arrays; an array in a loop counts once per iteration.
-      bytes: the larger of the bytes that one device sends and receives: for an all-gather the whole result, for a
-        reduce-scatter the whole operand.
+      phase: `forward`, `recomputed`, `backward`, or `other`, from the operator's name. If both the recomputation and the
+        gradient read the result, the collective runs once and is in one of the two phases.
+      count: the number of arrays; an array in a loop counts once per iteration.
+      bytes: the bytes of the operands or of the results on one device, whichever are larger: the results of an all-gather, the
+        operands of a reduce-scatter.
     """
 
     kind: str
@@ -59,7 +59,7 @@ def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
 
 
 def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
-    """By kind, the number of arrays exchanged in all phases together, and their bytes."""
+    """Kind of collective → the number of arrays in all phases together, and their bytes."""
     totals: dict[str, tuple[int, int]] = {}
     for each in collectives:
         count, nbytes = totals.get(each.kind, (0, 0))
@@ -68,9 +68,9 @@ def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
 
 
 def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[tuple[str, str], int, int]]:
-    """The (kind, phase), number of arrays and bytes of the collectives of a computation that runs `times` in `phase`."""
+    """Yield (kind, phase), number of arrays and bytes of each collective in a computation that runs `times` times."""
     for instruction in computation:
-        # Merged instructions have no operator name: they take their loop's phase.
+        # Merged instructions have no operator name, so they get the phase of their loop.
         named_phase = module_path(instruction.op_name)[2]
         inner_phase = phase if named_phase == "other" else named_phase
         if instruction.kind in COLLECTIVES:
@@ -81,7 +81,7 @@ def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[
 
 
 def _sent(collective: Instruction) -> tuple[Instruction | None, ...]:
-    """The exchanged operands: besides its array, a ragged collective has a result buffer, offsets and sizes as operands."""
+    """The operands that a collective sends. A ragged collective sends its first; the others are a buffer, offsets and sizes."""
     return collective.inputs[:1] if collective.opcode.startswith("ragged-") else collective.inputs
 
 
@@ -91,11 +91,11 @@ def _bytes(collective: Instruction) -> int:
     return max(given, whole - given if collective.opcode in _WITH_OPERANDS else whole)
 
 
-# --- the time of an exchange -------------------------------------------------------------------------------------------
+# --- the time of a collective ------------------------------------------------------------------------------------------
 
 
 def exchange_seconds(collective: Instruction, target: Target, links: Links | None) -> float | None:
-    """Seconds of a collective over the target's links; None if the rate of a link that it needs is unknown."""
+    """The seconds of a collective over the target's links; None if it needs a link whose rate is unknown."""
     group = largest_group(collective.rest, target.devices)
     if len(group) < 2 or links is None:
         return 0.0 if len(group) < 2 else None
@@ -104,7 +104,7 @@ def exchange_seconds(collective: Instruction, target: Target, links: Links | Non
 
 
 def largest_group(attributes: str, devices: int) -> list[int]:
-    """The device numbers of the largest group that exchanges data in a collective.
+    """The device numbers in one group of a collective: the group with the widest range of numbers.
 
     >>> largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8), largest_group("replica_groups={}", 2)
     ([0, 2, 4, 6], [0, 1])

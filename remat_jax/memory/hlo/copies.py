@@ -18,10 +18,10 @@ class Copies:
 
     Attributes:
       count: the number of copies; a copy in a loop counts once per iteration.
-      bytes: the bytes that they move.
-      seconds: their time on the link, one after the other.
-      covered_seconds: the part of this time during which compute runs.
-      available_seconds: the compute scheduled from the start of the first copy to the wait for the last one.
+      bytes: the bytes that the copies move.
+      seconds: the time of the copies on the link, one after the other.
+      covered_seconds: the part of `seconds` during which compute runs.
+      available_seconds: the compute time between the start of the first copy and the wait for the last copy.
     """
 
     count: int
@@ -37,9 +37,9 @@ class Copies:
 
     @property
     def coverable(self) -> float:
-        """The share that could be covered by the compute between the first start and the last wait, at most 1.
+        """An upper bound of `covered`: the compute time between the first start and the last wait, as a share of `seconds`.
 
-        It may be out of reach: a copy starts after its array is computed and ends before its read; see `Overlap.coverable`.
+        A copy starts after its array is computed and ends before the array is read, so `Overlap.coverable` may be lower.
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 
@@ -55,10 +55,10 @@ class Overlap:
     Attributes:
       out, back: the copies from device to host and from host to device.
       compute_seconds: the time of compute alone.
-      step_seconds: the time of compute and of its waits for copies.
-      coverable_seconds: the time of all copies that compute could cover, if the first start and the last wait of each direction
-        stay where they are: an array's two copies run one after the other between its computation and its first read, and for
-        an array of the last block hardly any compute is between. Compare `step_seconds` across schedules.
+      step_seconds: the time of compute and of its waits for copies and collectives. Compare schedules by it.
+      coverable_seconds: an upper bound of the copy time that compute can cover if the first start and the last wait of each
+        direction do not move. An array's two copies run one after the other between its computation and its first read. For
+        an array of the last block, hardly any compute runs between these two.
     """
 
     out: Copies
@@ -74,7 +74,7 @@ class Overlap:
 
     @property
     def coverable(self) -> float:
-        """The share that could be covered; see `coverable_seconds`."""
+        """The share of the time of all copies that compute could cover; see `coverable_seconds`."""
         return self._share(self.coverable_seconds)
 
     def _share(self, seconds: float) -> float:
@@ -91,7 +91,7 @@ class Overlap:
 
 
 def host_copy(instruction: Instruction) -> tuple[Direction, int] | None:
-    """The direction and bytes of the host copy that an instruction starts or makes; None for other instructions."""
+    """The direction and bytes of the host copy that an instruction starts or performs; None for other instructions."""
     if instruction.opcode in _NO_COPIES or instruction.opcode.endswith("-done"):
         return None
     if instruction.opcode == "copy-start":
@@ -117,11 +117,11 @@ def _moved(from_host: bool, to_host: bool, size: int) -> tuple[Direction, int] |
 
 
 Roots = str | list[Any]
-"""The name of the instruction that computes an array; a list for a tuple."""
+"""The name of the instruction that computes an array, or a list of names for a tuple of arrays."""
 
 
 class RoundTrip(NamedTuple):
-    """The names of the instructions that compute an array, start its copies to the host and back, and read it first."""
+    """The names of the instructions that compute an array, copy it to the host and back, and then read it first."""
 
     made: str
     out: str
@@ -130,7 +130,7 @@ class RoundTrip(NamedTuple):
 
 
 def round_trips(computation: Computation) -> Iterator[RoundTrip]:
-    """The arrays that go to the host and back in `computation` itself, outside its loops."""
+    """Yield the arrays that `computation` itself, outside its loops, copies to the host and back."""
     roots: dict[str, Roots] = {}
     copies: dict[str, tuple[Direction, str]] = {}
     readers: dict[str, str] = {}
@@ -150,7 +150,7 @@ def round_trips(computation: Computation) -> Iterator[RoundTrip]:
 
 
 def _passed_on(instruction: Instruction, sources: list[Roots]) -> Roots:
-    """The names of the instructions that computed the arrays of an instruction that moves no data."""
+    """The names of the instructions that computed the arrays which `instruction` only passes on."""
     if instruction.opcode == "get-tuple-element":
         whole = sources[0]
         return whole[instruction.index] if isinstance(whole, list) and instruction.index < len(whole) else instruction.name

@@ -1,4 +1,4 @@
-"""The times of the kernels of a compiled module, from the bytes and operations of each fusion at the rates of a target."""
+"""The times of the kernels of a compiled module, from each kernel's bytes and operations at the rates of a target."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _KNOWN = frozenset(
     shift-left shift-right-arithmetic shift-right-logical sign sine slice sort sqrt stochastic-convert subtract tan tanh
     transpose triangular-solve xor""".split()
 )
-"""Instructions whose time depends on their bytes or a product's operations."""
+"""Opcodes whose time is that of their bytes or, for matmuls, of their operations. Other opcodes are reported as unknown."""
 _ATTENTION_SHARE = 0.65
-"""The share of a large product's rate that attention kernels reach.
+"""The share of a large matmul's rate that attention kernels reach.
 
 Dao, FlashAttention-2 (2023), Figures 4 to 6, A100, heads of 128: 0.6 to 0.73 of 312 TFLOP/s forward, 0.5 to 0.6 backward, where
-a large product reaches 0.87.
+a large matmul reaches 0.87.
 """
 _PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
-"""Custom calls that mostly read and write, with little compute."""
+"""Prefixes of custom calls with little compute. Their time is that of their bytes."""
 _PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
 _DTYPES = {
     "bf16": "bfloat16",
@@ -46,10 +46,10 @@ _PARTS = ("dynamic-slice", "slice", "gather")
 
 
 class KernelTimes:
-    """The time of each kernel: its launch, and the longer of the times for its operations and its bytes.
+    """The time of each kernel: its launch time, plus its compute time or its memory time, whichever is longer.
 
-    `kernels` has the operations of Pallas kernels by name, which the compiled module does not contain. `dtypes` collects those
-    of the products, `unknown` the custom calls and instructions with unknown operations, of which only the bytes count.
+    `kernels` has the operations of Pallas kernels by name, because the compiled module does not contain them. `dtypes` collects
+    the dtypes of matmuls. `unknown` collects custom calls and opcodes with unknown operations; only their bytes count.
     """
 
     def __init__(self, rates: Rates, kernels: Mapping[str, float] | None = None) -> None:
@@ -59,7 +59,7 @@ class KernelTimes:
         self._seconds: dict[Instruction, float] = {}
 
     def seconds(self, instruction: Instruction) -> float:
-        """The seconds of an instruction that computes: no loop, no copy to or from the host, no collective."""
+        """The seconds of an instruction other than a loop, a copy to or from the host, or a collective."""
         if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             return 0.0
         if instruction not in self._seconds:
@@ -93,10 +93,10 @@ class KernelTimes:
 
 
 def _traffic(instruction: Instruction) -> int:
-    """Bytes of device memory that an instruction reads and writes; a sliced array counts with its slice."""
+    """The bytes of device memory that an instruction reads and writes. Of a sliced array, only the slice counts."""
     opcode, called = instruction.opcode, instruction.called
     if called is not None and opcode == "async-start":
-        # It runs a computation beside others: a fusion that updates a slice, since JAX 0.12.
+        # Since JAX 0.12 a fusion that updates a slice runs asynchronously.
         return sum(_traffic(inner) for inner in called if inner.opcode not in FREE)
     if called is not None:
         return _read(called) + _written(called.root)
@@ -140,8 +140,8 @@ def _written(root: Instruction) -> int:
 def _product(instruction: Instruction) -> Product | None:
     """The matrix product that a dot, a matmul call or a convolution computes; None for other instructions.
 
-    A convolution is the product of its windows, one for each output position, with its kernel. Float32 runs as tensorfloat32
-    unless the program asks for the highest precision.
+    A convolution counts as the product of two matrices: its windows, one row per output position, and its kernel. Float32 runs
+    as tensorfloat32 unless the program requests the highest precision.
     """
     lhs, rhs = instruction.input(0), instruction.input(1)
     if lhs is None or rhs is None or not (lhs.arrays and rhs.arrays and instruction.arrays):
@@ -173,11 +173,11 @@ def _product(instruction: Instruction) -> Product | None:
 
 
 def attention_products(instruction: Instruction) -> list[Product]:
-    """The products of an attention kernel, of cuDNN or Pallas, from its operands; empty for other calls.
+    """The matmuls of an attention kernel (cuDNN or Pallas), from its operands; empty for other calls.
 
     Query, key and value are the first three operands with four axes (three without a batch) and an equal last axis, the head
-    width. The forward kernel has two products over all pairs of positions. A backward kernel recomputes the scores, computes
-    their gradient, and has one product for each gradient that it returns. A call that is marked causal has half of each.
+    width. A forward kernel has two matmuls over all pairs of positions. A backward kernel has one matmul to recompute the
+    scores, one for their gradient, and one for each gradient that it returns. A causal call has half as many pairs.
 
     >>> from remat_jax.memory.hlo.text import parse
     >>> module = parse('''ENTRY %main (q: bf16[2,64,4,16]) -> bf16[2,64,4,16] {
@@ -213,5 +213,5 @@ def _called_target(instruction: Instruction) -> str:
 
 
 def _units(dtype: str) -> str:
-    """The units on which products of an HLO dtype run; integers and unknown dtypes run as int8."""
+    """The dtype whose units run matmuls of an HLO dtype; integers and unknown dtypes run as int8."""
     return _DTYPES.get(dtype, "int8")

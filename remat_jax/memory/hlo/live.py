@@ -1,7 +1,7 @@
-"""The buffers on the device over a compiled step's schedule, and at its peak, by the module that made them.
+"""The device buffers that are alive during a compiled step and at its peak, by module path.
 
-Read from XLA's dump: the optimised program, its buffer assignment, and the range of the schedule in which each buffer is alive.
-Operator names contain the module path. XLA's own peak is not used, since it counts host buffers as device memory.
+They are read from XLA's dump: the optimised program, its buffer assignment and the live range of each buffer. Module paths come
+from operator names. XLA's own peak is not used, since it counts host buffers as device memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remat_jax.memory.hlo.text import HloModule, Instruction, elements, parse, s
 
 DEVICE_SPACE = 0
 _LARGE = 0.0002
-"""The least share of the peak for which a buffer is tracked by itself; in a large unrolled model, arrays are small."""
+"""The least share of the peak at which a buffer is tracked individually. It is low: unrolled models have many small arrays."""
 RESULT = "result"
 """The phase of a result that does not reuse an argument's buffer."""
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
@@ -42,12 +42,12 @@ class LiveBuffer:
 
     Attributes:
       name: `module/path:primitive`, like a residual's name, or the argument's name.
-      module: the module path alone; empty if the program does not have it.
+      module: the module path alone; empty if the operator's name has none.
       phase: `argument`, `forward` (computed and kept by the forward pass), `recomputed`, `backward`, or `other` (outside the
         gradient: the optimizer's update, and computation that needs no gradient).
       shape: as XLA writes it, such as `f32[16,256]`.
-      collective: the kind of the collective that returns or reads it (`all-gather`: a gathered parameter, `reduce-scatter`: a
-        gradient before its sum); empty without a collective.
+      collective: the kind of collective that returns or reads the buffer, such as `all-gather` for a gathered parameter and
+        `reduce-scatter` for a gradient before its sum; empty if no collective does.
     """
 
     name: str
@@ -59,15 +59,15 @@ class LiveBuffer:
 
 
 _Value = tuple[str, str]
-"""An instruction's name, and the index into its tuple, as XLA writes it: `1,0`."""
+"""The name of an instruction, and an index into its tuple of results as XLA writes it, such as `1,0`."""
 _Places = tuple[int, ...]
-"""The same index as numbers."""
+"""An index into a nested tuple, as numbers: `(1, 0)`."""
 
 
 def _traced(
     instruction: Instruction, places: _Places, step: Callable[[Instruction, _Places], tuple[Instruction | None, _Places]]
 ) -> tuple[Instruction, _Places]:
-    """The first source of an element of an instruction's result, by `step` from each source to the one before."""
+    """The origin of an element of an instruction's result. `step` returns an element's source, or None if it has none."""
     seen = set()
     while (instruction, places) not in seen:
         seen.add((instruction, places))
@@ -78,7 +78,7 @@ def _traced(
 
 
 def _renamed(instruction: Instruction, places: _Places) -> tuple[Instruction | None, _Places]:
-    """The source of an element that an instruction only gives another name; None if it does more."""
+    """The source of an element if the instruction only renames it (a bitcast, or a tuple packed or unpacked); else None."""
     if instruction.opcode == "bitcast":
         return instruction.input(0), places
     if instruction.opcode == "get-tuple-element":
@@ -89,7 +89,7 @@ def _renamed(instruction: Instruction, places: _Places) -> tuple[Instruction | N
 
 
 def _slice_source(instruction: Instruction) -> Instruction | None:
-    """The array that a slice reads from, or that an update writes into, a stack; None for other instructions."""
+    """The stack that a `dynamic_slice` reads, or the array that a `dynamic_update_slice` writes into a stack; else None."""
     primitive = instruction.op_name.rpartition("/")[2]
     if primitive not in ("dynamic_slice", "dynamic_update_slice") or instruction.opcode not in _SLICES:
         return None
@@ -99,7 +99,7 @@ def _slice_source(instruction: Instruction) -> Instruction | None:
 
 
 def _is_unchanged(written: Instruction | None, place: int) -> bool:
-    """Whether what a loop's body writes at a place of its state is what it reads there."""
+    """Whether a loop's body returns element `place` of its state unchanged."""
     if written is None or written.opcode != "get-tuple-element" or written.index != place:
         return False
     source = written.input(0)
@@ -107,7 +107,7 @@ def _is_unchanged(written: Instruction | None, place: int) -> bool:
 
 
 class Schedule:
-    """When each device array of a compiled step is alive, and where, from three files of XLA's dump."""
+    """The live range and the place in memory of each device buffer of a compiled step, from three files of XLA's dump."""
 
     def __init__(self, program: str | HloModule, assignment: str, live_ranges: str) -> None:
         self.places = _device_places(assignment)
@@ -119,7 +119,7 @@ class Schedule:
         self._loops = {each.attribute("body"): each for each in self._instructions.values() if each.opcode == "while"}
 
     def buffer(self, value: _Value) -> LiveBuffer:
-        """The buffer of a value."""
+        """The description of a value's buffer."""
         (name, index), nbytes = value, self.places[value].nbytes
         instruction = self._instructions.get(name)
         if instruction is None:
@@ -129,7 +129,7 @@ class Schedule:
         origin = _traced(instruction, places, self._before)[0]
         if origin.opcode == "parameter":
             is_argument = instruction.opcode in ("parameter", "get-tuple-element", "tuple", "while")
-            # A copy or a slice of an argument, such as one layer of a scanned stack of parameters, is a buffer of its own.
+            # A copy or a slice of an argument has its own buffer, for example one layer of a stack of parameters.
             phase = "argument" if is_argument else module_path(instruction.op_name)[2]
             return LiveBuffer(origin.op_name or name, "", phase, nbytes, shape)
         path, primitive, phase = module_path(origin.op_name)
@@ -139,9 +139,9 @@ class Schedule:
         """The device buffers that are alive at the peak, the largest first."""
         totals = self.totals()
         peak = max(totals, key=lambda moment: (totals[moment], -moment), default=0)
-        # A loop's state has a name outside the loop and one inside: values in one place are one buffer.
+        # A loop's state has one name outside the loop and another inside. Values that share a place are the same buffer.
         alive = {self.places[value]: value for value, (start, end) in self.ranges.items() if start <= peak <= end}
-        # A collective may use any of the names of a place.
+        # A collective may refer to a place by any of its names.
         kinds = {
             self.places[value]: kind
             for value, kind in self._exchanged().items()
@@ -151,7 +151,7 @@ class Schedule:
         return sorted(buffers, key=lambda buffer: (-buffer.nbytes, buffer.name))
 
     def totals(self, most: float = math.inf) -> dict[int, int]:
-        """The total bytes of buffers of at most `most` bytes at each moment at which a buffer begins."""
+        """Moment → bytes of the live buffers that have at most `most` bytes each, for each moment at which a buffer begins."""
         events: dict[int, list[tuple[BufferPlace, int]]] = {}
         for value, (start, end) in self.ranges.items():
             for moment, change in ((start, 1), (end + 1, -1)):
@@ -169,7 +169,7 @@ class Schedule:
         return totals
 
     def _exchanged(self) -> dict[_Value, str]:
-        """The operands of collectives, and all elements of their results, with the kind of the collective."""
+        """Value → kind of collective, for the operands of collectives and all elements of their results."""
         kinds: dict[_Value, str] = {}
         for instruction in self._instructions.values():
             if instruction.collective is not None:
@@ -206,12 +206,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The schedule divided into segments; the large buffers that are alive change only between segments.
+    """The schedule as segments. The set of live large buffers changes only between segments.
 
     Attributes:
-      small: the largest sum of the small buffers in each segment, in bytes.
+      small: the largest sum of the live small buffers in each segment, in bytes.
       buffers: the large buffers. The new value of a donated argument counts as the argument.
-      spans: where the buffers are alive. If several buffers share a place at one time, only one of them has a span.
+      spans: the segments in which each buffer is alive. Of buffers that share a place at one time, only one has a span.
 
     >>> logits, kept = LiveBuffer("mul", "", "backward", 80, "f32[20]"), LiveBuffer("x", "", "forward", 60, "f32[15]")
     >>> timeline = Timeline((5, 5, 5), (logits, kept), (Span(1, 1, 0), Span(0, 2, 1)))
@@ -260,7 +260,7 @@ class Timeline:
 
 
 def _apart(spans: list[Span]) -> Iterator[Span]:
-    """The spans of one place without overlaps: of several at one time, only the one that began last counts.
+    """The spans of one place without overlaps: where spans overlap, only the span that began last remains.
 
     >>> list(_apart([Span(0, 9, 1), Span(3, 5, 2)]))
     [Span(first=0, last=2, buffer=1), Span(first=3, last=5, buffer=2), Span(first=6, last=9, buffer=1)]
@@ -273,7 +273,7 @@ def _apart(spans: list[Span]) -> Iterator[Span]:
 
 
 def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> tuple[LiveBuffer, ...]:
-    """The buffers, with `names` instead of `args[3]` for arguments; the module is a name's first part, such as `parameters`."""
+    """`buffers` with `args[i]` renamed to `names[i]`. An argument's module is its name's first part, such as `parameters`."""
     by_number = {f"args[{number}]": name for number, name in enumerate(names)}
     return tuple(
         replace(buffer, name=name, module=name.partition("/")[0]) if (name := by_number.get(buffer.name)) else buffer
@@ -282,7 +282,7 @@ def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> tupl
 
 
 class BufferPlace(NamedTuple):
-    """A place in memory. Several values may have one place, one after the other or as names of one array."""
+    """A place in memory. Values may share a place, one after the other or as several names of one array."""
 
     allocation: int
     offset: int
@@ -305,13 +305,13 @@ def module_path(op_name: str) -> tuple[str, str, str]:
     >>> module_path("jit(step)/transpose(jvp(Model.loss))/Model/while/body/layers.body/layers/ffn/up/dot_general")
     ('Model/layers/ffn/up', 'dot_general', 'backward')
 
-    The layers of a policy by layer (`layers[0:8]`) are not part of the path. Flax opens a scope again inside itself; both count
-    as one, so a module with its parent's name is merged with its parent.
+    The layer ranges of a per-layer policy (`layers[0:8]`) are not part of the path. Flax may reopen a scope inside itself, so
+    repeated names are merged. This also merges a module with a parent of the same name.
     """
     phases = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
     phase = next((phase for mark, phase in phases.items() if mark in op_name), "other")
     parts: list[str] = []
-    for part in split_outside_brackets(op_name.partition(";")[0], "/"):  # newer compilers join the names of merged operators
+    for part in split_outside_brackets(op_name.partition(";")[0], "/"):  # newer compilers join merged operators' names by ";"
         while (wrapped := _WRAPPER.match(part)) is not None:
             part = wrapped["inside"]
         inside = split_outside_brackets(part, "/")

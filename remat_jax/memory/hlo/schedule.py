@@ -1,9 +1,9 @@
-"""The modelled time of a compiled step, simulated from its schedule, and how far compute covers copies and exchanges.
+"""The modelled time of a compiled step, simulated from its schedule, and how much of its transfers overlaps compute.
 
-XLA:GPU writes its schedule into the module: one line starts a copy or a collective, a later line waits for it, and the lines
+XLA:GPU writes its schedule into the module: one line starts a copy or a collective, a later line waits for it, and the lines in
 between may overlap it. Compute runs line by line on one stream, copies to the host on a second, copies back on a third,
-collectives on a fourth. A copy or a collective starts when its line is reached and its stream is free. The line that waits for
-it delays compute until it is done.
+collectives on a fourth. A copy or a collective starts when its line is reached and its stream is free. Compute stops at a line
+that waits until the copy or the collective is done.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from remat_jax.memory.hlo.kernel_times import KernelTimes
 from remat_jax.memory.hlo.text import Computation, HloModule, Instruction, parse
 
 Lane = Literal["out", "back", "exchange"]
-"""The streams beside compute: copies to the host, copies back, collectives."""
+"""The streams other than compute: copies to the host, copies back to the device, collectives."""
 _ENTERED = ("while", "call", "conditional")
 _MATTERS = 0.05
-"""The least share of a step's time at which an assumed latency makes the time a range."""
+"""The least share of a step's time at which assumed latencies are reported."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class StepTime:
     """The modelled time of one execution of a compiled module.
 
     Attributes:
-      seconds, compute_seconds: the whole time, and that of compute alone; the rest is waiting for copies and exchanges.
-      overlap, exchanges: the copies to and from the host, and the collectives in the same terms.
-      untimed: custom calls and instructions with unknown operations: only their bytes count.
-      assumed: the rates that were not measured, by their names in `Rates`; latencies only if they are 5 % of the time or more.
+      seconds, compute_seconds: the time of the step, and of compute alone. In the rest, compute waits for transfers.
+      overlap, exchanges: the copies to and from the host, and the collectives.
+      untimed: custom calls and instructions with unknown operations. Their time is that of their bytes.
+      assumed: the names in `Rates` of the rates that were not measured; latencies only from 5 % of `seconds` on.
     """
 
     seconds: float
@@ -50,11 +50,11 @@ class StepTime:
 def step_time(
     text: str | HloModule, target: Target, rates: Rates | None = None, *, kernels: Mapping[str, float] | None = None
 ) -> StepTime:
-    """The modelled time of the compiled module `text` on one device of `target`, or at other `rates`.
+    """The modelled time of the compiled module `text` on one device of `target`, at the target's rates or at `rates`.
 
-    A kernel takes its launch time plus the longer of the times for its operations and its bytes. A loop runs for the trip count
-    that the compiler knows, else once. A `conditional` takes its longest branch. `kernels` has the operations of Pallas kernels
-    by name.
+    A kernel takes its launch time, plus its compute time or its memory time, whichever is longer. A loop runs for the trip
+    count that the compiler knows, else once. A `conditional` takes its longest branch. `kernels` has the operations of Pallas
+    kernels by name.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
@@ -181,14 +181,14 @@ class _Player:
                 self._run(body)
 
     def _body(self, instruction: Instruction) -> tuple[Computation | None, int]:
-        """The computation that a loop, a call or a branch runs, and how often."""
+        """The computation that a loop, a call or a `conditional` runs (its longest branch), and how often it runs."""
         bodies = instruction.bodies
         if len(bodies) > 1:
             bodies = (max(bodies, key=lambda branch: (self._sends(branch), self._total(branch))),)
         return (bodies[0] if bodies else None), instruction.trip_count(unknown=1) if instruction.opcode == "while" else 1
 
     def _sends(self, computation: Computation) -> bool:
-        """Whether a computation starts copies or collectives: then every round of its loop is simulated."""
+        """Whether a computation starts copies or collectives. If so, every iteration of its loop is simulated."""
         if computation.name not in self._sending:
             inner = (self._body(each)[0] for each in computation if each.opcode in _ENTERED)
             starts = any(map(self._beside, computation))
@@ -234,8 +234,8 @@ class _Player:
         return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
 
     def _coverable(self, out: Copies, back: Copies) -> float:
-        # `together`: the uncoverable time of an array's two copies, by the copy out (the longest if the array is fetched more
-        # than once). `alone`: that of each copy if it could use all compute between the copies.
+        # `together`: by copy out, the time of an array's two copies that compute cannot cover (the maximum, if the array is
+        # fetched more than once). `alone`: the same for one copy that may use all compute between computation and read.
         together: dict[str, float] = {}
         alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
         for trip in round_trips(self.entry):
@@ -255,7 +255,7 @@ def _raise_to(longest: dict[str, float], name: str, seconds: float) -> None:
 
 
 def _common(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """The total intersection of two lists of spans, each in order and without overlap."""
+    """The total length of the intersection of two lists of spans. Each list is sorted and has no overlaps."""
     total, place = 0.0, 0
     for begin, end in some:
         while place < len(others) and others[place][1] <= begin:

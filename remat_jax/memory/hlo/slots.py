@@ -1,8 +1,8 @@
-"""Checks which slot of a host buffer a scanned offload's copies use, in a compiled module (openxla/xla#46231).
+"""Detects scanned offloads whose compiled copies use the wrong slot of a host buffer (openxla/xla#46231).
 
-XLA:GPU compiles a copy to or from one slot of a stacked array inside a loop to a memory copy with a constant address: an offset
-and a stride per iteration, in the configuration of the `dynamic-slice` or `dynamic-update-slice`. The program's own index is
-still an operand. JAX 0.10.2 and 0.11.0 use the address of slot k if the backward pass asks for slot L-1-k.
+A loop may copy to or from one slot of a stacked array. XLA:GPU compiles this copy with a constant address: a byte offset and a
+byte stride per iteration, in the `backend_config` of the `dynamic-slice` or `dynamic-update-slice`. The program's own index is
+still an operand. In JAX 0.10.2 and 0.11.0 the address is that of slot k where the backward pass asks for slot L-1-k.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": opera
 def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
     """Whether a loop of the compiled module `text` copies a different slot of a host buffer than the program asks for.
 
-    Compares every iteration of every loop with a known trip count. False if no loop copies to or from host memory, or if the
-    copies compute their addresses at run time.
+    Checks every iteration of every loop with a known trip count. False if no loop copies to or from host memory, or if the
+    addresses are computed at run time.
 
     >>> scanned_offload_is_miscompiled("ENTRY %main (x: f32[]) -> f32[] {\\n  ROOT %x = f32[] parameter(0)\\n}")
     False
@@ -59,7 +59,7 @@ def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
 
 
 def _is_wrong(loop: Instruction, instruction: Instruction) -> bool:
-    """Whether a copy inside an instruction of the loop's body takes another slot than the program asks for."""
+    """Whether a copy inside an instruction of the loop's body uses a different slot than the program asks for."""
     for copy in instruction.called or ():
         constant, whole = _constant_address(copy), copy.input(0)
         if constant is None or whole is None or not any(array.on_host for array in (*whole.arrays, *copy.arrays)):
@@ -72,7 +72,7 @@ def _is_wrong(loop: Instruction, instruction: Instruction) -> bool:
 
 
 def _constant_address(copy: Instruction) -> tuple[int, int] | None:
-    """The constant offset and stride in bytes over the innermost loop's iterations; None without them."""
+    """The constant offset, and the stride per iteration of the innermost loop, in bytes; None if there are none."""
     if copy.opcode not in ("dynamic-slice", "dynamic-update-slice"):
         return None
     config = copy.config.get("dynamic_slice_config")
@@ -109,7 +109,7 @@ def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
 
 
 def _value(instruction: Instruction, counters: dict[int, int], given: Callable[[int], int] | None) -> int:
-    """The integer value of a scalar instruction, given the loop's `counters` by tuple index, or `given` parameters."""
+    """The integer value of a scalar instruction, from the loop's `counters` by tuple index and the `given` parameters."""
     opcode = instruction.opcode
     if opcode == "constant":
         return int({"true": 1, "false": 0}.get(instruction.argument, instruction.argument))

@@ -27,14 +27,14 @@ COLLECTIVES = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
     "collective-broadcast",
 )
-"""Instructions by which devices exchange arrays. Asynchronous ones end in `-start`."""
+"""Collective opcodes. The opcode of an asynchronous collective also has the suffix `-start`."""
 _BODIES = {"while": ("body",), "call": ("to_apply", "calls"), "async-start": ("calls",), "fusion": ("calls",)}
-"""The attributes that name the computation that an instruction runs; the first that is present counts."""
+"""Opcode → the attributes that may name the computation that an instruction runs. The first attribute present counts."""
 
 
 @dataclass(frozen=True)
 class HloArray:
-    """An array in a shape: its HLO dtype, its dimensions, its axes from minor to major, and whether it is on the host."""
+    """An array in a shape: its HLO dtype, its dimensions, its axes from minor to major, and whether it is in host memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -69,11 +69,11 @@ class Instruction:
 
     @cached_property
     def inputs(self) -> tuple[Instruction | None, ...]:
-        """The instructions that compute the operands; None for each that the text lacks."""
+        """The instructions that compute the operands; None for an operand that is missing from the text."""
         return tuple(map(self.home.instructions.get, self.operands))
 
     def input(self, index: int) -> Instruction | None:
-        """The instruction that computes an operand; None if there is none."""
+        """The instruction that computes operand number `index`; None if there is none."""
         return self.inputs[index] if index < len(self.inputs) else None
 
     @cached_property
@@ -83,7 +83,7 @@ class Instruction:
 
     @cached_property
     def bodies(self) -> tuple[Computation, ...]:
-        """The computations that a loop, a call, a fusion or a branch runs."""
+        """The computations that a loop, a call or a fusion runs, or the branches of a `conditional`."""
         if self.opcode == "conditional":
             listed = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
             names = [name.strip().lstrip("%") for name in listed[1].split(",")] if listed else []
@@ -95,13 +95,13 @@ class Instruction:
 
     @cached_property
     def collective(self) -> Instruction | None:
-        """The collective that this is, starts, or wraps in an asynchronous call; None if this exchanges nothing."""
+        """The collective that this instruction runs: itself, or inside an asynchronous call; None if there is none."""
         inside = self.called if self.opcode == "async-start" else None
         return next((each for each in inside or (self,) if each.kind in COLLECTIVES), None)
 
     @property
     def kind(self) -> str:
-        """The opcode, of a synchronous and an asynchronous instruction alike."""
+        """The opcode without `-start`, so that synchronous and asynchronous instructions have the same kind."""
         return self.opcode.removesuffix("-start")
 
     def attribute(self, key: str) -> str | None:
@@ -122,7 +122,7 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """The place in the tuple that a `get-tuple-element` reads."""
+        """The index into the tuple that a `get-tuple-element` reads."""
         return int(self.attribute("index") or 0)
 
     def trip_count(self, unknown: int) -> int:
@@ -179,14 +179,14 @@ def _array(dtype: str, dims: str, layout: str) -> HloArray:
 
 
 def elements(shape: str) -> list[str]:
-    """The texts of a tuple's elements; any other shape by itself."""
+    """The text of each element of a tuple; for any other shape, a list with that shape."""
     if not shape.startswith("("):
         return [shape]
     return [_COMMENT.sub("", part).strip() for part in split_outside_brackets(shape[1:-1], ",")]
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """The parts of a text between the separators, `,` or `/`, that are in no bracket."""
+    """The parts of a text between separators, `,` or `/`, that are not inside brackets."""
     parts, depth, start = [], 0, 0
     for mark in _BRACKET_OR_SEPARATOR.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")
