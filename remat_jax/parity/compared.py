@@ -159,7 +159,7 @@ def _by_name(label: str, torch: Mapping[str, np.ndarray], flax: Mapping[str, np.
 
 
 def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray]) -> dict[str, dict[str, Distance]]:
-    """Module path → the distances of its parameters' gradients; an unmatched inner module's parameters count as its own."""
+    """Module path → the distances of its parameters' gradients, including the parameters of unmatched inner modules."""
     called = {call.path for call in torch.calls if call.path in matched}
     by_owner: dict[str, dict[str, Distance]] = {}
     for name in torch.gradients.keys() & gradients.keys():
