@@ -76,7 +76,7 @@ def _nearest(torch: np.ndarray, flax: np.ndarray) -> Distance:
 
 
 def best_layout(torch: np.ndarray, flax: np.ndarray) -> np.ndarray:
-    """`torch` with its axes reordered so that it equals `flax`; if no order does, in the first of `_layouts`."""
+    """`torch` with its axes reordered so that it equals `flax`; if no order makes it equal, the first of `_layouts`."""
     equal = (layout for layout in _layouts(torch, flax.shape) if not _distance(layout, flax).is_bad(0.0))
     return next(equal, next(_layouts(torch, flax.shape)))
 
@@ -94,7 +94,7 @@ def _distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
 
 
 def hidden(x: np.ndarray) -> np.ndarray:
-    """A boolean array: where `x` hides a position from a softmax by a number far below all others.
+    """A boolean array of the positions that `x` hides from a softmax by a number far below all others.
 
     These numbers are not compared: their size has no effect on the softmax and would hide every other error.
 
@@ -113,9 +113,9 @@ def shown_norm(x: np.ndarray) -> float:
 def pairs(
     torch: Sequence[np.ndarray], flax: Sequence[np.ndarray], names: tuple[Sequence[str], Sequence[str]] = ((), ())
 ) -> list[tuple[int, int]]:
-    """Index pairs (PyTorch, Flax) of the arrays to compare: first by equal names, then with PyTorch's first free array.
+    """Index pairs (PyTorch, Flax): arrays with equal names, then each other Flax array with the first PyTorch array that fits.
 
-    Paired arrays have equal size and sort. If the calls share any name, integer arrays with different names never pair.
+    Paired arrays have equal size and `_sort`. If the calls share any name, integer arrays with different names never pair.
 
     >>> pairs([np.zeros((2, 3)), np.zeros(4)], [np.zeros(4), np.zeros(5), np.zeros((3, 2))])
     [(1, 0), (0, 2)]

@@ -53,7 +53,7 @@ class ModuleCall:
         gradients: the gradients of the module's own parameters, by the parameter's name in the module.
         state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
         instance: the `Instance` of a Flax call.
-        changed: role → how much the first array differs that a checkpoint recomputed to a different value.
+        changed: role → the distance between a value and its recomputed value, for the role's first array that differs.
     """
 
     path: str
@@ -117,7 +117,7 @@ class ModuleCall:
 
     @property
     def stale(self) -> Distance | None:
-        """How much an output differs that a checkpoint recomputed from equal inputs; None if none differs."""
+        """The distance between an output and its value recomputed from equal inputs; None if all agree or inputs differ."""
         return None if self.misled else self.changed.get("output")
 
     def compare(self, slot: Slot, again: np.ndarray) -> None:

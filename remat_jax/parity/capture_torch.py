@@ -63,7 +63,7 @@ class _HookedCall(ModuleCall):
     aliases: set[int] = field(default_factory=set)
 
     def forget_padding(self) -> None:
-        """Zero an embedding's cotangents at `padding_idx`, where PyTorch trains no weight: a model that masks it has zeros."""
+        """Zero an embedding's cotangents at `padding_idx`: PyTorch trains no weight there, so an equal Flax model has zeros."""
         padding, output = getattr(self.module, "padding_idx", None), self.arrays.get(("output", 0))
         if padding is not None and output and output.cotangent is not None:
             is_padding = (self.inputs[0] == padding)[..., None]
@@ -112,7 +112,7 @@ class _Recorder:
         return _HookedCall(path, type(module).__name__, started=self.begun, module=module, caller=caller)
 
     def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
-        """The recorded call that is recomputed: calls without a graph first, then with equal inputs, then the latest."""
+        """The recorded call that is recomputed: preferably without a graph, then with equal inputs, then the latest."""
         arrays = [as_numpy(tensor) for tensor in _tensors(arguments)]
 
         def fits(call: _HookedCall) -> tuple[bool, bool, int]:
@@ -122,7 +122,7 @@ class _Recorder:
         return max((call for call in self.calls if call.module is module), key=fits, default=None)
 
     def _tap(self, values: Any, call: _HookedCall | None, role: str, named: Iterable[tuple[str, Any]] = ()) -> Any:
-        """`values` with an alias for every tensor that requires a gradient: an alias has the cotangent through this call."""
+        """`values` with an alias for every tensor that requires a gradient; the alias's cotangent is this call's alone."""
         import torch
 
         if call is None:

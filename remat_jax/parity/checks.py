@@ -29,7 +29,7 @@ def verdicts(
 ) -> dict[str, tuple[float, str]]:
     """Tensor name → (figure, reason why the tensor fails or "").
 
-    In float64 the figure is the relative error, which `limit` bounds; otherwise it is the ratio to the error of `yardstick`.
+    In float64 the figure is the relative error, at most `limit`; otherwise it is the ratio to PyTorch's error (`yardstick`).
     """
     figures = {}
     if dtype == "float64":

@@ -195,7 +195,7 @@ def _floors(torch: Trace) -> dict[str, float]:
 
 
 def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
-    """The divergence of the first pair to end whose inputs agree and whose outputs, or written state, differ.
+    """The divergence of the first pair to finish whose inputs agree and whose outputs, or written variables, differ.
 
     An output counts only if the outputs of all enclosing modules differ too. Otherwise only the structure differs: a residual
     connection, for example, is inside the module in one model and outside in the other.

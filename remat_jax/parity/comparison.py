@@ -43,16 +43,16 @@ def compare(
     Args:
         torch_module: the PyTorch model, set to training or evaluation mode, or a function that builds it. With a function,
             tables that the constructor computes in float32, such as rotary frequencies, are computed in float64.
-        flax_module: a Linen or NNX module, or a function that makes the module for a dtype's name.
+        flax_module: a Linen or NNX module, or a function from a dtype's name to the module.
         inputs: arrays or tensors for both models: a tuple of arguments, or a dictionary of keywords.
         rules: the weight map (`remat_jax.porting`); `"auto"` proposes and proves a map.
         variables: a Linen module's variables: needed if `init` cannot make them, or if `rules` has `missing:` variables.
-        loss: a function from the output to a scalar for both frameworks' arrays, or a pair of functions, PyTorch's first; by
-            default the squared distance of every floating-point output from random numbers.
+        loss: a function from the output to a scalar that works in both frameworks, or a pair of functions, PyTorch's first.
+            The default is the squared distance of every floating-point output from random numbers.
         torch_blocks, flax_blocks: the classes to checkpoint; by default the classes in PyTorch's lists of modules, and the
             Flax classes that have the same weights.
         modes: `off`, `checkpoint`, `offload`, or any policy's name or text.
-        optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or (function from parameters to a PyTorch optimizer, optax's).
+        optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: parameters → PyTorch optimizer, and optax's optimizer.
         dtypes: `float64` and the working dtypes: float32, bfloat16, float16.
         steps: the number of training steps with the optimizer.
         torch_call, flax_call: run a model by `call(model, *inputs)` instead of `model(*inputs)`.
@@ -97,7 +97,7 @@ def compare(
 
 
 def assert_parity(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> ParityReport:
-    """Return the report of `compare`, which takes the same arguments, if the report passed.
+    """Call `compare` with these arguments and return its report, or raise an error if the report did not pass.
 
     Raises:
         AssertionError: the report did not pass; the message has the verdict, and every check and tensor that failed.

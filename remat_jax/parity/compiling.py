@@ -32,7 +32,7 @@ def unread_inputs(jaxpr: Any) -> list[bool]:
 def down_casts(jaxpr: Any) -> list[str]:
     """The dtypes and name stacks of casts of float64 arrays to a smaller dtype, on the way to a floating-point result.
 
-    A cast on the way to integers or booleans, such as a position's bucket, is not listed: a wrong integer changes the results.
+    A cast on the way to integers or booleans, such as a position's bucket, is not listed: the results are compared anyway.
 
     >>> import jax
     >>> def bucket(x):

@@ -166,7 +166,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
 
 
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
-    """Run with random weights in float64: the names in `zero` whose gradients are not 0 and agree, and what differs."""
+    """(names in `zero` whose gradients are not 0 and agree with random weights in float64, text of what differs)."""
     agreeing = set[str]()
     try:
         calls = (case.by_name(case.torch_call), case.by_name(case.flax_call))
@@ -185,7 +185,7 @@ def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequen
 
 
 def _signed(values: Values, seed: int) -> Values:
-    """The weights, except variances, with random signs: they often activate a ReLU that was inactive for all inputs."""
+    """The weights, except variances, with random signs: a ReLU that was inactive for all inputs often becomes active."""
     random = np.random.default_rng(seed)
     return {
         name: x * random.choice((-1.0, 1.0), x.shape) if x.dtype == np.float64 and not name.endswith("running_var") else x

@@ -164,7 +164,7 @@ class FlaxSide:
         if isinstance(maker, nn.Module):
             output, written = self.case.apply_linen(maker, tree, args, kwargs)
             return output, Variables(written).leaves
-        # New variables at this trace level, because Flax refuses to write to variables of another level.
+        # The variables are copied at this trace level, because Flax refuses to write to variables of another level.
         model = nnx.merge(maker, jax.tree.map(lambda leaf: leaf, tree))
         with known_paths(model):
             output = self.case.flax_call(model, *args, **kwargs)
@@ -214,7 +214,7 @@ class FlaxSide:
         return names, self.case.flax_blocks or self._find_blocks(classes)
 
     def _find_blocks(self, classes: Mapping[str, type]) -> tuple[type, ...]:
-        """The classes of the Flax modules that contain the weights of PyTorch's blocks; `classes` are Linen's by path."""
+        """The classes of the Flax modules that contain the weights of PyTorch's blocks; `classes`: path → Linen class."""
         module = self.case.flax("float64")
         if isinstance(module, nnx.Module):
             nodes = ((path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Module))
@@ -228,7 +228,7 @@ class FlaxSide:
                 blocks[classes[around]] = None
         return tuple(blocks)
 
-    # Compiled.
+    # The compiled functions.
 
     def _compiled_step(self, dtype: str, mode: str) -> Any:
         """The compiled loss and its gradient in a mode, with the auxiliary results of `_loss`."""
@@ -255,7 +255,7 @@ class FlaxSide:
         arguments = self._arguments(dtype, others)
         return Workload(self._loss(dtype), trained, arguments, self.blocks or "*", has_aux=True, name="parity")
 
-    # Data.
+    # The arguments of the compiled functions.
 
     def _arguments(self, dtype: str, others: Leaves) -> tuple[Leaves, ...]:
         """The arguments of `_loss` that follow the trained weights."""

@@ -42,7 +42,7 @@ class Divergences:
     """The divergences that `first_divergences` finds.
 
     Attributes:
-        forward: the first module to run whose inputs agree and whose output, or written state, differs; None if no module
+        forward: the first module to run whose inputs agree and whose outputs, or written variables, differ; None if no module
             diverges. The path `loss` is the loss function.
         backward: the first module of the backward pass whose forward pass and output cotangents agree and whose input
             cotangents or parameter gradients differ; None if no module diverges.

@@ -170,7 +170,7 @@ class _Equations:
         return [_as_boolean(result) if result.added and eqn.outvars[0].aval.dtype == bool else result]
 
     def _called(self, inside: Sequence[Any], operands: Sequence[Fact], count: int) -> list[Fact]:
-        """The facts of the results of a call or loop. A loop's body is followed once; a body with other arguments is not."""
+        """The facts of a call's or loop's results. A loop's body is followed once; a body with other arguments is skipped."""
         results = [NOTHING] * count
         for body in inside:
             skipped = len(operands) - len(body.jaxpr.invars)

@@ -23,7 +23,7 @@ _SAME = {
     "ln": "norm", "layernorm": "norm", "rmsnorm": "norm", "batchnorm": "norm", "mlp": "ffn", "embeddings": "embed",
     "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
 }  # fmt: skip
-# The sort of a module by the name of its class; used only for modules that call no other module.
+# Pattern of a class name → the sort of layer; used only for modules that call no other module.
 _SORTS = (
     ("norm", "norm"),
     ("drop", "dropout"),
@@ -57,9 +57,9 @@ class MatchedModule:
 def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping: Any = None) -> dict[str, str]:
     """PyTorch path → Flax path, one to one; both sequences are in the order of execution.
 
-    Leaves are matched first, by sort, size, name and order; then the modules that call the same leaves. `mapping` is a dict
-    from PyTorch paths to Flax paths, or the path of a JSON file with such a dict. It takes precedence; None as a Flax path
-    means that a module has no counterpart.
+    Leaves are matched first, by `sort_of`, size, name and order; then the modules that call the same leaves. `mapping` is a
+    dict from PyTorch paths to Flax paths, or the path of a JSON file with such a dict. It takes precedence; None as a Flax
+    path means that a module has no counterpart.
 
     Raises:
         ArgumentError: `mapping` contains a path without a module.
@@ -102,7 +102,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
         return _MOVED if inside[0] and inside[0] == inside[1] else None
 
     def nearly_same(theirs: MatchedModule, ours: MatchedModule) -> float | None:
-        """The score if the names are equal and most leaves are common: a table that two modules share is inside only one."""
+        """The score if names are equal and most leaves are common: a table that two modules share is called in only one."""
         inside = within(weighted, theirs, ours)
         most = 2 * len(inside[0] & inside[1]) > len(inside[0] | inside[1])
         return _MOVED if most and words(theirs.path) == words(ours.path) else None
@@ -190,7 +190,7 @@ def words(path: str) -> Counter[str]:
 
 
 def sort_of(kind: str) -> str:
-    """The sort of a module, by the name of its class: "linear", "norm", …, or "other".
+    """The sort of layer of a module, by the name of its class: "linear", "norm", …, or "other".
 
     >>> sort_of("LlamaRMSNorm"), sort_of("Dense"), sort_of("Block")
     ('norm', 'linear', 'other')

@@ -16,8 +16,8 @@ class TensorRow:
     Attributes:
         kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (written by the forward pass) or
             `update` (the change in the optimizer's first step; below float64 the updated parameter).
-        name: the PyTorch name; of a `state` or `update`, the Flax path. flax: the Flax paths that a parameter fills.
-        shape, norm: of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
+        name, flax: the PyTorch name (for `state` and `update`, the Flax path), and the Flax paths that a parameter fills.
+        shape, norm: those of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
         errors: mode → relative error in float64.
         ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule.
         caught: dtype → whether a sign flip and a doubling of this gradient would be detected.

@@ -102,8 +102,8 @@ def visits(jaxpr: Any, paths: Sequence[tuple[str, ...]], depths: dict[tuple[int,
 def _in_every_iteration(eqn: Any, inside: list[TapVisit], depths: dict[tuple[int, int], int]) -> list[TapVisit]:
     """The visits of a scan, given the visits of its body.
 
-    The loop's index goes behind the common prefix of the module paths in its body, the path of the repeated module. `depths`
-    maps (call, number of inner loops) to this position, so that the backward loop uses the position of the forward loop.
+    In a path, the loop's index follows the common prefix of all module paths in the body, the path of the repeated module.
+    `depths` maps (call, number of inner loops) to this position, so that the backward loop uses the same position.
     """
     parts_by_level = zip(*(visit.parts for visit in inside), strict=False)
     common = len([*itertools.takewhile(lambda parts: len(set(parts)) == 1, parts_by_level)])
@@ -143,7 +143,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], given: Mapping[int, Any]) -> tuple
 
 
 def _scan(eqn: Any, body: Any, inputs: list[Any], visit: Visit) -> list[Any]:
-    """Run a scan as a Python loop: its compiled operations are reused for the next model, a compiled loop would not be."""
+    """Run a scan as a Python loop: the next model reuses the compiled operations, but could not reuse a compiled loop."""
     consts, carried = compat.scan_layout(eqn)
     # NumPy arrays are cheap to index; RNG keys stay in JAX.
     xs = [x if _is_key(x) else np.asarray(x) for x in inputs[consts + carried :]]

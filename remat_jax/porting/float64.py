@@ -98,7 +98,7 @@ _widening = compat.trace_context(False)
 
 _FLOAT64 = jnp.dtype("float64")
 _DTYPE_PARAMETERS = {"new_dtype", "preferred_element_type"}
-# The bodies of these calls and loops are already widened, because they were traced before.
+# The bodies of these calls and loops are already widened, because they were traced in the context.
 _CALLS = {"jit", "pjit", "scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "checkpoint", "bitcast_convert_type"}
 
 
@@ -207,8 +207,8 @@ def _wide_like(value: Any, like: bool) -> Any:
 
 
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    # The caller enables the mode again, which PyTorch disables while the mode handles a call, so that recomputation is widened
-    # too. Graph edges replace tensors, because a call with tensors would invoke the mode again.
+    # PyTorch disables the mode while it handles a call. The caller enables it again, so that recomputation is widened too.
+    # Graph edges replace tensors, because a call with tensors would invoke the mode again.
     import torch
     from torch.autograd.graph import get_gradient_edge
 

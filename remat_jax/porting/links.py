@@ -51,7 +51,7 @@ def links_of_places(rules: Rules, shapes: Mapping[str, Shape]) -> dict[Place, Li
 
 
 def tied_pairs(rules: Rules, names: Iterable[str]) -> list[tuple[str, str]]:
-    """The ties of which `names` has at least one name, as (the name that rules use, the second name)."""
+    """The ties with at least one name in `names`, as (the name that rules use, the second name)."""
     pairs = [
         (first.format(captures), second.format(captures))
         for name in names
@@ -69,7 +69,7 @@ def _link(rule: Rule, captures: Captures) -> Link | None:
 
 
 def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> tuple[list[Link], list[str]]:
-    """The links that fit, and a problem, which starts with a name, for all that is not used or filled exactly once."""
+    """The links that fit, and the problems: every tensor must be used, and every array filled, exactly once."""
     by_tensor = links_of_tensors(rules, tensors)
     by_place = links_of_places(rules, arrays)
     # A rule applies only to tensors that no earlier rule matches, and to places that no earlier rule fills.

@@ -224,7 +224,7 @@ class Rules:
 
     @classmethod
     def from_json(cls, text: str) -> Rules:
-        """The map in `text`, which `to_json` returned. Raises PortingError as `from_dict`, or if `text` is not JSON."""
+        """The map in `text`, which `to_json` returned. Raises PortingError if `text` is malformed."""
         try:
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:

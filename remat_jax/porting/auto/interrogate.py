@@ -143,7 +143,7 @@ class Space:
         return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
 
     def _modules(self, one_unit: int, other_unit: int) -> list[tuple[int, int]]:
-        """Pairs of units in the two outermost modules that contain only one of the two units each."""
+        """Pair the units of the outermost module that contains only `one_unit` with those of the module of `other_unit`."""
         first, second = (self.torch[unit].name.split(".") for unit in (one_unit, other_unit))
         depth = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
         prefixes = [".".join(parts[: depth + 1]) for parts in (first, second)]

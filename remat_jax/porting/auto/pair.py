@@ -26,7 +26,7 @@ Values = dict[str, np.ndarray]
 
 # The largest error that counts as agreement: rounding gives 1e-12 or less, a softmax in float32 gives 1e-8.
 LIMIT = 1e-9
-# A larger error is not explained by rounding to float32 inside a model: it is about a hundred times float32's ε.
+# Rounding to float32 inside a model explains errors up to this limit, about a hundred times float32's ε.
 FLOAT32_ERROR = 1e-5
 # A tensor's error is relative to its norm, or to this fraction of the norm of all tensors if that is larger, as for zeros.
 FLOOR = 1e-3

@@ -144,7 +144,7 @@ _NOTHING = {"proj", "dense", "linear", "weight", "kernel", "model", "module", "b
 
 
 def by_names(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], ways: Table) -> list[int] | None:
-    """For every PyTorch unit the index of a Flax unit with a similar name, each used once; None if shapes allow none."""
+    """For every PyTorch unit, the index of a similarly named Flax unit, each used once; None if the shapes do not fit."""
     from scipy.optimize import linear_sum_assignment
 
     order = {index: rank for rank, index in enumerate(sorted(range(len(flax)), key=lambda i: natural(flax[i].name)))}
