@@ -251,7 +251,7 @@ def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Dive
             return pair.divergence(*wrong)
     if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):
         return None
-    # Every module is right, given its output cotangent, so a cotangent is lost between two modules.
+    # Every module computes right gradients from its output cotangent, so a cotangent is lost between two modules.
     for pair in sound:
         wrong = pair.bad("output cotangent")
         if wrong and pair.around and not pair.around[0].bad("output cotangent"):
@@ -260,7 +260,7 @@ def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Dive
 
 
 def noted(divergence: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Sequence[str]) -> Divergence:
-    """The divergence, with a note of the modules directly inside its module that only one of the models has."""
+    """The divergence, with a note of the inner modules that only one of the models has."""
     if divergence.note == _OTHER_INPUTS:
         return divergence
 

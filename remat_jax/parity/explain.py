@@ -166,7 +166,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
 
 
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
-    """(names in `zero` whose gradients are not 0 and agree with random weights in float64, text of what differs)."""
+    """(names in `zero` whose gradients, with random weights, are equal and not 0, text of what differs), in float64."""
     agreeing = set[str]()
     try:
         calls = (case.by_name(case.torch_call), case.by_name(case.flax_call))

@@ -33,7 +33,7 @@ _SOFTMAXES = frozenset({"exp", "_softmax", "_safe_softmax"})
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of an array: the sign with which it depends on each mask, or its value if it is constant.
+    """The known facts about an array: the sign with which it depends on each mask, or its value if it is constant.
 
     `added`: the array is an additive mask, 0 where it shows and far below 0 where it hides; cast to bool, its 0 is False.
     """
@@ -52,7 +52,7 @@ NOTHING = Fact()
 
 
 def through(name: str, facts: Sequence[Fact]) -> Fact:
-    """What is known of an operation's result; the operands of `select_n` are (mask, value if 0, value if 1).
+    """The known facts about an operation's result; the operands of `select_n` are (mask, value if 0, value if 1).
 
     >>> through("select_n", [Fact({"mask": 1}), Fact(value=-1e9), NOTHING]).signs, through("not", [Fact({"mask": 1})]).signs
     ({'mask': 1}, {'mask': -1})

@@ -60,7 +60,7 @@ def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = Non
     bit; `scale` and `shift` round; the inverse of `sum` sets one tensor to the whole value and the others to 0.
 
     Raises:
-        PortingError: lists every array that no rule takes, and every tensor of `like` that no rule makes in its shape.
+        PortingError: lists every array that no rule matches, and every tensor of `like` that no rule gives in its shape.
 
     >>> variables = {"params": {"head": {"kernel": np.ones((2, 3))}}}
     >>> to_torch(variables, "head.weight -> params/head/kernel | linear", numpy=True)["head.weight"].shape
@@ -114,7 +114,7 @@ def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> di
 
     `gradients` is a tree like the variables (`{"params": …}`, an NNX State); only the parameters are used. Tied tensors have a
     single gradient, under the name that rules use. With `numpy` the values are arrays. Raises a PortingError that lists every
-    array that no rule takes.
+    array that no rule matches.
 
     >>> gradients_to_torch({"params": {"table": np.array([2.0])}}, "table -> params/table | scale(4)", numpy=True)
     {'table': array([8.])}

@@ -25,7 +25,7 @@ NAMED: dict[str, str] = {
     "heads": "(h d) e -> e h d",
     "heads_bias": "(h d) -> h d",
     "heads_out": "e (h d) -> h d e",
-    # PyTorch's fused in_proj, and GPT-2's c_attn, whose Conv1D keeps (in, out).
+    # PyTorch's fused in_proj, and GPT-2's c_attn, whose Conv1D weight has the shape (in, out).
     "in_proj": "split(0) | (h d) e -> e h d",
     "in_proj_bias": "split(0) | (h d) -> h d",
     "gpt2_qkv": "split(1) | e (h d) -> e h d",

@@ -94,7 +94,7 @@ def _divided(prefix: str, kind: str, tensors: Mapping[str, Shape]) -> Iterator[T
 
 
 def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
-    """The units of a Flax model from `shapes` (path → shape); a module below `stack` gives one unit per layer.
+    """The units of a Flax model from `shapes` (path → shape); below `stack`, whose layers are stacked, one unit per layer.
 
     In the attentions named in `together`, query, key and value are one unit. The layers of a recurrent cell always are one.
     """
