@@ -1,4 +1,4 @@
-"""Does one framework compute what the other computes? The comparison, the rule that decides, and where the two first part."""
+"""Compare a Flax model with a PyTorch model by the parity rule, and name the first module that diverges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare an array of each framework: their axes may be in different orders, masks in different forms."""
+"""Compare a PyTorch array with a Flax array: their axes may be in different orders, and masks may have different forms."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from remat_jax.parity.rule import norm, relative_error
 from remat_jax.parity.tolerances import TOLERANCES
 
-_MASKED = -1e9  # additive masks hide a score by at most this number, or by minus infinity
-_GAP = 1e-3  # all other numbers of such an array are at most this part of it
+_MASKED = -1e9  # additive masks hide a score by adding this number, a lower number, or minus infinity
+_GAP = 1e-3  # an array hides positions only if its other numbers are smaller than this fraction of `_MASKED`
 
 
 class Distance(NamedTuple):
@@ -26,14 +26,14 @@ class Distance(NamedTuple):
         return relative_error(self.error, self.reference, floor)
 
     def is_bad(self, floor: float) -> bool:
-        """Whether the error is larger than rounding in float64 explains."""
+        """Whether the error is too large to be float64 rounding."""
         return not self.relative(floor) <= TOLERANCES["float64"].value
 
 
 def distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
-    """How far apart two arrays of equal size are, in the order of axes that brings them closest.
+    """The distance between two arrays of equal size, in the order of axes for which it is smallest.
 
-    Attention masks, boolean or additive, are compared by the positions that they show; a boolean mask may be inverted.
+    Two attention masks, boolean or additive, are compared by the positions that they show. A boolean mask may be inverted.
 
     >>> distance(np.eye(2, 3), np.eye(3, 2)).error
     0.0
@@ -49,7 +49,7 @@ def distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
 
 
 def visible(x: np.ndarray) -> np.ndarray | None:
-    """The positions that an attention mask shows; None for an array that is no mask."""
+    """A boolean array of the positions that the attention mask `x` shows; None if `x` is no mask."""
     if x.dtype == bool:
         return x
     if x.dtype.kind != "f" or not x.size or not np.min(x) <= _MASKED:
@@ -59,7 +59,7 @@ def visible(x: np.ndarray) -> np.ndarray | None:
 
 
 def _layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """`x` in all orders of its axes, reshaped to `shape`; orders that have the shape already come first."""
+    """`x` in every order of its axes, reshaped to `shape`; orders that need no reshape come first."""
     orders = list(itertools.permutations(range(x.ndim))) if x.ndim <= 4 else [tuple(range(x.ndim))]
     moved = [np.transpose(x, order) for order in orders]
     for fits in (True, False):
@@ -76,7 +76,7 @@ def _nearest(torch: np.ndarray, flax: np.ndarray) -> Distance:
 
 
 def best_layout(torch: np.ndarray, flax: np.ndarray) -> np.ndarray:
-    """`torch` in the order of axes in which it equals `flax`; if none does, in the first order that fits the shape."""
+    """`torch` with its axes reordered so that it equals `flax`; if no order makes it equal, the first of `_layouts`."""
     equal = (layout for layout in _layouts(torch, flax.shape) if not _distance(layout, flax).is_bad(0.0))
     return next(equal, next(_layouts(torch, flax.shape)))
 
@@ -94,9 +94,9 @@ def _distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
 
 
 def hidden(x: np.ndarray) -> np.ndarray:
-    """Where an array hides a position from a softmax, by a number far below all others.
+    """A boolean array of the positions that `x` hides from a softmax by a number far below all others.
 
-    Such numbers are not compared: their size has no effect and would hide every other error.
+    These numbers are not compared: their size has no effect on the softmax and would hide every other error.
 
     >>> hidden(np.array([0.5, -2.0, np.finfo(np.float64).min])), hidden(np.array([-2e9, 1e9]))
     (array([False, False,  True]), array([False, False]))
@@ -106,16 +106,16 @@ def hidden(x: np.ndarray) -> np.ndarray:
 
 
 def shown_norm(x: np.ndarray) -> float:
-    """The Euclidean norm of an array's finite elements, without those that hide a position."""
+    """The Euclidean norm of an array's finite elements, except those that hide a position."""
     return norm(x[np.isfinite(x) & ~hidden(x)])
 
 
 def pairs(
     torch: Sequence[np.ndarray], flax: Sequence[np.ndarray], names: tuple[Sequence[str], Sequence[str]] = ((), ())
 ) -> list[tuple[int, int]]:
-    """The arrays of two calls to compare: first those with equal names, then each Flax array with PyTorch's first free array.
+    """Index pairs (PyTorch, Flax): arrays with equal names, then each other Flax array with the first PyTorch array that fits.
 
-    A pair agrees in size and sort. If the calls share a name, integer arrays with different names never pair.
+    Paired arrays have equal size and `_sort`. If the calls share any name, integer arrays with different names never pair.
 
     >>> pairs([np.zeros((2, 3)), np.zeros(4)], [np.zeros(4), np.zeros(5), np.zeros((3, 2))])
     [(1, 0), (0, 2)]

@@ -1,4 +1,4 @@
-"""A trace of either framework: every module call with its inputs, its outputs and their cotangents."""
+"""The trace of a PyTorch or Flax model: every module call with its inputs, its outputs and their cotangents."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 from remat_jax.parity.align import Distance, shown_norm
 
 Slot = tuple[str, int]
-"""An array of a call: its role ("input", "output" or "state") and its number among that role's arrays."""
+"""Identifies an array of a call: its role ("input", "output" or "state") and its index among the arrays of that role."""
 
 Instance = tuple[int, tuple[int, ...]]
-"""A traced call, and the iteration of the loops around it."""
+"""The number of a traced call, and the iteration of each enclosing loop, outermost first."""
 
 LOSS = "loss"
 """The path of the loss, which is recorded like a module that follows the model."""
@@ -24,11 +24,11 @@ LOSS = "loss"
 
 @dataclass(eq=False)
 class CallArray:
-    """An array of a call.
+    """An input, an output or a written variable of a module call.
 
     Attributes:
-        name: the parameter, or the key of the result, that the array belongs to; "" without a name.
-        cotangent: the loss's gradient with respect to the array, through this call only; None if no cotangent arrived.
+        name: the name of the function's parameter, or the key of the result, that contains the array; "" if there is none.
+        cotangent: the gradient of the loss with respect to the array, through this call only; None if no cotangent arrived.
     """
 
     value: np.ndarray
@@ -48,12 +48,12 @@ class ModuleCall:
         path: the module's path; `""` is the outermost module. A layer in a loop has its index in the path: `layers/1/ffn`.
         kind: the name of the module's class.
         number: 0 for the first call of this module, 1 for its second, …
-        started: the position in the order in which calls began.
-        parent: the position in the trace's `calls` of the enclosing call; None for the outermost.
+        started: the call's rank in the order in which calls began.
+        parent: the index of the enclosing call in `Trace.calls`; None for the outermost call.
         gradients: the gradients of the module's own parameters, by the parameter's name in the module.
         state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
-        instance: in Flax, the number of the traced call, and the iteration of the loops around it.
-        changed: role → the distance to the first array that a recomputation changed by more than rounding.
+        instance: the `Instance` of a Flax call.
+        changed: role → the distance between a value and its recomputed value, for the role's first array that differs.
     """
 
     path: str
@@ -92,12 +92,12 @@ class ModuleCall:
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The parameter that each input belongs to; "" without a name."""
+        """The name of the function's parameter that contains each input; "" if there is none."""
         return tuple(array.name for array in self.arrays_of("input"))
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """The key of the result that each output belongs to; "" without a name."""
+        """The key of the result that contains each output; "" if there is none."""
         return tuple(array.name for array in self.arrays_of("output"))
 
     @property
@@ -112,16 +112,16 @@ class ModuleCall:
 
     @property
     def misled(self) -> bool:
-        """Whether the recomputation got different inputs, because an earlier module is stale."""
+        """Whether the checkpoint recomputed this call from different inputs, because an earlier module is stale."""
         return "input" in self.changed
 
     @property
     def stale(self) -> Distance | None:
-        """The distance between the output and its recomputation from equal inputs; None if they agree."""
+        """The distance between an output and its value recomputed from equal inputs; None if all agree or inputs differ."""
         return None if self.misled else self.changed.get("output")
 
     def compare(self, slot: Slot, again: np.ndarray) -> None:
-        """Note an array whose recomputation differs."""
+        """Add an array to `changed` if its recomputed value `again` differs."""
         before = self.arrays[slot].value
         if not is_close(before, again):
             comparable = before.shape == again.shape and before.dtype.kind == "f"
@@ -139,7 +139,7 @@ class Trace:
         hidden: paths of modules called where capture is impossible, such as inside a `while` loop.
         loss: the loss as a call, from the model's outputs to a scalar.
         gradients: the gradients of all parameters, by PyTorch's names or by the paths of Flax's variables.
-        ties: every further name of a tied parameter of PyTorch → the name under which PyTorch lists it.
+        ties: every further name of a shared PyTorch parameter → its name in `named_parameters()`.
     """
 
     calls: tuple[ModuleCall, ...]
@@ -151,11 +151,11 @@ class Trace:
 
     @property
     def stale(self) -> tuple[str, ...]:
-        """The names of the calls whose recomputation gave a different output from equal inputs."""
+        """The names of the calls that a checkpoint recomputed from equal inputs to a different output."""
         return tuple(call.name for call in self.calls if call.stale)
 
     def __getitem__(self, name: str) -> ModuleCall:
-        """The call of a name: a path, followed by `#1` for the second call."""
+        """The call with this name: a module's path, followed by `#1` for the module's second call."""
         for call in self.calls:
             if call.name == name:
                 return call
@@ -166,7 +166,7 @@ class Trace:
         return any(call.name == name for call in self.calls)
 
     def ancestors(self, call: ModuleCall) -> Iterator[ModuleCall]:
-        """The calls that enclose a call, the innermost first."""
+        """The calls that enclose `call`, innermost first."""
         while call.parent is not None:
             call = self.calls[call.parent]
             yield call
@@ -207,7 +207,7 @@ def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any
 
 
 def names_by_id(named: Iterable[tuple[str, Any]], arrays_in: Callable[[Any], Iterable[Any]]) -> dict[int, str]:
-    """The id of every array in the named values → the first name of a value that holds it."""
+    """The id of every array in the named values → the name of the first value that contains the array."""
     names: dict[int, str] = {}
     for name, value in named:
         for array in arrays_in(value):
@@ -216,7 +216,7 @@ def names_by_id(named: Iterable[tuple[str, Any]], arrays_in: Callable[[Any], Ite
 
 
 def probed(outputs: Sequence[Any], as_array: Callable[..., Any]) -> Any:
-    """The loss when none is given: the sum of all outputs, weighted by random numbers that are equal in both frameworks.
+    """The default loss: the sum of all outputs, weighted by random numbers that are equal in both frameworks.
 
     >>> x = np.ones(2)
     >>> bool(probed([x, x], np.asarray) == probed([x, x], np.asarray) != 2 * probed([x], np.asarray))

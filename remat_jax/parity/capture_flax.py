@@ -25,14 +25,14 @@ from remat_jax.porting.variables import Variables
 
 @dataclass(frozen=True, eq=False)
 class TracedPass:
-    """A traced training step of a Flax model, with taps.
+    """A traced training step of a Flax model, with a tap on every input and output of its modules.
 
     Attributes:
-        jaxpr: takes `arguments`, the arrays of (variables, inputs), the floating-point ones first; gives the loss and their
-            gradients.
-        visits: the jaxpr's taps, in the order of execution; `recorder` has the calls that they belong to.
-        numbers: a tree like (variables, inputs) with each array's position in `arguments`, and None for other leaves.
-        hidden: the calls whose taps cannot be read.
+        jaxpr: the closed jaxpr from `arguments` to the loss and the gradients of the floating-point arguments.
+        arguments: the arrays of (variables, inputs), floating-point arrays first.
+        visits: the taps in the order of execution; `recorder.calls` has the calls that the taps belong to.
+        numbers: a tree like (variables, inputs) with each array's index in `arguments`, and None for other leaves.
+        hidden: the numbers of the calls whose taps cannot be read, such as those in a `while` loop.
     """
 
     jaxpr: Any
@@ -54,7 +54,7 @@ def capture_flax(
 ) -> Trace:
     """Run `loss(module(*inputs))` forward and backward once; return every module's inputs, outputs and cotangents by path.
 
-    `module` is a Linen module with its `variables`, or an NNX module; `variables=None` takes the NNX module's own state.
+    `module` is a Linen module with its `variables`, or an NNX module; `variables=None` uses the NNX module's own state.
     `inputs` is a tuple of arguments or a dict of keywords. The default loss is the sum of all outputs, weighted by fixed random
     numbers. `call(module, variables, *inputs)` replaces a Linen model's `module.apply` (train mode, RNGs, mutable
     collections); an NNX model is run by `call(module, *inputs)`. `transform` is applied to the function of (variables, inputs)
@@ -82,7 +82,7 @@ def trace_step(
     transform: Any = None,
     backward: bool = True,
 ) -> TracedPass:
-    """Trace the training step that `capture_flax` runs; `backward=False` traces the loss alone. Arguments may be shapes."""
+    """Trace the step that `capture_flax` runs, or only its loss (`backward=False`); arrays may be `jax.ShapeDtypeStruct`."""
     recorder = Recorder()
     if isinstance(module, nnx.Module):
         module = nnx.clone(module)
@@ -128,7 +128,7 @@ def _floating(outputs: Any) -> list[Any]:
 
 def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> Trace:
     """Run a traced step; return its calls. `given` is as in `evaluate`."""
-    # Evaluated operation by operation: compiling one program that returns every intermediate takes many times longer.
+    # The step runs operation by operation: compiling a program that returns every intermediate takes many times longer.
     outputs, values = evaluate(step.jaxpr, step.arguments, given or {})
     computed = [np.asarray(gradient) for gradient in outputs[1:]]
     tree = jax.tree.map(lambda number: computed[number] if number < len(computed) else None, step.numbers[0])
@@ -140,7 +140,7 @@ def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> Trace:
 
 
 def _assembled(step: TracedPass, values: Sequence[np.ndarray], gradients: Mapping[str, np.ndarray]) -> Trace:
-    """The calls of a step, from the values at its taps; `gradients` are by variable path."""
+    """The trace of a step from the values at its taps; `gradients` are by variable path."""
     recorder, traced = step.recorder, step.recorder.calls
     tapped = _tapped_calls(step, values)
     kept = {key: call for key, call in tapped.items() if call.ended >= 0 and not _is_wrapped(key, tapped, traced)}
@@ -152,7 +152,7 @@ def _assembled(step: TracedPass, values: Sequence[np.ndarray], gradients: Mappin
         call.parent = None if around is None else place_of[around]
         call.gradients = _own_gradients(record, key[1], gradients)
         call.state = {record.state[slot[1]]: call.arrays[slot].value for slot in call.slots("state")}
-    # The loss ends after all modules, so removing it keeps the positions of their calls.
+    # The loss ends after all modules, so removing it does not change the indices of their calls.
     loss = None if recorder.loss is None else kept.get((recorder.loss, ()))
     calls = tuple(kept[key] for key in ended if kept[key] is not loss)
     hidden = tuple(sorted({"/".join(traced[number].path) for number in step.hidden}))
@@ -160,7 +160,7 @@ def _assembled(step: TracedPass, values: Sequence[np.ndarray], gradients: Mappin
 
 
 class _TappedCall(ModuleCall):
-    """A call; `started` and `ended` are numbers of visits, and `ended` is -1 if no output was visited."""
+    """A call whose `started` and `ended` are indices of visits; `ended` is -1 if no output was visited."""
 
     ended = -1
 
@@ -189,13 +189,13 @@ def _tapped_calls(step: TracedPass, values: Sequence[np.ndarray]) -> dict[Instan
 
 
 def _is_wrapped(key: Instance, calls: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> bool:
-    """Whether a wrapper with the same path makes this call: `nn.remat` calls a module inside a module."""
+    """Whether the enclosing call is a wrapper with the same path: `nn.remat` calls the module inside a second module."""
     around = _parent(key, calls, traced)
     return around is not None and calls[around].path == calls[key].path and calls[around].ended >= 0
 
 
 def _parent(key: Instance, kept: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> Instance | None:
-    """The nearest enclosing call, in the same iteration of the loops that both calls are in."""
+    """The nearest enclosing call, in the same iteration of every loop that contains both calls."""
     number, index = key
     parent = traced[number].parent
     while parent is not None:
@@ -207,7 +207,7 @@ def _parent(key: Instance, kept: Mapping[Instance, _TappedCall], traced: Sequenc
 
 
 def _own_gradients(call: RecordedTrace, index: tuple[int, ...], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The gradients of the module's own parameters; stacked gradients of a loop are indexed by the iteration."""
+    """The gradients of the module's own parameters; gradients that a scan stacks are indexed by the iteration."""
     selected = {}
     for name, parameter in call.parameters.items():
         path = re.sub(r"/(\d+)(?=/|$)", r"_\1", "/".join(("params", *call.path, name)))

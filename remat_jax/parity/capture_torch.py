@@ -31,8 +31,8 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
 
     `inputs` is a tuple of arguments or a dict of keywords, of tensors or arrays; floating-point inputs get gradients. The
     default loss is the sum of all outputs, weighted by fixed random numbers. `call(module, *inputs)` replaces
-    `module(*inputs)`. A checkpointed module is listed once, with the values of its forward pass. Existing gradients of
-    parameters are kept. A module whose `forward` is called directly is not recorded.
+    `module(*inputs)`. A checkpointed module is listed once, with the values of its forward pass. The parameters' existing
+    `.grad` is restored. A module whose `forward` is called directly is not recorded.
 
     >>> import torch
     >>> trace = capture_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), (np.ones((1, 3)),))
@@ -55,7 +55,7 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
 
 @dataclass(eq=False)
 class _HookedCall(ModuleCall):
-    """A call of a module, or of the loss."""
+    """A call of a module or of the loss, recorded by hooks."""
 
     module: Any = None
     caller: _HookedCall | None = None
@@ -63,7 +63,7 @@ class _HookedCall(ModuleCall):
     aliases: set[int] = field(default_factory=set)
 
     def forget_padding(self) -> None:
-        """Zero an embedding's cotangents at `padding_idx`, which train nothing; a model without it has zeros there."""
+        """Zero an embedding's cotangents at `padding_idx`: PyTorch trains no weight there, so an equal Flax model has zeros."""
         padding, output = getattr(self.module, "padding_idx", None), self.arrays.get(("output", 0))
         if padding is not None and output and output.cotangent is not None:
             is_padding = (self.inputs[0] == padding)[..., None]
@@ -92,7 +92,7 @@ class _Recorder:
         return self._tap((args, kwargs), call, "input", argument_names(module.forward, args, kwargs))
 
     def _after(self, module: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
-        # A recomputation stops by an exception once backward has the tensors it needs: such calls never end.
+        # PyTorch stops a recomputation by an exception when all tensors are recomputed, so the running calls never end.
         while self.running and self.running[-1][0] is not module:
             self.running.pop()
         call = self.running.pop()[1] if self.running else None
@@ -112,7 +112,7 @@ class _Recorder:
         return _HookedCall(path, type(module).__name__, started=self.begun, module=module, caller=caller)
 
     def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
-        """The call that is recomputed: the last call with equal inputs, else the last; calls without a graph go first."""
+        """The recorded call that is recomputed: preferably without a graph, then with equal inputs, then the latest."""
         arrays = [as_numpy(tensor) for tensor in _tensors(arguments)]
 
         def fits(call: _HookedCall) -> tuple[bool, bool, int]:
@@ -122,12 +122,12 @@ class _Recorder:
         return max((call for call in self.calls if call.module is module), key=fits, default=None)
 
     def _tap(self, values: Any, call: _HookedCall | None, role: str, named: Iterable[tuple[str, Any]] = ()) -> Any:
-        """`values` with an alias for every tensor that has a gradient: the alias's cotangent is this call's alone."""
+        """`values` with an alias for every tensor that requires a gradient; the alias's cotangent is this call's alone."""
         import torch
 
         if call is None:
             return values
-        made: dict[int, Any] = {}  # a tensor that occurs several times has a single alias and cotangent
+        made: dict[int, Any] = {}  # a tensor that occurs several times has only one alias and one cotangent
         names = names_by_id(named, _tensors)
         hooked = call.has_graph and not self.recording
 
@@ -141,7 +141,7 @@ class _Recorder:
             elif slot in call.arrays:
                 call.compare(slot, as_numpy(tensor))
             if torch.is_grad_enabled() and tensor.requires_grad:
-                # An in-place addition to a view takes its cotangent away, so an output made by the module is copied.
+                # An in-place addition to a view loses the view's cotangent, so an output that the module computed is copied.
                 fresh = role == "output" and id(tensor) not in call.aliases
                 alias = made[id(tensor)] = tensor.clone() if fresh else tensor.view_as(tensor)
                 call.aliases.add(id(alias))
@@ -165,7 +165,7 @@ class _Recorder:
 
 
 def names_of_shared(module: Any) -> dict[str, str]:
-    """Every further name of a parameter with several names → the name under which PyTorch lists it."""
+    """Every further name of a shared parameter → its name in `named_parameters()`."""
     names: dict[int, str] = {}
     parameters = module.named_parameters(remove_duplicate=False)
     first = {name: names.setdefault(id(parameter), name) for name, parameter in parameters}

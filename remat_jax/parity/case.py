@@ -29,11 +29,11 @@ RUN = "run on inputs"
 
 @dataclass
 class Run:
-    """The result of a short training run as NumPy arrays; gradients have PyTorch's names, updates Flax's.
+    """The result of a short training run as NumPy arrays; `gradients` have PyTorch's names, `updates` Flax's paths.
 
-    `state` has the variables that the forward pass wrote, `after` the parameters after the optimizer's first step; PyTorch's
-    are state dicts. `updates` are the parameters' changes in that step, or below float64 the updated parameters. `unused` are
-    PyTorch's trained parameters that the backward pass did not reach.
+    `state` has the variables that the forward pass wrote; `after` has the parameters after the optimizer's first step. A
+    PyTorch run has state dicts there. `updates` are the parameters' changes in that step; below float64 they are the updated
+    parameters. `unused` are PyTorch's trained parameters that the backward pass did not reach.
     """
 
     outputs: Arrays
@@ -86,7 +86,7 @@ class Inputs:
 
 @dataclass
 class Case:
-    """The arguments of `compare`, which documents them and their errors; they are checked, and nothing is run."""
+    """The arguments of `compare`, which documents them and their errors. The constructor checks them and runs no model."""
 
     torch_module: Any
     flax_module: Any
@@ -161,7 +161,7 @@ class Case:
         return nn.apply(self.flax_call, module, mutable=mutable)(variables, *args, **kwargs)
 
     def by_name(self, call: Call) -> Call:
-        """A call that is given the input arrays by name, and adds the other inputs."""
+        """`call` as a function of the model and the input arrays by name; it adds the other inputs."""
 
         def run(model: Any, **arrays: Any) -> Any:
             args, kwargs = self.inputs.arguments(arrays)
@@ -180,7 +180,7 @@ def require_torch() -> None:
 
 @contextlib.contextmanager
 def running(argument: str, what: str = RUN) -> Iterator[None]:
-    """Turn any error of a user's model into an error that names the argument; the model's error is the cause."""
+    """Turn an error inside a user's model into an ArgumentError that names the argument, with the error as its cause."""
     try:
         yield
     except RematError:

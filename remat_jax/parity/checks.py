@@ -1,4 +1,4 @@
-"""The verdicts of a comparison: a row for every tensor, and the checks beside them, among them planted faults."""
+"""The verdicts of a comparison: a row for every tensor, and checks of the whole comparison, such as planted faults."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from remat_jax.parity.trees import is_floating
 
 _FULL = (None, "highest", "float32")
 _NAMED = 6
-"""The most tensors that a sentence names."""
+"""The largest number of tensors that a message names."""
 _SAME = 1e-9
-"""The largest relative difference of two equal float64 results."""
+"""Float64 results count as equal up to this relative difference."""
 _FAULTS = {"sign": -1, "doubled": 2}
-"""The faults that are planted in gradients, each as a factor."""
+"""Planted faults: name → the factor by which a gradient is multiplied."""
 
 
 def verdicts(
     reference: Tensors, candidate: Tensors, yardstick: Tensors, dtype: str, limit: str = "float64"
 ) -> dict[str, tuple[float, str]]:
-    """For every tensor its figure, and why it fails, or "".
+    """Tensor name → (figure, reason why the tensor fails or "").
 
-    The figure is the relative error in float64, which `limit` bounds, else the ratio to the error of PyTorch's `yardstick`.
+    In float64 the figure is the relative error, at most `limit`; otherwise it is the ratio to PyTorch's error (`yardstick`).
     """
     figures = {}
     if dtype == "float64":
@@ -46,13 +46,13 @@ def verdicts(
 
 
 class Ledger:
-    """Collects the rows of a report: every tensor, judged in every dtype and mode."""
+    """Collects a row for every tensor, with its verdicts in all dtypes and modes."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], TensorRow] = {}
 
     def enter(self, kind: str, reference: Tensors, candidate: Tensors, yardstick: Tensors, dtype: str, mode: str) -> None:
-        """Judge the tensors of one kind of a Flax run."""
+        """Judge all tensors of one kind (`TensorRow.kind`) of a Flax run."""
         if not reference and not candidate:
             return
         limit = "float64_step" if kind == "update" else "float64"
@@ -66,9 +66,9 @@ class Ledger:
                 row.fail(problem, mode)
 
     def plant(self, reference: Tensors, yardstick: Tensors, dtype: str) -> Check:
-        """Whether sign flips and doublings are detected in every gradient above the rounding of all gradients together.
+        """Check that a sign flip and a doubling are detected in every gradient that is large enough (`_large`).
 
-        They are planted in PyTorch's gradients: flipping a wrong gradient of Flax's could make it right.
+        The faults are planted in PyTorch's gradients, because a flip could make a wrong Flax gradient right.
         """
         caught: dict[str, dict[str, bool]] = {}
         for fault, factor in _FAULTS.items():
@@ -93,7 +93,7 @@ class Ledger:
 
 
 def _large(reference: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
-    """The tensors whose norm is more than twice their permitted error: a wrong sign or factor must make them fail."""
+    """The tensors whose norm is more than twice their permitted error, so that a sign flip or a doubling must fail."""
     if dtype == "float64":
         limit = TOLERANCES["float64"].value * global_norm(reference)
         return {name for name, x in reference.items() if norm(x) > 2 * limit}
@@ -102,7 +102,7 @@ def _large(reference: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
 
 
 def precision_check() -> Check:
-    """Whether both frameworks multiply in full precision: TF32 or autocast would dominate the errors."""
+    """Check that both frameworks multiply matrices in full precision: TF32 or autocast would dominate the errors."""
     import torch
 
     wrong, chosen = [], torch.get_float32_matmul_precision()
@@ -118,9 +118,9 @@ def precision_check() -> Check:
 
 
 def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[Sequence[str]], tuple[set[str], str]]) -> Check:
-    """Whether gradients exist and none is 0: a gradient of 0 on both sides proves nothing, except for unused weights.
+    """Check that no gradient is 0 in PyTorch, because a gradient that is 0 in both frameworks proves nothing.
 
-    `elsewhere` compares these gradients with other weights; it returns the names that agree there, and what differs.
+    `elsewhere` compares the gradients of 0 again with random weights; it returns the names that agree, and what differs.
     """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
@@ -143,11 +143,11 @@ def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[
 
 
 def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Arrays) -> list[Check]:
-    """Explain running statistics that differ only by a convention: the momentum, or the batch variance that they track.
+    """Explain running statistics that differ only in the momentum, or in a biased or unbiased batch variance.
 
-    A step moves statistics s by m·(u·b − s), where b are the batch statistics, m is one minus Flax's momentum, and u is
-    n / (n − 1) for an unbiased variance, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p and q for all
-    channels. p and q are solved for; if no pair fits, the fault is a different one. Empty if nothing is explained.
+    A step moves statistics s by m·(u·b − s), where b are the batch statistics, m is 1 − the momentum in Flax's convention, and
+    u is n / (n − 1) for an unbiased variance, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p and q for all
+    channels. p and q are fitted; if none fit, the difference has another cause. The list is empty if nothing is explained.
     """
     fits = {path: _convention(before[path], reference[path], candidate[path]) for path in reference.keys() & candidate.keys()}
     paths_by_text: dict[str, list[str]] = {}
@@ -174,7 +174,7 @@ def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, flo
     if start.size < 3 or norm(theirs - ours) <= TOLERANCES["float64"].value * norm(theirs):
         return None
     step, factors = theirs - start, np.stack([ours - start, start], axis=1)
-    for columns in (1, 2):  # first the momentum alone, which needs only p
+    for columns in (1, 2):  # a difference in the momentum alone needs only p
         solution = np.linalg.lstsq(factors[:, :columns], step)[0]
         if norm(factors[:, :columns] @ solution - step) <= _SAME * norm(step):
             return float(solution[0]), float(solution[1]) if columns == 2 else 0.0
@@ -182,7 +182,7 @@ def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, flo
 
 
 def losses_check(reference: list[float], yardstick: list[float], losses: list[float], dtype: str) -> Check:
-    """The losses of a short training run in both frameworks; below float32 they are reported but not judged."""
+    """Compare the losses of a short training run in both frameworks; below float32 they are reported but not judged."""
     measure = reference if dtype == "float64" else yardstick
     differences = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(measure, losses, strict=True)]
     worst = max(differences) if np.isfinite(differences).all() else float("inf")
@@ -194,10 +194,10 @@ def losses_check(reference: list[float], yardstick: list[float], losses: list[fl
 
 
 def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str, *, agreed: bool) -> Check:
-    """Transpose or shift one Flax weight: the step that passed must then be judged wrong by its outputs.
+    """Check that the outputs differ after one Flax weight is transposed or shifted.
 
-    If the outputs agree only after the change, the weight map has that very fault, which counts as detected. Where a weight
-    has too little influence, such as a query weight of an untrained model, larger ones are tried.
+    If the outputs agree only after the change (not `agreed`), the weight map has that very fault, which counts as detected.
+    If a weight has too little influence, such as a query weight of an untrained model, weights of larger norm are tried.
     """
     floating = {name: x for name, x in reference.outputs.items() if is_floating(x)}
     measured = {name: yardstick.outputs[name] for name in floating}
@@ -220,7 +220,7 @@ def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype:
 
 
 def _chosen(flax: Any, weights: Any) -> list[str]:
-    """The matrix of median norm, or the array if there is no matrix; then a few larger ones."""
+    """Paths of the weights to try: the matrix of median norm and a few of larger norm; without matrices, other arrays."""
     paths = sorted(flax.trained, key=lambda path: (norm(weights[path]), path))
     matrices = [path for path in paths if weights[path].ndim > 1 and weights[path].size > 1]
     larger = (matrices or paths)[len(matrices or paths) // 2 :]

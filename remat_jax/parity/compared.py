@@ -1,4 +1,4 @@
-"""Compare two traces: pair their calls, measure how far apart their arrays are, and find the pair where they diverge."""
+"""Compare two traces: pair their calls, measure the distances between their arrays, and find the first pair that diverges."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Divergence:
     Attributes:
         torch_path, flax_path: the module's path in each model; "" is the whole model.
         what: the array that differs, such as "output 0", "gradient of input 0" or "gradient of kernel".
-        error, reference: the norm of the difference, and of PyTorch's array, in float64.
-        note: a possible explanation, such as a module inside that ran in only one of the models.
+        error, reference: the norm of the difference, and the norm of PyTorch's array, in float64.
+        note: a possible explanation, such as an inner module that ran in only one of the models.
 
     >>> print(Divergence("ffn.up", "ffn/up", "output 0", error=0.5, reference=10.0))
     ffn/up against ffn.up: output 0 is 0.5 off, of 10
@@ -50,9 +50,9 @@ class TensorPair:
     """A PyTorch call and a Flax call that should compute the same.
 
     Attributes:
-        around: the pairs of calls that enclose both, the innermost first.
-        distances: "input", "output", "state", "input cotangent", "output cotangent", "gradient" → label → distance.
-        floors: by the same kinds, the norm below which a reference cannot measure a relative error.
+        around: the pairs whose calls enclose both calls, innermost first.
+        distances: kind ("input", "output", "state", "input cotangent", "output cotangent", "gradient") → label → distance.
+        floors: kind → the norm to which an error is relative if the reference's norm is smaller.
     """
 
     torch: ModuleCall
@@ -62,24 +62,24 @@ class TensorPair:
     floors: Mapping[str, float]
 
     def bad(self, kind: str) -> tuple[str, Distance] | None:
-        """The label and the distance of the worst disagreement of a kind; None if none disagrees."""
+        """The label and the distance of the array of a kind that differs most; None if all arrays agree."""
         floor = self.floors[kind]
         wrong = [(label, apart) for label, apart in self.distances[kind].items() if apart.is_bad(floor)]
         return max(wrong, key=lambda entry: entry[1].relative(floor), default=None)
 
     def divergence(self, what: str, apart: Distance, note: str = "") -> Divergence:
-        """The divergence of the pair's modules."""
+        """A `Divergence` at the pair's modules."""
         return Divergence(self.torch.name, self.flax.name, what, apart.error, apart.reference, note)
 
     @property
     def is_cut_otherwise(self) -> bool:
-        """Whether the output cotangent differs but all results agree: then the dropped part lies outside this pair."""
+        """Whether the output cotangent differs, but without effect on the input cotangents and parameter gradients."""
         made = {**self.distances["input cotangent"], **self.distances["gradient"]}
         return bool(made and self.bad("output cotangent")) and not (self.bad("input cotangent") or self.bad("gradient"))
 
 
 def modules(trace: Trace) -> list[MatchedModule]:
-    """The modules of a trace, each once, by first call."""
+    """The modules of a trace, each once, in the order of their first calls."""
     callers = {trace.calls[call.parent].name for call in trace.calls if call.parent is not None}
     first = sorted((call for call in trace.calls if not call.number), key=lambda call: call.started)
     sizes = [call.outputs[0].size if call.outputs else None for call in first]
@@ -94,13 +94,13 @@ def compared(
 ) -> list[TensorPair]:
     """The pairs of calls of matched modules, in the order in which PyTorch's calls ended; the loss is the last.
 
-    `gradients` are Flax's by PyTorch's parameter names, from a weight map; without them, names in matched modules decide.
+    `gradients` are Flax's by PyTorch's parameter names, from a weight map; without them, gradients are compared by name.
     """
     floors = _floors(torch)
     flax_calls = {(call.path, call.number): call for call in flax.calls}
     by_owner = None if gradients is None else _by_owner(torch, matched, gradients)
     paired: dict[ModuleCall, TensorPair] = {}
-    # A call ends after its inner calls: in reverse order, an enclosing pair comes before its inner pairs.
+    # A call ends after its inner calls, so in reverse order an enclosing pair comes before its inner pairs.
     for call in reversed(torch.calls):
         if call.path not in matched or (matched[call.path], call.number) not in flax_calls:
             continue
@@ -108,7 +108,7 @@ def compared(
         outside = set(flax.ancestors(other))
         enclosing = (paired[outer] for outer in torch.ancestors(call) if outer in paired)
         around = next(((pair, *pair.around) for pair in enclosing if pair.flax in outside), ())
-        # A parameter's gradient is the sum over all calls; the first call adds to it last in the backward pass.
+        # A parameter's gradient, summed over all calls, is compared at the first call, which the backward pass reaches last.
         of_gradients = {} if call.number else None if by_owner is None else by_owner.get(call.path, {})
         paired[call] = TensorPair(call, other, around, _distances(call, other, of_gradients), floors)
     pairs_of_calls = list(paired.values())[::-1]
@@ -120,7 +120,7 @@ def compared(
 def _distances(
     torch: ModuleCall, flax: ModuleCall, gradients: Mapping[str, Distance] | None = None
 ) -> dict[str, dict[str, Distance]]:
-    """The distances between two calls, by kind; `gradients` are those of the parameters' gradients, if known."""
+    """The distances between two calls, by kind; `gradients` has the distances of the parameters' gradients, if known."""
     distances: dict[str, dict[str, Distance]] = {
         "state": _by_name("{} afterwards", torch.state, flax.state),
         "gradient": _by_name("gradient of {}", torch.gradients, flax.gradients) if gradients is None else dict(gradients),
@@ -134,7 +134,7 @@ def _distances(
             is_named = ours.name and ours.name == theirs.name and names.count(ours.name) == 1
             label = f"{role} {ours.name if is_named else j}"
             values[label] = distance(theirs.value, ours.value)
-            # A cotangent on one side alone may belong to a constant or a frozen array.
+            # A cotangent that exists in only one framework is ignored: the array may be constant or frozen in the other.
             if theirs.cotangent is not None and ours.cotangent is not None:
                 cotangents[f"gradient of {label}"] = distance(theirs.cotangent, ours.cotangent)
         distances |= {role: values, f"{role} cotangent": cotangents}
@@ -142,14 +142,14 @@ def _distances(
 
 
 def pairs_of(role: str, torch: ModuleCall, flax: ModuleCall) -> list[tuple[int, int]]:
-    """The pairs of inputs or outputs of two calls to compare, by position."""
+    """Index pairs (PyTorch, Flax) of the inputs or outputs of two calls that are compared."""
     theirs, ours = torch.arrays_of(role), flax.arrays_of(role)
     names = [array.name for array in theirs], [array.name for array in ours]
     return pairs([array.value for array in theirs], [array.value for array in ours], names)
 
 
 def _by_name(label: str, torch: Mapping[str, np.ndarray], flax: Mapping[str, np.ndarray]) -> dict[str, Distance]:
-    """The distances of the arrays of a module that have the same name in both frameworks, or each framework's own."""
+    """The distances of a module's arrays that have the same name in both frameworks, or names paired in `_TORCH_NAMES`."""
     distances = {}
     for name, ours in flax.items():
         theirs = torch.get(name, torch.get(_TORCH_NAMES.get(name, name)))
@@ -159,7 +159,7 @@ def _by_name(label: str, torch: Mapping[str, np.ndarray], flax: Mapping[str, np.
 
 
 def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray]) -> dict[str, dict[str, Distance]]:
-    """For every module the distances of its parameters' gradients, including those of inner modules without a counterpart."""
+    """Module path → the distances of its parameters' gradients, including the parameters of unmatched inner modules."""
     called = {call.path for call in torch.calls if call.path in matched}
     by_owner: dict[str, dict[str, Distance]] = {}
     for name in torch.gradients.keys() & gradients.keys():
@@ -173,7 +173,7 @@ def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, 
 
 
 def _floors(torch: Trace) -> dict[str, float]:
-    """For every kind, the norm that a tensor must exceed: a share of the joint norm of all tensors of the kind."""
+    """Kind → floor: a fixed fraction of the joint norm of all PyTorch tensors of that kind."""
 
     def floor(arrays: Iterator[np.ndarray | None]) -> float:
         norms = (shown_norm(x) for x in arrays if x is not None and x.dtype.kind == "f")
@@ -195,10 +195,10 @@ def _floors(torch: Trace) -> dict[str, float]:
 
 
 def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
-    """The first pair to end whose inputs agree and whose outputs, or written state, differ.
+    """The divergence of the first pair to finish whose inputs agree and whose outputs, or written variables, differ.
 
-    A divergence reaches the outputs of all enclosing modules. A difference in structure, such as a residual connection inside
-    a module of only one model, does not.
+    An output counts only if the outputs of all enclosing modules differ too. Otherwise only the structure differs: a residual
+    connection, for example, is inside the module in one model and outside in the other.
     """
     for pair in pairs:
         wrong = pair.bad("output")
@@ -206,7 +206,7 @@ def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
             continue
         if wrong and all(outer.bad("output") for outer in pair.around):
             module, label, apart = _other_inputs_inside(pair, pairs) or ("", "", None)
-            if apart and pair.torch.name == "":  # no enclosing module to name: name the array that the model's code makes
+            if apart and pair.torch.name == "":  # the model's own code computes this array, so the array is named
                 return pair.divergence(f"{label} of {module!r}", apart)
             return pair.divergence(*wrong, f"it gives {module!r} another {label}" if apart else "")
         if written := pair.bad("state"):
@@ -215,7 +215,7 @@ def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
 
 
 def _other_inputs_inside(pair: TensorPair, pairs: Sequence[TensorPair]) -> tuple[str, str, Distance] | None:
-    """The first module inside a pair's modules whose inputs differ, such as in their mask; the input and its distance."""
+    """The first inner module whose inputs differ, such as in a mask, with the input's label and distance."""
     for inner in sorted(pairs, key=lambda inner: inner.torch.started):
         if pair in inner.around and (wrong := inner.bad("input")):
             return inner.flax.name, *wrong
@@ -237,9 +237,9 @@ def _around_the_model(pairs: Sequence[TensorPair]) -> Divergence | None:
 
 
 def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Divergence | None:
-    """The first pair in backward order that is sound in the forward pass, but stale or the origin of wrong cotangents.
+    """The divergence of the first pair, in backward order, that agrees forward but is stale or computes wrong gradients.
 
-    If no module is at fault and gradients still differ, a cotangent is lost between two, and the enclosing module is named.
+    If no module is at fault and gradients still differ, a cotangent is lost between two modules; their parent is named.
     """
     backwards = sorted(pairs, key=lambda pair: -pair.torch.started)
     sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output") or pair.flax.misled)]
@@ -251,7 +251,7 @@ def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Dive
             return pair.divergence(*wrong)
     if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):
         return None
-    # Every module is right about the cotangent that it gets, so one is lost between two modules.
+    # Every module computes right gradients from its output cotangent, so a cotangent is lost between two modules.
     for pair in sound:
         wrong = pair.bad("output cotangent")
         if wrong and pair.around and not pair.around[0].bad("output cotangent"):
@@ -260,7 +260,7 @@ def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Dive
 
 
 def noted(divergence: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Sequence[str]) -> Divergence:
-    """The divergence, with a note of the modules directly inside that only one of the models has."""
+    """The divergence, with a note of the inner modules that only one of the models has."""
     if divergence.note == _OTHER_INPUTS:
         return divergence
 

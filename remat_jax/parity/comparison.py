@@ -1,4 +1,4 @@
-"""`compare`, and the same as an assertion: whether a Flax model computes, trains and keeps the same as a PyTorch model."""
+"""`compare` and `assert_parity`: whether a Flax model has the same outputs, gradients and training steps as a PyTorch model."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ def compare(
 ) -> ParityReport:
     """Compare a Flax model with a PyTorch model: outputs, gradients, training, and residuals.
 
-    Float64 proves the mapping: plain PyTorch, without inner casts to float32, is compared with Flax in every mode, tensor by
-    tensor. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own error in the dtype. Every
-    comparison plants faults; an undetected fault fails the report. Neither model is changed. Active dropout is refused, because
-    random results cannot be compared.
+    The float64 runs prove the weight map: every tensor of Flax, in every mode, is compared with PyTorch without checkpoints
+    and without casts to float32. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own
+    error in the dtype. Every comparison plants faults; an undetected fault fails the report. Neither model is changed. Active
+    dropout raises an error, because random results cannot be compared.
 
     Args:
-        torch_module: the PyTorch model, in training or evaluation mode as it shall run, or a function that builds it: then
-            tables that a constructor computes in float32, such as rotary frequencies, are computed in float64.
-        flax_module: a Linen or NNX module, or a function that makes the module for a dtype's name.
+        torch_module: the PyTorch model, set to training or evaluation mode, or a function that builds it. With a function,
+            tables that the constructor computes in float32, such as rotary frequencies, are computed in float64.
+        flax_module: a Linen or NNX module, or a function from a dtype's name to the module.
         inputs: arrays or tensors for both models: a tuple of arguments, or a dictionary of keywords.
         rules: the weight map (`remat_jax.porting`); `"auto"` proposes and proves a map.
-        variables: a Linen module's variables, if `init` cannot make them, or the values that the rules name as missing.
-        loss: a function from the output to a scalar for both frameworks' arrays, or a pair of functions, PyTorch's first; by
-            default the squared distance of every floating-point output from random numbers.
-        torch_blocks, flax_blocks: the checkpointed classes; by default those in PyTorch's lists of modules, and the Flax
-            classes that hold the same weights.
+        variables: a Linen module's variables: needed if `init` cannot make them, or if `rules` has `missing:` variables.
+        loss: a function from the output to a scalar that works in both frameworks, or a pair of functions, PyTorch's first.
+            The default is the squared distance of every floating-point output from random numbers.
+        torch_blocks, flax_blocks: the classes to checkpoint; by default the classes in PyTorch's lists of modules, and the
+            Flax classes that have the same weights.
         modes: `off`, `checkpoint`, `offload`, or any policy's name or text.
-        optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: a function from the parameters to PyTorch's, and optax's.
+        optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: parameters → PyTorch optimizer, and optax's optimizer.
         dtypes: `float64` and the working dtypes: float32, bfloat16, float16.
         steps: the number of training steps with the optimizer.
         torch_call, flax_call: run a model by `call(model, *inputs)` instead of `model(*inputs)`.
-        excite: give constant parameters, such as biases at 0, other values in both models: constants hide faults.
-        keep_float64: in float64, ignore the Flax model's own casts to float32, which are faults otherwise, as for PyTorch.
-        memory: count the residuals of both frameworks.
-        target: also compile the JAX step for this target, for its peak memory; slow.
+        excite: add noise to constant parameters, such as biases of 0, in both models, because constants hide faults.
+        keep_float64: in float64 runs, prevent the Flax model's own casts to float32; by default, such a cast is a fault.
+        memory: report the residuals and the peak memory of both frameworks.
+        target: compile the JAX step for this target to report its peak memory there; slow. Implies `memory`.
         progress: called with `(what, done, total)`.
 
     Raises:
@@ -97,11 +97,11 @@ def compare(
 
 
 def assert_parity(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> ParityReport:
-    """Return the report of `compare`, which passed; its arguments are those.
+    """Call `compare` with these arguments and return its report, or raise an error if the report did not pass.
 
     Raises:
-        AssertionError: it has not passed; the message is the verdict, and every check and tensor that failed.
-        RematError: as `compare`.
+        AssertionError: the report did not pass; the message has the verdict, and every check and tensor that failed.
+        RematError: in the cases of `compare`.
 
     >>> import flax.linen as nn, numpy as np, torch
     >>> rules = "weight -> params/kernel | linear"
@@ -109,7 +109,7 @@ def assert_parity(torch_module: Any, flax_module: Any, inputs: Any, **options: A
     >>> assert_parity(torch.nn.Linear(3, 2, bias=False), dense, np.ones((4, 3)), rules=rules, modes="off").passed
     True
     """
-    __tracebackhide__ = True  # pytest shows the line of the test
+    __tracebackhide__ = True  # pytest shows the test's line instead of this function
     report = compare(torch_module, flax_module, inputs, **options)
     if not report.passed:
         raise AssertionError(failures(report))

@@ -14,12 +14,12 @@ from remat_jax.parity.trees import is_floating
 
 
 def compile_options(dtype: str) -> dict[str, Any]:
-    """XLA options: quick compilation for float64, where only the mathematics counts; else none, to keep the user's rounding."""
+    """XLA options: quick compilation for float64, where rounding does not matter; otherwise none, as in the user's runs."""
     return compat.quick_compile_options() if dtype == "float64" else {}
 
 
 def unread_inputs(jaxpr: Any) -> list[bool]:
-    """For each input of a closed jaxpr whether no result depends on it, whatever its value.
+    """For each input of a closed jaxpr, whether dead-code elimination finds that no result depends on it.
 
     >>> import jax
     >>> unread_inputs(jax.make_jaxpr(lambda x, y, z: x + 0 * jax.jit(lambda x, y: y)(z, y))(1.0, 1.0, 1.0))
@@ -30,9 +30,9 @@ def unread_inputs(jaxpr: Any) -> list[bool]:
 
 
 def down_casts(jaxpr: Any) -> list[str]:
-    """The places, by name stack, where a float64 array that leads to a floating-point result becomes a smaller one.
+    """The dtypes and name stacks of casts of float64 arrays to a smaller dtype, on the way to a floating-point result.
 
-    Integers and booleans, such as a position's bucket, may be computed in any dtype: the results that use them are compared.
+    A cast on the way to integers or booleans, such as a position's bucket, is not listed: the results are compared anyway.
 
     >>> import jax
     >>> def bucket(x):
@@ -49,7 +49,7 @@ def down_casts(jaxpr: Any) -> list[str]:
 
 
 def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list[bool]:
-    """Which arguments of a closed jaxpr the results depend on through floating-point arrays; adds to `casts`."""
+    """For each argument of a closed jaxpr, whether `results` depend on it through floating-point arrays; adds to `casts`."""
     needed = {var for var, yes in zip(jaxpr.jaxpr.outvars, results, strict=True) if yes and is_floating(var.aval)}
     for eqn in reversed(jaxpr.jaxpr.eqns):
         which = [var in needed for var in eqn.outvars]
@@ -65,24 +65,24 @@ def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list
 
 
 def _inputs(eqn: Any, which: list[bool], casts: dict[str, None]) -> list[Any]:
-    """The inputs that these outputs of an equation need: those its body needs, or all if it has no body."""
+    """The inputs of an equation that its outputs marked in `which` depend on; all inputs if the equation has no body."""
     inside = bodies(eqn)
     if not inside:
         return list(eqn.invars)
-    if eqn.primitive.name in ("scan", "while"):  # a carry may need any other in the next iteration
+    if eqn.primitive.name in ("scan", "while"):  # in the next iteration, a carry may depend on every other carry
         which = [True] * len(which)
     inputs = set[int]()
     for body in inside:
         same = len(body.jaxpr.outvars) == len(which)
         used = _needed(body, which if same else [True] * len(body.jaxpr.outvars), casts)
-        skipped = len(eqn.invars) - len(used)  # the index of a cond
+        skipped = len(eqn.invars) - len(used)  # the branches of a cond do not take its index
         fits = same and skipped >= 0
         inputs |= {place + skipped for place, yes in enumerate(used) if yes} if fits else {*range(len(eqn.invars))}
     return [eqn.invars[place] for place in inputs]
 
 
 def _place(names: str) -> str:
-    """A name stack without transformations: they give a place a different name in each pass."""
+    """A name stack without transformations, so that an operation has the same name in both passes."""
     while (plain := re.sub(r"\b(?:jvp|transpose|vmap)\(([^()]*)\)", r"\1", names)) != names:
         names = plain
     return names

@@ -31,11 +31,11 @@ from remat_jax.porting.variables import Variables
 _NAMED = 4
 """The number of settings that the check's text names."""
 _DRAWS = 4
-"""Random weights that are tried for gradients that are 0 with the model's own."""
+"""The number of random sets of weights that are tried if gradients are 0 with the model's own weights."""
 
 
 def _flax_call(case: Case, module: Any) -> Callable[..., Any]:
-    """The user's `flax_call`, for a Linen module as a function that also takes its variables."""
+    """The user's `flax_call`; for a Linen module, a function that takes the module, its variables and the inputs."""
     if not isinstance(module, nn.Module):
         return case.flax_call
     return lambda module, variables, *args, **kwargs: case.apply_linen(module, variables, args, kwargs)[0]
@@ -50,9 +50,9 @@ def _arguments(case: Case, arrays: Any) -> Any:
 
 
 def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[tuple[dict[str, Any], ...], Check]:
-    """The settings that differ, as plain data, and a check that lists them, in the dtype of the given PyTorch model.
+    """The settings that differ, as plain data, and a check that lists them; both models have the PyTorch model's dtype.
 
-    The check always passes: the compared values decide whether a setting matters.
+    The check always passes, because the compared values decide whether a setting matters.
     """
     model = case.torch()
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), "float32")
@@ -60,7 +60,7 @@ def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[t
     try:
         with jax.enable_x64(dtype == "float64"):
             variables, module = Variables(structure(dtype)[1]), case.flax(dtype)
-            # The comparison casts the variables, so their own dtype is no finding.
+            # The comparison casts the variables, so a difference in their original dtype is not reported.
             shapes = variables.rebuild(shapes_in(dtype, variables.leaves))
             inputs = _arguments(case, arrays_in(case, dtype))
             with running("flax_module"):
@@ -75,7 +75,7 @@ def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[t
 
 
 def _precision() -> list[Difference]:
-    """The precision of float32 products, if the frameworks' global settings differ."""
+    """The precision of float32 matmuls, if a global setting of either framework lowers it."""
     import torch
 
     theirs, ours = torch.get_float32_matmul_precision(), jax.config.jax_default_matmul_precision
@@ -108,7 +108,7 @@ def _masks(case: Case, torch_model: Any, dtype: str, step: TracedPass) -> Iterat
 
 
 def _shows(array: Any) -> int | None:
-    """The number that shows a position, if an array may be a mask: 1, or 0 in an additive mask; else None.
+    """The number that marks a shown position, if an array may be a mask: 1, or 0 in an additive mask; else None.
 
     >>> _shows(np.array([True, False])), _shows(np.array([0.0, -np.inf])), _shows(np.array([0.5])), _shows(np.zeros(2))
     (1, 0, None, None)
@@ -117,7 +117,7 @@ def _shows(array: Any) -> int | None:
         return None
     values = np.unique(np.asarray(array, np.float64))
     if is_floating(array) and set(values) <= {0}:
-        return None  # all zeros: either kind of mask
+        return None  # an array of zeros may be either kind of mask
     if set(values) <= {0, 1}:
         return 1
     return 0 if all(value == 0 or value <= FAR for value in values) else None
@@ -129,7 +129,7 @@ def _shows(array: Any) -> int | None:
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], tuple[str, ...], list[Check]]:
-    """The first module that differs in each pass, in the mode that `transform` applies; hidden modules; failed checks."""
+    """(pass → first module that differs, hidden modules, failed checks), in the mode that `transform` applies."""
     module = case.flax("float64")
     try:
         result = first_divergences(
@@ -152,7 +152,7 @@ def first_difference(
 
 
 def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
-    """The PyTorch modules whose recomputation differs in a mode, as text; or why that is unknown."""
+    """A text that names the PyTorch modules whose recomputation differs in a mode, or why that is unknown; "" for none."""
     try:
         model, inputs = torch.make("float64"), _arguments(case, case.inputs.arrays)
         with keep_float64(), torch.in_mode(model, mode), running("torch_module"):
@@ -166,7 +166,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
 
 
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
-    """Those of the `zero` gradients that agree where they are not 0, in float64 with random weights; and what differs there."""
+    """(names in `zero` whose gradients, with random weights, are equal and not 0, text of what differs), in float64."""
     agreeing = set[str]()
     try:
         calls = (case.by_name(case.torch_call), case.by_name(case.flax_call))
@@ -180,12 +180,12 @@ def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequen
                 return agreeing, f"{where} is {error:.1e} off"
             agreeing |= alive
     except RematError:
-        pass  # the names that agree so far
+        pass  # return the names that agreed so far
     return agreeing, ""
 
 
 def _signed(values: Values, seed: int) -> Values:
-    """The weights with random signs, but variances: a ReLU that no input reaches is often reached then."""
+    """The weights, except variances, with random signs: a ReLU that was inactive for all inputs often becomes active."""
     random = np.random.default_rng(seed)
     return {
         name: x * random.choice((-1.0, 1.0), x.shape) if x.dtype == np.float64 and not name.endswith("running_var") else x

@@ -35,7 +35,7 @@ Leaves = dict[str, Any]
 
 
 def structure(case: Case, dtype: str) -> tuple[Any, Any]:
-    """The model without its variables, and the variables: a Linen module and shapes, or an NNX graph definition and state."""
+    """(model, variables): a Linen module and the given variables or their shapes, or an NNX graph definition and state."""
     module = case.flax(dtype)
     if isinstance(module, nnx.Module):
         return nnx.split(module)
@@ -51,20 +51,20 @@ def structure(case: Case, dtype: str) -> tuple[Any, Any]:
 
 
 def arrays_in(case: Case, dtype: str) -> Arrays:
-    """The inputs: floating-point arrays in `dtype`, other arrays in JAX's present dtypes."""
+    """The inputs: floating-point arrays in `dtype`; other arrays in the dtype that JAX gives them (`canonicalize_dtype`)."""
     canonical = jax.dtypes.canonicalize_dtype
     return {name: x.astype(dtype if is_floating(x) else canonical(x.dtype)) for name, x in case.inputs.arrays.items()}
 
 
 class FlaxSide:
-    """The Flax model of a case under the weights of the PyTorch model.
+    """The Flax model of a case with the weights of the PyTorch model.
 
     Attributes:
-        names: Flax's name of an output → PyTorch's.
+        names: Flax's name of an output → PyTorch's name.
         sources: the path of a variable → the PyTorch tensors that fill it.
-        trained: the paths of variables with a gradient in both frameworks, without excluded ones.
-        blocks: the checkpointed classes; None if there are none.
-        down_casts: where the float64 step casts to a smaller dtype; known after compilation.
+        trained: the paths of the variables trained in both frameworks, except those that `set_aside` excluded.
+        blocks: the classes to checkpoint; empty if there are none.
+        down_casts: where the float64 step casts to a smaller dtype; set when the step is compiled.
     """
 
     def __init__(self, case: Case, torch: Any, rules: Rules, structure: Callable[[str], tuple[Any, Any]]) -> None:
@@ -84,9 +84,9 @@ class FlaxSide:
         self.names, self.blocks = self._look()
 
     def set_aside(self, names: Collection[str]) -> set[str]:
-        """Exclude from `trained` the weights that only PyTorch's tensors `names` fill and that the traced step does not read.
+        """Exclude from `trained` the variables that the step does not read and that no tensor outside `names` fills.
 
-        Returns the `names` whose variables are all excluded.
+        Returns the PyTorch names in `names` whose variables are all excluded.
         """
         filled = {path: {self.torch.ties.get(name, name) for name in self.sources[path]} for path in self.trained}
         trained, others = self._shapes("float64")
@@ -97,7 +97,7 @@ class FlaxSide:
         return set(names).difference(*(filled[path] for path in self.trained))
 
     def weights(self, state_dict: Mapping[str, Any], dtype: str) -> Leaves:
-        """PyTorch's tensors as Flax's variables in a dtype, path → array."""
+        """Flax's variables (path → array) with the values of PyTorch's tensors; floating-point arrays have `dtype`."""
         filled = Variables(from_torch(state_dict, self._structure(dtype)[1], self.rules, dtype=dtype)).leaves
         return {path: x.astype(dtype) if is_floating(x) else x for path, x in filled.items()}
 
@@ -106,7 +106,7 @@ class FlaxSide:
         return self._variables("float64").rebuild(weights)
 
     def run(self, dtype: str, mode: str, weights: Leaves, *, steps: int = 0) -> Run:
-        """A training step with these weights; with an optimizer, `steps` steps."""
+        """Run a training step with these weights, or `steps` steps if the case has an optimizer."""
         trained, others = self._divided(weights)
         step, arguments = self._step(dtype, mode), self._arguments(dtype, others)
         (loss, (outputs, state)), (gradients, input_gradients) = step(trained, *arguments)
@@ -130,12 +130,12 @@ class FlaxSide:
 
     @silenced()
     def kept(self, dtype: str, mode: str) -> ResidualTable:
-        """The residuals between the passes, without parameters and inputs."""
+        """The residuals in a mode, without parameters and inputs."""
         return residuals(self._workload(dtype), mode)
 
     @silenced()
     def peak(self, dtype: str, mode: str, target: str | None) -> int:
-        """The device bytes of a training step compiled for a target; without one, of the step that ran here."""
+        """The device bytes of a training step compiled for `target`; without a target, of the step that `run` compiled."""
         if target:
             return measure(self._workload(dtype), mode, target).device_bytes
         needed = self._step(dtype, mode).memory_analysis()
@@ -157,14 +157,14 @@ class FlaxSide:
     # The model as a function.
 
     def _apply(self, dtype: str, leaves: Leaves, arrays: Mapping[str, Any]) -> tuple[Any, Leaves]:
-        """The model's output, and the updated variables that are not parameters."""
+        """The model's output, and the variables that the call may have written, by path."""
         maker, _ = self._structure(dtype)
         args, kwargs = self.case.inputs.arguments(arrays)
         tree = self._variables(dtype).rebuild(leaves)
         if isinstance(maker, nn.Module):
             output, written = self.case.apply_linen(maker, tree, args, kwargs)
             return output, Variables(written).leaves
-        # New variables at this trace level, because Flax refuses to write to variables of another level.
+        # The variables are copied at this trace level, because Flax refuses to write to variables of another level.
         model = nnx.merge(maker, jax.tree.map(lambda leaf: leaf, tree))
         with known_paths(model):
             output = self.case.flax_call(model, *args, **kwargs)
@@ -190,7 +190,7 @@ class FlaxSide:
         return loss
 
     def _look(self) -> tuple[dict[str, str], Any]:
-        """Trace the model for the names of the outputs, their dtype, and the blocks."""
+        """Trace the model in float64 to find `names` and `blocks`; raises if a float64 output has a smaller dtype."""
         classes: dict[str, type] = {}
 
         def note_class(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -214,7 +214,7 @@ class FlaxSide:
         return names, self.case.flax_blocks or self._find_blocks(classes)
 
     def _find_blocks(self, classes: Mapping[str, type]) -> tuple[type, ...]:
-        """The classes of the Flax modules that hold exactly the weights of PyTorch's blocks; `classes` are Linen's by path."""
+        """The classes of the Flax modules that contain the weights of PyTorch's blocks; `classes`: path → Linen class."""
         module = self.case.flax("float64")
         if isinstance(module, nnx.Module):
             nodes = ((path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Module))
@@ -222,16 +222,16 @@ class FlaxSide:
         blocks: dict[type, None] = {}
         for block in self.torch.block_paths:
             inside = [p for p, names in self.sources.items() if any(name.startswith(f"{block}.") for name in names)]
-            # The innermost module with all these variables: a path is the collection, the module's parts, and a name.
+            # The innermost module with all these variables; a variable's path is collection/module/name.
             around = "/".join(os.path.commonprefix([path.split("/")[1:-1] for path in inside]))
             if inside and around in classes:
                 blocks[classes[around]] = None
         return tuple(blocks)
 
-    # Compiled.
+    # The compiled functions.
 
     def _compiled_step(self, dtype: str, mode: str) -> Any:
-        """The compiled gradient of the loss, with its value and auxiliary results."""
+        """The compiled loss and its gradient in a mode, with the auxiliary results of `_loss`."""
         apply, loss = self.applied(mode), self._loss(dtype)
         gradient = jax.value_and_grad(apply(loss) if apply else loss, (0, 1), has_aux=True)
         trained, others = self._shapes(dtype)
@@ -255,17 +255,17 @@ class FlaxSide:
         arguments = self._arguments(dtype, others)
         return Workload(self._loss(dtype), trained, arguments, self.blocks or "*", has_aux=True, name="parity")
 
-    # Data.
+    # The arguments of the compiled functions.
 
     def _arguments(self, dtype: str, others: Leaves) -> tuple[Leaves, ...]:
-        """The arguments of the loss after the trained weights."""
+        """The arguments of `_loss` that follow the trained weights."""
         arrays, floating = arrays_in(self.case, dtype), self.case.inputs.floating
         targets = {} if self.case.loss else {name: x.astype(dtype) for name, x in self.torch.targets.items()}
         rest = {name: x for name, x in arrays.items() if name not in floating}
         return {name: arrays[name] for name in floating}, others, rest, targets
 
     def _divided(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
-        """The trained weights, and the others."""
+        """(trained variables, other variables)."""
         trained = {path: leaf for path, leaf in leaves.items() if path in self.trained}
         return trained, {path: leaf for path, leaf in leaves.items() if path not in self.trained}
 
@@ -274,5 +274,5 @@ class FlaxSide:
 
 
 def shapes_in(dtype: str, leaves: Leaves) -> Leaves:
-    """The leaves' shapes, floating-point ones in `dtype`."""
+    """The leaves as `jax.ShapeDtypeStruct`; floating-point leaves get `dtype`."""
     return {path: jax.ShapeDtypeStruct(x.shape, dtype if is_floating(x) else x.dtype) for path, x in leaves.items()}

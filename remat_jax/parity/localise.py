@@ -42,15 +42,15 @@ class Divergences:
     """The divergences that `first_divergences` finds.
 
     Attributes:
-        forward: the first module to run whose inputs agree while its output, or the state that it wrote, differs; the path
-            `loss` stands for the loss function. None if no module diverges.
-        backward: the first module of the backward pass whose forward pass and output cotangents agree while its input
-            cotangents or its parameters' gradients differ. None if no module diverges.
-        alone: every module that is wrong by itself, if `single_step` was set.
+        forward: the first module to run whose inputs agree and whose outputs, or written variables, differ; None if no module
+            diverges. The path `loss` is the loss function.
+        backward: the first module of the backward pass whose forward pass and output cotangents agree and whose input
+            cotangents or parameter gradients differ; None if no module diverges.
+        alone: with `single_step`, every module that is wrong even with PyTorch's inputs and cotangents.
         matched: PyTorch path → Flax path of the compared modules.
         unmatched_torch, unmatched_flax: paths of the modules without a counterpart.
-        stale: Flax modules that a checkpoint recomputed from equal inputs to another output; innermost first.
-        hidden: Flax modules that ran where capture is impossible.
+        stale: Flax modules that a checkpoint recomputed from equal inputs to a different output; innermost first.
+        hidden: Flax modules that ran where capture is impossible, such as in a `while` loop.
 
     >>> found = Divergences(None, None, (), {"": ""}, (), ())
     >>> found.none, found.matched
@@ -89,25 +89,25 @@ def first_divergences(
 ) -> Divergences:
     """Run both models forward and backward in float64; name the first module that differs in each pass.
 
-    The innermost module whose inputs agree and whose outputs differ is named: an attention, not its projection, if only its
-    score product differs. For the backward pass a module is named only if its forward pass agrees. With `single_step`, every
-    Flax module gets its original's inputs and cotangents, so no error propagates, and `alone` lists all modules that are wrong.
+    The innermost module whose inputs agree and whose outputs differ is named: the attention, not one of its projections, if
+    only the attention scores differ. In the backward pass, a module is named only if its forward pass agrees. `single_step`
+    gives every Flax module PyTorch's inputs and cotangents, so no error propagates: `alone` lists all modules that are wrong.
 
     Args:
         torch_module: a PyTorch module; a float64 copy is run if its dtype is different.
-        flax_module, variables: a Linen module and its variables, or an NNX module (variables=None: its own state), with the
-            PyTorch module's weights.
+        flax_module, variables: a Linen module and its variables, or an NNX module (`variables=None` uses its own state). The
+            weights must be those of the PyTorch module.
         inputs: a tuple of arguments or a dict of keywords. `flax_inputs` are the Flax model's inputs if they differ.
         loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first; by default the
             sum of all outputs, weighted by fixed random numbers.
-        mapping: PyTorch module path → Flax module path, or None for no counterpart, as a dict or the path of a JSON file, for
-            modules that names, order and sizes do not match.
-        rules: the weight map (`remat_jax.porting`), by which gradients are compared, also those of one PyTorch tensor that is
-            several Flax projections. Without it names decide.
+        mapping: a dict, or the path of a JSON file, for modules that names, order and sizes do not match: PyTorch module path
+            → Flax module path, or None for no counterpart.
+        rules: the weight map (`remat_jax.porting`) for comparing gradients, also of a PyTorch tensor that is split into
+            several Flax arrays. Without rules, gradients are compared by name.
         torch_call, flax_call, transform: `call` of `capture_torch`, and `call` and `transform` of `capture_flax`.
 
     Raises:
-        ArgumentError: `mapping` contains a path without a module, the outputs differ in form, or the PyTorch module is in
+        ArgumentError: `mapping` contains a path without a module, the outputs differ in shape, or the PyTorch module is in
             train mode and has dropout.
 
     >>> import flax.linen as nn, numpy as np, torch
@@ -146,7 +146,7 @@ def first_divergences(
 
 
 def _under_torch_names(gradients: Mapping[str, Any], rules: Any) -> dict[str, Any]:
-    """Flax's gradients under PyTorch's names; a tied gradient is under both of its names."""
+    """PyTorch's name → Flax's gradient; the gradient of a tied parameter is under both names."""
     renamed = gradients_to_torch(gradients, rules, numpy=True)
     for name, other in list(tied_pairs(as_rules(rules), renamed)):
         renamed[name] = renamed[other] = renamed[name if name in renamed else other]
@@ -214,15 +214,15 @@ def _unmatched(trace: Trace, matched: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(call.path for call in trace.calls if call.path not in paths))
 
 
-# Every module by itself.
+# Each module with PyTorch's inputs and cotangents.
 
 
 def _each_alone(
     step: TracedPass, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[TensorPair]
 ) -> tuple[Divergence, ...]:
-    """Every module that is wrong by itself, in the order of execution; once, for its forward pass if that is wrong.
+    """A divergence for every module that is wrong even with PyTorch's inputs and cotangents, in the order of execution.
 
-    Each module gets its original's inputs and cotangents, so that no error propagates.
+    A module is listed once: for its forward pass, or for its backward pass if only that is wrong.
     """
     of_modules = [pair for pair in plain if pair.flax is not ours.loss]
     trusted = [pair for pair in of_modules if not pair.bad("output") or all(outer.bad("output") for outer in pair.around)]
@@ -249,7 +249,7 @@ def _each_alone(
 
 
 def _substitutes(visits: Sequence[TapVisit], trusted: Sequence[TensorPair]) -> dict[int, Any]:
-    """The argument `given` of `read`: PyTorch's activations and cotangents in place of Flax's, for the trusted pairs' calls."""
+    """The argument `given` of `read`: PyTorch's activations and cotangents for the Flax calls of the `trusted` pairs."""
     pair_of = {pair.flax.instance: pair for pair in trusted}
     return {
         number: _reference(pair_of[visit.label.call, visit.index], visit.label[1:], visit.what)

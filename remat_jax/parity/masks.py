@@ -1,7 +1,7 @@
-"""The sense of attention masks: whether a 1 (in an additive mask a 0) shows a position or hides it.
+"""The signs of attention masks: whether a 1 (in an additive mask a 0) shows a position or hides it.
 
-A softmax hides scores far below the rest. The sign of a mask is therefore followed from operation to operation into a
-softmax; an unknown operation loses it. Flax's signs are read from the traced program, PyTorch's from a forward pass.
+A mask hides a position by making its score far lower than the others. So a mask's sign is followed through the operations up
+to a softmax; an unknown operation loses it. Flax's signs come from the traced program, PyTorch's from a forward pass.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from remat_jax.core.walk import bodies
 from remat_jax.parity.tapped import Running, is_tap
 
 Signs = dict[str, dict[int, str]]
-"""The name of a mask → the sign of its 1, or of an additive mask's 0, at a softmax (1 shows, −1 hides) → the first module."""
+"""Mask name → sign at a softmax (1 if the mask's 1, or additive 0, shows a position; −1 if it hides it) → first module."""
 
-FAR = -1e3  # models hide a score by adding -inf, the least number, or -1e4 and below
+FAR = -1e3  # models hide a score by adding -inf, the dtype's lowest number, or a number of at most -1e4
 
 _FLIPS = frozenset({"not", "neg", "logical_not", "bitwise_not", "rsub"})
 _MIXES = frozenset("and or max min add bitwise_and bitwise_or logical_and logical_or minimum maximum".split())
@@ -33,9 +33,9 @@ _SOFTMAXES = frozenset({"exp", "_softmax", "_safe_softmax"})
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of an array: the sign with which it depends on each mask, or its value if it is constant.
+    """The known facts about an array: the sign with which it depends on each mask, or its value if it is constant.
 
-    `added`: the array is an additive mask, 0 where it shows and far below 0 where it hides. As a boolean, only 0 is false.
+    `added`: the array is an additive mask, 0 where it shows and far below 0 where it hides; cast to bool, its 0 is False.
     """
 
     signs: Mapping[str, int] = field(default_factory=dict)
@@ -52,7 +52,7 @@ NOTHING = Fact()
 
 
 def through(name: str, facts: Sequence[Fact]) -> Fact:
-    """What is known of an operation's result; the operands of a selection are (mask, value at 0, value at 1).
+    """The known facts about an operation's result; the operands of `select_n` are (mask, value if 0, value if 1).
 
     >>> through("select_n", [Fact({"mask": 1}), Fact(value=-1e9), NOTHING]).signs, through("not", [Fact({"mask": 1})]).signs
     ({'mask': 1}, {'mask': -1})
@@ -79,7 +79,7 @@ def through(name: str, facts: Sequence[Fact]) -> Fact:
 
 
 def _signed(fact: Fact, *, shows: bool) -> Fact:
-    """The fact with its own signs, or negated."""
+    """The fact, with its signs negated unless `shows`."""
     if shows:
         return Fact(fact.signs)
     return Fact({name: -sign for name, sign in fact.signs.items()}, None if fact.value is None else -fact.value)
@@ -96,7 +96,7 @@ def _compared(name: str, fact: Fact, other: Fact) -> Fact:
 
 
 def _as_boolean(fact: Fact) -> Fact:
-    """An additive mask that was converted to booleans."""
+    """The fact of an additive mask after a cast to bool."""
     return _compared("ne", fact, Fact(value=0.0))
 
 
@@ -114,7 +114,7 @@ def _multiplied(first: Fact, second: Fact) -> Fact:
 
 
 def _agreed(operands: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The signs of several operands, without the masks whose signs contradict each other."""
+    """The signs of several operands, without masks whose signs contradict each other."""
     all_signs: dict[str, set[int]] = {}
     for signs in operands:
         for name, sign in signs.items():
@@ -170,7 +170,7 @@ class _Equations:
         return [_as_boolean(result) if result.added and eqn.outvars[0].aval.dtype == bool else result]
 
     def _called(self, inside: Sequence[Any], operands: Sequence[Fact], count: int) -> list[Fact]:
-        """The facts of a call's or a loop's results; a loop is followed once, and a body with other arguments is skipped."""
+        """The facts of a call's or loop's results. A loop's body is followed once; a body with other arguments is skipped."""
         results = [NOTHING] * count
         for body in inside:
             skipped = len(operands) - len(body.jaxpr.invars)
@@ -195,7 +195,7 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collec
     from torch.utils._python_dispatch import TorchDispatchMode
 
     signs: Signs = {}
-    # The tensors are kept alive, so that no other tensor gets an id.
+    # `facts` keeps its tensors alive, so that no new tensor gets the id of a freed tensor.
     facts: dict[int, tuple[Any, Fact]] = {id(x): (x, Fact({name: 1}, added=name in added)) for name, x in inputs.items()}
 
     def of(value: Any) -> Fact:
@@ -210,7 +210,7 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collec
             name, others = func._schema.name.removeprefix("aten::").removesuffix("_"), list((kwargs or {}).values())
             fact = NOTHING
             if any(id(x) in facts for x in (*args, *others)):
-                # Read before the call: an in-place operator overwrites its arguments.
+                # The constants are read before the call, because an in-place operator overwrites its arguments.
                 fact = _of_operator(name, [of(x) for x in args], [of(x) for x in others], signs)
             result = func(*args, **(kwargs or {}))
             if fact.added and isinstance(result, torch.Tensor) and result.dtype == torch.bool:

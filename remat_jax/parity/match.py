@@ -15,7 +15,7 @@ import numpy as np
 from remat_jax.errors import ArgumentError, nearest
 from remat_jax.reading import read_limited
 
-# Synonyms in module names; "" marks a word without meaning.
+# Synonyms in module names; a word that maps to "" is ignored.
 _SAME = {
     "h": "layers", "layer": "layers", "block": "layers", "blocks": "layers", "attn": "attention", "self": "",
     "q": "query", "k": "key", "v": "value", "o": "out", "output": "out", "proj": "", "projection": "", "dense": "",
@@ -23,7 +23,7 @@ _SAME = {
     "ln": "norm", "layernorm": "norm", "rmsnorm": "norm", "batchnorm": "norm", "mlp": "ffn", "embeddings": "embed",
     "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
 }  # fmt: skip
-# The sort of a module by the name of its class; used only for modules that call no other module.
+# Pattern of a class name → the sort of layer; used only for modules that call no other module.
 _SORTS = (
     ("norm", "norm"),
     ("drop", "dropout"),
@@ -33,18 +33,18 @@ _SORTS = (
     ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
 _MOVED = 0.75
-"""The base score of two modules with the same weights but different functions, or of a linear layer and a convolution."""
-_LEAST = 0.35  # of at most about 2.5: the names share no word and the positions are far apart
+"""The base score of two modules that share only their leaves with weights, or of a linear layer and a convolution."""
+_LEAST = 0.35  # a pair needs twice this score, of at most 2.35: unrelated names at distant positions do not reach it
 MOST_BYTES = 64 * 2**20
-"""A larger file is no mapping."""
+"""The largest mapping file that is read."""
 
 
 @dataclass(frozen=True)
 class MatchedModule:
     """The facts by which a module's counterpart is found.
 
-    `kind` is the name of its class, `size` the number of elements of its first result, None if unknown. A leaf calls no other
-    module. A rotation or a dropout has no weights.
+    `kind` is the name of its class; `size` is the number of elements of its first output, or None if unknown. A leaf calls no
+    other module. `has_weights` is False for modules such as a rotation or a dropout.
     """
 
     path: str
@@ -57,9 +57,9 @@ class MatchedModule:
 def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping: Any = None) -> dict[str, str]:
     """PyTorch path → Flax path, one to one; both sequences are in the order of execution.
 
-    Leaves are matched first, by sort, size, name and order; then the modules that call the same leaves. `mapping` is a dict
-    from PyTorch paths to Flax paths, or the path of a JSON file with such a dict. It takes precedence, and its None means that
-    a module has no counterpart.
+    Leaves are matched first, by `sort_of`, size, name and order; then the modules that call the same leaves. `mapping` is a
+    dict from PyTorch paths to Flax paths, or the path of a JSON file with such a dict. It takes precedence; None as a Flax
+    path means that a module has no counterpart.
 
     Raises:
         ArgumentError: `mapping` contains a path without a module.
@@ -81,7 +81,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
         return theirs, [module for module in flax if module.path not in taken and fits(module)]
 
     def is_whole(module: MatchedModule) -> bool:
-        # A leaf on one side may have modules inside on the other, such as an attention with its projections.
+        # A leaf of one model, such as an attention, may have inner modules in the other model, such as projections.
         return not module.is_leaf or sort_of(module.kind) == "other"
 
     matched |= _assigned(*unmatched(lambda module: module.is_leaf), _same_sort)
@@ -89,7 +89,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
     weighted = [(leaf, other) for leaf, other in leaves if leaf.has_weights]
 
     def within(leaves: Sequence[Any], theirs: MatchedModule, ours: MatchedModule) -> tuple[set[str], set[str]]:
-        """The Flax paths of the leaves inside each of the two modules."""
+        """Flax paths of matched leaves: those inside `theirs`, and those inside `ours`."""
         inside = {other for leaf, other in leaves if _is_in(leaf.path, theirs.path)}
         return inside, {other for _, other in leaves if _is_in(other, ours.path)}
 
@@ -97,12 +97,12 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
         inside = within(leaves, theirs, ours)
         if inside[0] == inside[1]:
             return 1.0 if inside[0] else 0.0
-        # A leaf without weights, such as a rotation or a dropout, may be in a different module.
+        # The models may call a leaf without weights, such as a rotation or a dropout, in different modules.
         inside = within(weighted, theirs, ours)
         return _MOVED if inside[0] and inside[0] == inside[1] else None
 
     def nearly_same(theirs: MatchedModule, ours: MatchedModule) -> float | None:
-        """Equal names, and most leaves inside are common: a table shared by two modules is inside only one of them."""
+        """The score if names are equal and most leaves are common: a table that two modules share is called in only one."""
         inside = within(weighted, theirs, ours)
         most = 2 * len(inside[0] & inside[1]) > len(inside[0] | inside[1])
         return _MOVED if most and words(theirs.path) == words(ours.path) else None
@@ -152,7 +152,7 @@ def read_mapping(mapping: Any, torch: Sequence[MatchedModule], flax: Sequence[Ma
 def _assigned(
     torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], base: Callable[[MatchedModule, MatchedModule], float | None]
 ) -> dict[str, str]:
-    """The assignment with the largest sum of scores, without its pairs whose score is too small."""
+    """The assignment (PyTorch path → Flax path) with the largest sum of scores, without pairs whose score is too small."""
     from scipy.optimize import linear_sum_assignment
 
     scores = np.zeros((len(torch), len(flax)))
@@ -169,7 +169,7 @@ def _assigned(
 
 
 def similarity(one: str, other: str) -> float:
-    """How similar two module paths are, from 0 to 1.5: the common words, and half as much again for the last parts.
+    """How similar two module paths are, from 0 to 1.5: the share of common words, plus half that share in the last parts.
 
     >>> similarity("h/0/attn/c_proj", "layers_0/attention/c_proj"), similarity("h/0/attn/c_proj", "layers_1/mlp/c_proj")
     (1.5, 1.0)
@@ -190,7 +190,7 @@ def words(path: str) -> Counter[str]:
 
 
 def sort_of(kind: str) -> str:
-    """The sort of a module, by the name of its class: "linear", "norm", …, or "other".
+    """The sort of layer of a module, by the name of its class: "linear", "norm", …, or "other".
 
     >>> sort_of("LlamaRMSNorm"), sort_of("Dense"), sort_of("Block")
     ('norm', 'linear', 'other')

@@ -1,4 +1,4 @@
-"""The memory of both frameworks: their residuals, array by array, and their peaks; PyTorch's is tracked on fake tensors."""
+"""The residuals and the peak memory of both frameworks; PyTorch's peak is tracked on fake tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remat_jax.parity.torch_side import TorchSide
 def memory_of(
     torch: TorchSide, flax: FlaxSide, dtype: str, mode: str, target: str | None
 ) -> tuple[list[MemoryRow], list[KeptAlone]]:
-    """A row for each framework, and the arrays that only one of them keeps."""
+    """A row for each framework, and the residuals that only one framework saves."""
     saved, residuals = torch.saved(dtype, mode), flax.kept(dtype, mode)
     source = f"compiled for {target or jax.default_backend()}, without an optimizer"
     rows = [
@@ -29,10 +29,10 @@ def memory_of(
 
 
 def kept_alone(mode: str, saved: Any, residuals: Any) -> list[KeptAlone]:
-    """The unpaired arrays, largest first: `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`.
+    """The residuals without a counterpart in the other framework, largest first.
 
-    Arrays of equal bytes in the same place are paired; an array stacked by a scan counts once per layer. So the unpaired
-    arrays add up to the whole difference. Those of the blocks are paired first, so that those outside the blocks remain.
+    `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`. Residuals of equal bytes in the same place (device or
+    host) are paired, those of blocks first. A residual stacked by a scan counts once per layer.
     """
     theirs, ours = defaultdict[Any, list[KeptAlone]](list), defaultdict[Any, list[KeptAlone]](list)
     for side, arrays in ((theirs, _of_torch(mode, saved)), (ours, _of_jax(mode, residuals))):
@@ -54,7 +54,7 @@ def _of_torch(mode: str, saved: Any) -> Iterator[KeptAlone]:
 
 
 def _of_jax(mode: str, residuals: Any) -> Iterator[KeptAlone]:
-    """JAX's residuals one by one; those of blocks and scans, whose names are numbered, come first."""
+    """JAX's residuals, one per layer; residuals of blocks and scans, whose names have a `#`, come first."""
     for row in sorted(residuals, key=lambda row: "#" not in row.name):
         if row.action == "recompute" or not math.prod(row.shape):
             continue
@@ -65,9 +65,9 @@ def _of_jax(mode: str, residuals: Any) -> Iterator[KeptAlone]:
 
 
 def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]:
-    """The most bytes that PyTorch's forward and backward pass hold in a mode, and the source of the figure.
+    """PyTorch's peak memory in bytes over both passes in a mode, and the source of the figure.
 
-    None, and the reason, for a step that needs values, or other tensors than parameters, buffers and inputs.
+    Returns (None, reason) if the step needs tensor values, or tensors other than parameters, buffers and inputs.
     """
     import torch_ref
 
@@ -85,14 +85,14 @@ def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]
     try:
         with side.in_mode(model, mode):
             return torch_ref.peak_bytes(build).device_bytes, "tracked on fake tensors, without an optimizer"
-    # The step has run on real tensors, so any error here, bare assertions of PyTorch's too, comes from the fake ones.
+    # The step has run on real tensors, so every error here, such as a bare assertion in PyTorch, comes from fake tensors.
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
         return None, f"the step does not run on fake tensors: {text}"
 
 
 def _empty_model(model: Any) -> None:
-    """Put unwritten tensors in the place of parameters and buffers; a shared tensor stays one tensor."""
+    """Replace parameters and buffers by uninitialised tensors; a shared tensor stays shared."""
     import torch
 
     made: dict[int, Any] = {}

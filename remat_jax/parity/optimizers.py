@@ -22,8 +22,8 @@ class Optimizer:
         learning_rate, momentum, beta1, beta2: SGD uses the momentum, Adam and AdamW the betas.
         weight_decay: decoupled for AdamW, whose default is 1e-2 in PyTorch and 1e-4 in optax; SGD and Adam add it to the
             gradient, as in PyTorch.
-        epsilon: Adam divides a gradient by its own size. Some gradients are zero except for rounding (no attention depends on
-            the bias of its keys), and PyTorch's 1e-8 turns that rounding into steps that no two programs share.
+        epsilon: added to Adam's denominator. Some gradients are 0 except for rounding, such as that of an attention's key
+            bias; PyTorch's default of 1e-8 would turn this rounding into steps that differ between any two programs.
 
     >>> Optimizer("adamw").weight_decay
     0.01
@@ -43,7 +43,7 @@ class Optimizer:
             raise ArgumentError(f"Optimizer: name={self.name!r} is unknown: choose one of {', '.join(NAMES)}.{hint}")
 
     def torch(self, parameters: Iterable[Any]) -> Any:
-        """PyTorch's optimizer of these parameters."""
+        """The PyTorch optimizer for these parameters."""
         import torch
 
         rate, decay = self.learning_rate, self.weight_decay
@@ -63,7 +63,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class OptimizerPair:
-    """The user's own optimizer, by the same two methods."""
+    """The user's own optimizer in both frameworks, with the two methods of `Optimizer`."""
 
     torch: Callable[[Any], Any]
     optax: Callable[[], Any]
@@ -71,7 +71,7 @@ class OptimizerPair:
 
 
 def as_optimizer(optimizer: Any) -> Optimizer | OptimizerPair | None:
-    """The optimizer given as None, a name, an `Optimizer`, or a pair."""
+    """The optimizer that is given as None, a name, an `Optimizer`, or a pair as in `compare`."""
     if optimizer is None or isinstance(optimizer, Optimizer | OptimizerPair):
         return optimizer
     if isinstance(optimizer, str):

@@ -1,6 +1,6 @@
 """A fixture for users' own suites: `pytest_plugins = ["remat_jax.parity.plugin"]` in a `conftest.py`.
 
-It is no entry point: pytest would then import JAX in every run, of other projects too.
+It is not registered as an entry point: pytest would then import JAX in the test runs of every project.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from remat_jax.parity.report import ParityReport
 
 @pytest.fixture
 def parity(tmp_path: Any, record_property: Callable[[str, object], None]) -> Callable[..., ParityReport]:
-    """`parity(torch_module, flax_module, inputs, **options)`: `assert_parity`, with a page of the report where it fails.
+    """`parity(torch_module, flax_module, inputs, **options)`: `assert_parity`, which also writes an HTML page if it fails.
 
-    The page is in the test's own temporary folder, and the verdict among the properties of the test.
+    The page is written to the test's `tmp_path`. The verdict is recorded as the test property `parity`.
     """
 
     def check(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> ParityReport:

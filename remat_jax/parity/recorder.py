@@ -1,4 +1,4 @@
-"""Taps on every module of a Flax model while it is traced: an interceptor for Linen, patched `__call__` for NNX."""
+"""Tap every module call of a Flax model while it is traced: Linen by an interceptor, NNX by a patched `__call__`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _steps = itertools.count(1)
 
 @dataclass
 class RecordedTrace:
-    """A traced call of a module; in a loop it stands for all iterations.
+    """A traced call of a module; inside a loop, a single record covers all iterations.
 
     Attributes:
         path: the module's path, without the indices of loops.
         module: the module, of which only static attributes may be read.
-        parent: the position of the enclosing call.
-        parameters: the types of the module's own parameters; in a loop, of a single iteration.
+        parent: the index of the enclosing call in `Recorder.calls`; None for the outermost call.
+        parameters: shapes and dtypes of the module's own parameters; inside a loop, those of a single iteration.
         state: the names of the variables that the module itself wrote.
-        names: array → the parameter, or the key of the result, that it belongs to.
+        names: slot → the name of the function's parameter, or the key of the result, that contains the array.
     """
 
     path: tuple[str, ...]
@@ -78,7 +78,7 @@ class Recorder:
         return self._tap(self.loss, "output", loss(self._tap(self.loss, "input", outputs)))
 
     def _tap(self, number: int, role: str, values: Any, named: Iterable[tuple[str, Any]] = ()) -> Any:
-        """`values` with taps; an array that occurs several times has a single tap and cotangent."""
+        """`values` with taps; an array that occurs several times has only one tap and one cotangent."""
         leaves, treedef = jax.tree.flatten(values, is_leaf=_is_nnx_object)
         names = names_by_id(named, functools.partial(jax.tree.leaves, is_leaf=_is_nnx_object))
         tapped: dict[int, Any] = {}
@@ -90,7 +90,7 @@ class Recorder:
         return jax.tree.unflatten(treedef, [tapped.get(id(leaf), leaf) for leaf in leaves])
 
     def _tap_state(self, number: int, module: Any, before: Mapping[str, _Variable]) -> None:
-        """Tap the variables that a module wrote. The tapped value is written back, or a loop would drop the unused tap."""
+        """Tap the variables that a module wrote, and write the tapped values back: a loop would drop an unused tap."""
         for name, (value, write) in _writable(module).items():
             if _is_tappable(value) and not (name in before and before[name].value is value):
                 write(tap(value, Label(number, "state", len(self.calls[number].state))))
@@ -133,14 +133,14 @@ class Recorder:
 
 
 def tag(model: nnx.Module) -> None:
-    """Give every module of `model` its path as a static attribute, because NNX's transforms rebuild the objects."""
+    """Give every module of `model` its path as a static attribute, because NNX's transforms rebuild the module objects."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module):
             setattr(node, _TAG, "/".join(map(str, path)))
 
 
 def _parameters(module: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The types of a module's own parameters."""
+    """The shapes and dtypes of a module's own parameters."""
     if isinstance(module, nnx.Module):
         parameters = {name: value.get_value() for name, value in vars(module).items() if isinstance(value, nnx.Param)}
     else:
@@ -155,7 +155,7 @@ class _Variable(NamedTuple):
 
 
 def _writable(module: Any) -> dict[str, _Variable]:
-    """A module's own variables that a forward pass may write, by name: no parameters and no RNG streams."""
+    """A module's own variables that a forward pass may write, by name, without parameters and RNG streams."""
     if isinstance(module, nnx.Module):
         variables = {name: each for name, each in vars(module).items() if isinstance(each, nnx.Variable)}
         return {

@@ -26,7 +26,7 @@ from remat_jax.report.html_parts import Cell, Column, html_table, stacked_bars, 
 from remat_jax.report.tables import format_bytes, format_error, format_ratio, render, table
 
 _SHOWN, _SHOWN_ALONE = 60, 6
-"""The most rows of the printed tables; the second is per mode. `to_dict` and the page have all rows."""
+"""The largest number of printed rows: of tensors, and of unpaired residuals per mode. `to_dict` and the page have all."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class ParityReport:
         rows: a row for each output, parameter, input, state and update.
         checks: the precision of both frameworks, the modes of PyTorch, the planted faults, the training run, …
         memory: residual bytes and peak memory of both frameworks in every mode.
-        kept_alone: the arrays that only one framework keeps; without these both keep the same bytes.
+        kept_alone: the residuals that only one framework saves; the bytes of all other residuals are equal in both.
         divergences: `forward` and `backward` → the first module that differs, or None; empty if nothing differs.
-        hidden: Flax modules where nothing can be captured, such as in a `while` loop; they cannot be the first module that
-            differs. Empty if nothing differs.
-        differences: the settings in which the models differ, such as an epsilon; without effect on the values it fails nothing.
+        hidden: Flax modules whose arrays cannot be captured, such as in a `while` loop; `divergences` cannot name these
+            modules. Empty if nothing differs.
+        differences: the settings in which the models differ, such as an epsilon; they do not fail the report by themselves.
         torch, flax: the names of the compared models.
         rules: the weight map, as text.
         modes, dtypes, optimizer: the arguments of the comparison.
@@ -104,7 +104,7 @@ class ParityReport:
         return {**summary, **data, "rows": [row.to_dict() for row in self.rows]}
 
     def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page: a table that sorts and filters, the tree of modules, memory bars."""
+        """Write one self-contained page with a sortable table of tensors, the tree of modules, and memory bars."""
         return write_whole(path, page(self))
 
     def __rich__(self) -> Any:
@@ -129,7 +129,7 @@ class ParityReport:
 
 
 def _rows_table(report: ParityReport) -> Any:
-    """The rows as a table, worst first; a passed report shows only its largest figures."""
+    """The rows as a table, worst first, at most `_SHOWN` of them."""
     dtypes = _working_dtypes(report)
 
     def figures(row: TensorRow) -> float:
@@ -171,7 +171,7 @@ def _alone_table(report: ParityReport) -> Any:
 
 @dataclass
 class TreeNode:
-    """A node of the tree: its name, the text beside it, whether it passed, a mark, and its children."""
+    """A node of the tree of modules: its name, the text and the mark after the name, whether it passed, and its children."""
 
     name: str
     text: str = ""
@@ -212,7 +212,7 @@ def page_body(report: ParityReport, level: int = 2) -> str:
 
 
 def module_tree(report: ParityReport) -> TreeNode:
-    """The PyTorch modules as a tree: parameters with their figures, and a mark at the first difference of each pass."""
+    """The PyTorch modules as a tree, with the errors of the parameters' gradients and the first difference of each pass."""
     root = TreeNode(report.torch, "the whole model")
     for row in report.rows:
         if row.kind == "gradient" and not row.name.startswith("input:"):

@@ -16,8 +16,8 @@ class TensorRow:
     Attributes:
         kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (written by the forward pass) or
             `update` (the change in the optimizer's first step; below float64 the updated parameter).
-        name, flax: PyTorch's name, for a state and an update the path in the Flax model; a parameter's path in the Flax model.
-        shape, norm: of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
+        name, flax: the PyTorch name (for `state` and `update`, the Flax path), and the Flax paths that a parameter fills.
+        shape, norm: those of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
         errors: mode → relative error in float64.
         ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule.
         caught: dtype → whether a sign flip and a doubling of this gradient would be detected.
@@ -71,7 +71,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Check:
-    """A check beside the tensors, and its finding.
+    """A check of the whole comparison, and a text of what it found.
 
     >>> Check("planted faults", passed=False, found="1 of 12 was not found").passed
     False
@@ -84,9 +84,9 @@ class Check:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The bytes that one framework keeps between the passes in a mode, without parameters and inputs; and its peak.
+    """The bytes of a framework's residuals in a mode, without parameters and inputs, and its peak memory.
 
-    `peak_bytes` is the peak device memory of both passes, with parameters, inputs and gradients, without an optimizer.
+    `peak_bytes` is the peak device memory of both passes, including parameters, inputs and gradients but no optimizer.
     `peak_from` names its source, or why it is None. docs/memory.md explains which figures may be compared.
 
     >>> MemoryRow("offload", "flax", device_bytes=0, host_bytes=4096).peak_bytes is None  # no peak was asked for
@@ -103,10 +103,10 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class KeptAlone:
-    """Equal residuals of one framework that have no counterpart in the other.
+    """Residuals of one framework, equal in name and shape, that have no counterpart in the other framework.
 
-    `place` is `device` or `host`; `name` is `module/path:operator` in PyTorch, a residual's name in JAX. `shape` is that of a
-    single array, `bytes` the size of all `count` arrays.
+    `place` is `device` or `host`; `name` is `module/path:operator` in PyTorch, a residual's name in JAX. `shape` is the shape
+    of a single array; `bytes` is the size of all `count` arrays.
     """
 
     mode: str
@@ -119,7 +119,7 @@ class KeptAlone:
 
 
 def module_name(path: str) -> str:
-    """A module's path for a sentence."""
+    """A module's path for a message; the empty path is "the whole model"."""
     return path or "the whole model"
 
 
@@ -147,7 +147,7 @@ def divergence_text(direction: str, divergence: Mapping[str, Any]) -> str:
 
 
 def hidden_text(hidden: Sequence[str]) -> str:
-    """One line about the modules that cannot be named as the first that differs.
+    """One line that lists the modules that could not be observed.
 
     >>> hidden_text(("solver/step",))
     'not observed, because the code that runs them cannot be observed (such as a while loop): solver/step'

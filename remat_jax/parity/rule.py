@@ -1,6 +1,6 @@
-"""The parity rule: a port's error against float64 may be at most a few times the original's error.
+"""The parity rule: a port's error, measured against float64, may be at most a few times the original's error.
 
-A fixed tolerance cannot judge gradients: their norms span many decades, and `rtol=atol=1e-2` passes most tensors with
+A fixed tolerance cannot judge gradients: their norms span many decades, and `rtol=atol=1e-2` accepts most tensors with
 the sign flipped. So both frameworks are measured against the same computation in float64, tensor by tensor.
 """
 
@@ -23,8 +23,8 @@ Tensors = Mapping[str, Any]
 class Row:
     """The verdict on one tensor.
 
-    `ratio` is err_jax / max(err_torch, ε·g), at most 4. A row with a `problem`, the reason why the tensor is incomparable
-    (missing, shape, dtype, not finite, no usable reference), fails.
+    `ratio` is err_jax / max(err_torch, ε·g); a row passes if it is at most 4 and there is no `problem`, which says why the
+    tensor cannot be compared (missing, wrong shape or dtype, not finite, no usable reference).
 
     >>> row = Row("kernel", err_jax=2e-7, err_torch=1e-7, bound=4e-7, ratio=2.0, passed=True)
     >>> row.passed is (row.err_jax <= row.bound)
@@ -43,10 +43,10 @@ class Row:
 def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors, dtype: Any) -> list[Row]:
     """Judge every tensor by the parity rule: err_jax ≤ 4 · max(err_torch, ε(dtype) · g).
 
-    err = ‖x − x₆₄‖ (Euclidean, summed in float64), and g is the norm of all of `reference64` together. Judge one kind of
-    quantity at a time (all gradients, or all outputs). The tensors are name → array, the candidates' in `dtype`. Every name
-    has a row, the reference's first. A tensor fails if it is missing, unexpected, of another shape or dtype, or not finite
-    on any side; and if PyTorch is farther from the reference than any rounding (0.1 · g), as the bound would admit anything.
+    err = ‖x − x₆₄‖ (Euclidean, summed in float64), and g is the norm of all tensors of `reference64` together. Judge one kind
+    of quantity at a time (all gradients, or all outputs). All arguments are name → array; the candidates' arrays are in
+    `dtype`. Every name gets a row. A tensor fails if it is missing, unexpected, of a different shape or dtype, or not finite on
+    any side. It also fails if PyTorch's error exceeds 0.1 · g: that is no rounding error, and its bound would accept anything.
 
     Raises:
         ArgumentError: `reference64` is empty (nothing would be compared), or `dtype` is not in the table.
@@ -84,9 +84,9 @@ def _row(name: str, reference: Tensors, jax: Tensors, torch: Tensors, dtype: str
 def float64_error(reference: Tensors, candidate: Tensors) -> tuple[float, str]:
     """Return the largest relative error of a float64 candidate, and its tensor's name.
 
-    A tensor's error is ‖candidate − reference‖ / max(‖reference‖, 1e-3 · g), where g is the norm of all of `reference`
-    together; its limit is `TOLERANCES["float64"]`. A tensor that is missing, unexpected, of another shape, not float64 or
-    not finite has the error infinity.
+    A tensor's error is ‖candidate − reference‖ / max(‖reference‖, 1e-3 · g), where g is the norm of all tensors of `reference`
+    together; the limit is `TOLERANCES["float64"]`. A tensor that is missing, unexpected, of a different shape, not float64 or
+    not finite has an infinite error.
 
     Raises:
         ArgumentError: `reference` is empty: nothing would be compared.
@@ -102,7 +102,7 @@ def float64_error(reference: Tensors, candidate: Tensors) -> tuple[float, str]:
 
 
 def float64_errors(reference: Tensors, candidate: Tensors) -> dict[str, float]:
-    """Return the error of every tensor of either side, as in `float64_error`, the reference's tensors first.
+    """Return name → error as in `float64_error`, for every tensor of either side.
 
     >>> float64_errors({"w": np.array([3.0, 4.0]), "b": np.ones(1)}, {"w": np.array([3.0, 4.5]), "b": np.ones(1)})
     {'w': 0.1, 'b': 0.0}
@@ -124,7 +124,7 @@ def relative_error(error: float, reference: float, floor: float = 0.0) -> float:
 
 
 def problem_of(name: str, dtype: str, reference: Tensors, **candidates: Tensors) -> str:
-    """Return why a tensor of the candidates in `dtype` is incomparable with its reference; empty if it is comparable."""
+    """Return why the candidates' tensor `name` in `dtype` cannot be compared with the reference; "" if it can."""
     problems = [_problem("the reference", reference, name, "float64", reference)]
     problems += [_problem(side, tensors, name, dtype, reference) for side, tensors in candidates.items()]
     return "; ".join(filter(None, problems))
@@ -142,7 +142,7 @@ def _problem(side: str, tensors: Tensors, name: str, dtype: str, reference: Tens
 
 
 def global_norm(tensors: Tensors) -> float:
-    """Return the Euclidean norm of all tensors together, summed in float64; without tensors, an ArgumentError.
+    """Return the Euclidean norm of all tensors together, summed in float64; raises ArgumentError if there are no tensors.
 
     >>> global_norm({"a": np.array([3.0]), "b": np.array([[4.0]])})
     5.0
@@ -159,7 +159,7 @@ def norm(tensor: Any) -> float:
     5.0
     """
     x = np.asarray(tensor).astype(np.float64)
-    # Dividing by the largest first prevents overflow of large squares and underflow of small ones.
+    # Dividing by the largest magnitude prevents overflow and underflow of squares.
     largest = float(np.max(np.abs(x), initial=0.0))
     return largest * float(np.linalg.norm(np.ravel(x) / largest)) if 0 < largest < math.inf else largest
 

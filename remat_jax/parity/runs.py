@@ -64,7 +64,7 @@ class Comparison:
             self.checks.append(gradients_check(self.reference, unused, elsewhere))
 
     def say(self, what: str) -> None:
-        """Report the activity that begins."""
+        """Report to the progress callback what begins."""
         self._tell(what, min(self._done, self._total), self._total)
         self._done += 1
 
@@ -107,14 +107,14 @@ class Comparison:
                 self.case, model, variables, self.flax.rules, self.flax.applied(mode)
             )
         self.checks += checks
-        # Nothing differs in the earlier modes.
+        # `mode` is the first mode in which a tensor differs.
         only = f"only in {mode}" if mode != self.case.modes[0] else ""
         for divergence in filter(None, divergences.values()):
             divergence["note"] = "; ".join(filter(None, (only, divergence["note"])))
         return divergences
 
     def _set_aside(self, exact: Run) -> list[str]:
-        """Exclude, and return, the weights on which the results depend in neither framework; none if all weights are such."""
+        """Exclude and return the weights that neither framework's results depend on; none if PyTorch uses no weight."""
         if not exact.unused or len(exact.unused) == len(self.torch.trained):
             return []
         unused = self.flax.set_aside(exact.unused)
@@ -126,7 +126,7 @@ class Comparison:
     def _proposed(self) -> porting.Rules:
         case = self.case
         try:
-            with silenced():  # the gradients check reports unproven weights
+            with silenced():  # the warning about unproven weights: the gradients check reports these weights
                 return porting.propose(
                     self.torch.make("float64"),
                     case.flax_module,
@@ -162,7 +162,7 @@ class Comparison:
         for kind in ("output", "gradient", "state", "update"):
             reference, candidate, measure = (_tensors(each, kind) for each in (self.reference, run, yardstick))
             if kind == "state":
-                # PyTorch updates a batch norm's statistics twice in a checkpoint.
+                # With checkpoints, PyTorch updates a batch norm's statistics twice, so they are compared only in `off`.
                 if mode != "off":
                     continue
                 reference, measure = (
@@ -173,7 +173,7 @@ class Comparison:
             if kind == "update" and dtype != "float64":
                 reference = {path: x + np.asarray(self.before[path]) for path, x in reference.items()}
             if kind == "output":
-                # The loss and integers are float64, because Python numbers have no dtype.
+                # The loss and integers arrive in float64, but the rule requires `dtype`.
                 candidate, measure = (
                     {name: x.astype(dtype) if x.dtype == np.float64 else x for name, x in side.items()}
                     for side in (candidate, measure)
@@ -201,7 +201,7 @@ class Comparison:
             self.checks.append(Check("PyTorch's tables", False, text))
 
     def _mapped(self, run: Run, dtype: str, before: Any) -> Run:
-        """A PyTorch run with gradients under the rules' names, and with state and updates as Flax arrays."""
+        """A PyTorch run with gradients under the names that the rules use, and with state and updates as Flax arrays."""
         has_state = len(self.flax.sources) > len(self.flax.trained)
         state = self.flax.weights(run.state, dtype) if has_state else {}
         after = self.flax.weights(run.after, dtype) if run.after else {}
@@ -246,20 +246,20 @@ class Comparison:
 
 
 def _updates(after: Any, before: Any, dtype: str) -> Arrays:
-    """The change of each parameter in a step; below float64 the updated parameter, whose rounding is as large."""
+    """The change of each parameter in a step; below float64 the updated parameter, whose rounding error the change has too."""
     changes = dtype == "float64"
     return {path: np.asarray(x) - np.asarray(before[path]) if changes else np.asarray(x) for path, x in after.items()}
 
 
 def _tensors(run: Run, kind: str) -> Arrays:
-    """The tensors of one kind, which are judged together: outputs include the loss, gradients those of inputs."""
+    """The tensors of one kind, which are judged together. Outputs include the loss; gradients include those of inputs."""
     if kind == "state":
         return run.state
     if kind == "update":
         return run.updates
     if kind == "gradient":
         return run.gradients | {f"input:{name}": x for name, x in run.input_gradients.items()}
-    # Integers, such as predictions, must be equal.
+    # Integers, such as predictions, are compared as numbers.
     outputs = {name: x if is_floating(x) else x.astype(np.float64) for name, x in run.outputs.items()}
     return outputs | {"loss": np.asarray(run.losses[0], np.float64)}
 
@@ -270,7 +270,7 @@ def _errors(reference: Arrays, candidate: Arrays) -> dict[str, float]:
 
 
 def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
-    """Refuse ties of separate tensors: a tie is one tensor under two names; equal but separate tensors part in training."""
+    """Refuse a tie of two separate parameters of PyTorch: training would make them differ, but Flax has only one array."""
     names = {*torch.trained, *torch.ties}
     for name, other in tied_pairs(rules, dict.fromkeys(names)):
         if {name, other} <= names and torch.ties.get(name, name) != torch.ties.get(other, other):
@@ -282,7 +282,7 @@ def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
 
 @contextlib.contextmanager
 def _precision(dtype: str, widens: bool = False) -> Iterator[None]:
-    """JAX's 64-bit types for float64 alone, in which `widens` undoes casts; full precision unless the user sets another."""
+    """Enable 64-bit types for float64 (`widens` then prevents casts), and full matmul precision unless the user chose one."""
     chosen = jax.config.jax_default_matmul_precision
     kept = keep_jax_float64() if widens and dtype == "float64" else contextlib.nullcontext()
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision(chosen or "highest"), kept:

@@ -22,7 +22,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting `what` that differs at the Flax module `path`, with its value in `torch` and in `flax`.
+    """A setting `what` that differs at the Flax module `path`; `torch` and `flax` are its values.
 
     >>> print(Difference("layers_0", "epsilon", 1e-05, 1e-06))
     layers_0: epsilon is 1e-05 in PyTorch and 1e-06 in Flax
@@ -53,7 +53,7 @@ def differences(
     running statistics; the form of GELU; padding, strides, dilation and groups of convolutions; dropout rates; whether there
     is a bias; dtypes; and the matmul precision that modules request. A Linen model is traced on `variables` and `inputs` (a
     tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`. For an NNX model `variables` is None.
-    `mapping` is the argument of `first_divergences`; its result `matched` is more reliable here than names alone.
+    `mapping` is as in `first_divergences`; the `matched` that it returns is more reliable here than names alone.
 
     Plain function calls in PyTorch, such as `torch.nn.functional.gelu`, are not seen.
 
@@ -80,7 +80,7 @@ def step_differences(torch_module: Any, step: TracedPass, mapping: Any = None) -
     outer = {path.rpartition("/")[0] for path in ours} | {""}
     others = [MatchedModule(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
     matched = match(listed, others, mapping)
-    # A ConvNet is no convolution: a class name tells the sort only of a module without submodules.
+    # The class name gives the sort only of a module without submodules: a ConvNet is no convolution.
     leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
     differing: list[Difference] = []
     for path, other in matched.items():
@@ -155,7 +155,7 @@ def _convolution(module: Any) -> Facts:
 
 
 def _precision(precision: Any) -> str:
-    """JAX's name of a precision: both names of a pair for two operands, or the name of an algorithm."""
+    """JAX's name of a precision or algorithm; for a pair, one precision per operand, both names."""
     if type(precision) is tuple:
         return " and ".join(dict.fromkeys(map(_precision, precision)))
     try:
@@ -178,15 +178,15 @@ def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
 
 
 def _rates(torch: Mapping[str, Any], flax: Mapping[str, RecordedTrace]) -> list[Difference]:
-    """Dropout rates of the whole models: the frameworks often differ in whether several places share a dropout module."""
+    """Compare the dropout rates of the whole models: one model may share a dropout module where the other has several."""
     theirs = {getattr(m, "p", None) for m in torch.values() if sort_of(type(m).__name__) == "dropout"} - {None, 0}
     dropouts = [call.module for call in flax.values() if sort_of(type(call.module).__name__) == "dropout"]
     rates = {module.rate for module in dropouts if getattr(module, "rate", None)}
-    # Without rates in PyTorch's modules there is nothing to compare: its dropout may be a plain function.
+    # Without rates in PyTorch's modules, nothing is compared: its dropout may be a plain function call.
     return [] if theirs == rates or not theirs else [Difference("", "dropout rates", sorted(theirs), sorted(rates))]
 
 
-# In JAX, GELU is a function that leaves an error function or a tanh in the jaxpr; taps tell which module called it.
+# In JAX, GELU is a function that adds an erf or a tanh to the jaxpr; the taps around it show which module called it.
 
 _FORMS = {"erf": "exact", "erfc": "exact", "tanh": "by tanh"}
 _QUICK = 1.702
@@ -217,7 +217,7 @@ def _without_indices(path: str) -> str:
 
 
 def _torch_gelu(module: Any) -> str:
-    """The form of GELU that a module computes, read from its values; empty if the module is no GELU."""
+    """The form of GELU that a module computes, found by evaluating it; empty if the module is no GELU."""
     import torch
 
     if "gelu" not in type(module).__name__.lower():

@@ -19,7 +19,7 @@ from remat_jax.core.walk import Visit, bodies, equations, interpret
 
 
 class Label(NamedTuple):
-    """The array that a tap is on: its `role` ("input", "output" or "state") and its `number` among that role's arrays."""
+    """Identifies a tapped array: its call, its `role` ("input", "output" or "state"), and its `number` within the role."""
 
     call: int
     role: str
@@ -28,8 +28,8 @@ class Label(NamedTuple):
 
 tap_p = Primitive("tap")
 
-# While a step is traced: the taps whose arrays are differentiated, and the step's number. The number is part of JAX's trace
-# caches; without it a jitted function would reuse a trace with another step's taps.
+# While a step is traced: the taps whose arrays are differentiated, and the step's number. The number is part of the key of
+# JAX's trace caches; otherwise a jitted function would reuse a trace with the taps of an earlier step.
 differentiated: ContextVar[set[Label] | None] = ContextVar("differentiated", default=None)
 step_traced = compat.trace_context(0)
 
@@ -60,18 +60,18 @@ ad.primitive_jvps[tap_p] = _jvp
 ad.primitive_transposes[tap_p] = _transpose
 
 
-# Taps are not read here: these bodies run a data-dependent number of times, or on part of the data.
+# Taps in the bodies of these equations are not read: the bodies run a data-dependent number of times, or on part of the data.
 _CLOSED = frozenset({"while", "cond", "shard_map", "pallas_call", "run_state"})
 
 
 @dataclass(frozen=True)
 class TapVisit:
-    """A tap as an evaluation reaches it, once in every iteration of the loops around it.
+    """One visit of a tap by an evaluation; a tap inside loops is visited in every iteration.
 
     Attributes:
         label, what: the array, and whether the tap is on its "value" or its "cotangent".
-        parts: the parts of the module's path; None stands for the index of a loop.
-        index: the indices of the loops, the outermost first.
+        parts: the parts of the module's path, with None at the place of a loop's index.
+        index: the indices of the enclosing loops, outermost first.
     """
 
     label: Label
@@ -87,7 +87,7 @@ class TapVisit:
 
 
 def visits(jaxpr: Any, paths: Sequence[tuple[str, ...]], depths: dict[tuple[int, int], int] | None = None) -> list[TapVisit]:
-    """The taps of the closed `jaxpr`, in the order of `evaluate`; `paths` has every call's module path."""
+    """The visits of the closed `jaxpr`'s taps, in the order of `evaluate`; `paths` has every call's module path."""
     depths, reached = {} if depths is None else depths, list[TapVisit]()
     for eqn in jaxpr.jaxpr.eqns:
         if is_tap(eqn):
@@ -100,10 +100,10 @@ def visits(jaxpr: Any, paths: Sequence[tuple[str, ...]], depths: dict[tuple[int,
 
 
 def _in_every_iteration(eqn: Any, inside: list[TapVisit], depths: dict[tuple[int, int], int]) -> list[TapVisit]:
-    """The visits of a scan, from those of its body.
+    """The visits of a scan, given the visits of its body.
 
-    A loop's index follows the common prefix of its modules' paths, which is the path of the repeated module. `depths` keeps
-    its position, by call and number of loops inside: the backward loop has it where the forward loop has it.
+    In a path, the loop's index follows the common prefix of all module paths in the body, the path of the repeated module.
+    `depths` maps (call, number of inner loops) to this position, so that the backward loop uses the same position.
     """
     parts_by_level = zip(*(visit.parts for visit in inside), strict=False)
     common = len([*itertools.takewhile(lambda parts: len(set(parts)) == 1, parts_by_level)])
@@ -123,7 +123,7 @@ def _turns(scan: Any) -> range:
 def evaluate(jaxpr: Any, args: Sequence[Any], given: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
     """Evaluate the closed `jaxpr`; return its outputs and the value at each tap, in the order of `visits`.
 
-    An array in `given` replaces the value at the visit of that number; None keeps it.
+    `given` maps the index of a visit to an array that replaces the value there; None keeps the value.
     """
     values: list[Any] = []
 
@@ -133,7 +133,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], given: Mapping[int, Any]) -> tuple
             values.append(inputs[0])
             return [inputs[0] if other is None else np.asarray(other, inputs[0].dtype)]
         body, is_scan = _body(eqn), eqn.primitive.name == "scan"
-        # A call without taps is evaluated equation by equation too: whole, it would be compiled on every evaluation.
+        # A call without taps is also evaluated equation by equation: as a whole, it would be compiled in every evaluation.
         if body is None or (is_scan and not (eqn.params["length"] and any(map(is_tap, equations(body))))):
             return None
         with compat.eqn_context(eqn):
@@ -143,7 +143,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], given: Mapping[int, Any]) -> tuple
 
 
 def _scan(eqn: Any, body: Any, inputs: list[Any], visit: Visit) -> list[Any]:
-    """A scan run in Python: the next model reuses its compiled operations, but would have to compile a whole loop anew."""
+    """Run a scan as a Python loop: the next model reuses the compiled operations, but could not reuse a compiled loop."""
     consts, carried = compat.scan_layout(eqn)
     # NumPy arrays are cheap to index; RNG keys stay in JAX.
     xs = [x if _is_key(x) else np.asarray(x) for x in inputs[consts + carried :]]
@@ -165,7 +165,7 @@ def is_tap(eqn: Any) -> bool:
 
 
 class Running:
-    """The calls that enclose the current equation, while a jaxpr's taps are passed in order.
+    """Tracks which calls enclose the current equation, while the equations of a jaxpr are visited in order.
 
     `paths` has the module path of every call.
     """
@@ -179,7 +179,7 @@ class Running:
         return "/".join(self._paths[self._calls[-1]]) if self._calls else ""
 
     def passes(self, tap: Any) -> None:
-        """Pass a tap: the first input begins its call, an output ends it."""
+        """Visit a tap: a call begins at its first input tap, and ends at an output tap."""
         label = tap.params["label"]
         if label.role == "input" and label.call not in self._calls:
             self._calls.append(label.call)
@@ -188,7 +188,7 @@ class Running:
 
 
 def _body(eqn: Any) -> Any | None:
-    """The jaxpr that `eqn` evaluates on its own inputs, once or in every iteration."""
+    """The jaxpr that `eqn` evaluates on its own inputs, once or in every iteration; None if its taps are not read."""
     inside = bodies(eqn)
     fits = len(inside) == 1 and len(inside[0].in_avals) == len(eqn.invars)
     return inside[0] if fits and eqn.primitive.name not in _CLOSED else None

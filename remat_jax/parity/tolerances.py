@@ -1,4 +1,4 @@
-"""Every constant of the parity checks, each with its reason. There is no tolerance anywhere else."""
+"""The tolerances of the parity checks, each with its reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat_jax.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A number and why it is that number.
+    """A tolerance and the reason for its value.
 
     >>> TOLERANCES["error_ratio"].value
     4.0
@@ -79,7 +79,7 @@ def epsilon(dtype: Any) -> float:
     """Return ε of a floating dtype: the distance from 1 to the next number.
 
     Raises:
-        ArgumentError: for a dtype that the table does not hold.
+        ArgumentError: `dtype` is not in the table.
 
     >>> epsilon("bfloat16"), epsilon(np.float32) == 2.0**-23
     (0.0078125, True)

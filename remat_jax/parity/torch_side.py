@@ -19,12 +19,12 @@ from remat_jax.porting.tensors import as_numpy, as_torch
 
 Tensors = dict[str, Any]
 _FROZEN_BY_PYTHON = 1_000
-"""More objects than Python 3.12 itself freezes when it starts (375)."""
+"""A larger freeze count shows that the caller has frozen objects; Python 3.12 itself freezes 375 at startup."""
 
 
 @contextlib.contextmanager
 def imports_frozen() -> Iterator[None]:
-    """Keep objects that exist now, mostly imports, out of garbage collection; a freeze of the caller's stays as it is."""
+    """Exclude existing objects, mostly imports, from garbage collection; does nothing if the caller has frozen objects."""
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
@@ -36,13 +36,13 @@ def imports_frozen() -> Iterator[None]:
 
 
 class TorchSide:
-    """The PyTorch model of a case; the caller's own is copied and never changed.
+    """The PyTorch model of a case; the caller's module is copied, never changed.
 
     Attributes:
-        weights: the state dict of all runs, in float64.
-        trained: the parameters that require a gradient, without excluded ones.
-        ties: every further name of a shared parameter → the name under which PyTorch lists it.
-        blocks, block_paths: the checkpointed classes, and their modules' paths.
+        weights: the state dict from which every run starts, in float64.
+        trained: the names of the parameters that require a gradient, except excluded parameters.
+        ties: every further name of a shared parameter → its name in `named_parameters()`.
+        blocks, block_paths: the classes to checkpoint, and the paths of their modules.
         shapes: output name → shape.
         targets: the default loss's target of every floating-point output.
     """
@@ -70,13 +70,13 @@ class TorchSide:
         self.targets = default_targets({name: self.shapes[name] for name, x in outputs.items() if x.is_floating_point()})
 
     def make(self, dtype: str) -> Any:
-        """A copy of the model in a dtype, with the weights of all runs."""
+        """A copy of the model in a dtype, with `weights`."""
         model = self._copy(dtype)
         model.load_state_dict(self.weights)
         return model
 
     def run(self, dtype: str, mode: str = "off", *, steps: int = 0) -> Run:
-        """A training step; with an optimizer, `steps` steps."""
+        """Run a training step, or `steps` steps if the case has an optimizer."""
         model, optimizer = self.make(dtype), None
         if self.case.optimizer and steps:
             optimizer = self.case.optimizer.torch([p for p in model.parameters() if p.requires_grad])
@@ -138,7 +138,7 @@ class TorchSide:
             raise ArgumentError(f"modes: {mode!r} in PyTorch: {error}") from error
 
     def saved(self, dtype: str, mode: str) -> Any:
-        """The residuals between the passes as torch_ref's `SavedBytes`."""
+        """The residuals in a mode, as torch_ref's `SavedBytes`."""
         import torch_ref
 
         model = self.make(dtype)
@@ -146,9 +146,9 @@ class TorchSide:
             return torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
 
     def tables(self) -> list[str]:
-        """Buffers outside the state dict that were not computed in float64: `.double()` keeps their rounding.
+        """The names of buffers outside the state dict that were computed below float64: `.double()` keeps their rounding.
 
-        Buffers of whole numbers, such as masks, have no rounding and are not listed.
+        Buffers of whole numbers, such as masks, have no rounding error and are not listed.
         """
         if self.case.builds:
             return []
@@ -219,7 +219,7 @@ def _precisely(dtype: str) -> Any:
 
 
 def _copies(model: Any) -> Tensors:
-    """A copy of the state dict in which a tensor with two names stays one tensor, as the weight map requires."""
+    """A copy of the state dict in which a tensor with two names stays a single tensor, as the weight map requires."""
     state_dict = model.state_dict(keep_vars=True)
     copies = {id(tensor): tensor.detach().clone() for tensor in state_dict.values()}
     return {name: copies[id(tensor)] for name, tensor in state_dict.items()}
@@ -230,7 +230,7 @@ def _gradient(tensor: Any) -> np.ndarray:
 
 
 def _excite(model: Any) -> None:
-    """Give constant parameters other values: biases at 0 and scales at 1 would hide a wrong map."""
+    """Add noise to constant parameters and statistics: biases of 0 and scales of 1 would hide a wrong map."""
     import torch
 
     random = torch.Generator().manual_seed(5)
@@ -245,7 +245,7 @@ def _excite(model: Any) -> None:
 
 
 def _repeated(model: Any) -> tuple[type, ...]:
-    """The classes of the modules in the model's outermost lists with several modules; else in lists of one module."""
+    """The classes in the model's outermost lists of several modules of one class; if there are none, in lists of one module."""
     import torch
 
     def outermost(kinds: Any, least: int) -> tuple[type, ...]:

@@ -115,7 +115,7 @@ def default_loss(outputs: Mapping[str, Any], targets: Mapping[str, Any]) -> Any:
 def in_halves(x: Any) -> Any:
     """The sum of an array of either framework by pairwise summation.
 
-    XLA's sequential sum on a CPU has several times PyTorch's rounding error, for which the port is not to blame.
+    XLA's sequential sum on a CPU has several times PyTorch's rounding error, which is no error of the port.
 
     >>> float(in_halves(np.arange(7.0)))
     21.0
@@ -132,8 +132,8 @@ def excite(variables: Any, seed: int = 0, scale: float = 0.2) -> Any:
     """Return `variables`, a tree of arrays or a PyTorch state dict, with random numbers in every array that is constant.
 
     Biases of 0, norm parameters of 1 and running variances of 1 hide a wrong map, a missing bias, and a norm that uses
-    1 + weight instead of weight. An array of zeros becomes `scale` times normal numbers, another constant is multiplied by
-    the exponentials of such numbers and keeps its sign. Arrays that vary, integers and booleans stay the same, and tied
+    1 + weight instead of weight. An array of zeros becomes `scale` times normal numbers. Another constant array is multiplied
+    by exponentials of such numbers, so it keeps its sign. Arrays that vary, integers and booleans stay the same, and tied
     weights stay tied. The numbers depend on the seed and on the array's position in the tree.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Weights, and the gradients of weights, between PyTorch and Flax: a map as data, strict in both directions."""
+"""Convert weights and their gradients between PyTorch and Flax by a weight map, strictly in both directions."""
 
 from __future__ import annotations
 

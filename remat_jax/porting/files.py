@@ -1,4 +1,4 @@
-"""State dicts in files: safetensors, whole or sharded, and PyTorch's formats, read without running code."""
+"""Load and save state dicts: safetensors, whole or sharded, and PyTorch's formats, without running code from a file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _KINDS = f"a .safetensors file, one of PyTorch's ({', '.join(_TORCH)}), a .index
 def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
     """Return the state dict in a file, name → array, for `from_torch`.
 
-    A safetensors file gives NumPy arrays and needs no PyTorch. A PyTorch file gives tensors on the CPU; one that would run
-    code is refused. `key` names the entry that holds the state dict, if a PyTorch file has several. An index
-    (`model.safetensors.index.json`) loads all its shards; a folder loads its only model.
+    A safetensors file gives NumPy arrays and needs no PyTorch. A PyTorch file gives tensors on the CPU; a file that would run
+    code is refused. `key` names the entry that is the state dict, if a PyTorch file has several entries. An index
+    (`model.safetensors.index.json`) loads all its shards; a folder loads the only model in it.
 
     Raises:
-        PortingError: the path is no such file, a shard lacks a tensor, the file holds no state dict, or `key` is no text.
+        PortingError: the path is no model file, shards and index disagree, there is no state dict, or `key` is no text.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
@@ -55,7 +55,7 @@ def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
 def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[str, str] | None = None) -> None:
     """Write a state dict, such as `to_torch` returns, to a `.safetensors` file or a file for `torch.load`, by the suffix.
 
-    `metadata` is text for the header of a safetensors file; `format: pt`, which Hugging Face's loaders need, is always added.
+    `metadata` (text → text) is for the header of a safetensors file; `format: pt`, which Hugging Face needs, is always added.
 
     Raises:
         PortingError: the suffix is unknown, a value is no array, the file format does not support its dtype, the metadata is no
@@ -118,7 +118,7 @@ def _path(path: Any) -> Path:
 
 @contextlib.contextmanager
 def _writing(path: Path, refused: type[Exception]) -> Iterator[Path]:
-    """The path to which a library writes the file; its errors, and the system's, are raised with the path's name."""
+    """Yield the path that a library writes to; errors of the library and the system become a PortingError with the path."""
     try:
         if path.is_dir() or not path.parent.is_dir():
             raise OSError("it is a folder" if path.is_dir() else "there is no such folder")
@@ -186,13 +186,13 @@ def _load_safetensors(path: Path) -> dict[str, np.ndarray]:
     safetensors = _safetensors()
     try:
         with safetensors.safe_open(path, framework="np") as file:
-            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # `file` is no mapping
+            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # `file` itself cannot be iterated
             strange = [f"{name} ({kind})" for name, kind in kinds.items() if kind.startswith(("F8_", "F6_", "F4"))]
             if strange:
                 raise PortingError(
                     f"{path.name}: NumPy's reader does not have this float dtype: {', '.join(strange)}; cast them in PyTorch."
                 )
-            # Copied, because the reader may return a view of the file.
+            # The arrays are copied, because the reader may return views of the file.
             return {name: np.array(file.get_tensor(name)) for name in kinds}
     except PortingError:
         raise

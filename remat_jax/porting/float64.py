@@ -17,13 +17,13 @@ from jax.extend.core import Primitive
 from remat_jax import compat
 
 _MAKERS = ("arange", "array", "empty", "eye", "full", "geomspace", "linspace", "logspace", "ones", "tile", "zeros")
-# Calls of NumPy from these packages keep their dtype: they make no tables of a model.
+# NumPy calls from these packages keep their dtype, because the packages compute no tables of a model.
 _LIBRARIES = {"flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax", "orbax", "torch"}
 _NARROW = (np.dtype("float32"), np.dtype("float16"))
 
 
 class WideArray(np.ndarray):
-    """An array that stays float64 when float32 is requested, and so do all arrays that NumPy computes from it."""
+    """An array that stays float64 when float32 is requested; NumPy functions of such arrays return such arrays."""
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         """NumPy's `astype`, with float64 in place of a narrower floating-point dtype."""
@@ -93,12 +93,12 @@ FLOAT32_REMEDY = (
 )
 """The remedy for a Flax model with a hard-coded float32."""
 
-# Part of JAX's trace caches: traces with widened casts must not be reused outside.
+# Part of the key of JAX's trace caches, so that a trace with widened casts is not reused outside the context.
 _widening = compat.trace_context(False)
 
 _FLOAT64 = jnp.dtype("float64")
 _DTYPE_PARAMETERS = {"new_dtype", "preferred_element_type"}
-# The bodies of calls and loops are traced, and therefore widened, already.
+# The bodies of these calls and loops are already widened, because they were traced in the context.
 _CALLS = {"jit", "pjit", "scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "checkpoint", "bitcast_convert_type"}
 
 
@@ -109,7 +109,7 @@ def keep_float64() -> Iterator[None]:
     Many models cast to float32 for a norm, a softmax or a rotation: after `.double()` they are exact only to 1e-7, which hides
     real faults of a port. Run both passes in the context. Build the model in it too, and load its weights afterwards: tables
     that a constructor computes in float32, such as rotary frequencies, keep their rounding through `.double()`. Existing
-    float32 tensors stay float32, and C++'s casts inside an operator are not seen. The default dtype is float64 in all threads.
+    float32 tensors stay float32, and casts inside a C++ operator are not changed. The default dtype is float64 in all threads.
 
     >>> import torch
     >>> x = torch.tensor(1 / 3, dtype=torch.float64)
@@ -124,7 +124,7 @@ def keep_float64() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        # Old code makes its tables with this float32 constructor.
+        # Old code creates its tables with this float32 constructor.
         with _mode()(), mock.patch.object(torch, "FloatTensor", torch.DoubleTensor):
             yield
     finally:
@@ -133,11 +133,11 @@ def keep_float64() -> Iterator[None]:
 
 @contextmanager
 def keep_jax_float64() -> Iterator[None]:
-    """Make traced JAX code use float64 wherever a cast or a product requests float32, float16 or bfloat16.
+    """Make traced JAX code use float64 wherever a cast or a matmul requests float32, float16 or bfloat16.
 
     Flax modules cast to float32 for a norm, a softmax or a position, which hides real faults of a port below 1e-7. Trace both
-    passes in the context, with 64-bit types enabled. Tables that a model's own code makes with NumPy stay float64 too. Other
-    arrays made in float32 without a cast keep its rounding, and JAX raises an error for a loop whose carry starts as such one.
+    passes in the context, with 64-bit types enabled. Tables that a model's own code makes with NumPy stay float64 too. An array
+    created in float32 without a cast keeps its rounding; JAX raises an error if a loop's carry starts as such an array.
 
     >>> with jax.enable_x64(True):
     ...     x = jnp.ones(2, "float64")
@@ -189,7 +189,7 @@ def _mode() -> type:
                 return args[0].double()
             if func is tensor.view:  # view(dtype) reinterprets the bits
                 return func(*args, **kwargs)
-            # A cast to another tensor's dtype, which also takes that tensor's device.
+            # `to(other)` and `type_as(other)` cast to the dtype and the device of `other`.
             like = func in (tensor.to, tensor.type_as) and args[0].dtype == torch.float64
             return func(*(_wide_like(x, like) for x in args), **{name: _wide_like(x, like) for name, x in kwargs.items()})
 
@@ -197,7 +197,7 @@ def _mode() -> type:
 
 
 def _wide_like(value: Any, like: bool) -> Any:
-    """Float64 for a narrower dtype; with `like`, also the float64 copy of a narrower tensor."""
+    """Float64 for a narrower dtype; with `like`, also a float64 copy for a narrower tensor; other values unchanged."""
     import torch
 
     narrow = (torch.float32, torch.float16, torch.bfloat16)
@@ -207,8 +207,8 @@ def _wide_like(value: Any, like: bool) -> Any:
 
 
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    # Graph edges replace tensors: a tensor would invoke the mode, which is disabled while it handles a call, also for
-    # recomputation.
+    # PyTorch disables the mode while it handles a call. The caller enables it again, so that recomputation is widened too.
+    # Graph edges replace tensors, because a call with tensors would invoke the mode again.
     import torch
     from torch.autograd.graph import get_gradient_edge
 

@@ -1,4 +1,4 @@
-"""Apply the rules to names and shapes: which tensors become which arrays, and everything that does not fit."""
+"""Apply rules to names and shapes: find which tensors become which arrays, and list everything that does not fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Link:
 
 
 def links_of_tensors(rules: Rules, names: Iterable[str]) -> dict[str, Link]:
-    """For every tensor, the link of the first rule that takes it; a tensor without a rule is left out."""
+    """Tensor name → the link of the first rule that matches the name; names that no rule matches are left out."""
     links = {}
     for name in names:
         matches = ((rule, pattern.match(name)) for rule in rules.rules for pattern in rule.torch)
@@ -36,7 +36,7 @@ def links_of_tensors(rules: Rules, names: Iterable[str]) -> dict[str, Link]:
 
 
 def links_of_places(rules: Rules, shapes: Mapping[str, Shape]) -> dict[Place, Link]:
-    """For every array, or every part of a stacked array, the link of the first rule that fills it."""
+    """Array, or part of a stacked array → the link of the first rule that fills it."""
     links: dict[Place, Link] = {}
     for path, shape in shapes.items():
         here: dict[Place, Link] = {}
@@ -51,7 +51,7 @@ def links_of_places(rules: Rules, shapes: Mapping[str, Shape]) -> dict[Place, Li
 
 
 def tied_pairs(rules: Rules, names: Iterable[str]) -> list[tuple[str, str]]:
-    """The ties of these names, as (the name that rules use, the second name); only one of the two need be in `names`."""
+    """The ties with at least one name in `names`, as (the name that rules use, the second name)."""
     pairs = [
         (first.format(captures), second.format(captures))
         for name in names
@@ -69,10 +69,10 @@ def _link(rule: Rule, captures: Captures) -> Link | None:
 
 
 def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> tuple[list[Link], list[str]]:
-    """The links that map every tensor to its place, each used exactly once; and the problems, each starting with a name."""
+    """The links that fit, and the problems: every tensor must be used, and every array filled, exactly once."""
     by_tensor = links_of_tensors(rules, tensors)
     by_place = links_of_places(rules, arrays)
-    # A rule applies only to tensors that no earlier rule takes, and to places that no earlier rule fills.
+    # A rule applies only to tensors that no earlier rule matches, and to places that no earlier rule fills.
     links = list(dict.fromkeys([*by_tensor.values(), *by_place.values()]))
     problems = [
         f"{name}: extra, shape {_text(shape)}: no rule takes it; write a rule, or name it under 'extra:'"
@@ -145,7 +145,7 @@ def _used_twice(links: list[Link], tensors: Mapping[str, Shape], arrays: Mapping
 
 
 def _holes(links: list[Link], arrays: Mapping[str, Shape]) -> list[str]:
-    """The unfilled parts of stacks that rules fill in part."""
+    """A problem for every unfilled part of a stack that rules fill only in part."""
     parts: dict[str, set[Place]] = {}
     for place in (place for link in links for place in link.flax):
         if place.path in arrays and place.inside(arrays[place.path]):

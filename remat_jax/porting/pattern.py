@@ -14,15 +14,15 @@ from remat_jax.errors import PortingError
 Captures = dict[str, str]
 Shape = tuple[int, ...]
 
-# At most nine digits, so that every number fits into Python's and NumPy's integers.
+# At most nine digits, so that every number fits into NumPy's integers.
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:\s*([+-])\s*(\d{1,9}))?\}")
-# Several braces multiply.
+# A limit is needed because the choices of several braces multiply.
 _MOST_NAMES = 10_000
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name in which `{i}` stands for any text without a dot or slash, and `{i+1}` or `{i-1}` for a number beside it.
+    """A name in which `{i}` matches any text without a dot or slash, and `{i+1}` or `{i-1}` a number at that offset from `i`.
 
     >>> Pattern("layers.{i}.q.weight").match("layers.10.q.weight")
     {'i': '10'}
@@ -61,7 +61,7 @@ class Pattern:
         return captures
 
     def format(self, captures: Captures) -> str | None:
-        """The name for these captures; None if a number would be negative, or a text is no number."""
+        """The name for these captures; None if a number would be negative, or if the capture for `{i+1}` is no number."""
         texts, placeholders, _ = _compiled(self.text)
         values = [captures[name] if offset is None else _shifted(captures[name], offset) for name, offset in placeholders]
         return None if None in values else _interleaved(texts, values)
@@ -69,9 +69,9 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Place:
-    """An array of the Flax model, or a part of a stacked one.
+    """An array of the Flax model, or a part of a stacked array.
 
-    `index` has an entry for each leading axis that it selects on; None keeps an axis whole.
+    `index` has an entry for each leading axis: a number selects on the axis, None keeps the axis whole.
     """
 
     path: str
@@ -145,7 +145,7 @@ class FlaxPattern:
         return None if path is None or index.count(None) > self.index.count(None) else Place(path, index)
 
     def matches(self, path: str, shape: Shape) -> Iterator[tuple[Captures, Place]]:
-        """The captures of every place in the array at `path` that matches this target, and the place."""
+        """(captures, place) for every part of the array at `path` that matches this target."""
         captures = self.path.match(path)
         if captures is None or len(shape) < len(self.index):
             return
@@ -161,7 +161,7 @@ class FlaxPattern:
 
 
 def expand(text: str) -> list[str]:
-    """A comma-separated list of names, with `{q,k,v}` written out.
+    """The names in a comma-separated text, with `{q,k,v}` expanded to one name for each of `q`, `k` and `v`.
 
     Raises:
         PortingError: the text expands to too many names.
@@ -191,7 +191,7 @@ def _indexed(path: object, index: Sequence[object]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(text: str) -> tuple[list[str], list[tuple[str, int | None]], re.Pattern[str]]:
-    """The texts around a pattern's placeholders, the placeholders with their offsets (None: any text), and its expression."""
+    """The texts around the placeholders, the placeholders with their offsets (None: any text), and the regular expression."""
     pieces = _PLACEHOLDER.split(text)
     texts, names, signs, digits = (pieces[start::4] for start in range(4))
     offsets = [int(sign + number) if sign else None for sign, number in zip(signs, digits, strict=True)]

@@ -1,4 +1,4 @@
-"""The weight map as data: ordered rules, tied tensors, and names to leave out; written as text and as JSON."""
+"""The weight map as data: ordered rules, tied tensors, and names without a counterpart; its text and its JSON."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ _KEYS = ("rules", "ties", "extra", "missing")
 class Rules:
     """A weight map between a PyTorch model and a Flax model.
 
-    In its text each line is a rule, or one of `tie: a = b`, `extra: globs`, `missing: globs`; `#` starts a comment.
+    In text, each line is a rule, `tie: a = b`, `extra: globs` or `missing: globs`; `#` starts a comment.
 
     Attributes:
-        rules: tried in order; the first that matches a tensor takes it.
-        ties: pairs of PyTorch names for a tensor that Flax has once; rules use the first name. Their values must be equal,
-            and their gradients are added. Both names may contain a placeholder.
+        rules: the first rule that matches a tensor applies.
+        ties: pairs of PyTorch names that share a Flax array; rules use the first name. The two tensors must have equal values;
+            their gradients are added. Both names may contain a placeholder.
         extra: globs on PyTorch's names: tensors that need no rule.
         missing: globs on Flax's paths: arrays that no tensor fills; they keep their value.
 
@@ -131,7 +131,7 @@ class Rules:
 
     @classmethod
     def parse(cls, text: str) -> Rules:
-        """The map in a text with an entry per line. Raises a PortingError that lists every malformed line with its number."""
+        """The map in a text with one entry per line. Raises a PortingError that lists every malformed line and its number."""
         entries: dict[str, list[Any]] = {key: [] for key in _KEYS}
         problems = []
         for number, line in enumerate(text.splitlines(), 1):
@@ -224,7 +224,7 @@ class Rules:
 
     @classmethod
     def from_json(cls, text: str) -> Rules:
-        """The map in `text`, which `to_json` returned. Raises PortingError as `from_dict`, or if `text` is not JSON."""
+        """The map in `text`, which `to_json` returned. Raises PortingError if `text` is malformed."""
         try:
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:

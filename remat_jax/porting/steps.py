@@ -26,8 +26,8 @@ Group = tuple[str, ...]
 class Step:
     """A step from arrays to arrays; the base class is the identity, and converts gradients like values.
 
-    `before` returns the shapes that become `after`; `count` is the number of arrays at the start of the whole transform. The
-    other methods are those of `Transform`, with the shapes of their results.
+    `before` returns the shapes of the step's inputs, given those of its results; `count` is the number of PyTorch tensors of
+    the whole transform. The other methods are as in `Transform`; they get the shapes of their results.
     """
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
@@ -76,7 +76,7 @@ class Scale(Step):
 
 @dataclass(frozen=True)
 class Shift(Step):
-    """Flax's array is PyTorch's plus `offset`: Gemma's norm multiplies by 1 + weight."""
+    """Flax's array is PyTorch's plus `offset`, as for Gemma's norm, which multiplies by 1 + weight in PyTorch."""
 
     offset: float
 
@@ -97,7 +97,7 @@ class Shift(Step):
 
 
 def _rounded_once(arrays: Arrays, function: Callable[[np.ndarray], np.ndarray]) -> Arrays:
-    """`function` of each array, computed in float64."""
+    """`function` of each array, computed in float64 and rounded to the array's dtype."""
     return [function(x.astype(np.float64)).astype(x.dtype) for x in arrays]
 
 
@@ -168,9 +168,9 @@ class Concat(Step):
 
 @dataclass(frozen=True)
 class Sum(Step):
-    """Flax has a single array where PyTorch adds several, such as the two biases of an LSTM.
+    """Flax has a single array where PyTorch adds several tensors, such as the two biases of an LSTM.
 
-    The inverse gives the first tensor the whole value and the others 0. The gradients of these tensors are equal.
+    The inverse sets the first tensor to the whole value and the others to 0. The gradients of these tensors are equal.
     """
 
     def __str__(self) -> str:
@@ -194,7 +194,7 @@ class Sum(Step):
 
 @dataclass(frozen=True)
 class GruBias(Step):
-    """The two biases of PyTorch's GRU, which are added for r and z, as Flax's four: r, z and n of the input, n of the state."""
+    """PyTorch's two GRU biases become four in Flax: their sums for r and z, n of the input, and n of the state."""
 
     def __str__(self) -> str:
         return "gru_bias"
@@ -235,9 +235,9 @@ def _axis(axis: int, shape: Shape, step: Step) -> int:
 
 
 def _the_same(arrays: Arrays, step: Step) -> np.ndarray:
-    """The first of several gradients, which are equal up to rounding because PyTorch adds their tensors."""
+    """The first of several gradients, which must be equal up to rounding because PyTorch adds their tensors."""
     first = arrays[0].astype(np.float64)
-    # Half of the digits: far above rounding, far below the difference of unrelated gradients.
+    # Half of the digits must agree: the limit is far above rounding and far below the difference of unrelated gradients.
     limit = np.sqrt(float(np.spacing(np.asarray(1, arrays[0].dtype)))) * np.linalg.norm(first)
     if any(not np.linalg.norm(x.astype(np.float64) - first) <= limit for x in arrays[1:]):
         raise PortingError(
@@ -259,7 +259,7 @@ class Rearrange(Step):
     """Split, permute and join the axes of each array: PyTorch's axes on the left, Flax's on the right.
 
     A name is an axis, names in parentheses split a single axis (the last varies fastest), and `1` is an axis of size one.
-    Sizes are read from Flax's shape; if an axis there joins several names, all but one of their sizes must be in `sizes`.
+    Sizes are read from Flax's shape; if a Flax axis joins several names, `sizes` must give all but one of their sizes.
 
     >>> Rearrange("(h d) e -> e h d").forward([np.arange(6).reshape(6, 1)], [(1, 2, 3)])[0]
     array([[[0, 1, 2],

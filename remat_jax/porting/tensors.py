@@ -21,10 +21,10 @@ def is_torch(value: Any) -> bool:
 def as_numpy(value: Any) -> np.ndarray:
     """A NumPy copy of a tensor or array with the same dtype, also for bfloat16 and float8.
 
-    A view would change with the next step of an optimizer.
+    It is never a view, which would change with the next optimizer step.
 
     Raises:
-        PortingError: the tensor holds no data, or is not dense.
+        PortingError: the tensor has no data, or is not dense.
 
     >>> import jax.numpy as jnp
     >>> as_numpy(jnp.ones(2, jnp.bfloat16)).dtype
@@ -57,7 +57,7 @@ def as_torch(array: Any) -> Any:
 
 
 def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
-    """A JAX copy of `array` with the same dtype, placed like `like` if that has a NamedSharding."""
+    """A JAX copy of `array` with the same dtype, and with the sharding of `like` if that is a NamedSharding."""
     kept = jax.dtypes.canonicalize_dtype(array.dtype)
     if kept != array.dtype:
         raise PortingError(
@@ -71,7 +71,7 @@ def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
 
 
 def memory_of(value: Any) -> Hashable:
-    """A key that is equal for tensors or arrays that share all their memory, so that they hold a single gradient."""
+    """A key that is equal for two tensors or arrays only if they share all their memory."""
     if is_torch(value) and value.numel() and not value.is_meta:
         return value.data_ptr(), value.shape, value.stride(), value.dtype
     if isinstance(value, np.ndarray) and value.size:

@@ -1,4 +1,4 @@
-"""Convert weights and gradients between PyTorch and Flax by a weight map; a single error lists everything that misfits."""
+"""Convert weights and gradients between PyTorch and Flax by a weight map; a single error lists everything that does not fit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
 
     `state_dict` maps names to tensors or arrays. `variables` are arrays or `jax.ShapeDtypeStruct`: the result of a Linen
     module's `init`, an NNX State, or an NNX module; the result has the same type. `rules` is a `Rules`, its text, or a sequence
-    of rules. The arrays are copies with the tensors' dtypes, floating-point ones in `dtype` if it is given, each with the
-    NamedSharding that the array in `variables` has.
+    of rules. The result's arrays are copies with the tensors' dtypes; floating-point arrays get `dtype` if it is given. Each
+    array has the NamedSharding, if any, of the array in `variables`.
 
     Raises:
         PortingError: lists every tensor that is missing, extra, duplicated or of the wrong shape, and every array that is not
@@ -55,12 +55,12 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
 def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = None, numpy: bool = False) -> dict[str, Any]:
     """Return the PyTorch state dict from which `from_torch` would make `variables`: the inverse of the map.
 
-    `like` is a state dict of the PyTorch model: the result must have its names and shapes, and tensors that the rules name as
-    extra are copied from it. The values are copies: tensors, or arrays with `numpy`. A permutation is inverted bit for bit;
-    `scale` and `shift` round, and `sum` gives one tensor the whole value and the others 0.
+    `like` is a state dict of the PyTorch model: the result must have the same names and shapes, and tensors that the rules name
+    as extra are copied from `like`. The values are copies: tensors, or arrays with `numpy`. A permutation is inverted bit for
+    bit; `scale` and `shift` round; the inverse of `sum` sets one tensor to the whole value and the others to 0.
 
     Raises:
-        PortingError: lists every array that no rule takes, and every tensor of `like` that no rule makes in its shape.
+        PortingError: lists every array that no rule matches, and every tensor of `like` that no rule gives in its shape.
 
     >>> variables = {"params": {"head": {"kernel": np.ones((2, 3))}}}
     >>> to_torch(variables, "head.weight -> params/head/kernel | linear", numpy=True)["head.weight"].shape
@@ -81,12 +81,12 @@ def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = Non
 
 
 def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: Any) -> Any:
-    """Return PyTorch's gradients as JAX would compute them: the inverse of the adjoint of the map.
+    """Convert PyTorch's gradients to those that JAX would compute, by the inverse of the map's adjoint.
 
     `gradients` maps the names of parameters to their gradients. Only the parameters in `variables` are used: the result is
     `{"params": …}` for Linen, and a State of parameters for NNX, as from `nnx.grad`. A parameter that the rules name as
-    missing has the gradient 0. Gradients of tied tensors are added, unless both names hold the same tensor, which already is
-    the sum. If a weight is multiplied by a factor, its gradient is divided by it.
+    missing has the gradient 0. The gradients of tied tensors are added, unless both names have the same tensor, which already
+    is the sum. `scale(x)` multiplies a weight by x and divides its gradient by x.
 
     Raises:
         PortingError: in the cases of `from_torch`; a gradient that is None counts as missing.
@@ -110,11 +110,11 @@ def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: An
 
 
 def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> dict[str, Any]:
-    """Return JAX's gradients under PyTorch's names and in its shapes: the adjoint of the map.
+    """Convert JAX's gradients to PyTorch's names and shapes, by the adjoint of the map.
 
     `gradients` is a tree like the variables (`{"params": …}`, an NNX State); only the parameters are used. Tied tensors have a
     single gradient, under the name that rules use. With `numpy` the values are arrays. Raises a PortingError that lists every
-    array that no rule takes.
+    array that no rule matches.
 
     >>> gradients_to_torch({"params": {"table": np.array([2.0])}}, "table -> params/table | scale(4)", numpy=True)
     {'table': array([8.])}
@@ -129,8 +129,8 @@ def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> di
 def restack(variables: Any, like: Any, each: str, stack: str) -> Any:
     """Return the values of `variables` in the form of `like`: unrolled layers are stacked on axis 0, or the reverse.
 
-    `each` is the name of a single layer, such as `layers_{i}`; `stack` is the name of the stacked layers. Both may be Linen
-    or NNX, in either direction; `like` may be shapes. If both have the same form, only the container changes.
+    `each` is the name of a single layer, such as `layers_{i}`; `stack` is the name of the stacked layers. `variables` and
+    `like` may each be Linen or NNX; `like` may be shapes. If both are stacked or both unrolled, only the tree type changes.
 
     Raises:
         PortingError: lists every array that only one of the two has, or that differs in shape.
@@ -148,7 +148,7 @@ def restack(variables: Any, like: Any, each: str, stack: str) -> Any:
 
 
 def _unrolling(variables: Variables, each: str, stack: str) -> Rules:
-    """The rules from unrolled paths, used as tensor names, to the variables' paths; those of unstacked arrays first."""
+    """Rules from unrolled paths, as PyTorch names, to the variables' paths; the rules of unstacked arrays come first."""
     (placeholder,) = Pattern(each).placeholders
     rules = []
     for path in sorted(variables.leaves, key=lambda path: f"/{stack}/" in f"/{path}/"):
@@ -186,7 +186,7 @@ def _converted(values: Mapping[str, Any], convert: Callable[[str, Any], Any], pr
 
 
 def _join_tied(rules: Rules, arrays: Arrays, problems: list[str], gradients: Mapping[str, Any] | None = None) -> Arrays:
-    """The arrays with each tie under the name that rules use: equal values once, and gradients added."""
+    """The arrays with each tied pair under the name that rules use: values must be equal, and gradients are added."""
     result = dict(arrays)
     for first_name, name in tied_pairs(rules, arrays):
         if name not in result:
@@ -224,7 +224,7 @@ def _refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, 
 
 
 def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
-    """PyTorch's values or gradients as whole Flax arrays, with the parts of stacks assembled."""
+    """Convert PyTorch's values or gradients (`direction`) to whole Flax arrays, with stacks assembled from their parts."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     links, misfits = fit(rules, {name: array.shape for name, array in arrays.items()}, shapes)
     problems += misfits
@@ -255,12 +255,12 @@ def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, d
 
 
 def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
-    """Flax's values or gradients as PyTorch's tensors."""
+    """Convert Flax's values or gradients (`direction`) to PyTorch's tensors, as arrays."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     links = list(dict.fromkeys(links_of_places(rules, shapes).values()))
     wanted: dict[str, tuple[int, ...]] = {name: () for link in links for name in link.torch}
     problems += [f"{path}: has no value" for path in _abstract(leaves)]
-    # Every tensor that the arrays could make is assumed to exist; only the arrays are checked.
+    # Every tensor that rules make from the arrays is assumed to exist; only the arrays are checked.
     for link in links:
         with contextlib.suppress(PortingError, KeyError):  # `fit` reports the problem with its names
             wanted |= zip(link.torch, link.rule.transform.before(link.flax_shapes(shapes), len(link.torch)), strict=True)
@@ -293,7 +293,7 @@ def _hold_to(like: Mapping[str, Any], rules: Rules, result: Arrays, problems: li
 def _in_dtype(array: np.ndarray, dtype: Any, leaf: Any) -> np.ndarray:
     if array.dtype.kind == "V" or jnp.issubdtype(array.dtype, jnp.floating):
         return array if dtype is None else array.astype(dtype)
-    # PyTorch's counts and positions are always 64-bit; JAX's have the model's dtype.
+    # PyTorch's counts and positions are always 64-bit integers; in JAX they get the dtype of the variable.
     cast = array.astype(leaf.dtype) if array.dtype.kind in "iu" and np.issubdtype(leaf.dtype, np.integer) else array
     return cast if np.array_equal(cast, array) else array
 

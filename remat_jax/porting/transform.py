@@ -1,4 +1,4 @@
-"""Transforms: sequences of steps, their names, and their text such as `split(0) | (h d) e -> e h d`."""
+"""Transforms: sequences of steps, with a name or a text such as `split(0) | (h d) e -> e h d`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from remat_jax.errors import PortingError, nearest
 from remat_jax.porting.steps import Arrays, Concat, Flip, GruBias, Rearrange, Scale, Shape, Shift, Split, Step, Sum
 
-# Values and gradients of each transform are tested in float64 against its PyTorch module.
+# The tests check values and gradients of each transform in float64 against the PyTorch module that it is for.
 NAMED: dict[str, str] = {
     "identity": "",
     "linear": "o i -> i o",
@@ -25,13 +25,13 @@ NAMED: dict[str, str] = {
     "heads": "(h d) e -> e h d",
     "heads_bias": "(h d) -> h d",
     "heads_out": "e (h d) -> h d e",
-    # PyTorch's fused in_proj, and GPT-2's c_attn, whose Conv1D keeps (in, out).
+    # PyTorch's fused in_proj, and GPT-2's c_attn, whose Conv1D weight has the shape (in, out).
     "in_proj": "split(0) | (h d) e -> e h d",
     "in_proj_bias": "split(0) | (h d) -> h d",
     "gpt2_qkv": "split(1) | e (h d) -> e h d",
-    # A norm of PyTorch that multiplies by 1 + weight, where Flax multiplies by its scale.
+    # For a PyTorch norm that multiplies by 1 + weight, if the Flax norm multiplies by its scale.
     "norm_plus_one": "shift(1)",
-    # weight_ih and weight_hh of recurrent cells: i, f, g, o for an LSTM; r, z, n for a GRU.
+    # For weight_ih and weight_hh of recurrent cells: the gates are i, f, g, o in an LSTM, and r, z, n in a GRU.
     "gates": "split(0) | o i -> i o",
     "lstm_bias": "sum | split(0)",
 }
@@ -66,19 +66,19 @@ class Transform:
         return self._chain(after, count)[0]
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
-        """PyTorch's values as Flax's, of the shapes `after`."""
+        """Convert PyTorch's values to Flax's; the results have the shapes `after`."""
         return self._to_flax("forward", arrays, after)
 
     def gradient(self, arrays: Arrays, after: list[Shape]) -> Arrays:
-        """PyTorch's gradients as Flax's, of the shapes `after`: the inverse of `adjoint`."""
+        """Convert PyTorch's gradients to Flax's, of the shapes `after`, by the inverse of `adjoint`."""
         return self._to_flax("gradient", arrays, after)
 
     def inverse(self, arrays: Arrays, count: int) -> Arrays:
-        """Flax's values as the `count` tensors of PyTorch."""
+        """Convert Flax's values to the `count` tensors of PyTorch."""
         return self._to_torch("inverse", arrays, count)
 
     def adjoint(self, arrays: Arrays, count: int) -> Arrays:
-        """Flax's gradients as the gradients of the `count` PyTorch tensors: the transpose of the linear part."""
+        """Convert Flax's gradients to those of the `count` PyTorch tensors, by the transpose of the linear part."""
         return self._to_torch("adjoint", arrays, count)
 
     def _chain(self, after: list[Shape], count: int) -> list[list[Shape]]:

@@ -22,10 +22,10 @@ class Variables:
 
     A path starts with the collection. A Linen tree is nested dictionaries. An NNX tree is a State or a module: the collection
     is Flax's name for the variable's type, and the index of a list is appended to the list's name, such as
-    `params/layers_0/up/kernel`. `leaves` lacks NNX's random keys, which stay the same; with `trainable` all but the parameters.
+    `params/layers_0/up/kernel`. `leaves` excludes NNX's random keys, which stay the same; `trainable` selects only parameters.
 
     Raises:
-        PortingError: `tree` is none of these, or two variables have the same path.
+        PortingError: `tree` has another type, a leaf is no array or shape, or two variables have the same path.
     """
 
     def __init__(self, tree: Any, *, trainable: bool = False) -> None:
@@ -51,7 +51,7 @@ def _read_linen(tree: Any, trainable: bool) -> tuple[Entries, Rebuild]:
     if trainable and "params" in tree:
         tree = type(tree)({"params": tree["params"]})
     with_keys, treedef = jax.tree.flatten_with_path(tree)
-    # A box with metadata, such as nn.Partitioned, adds the attribute of its array, which is no part of the path.
+    # A box with metadata, such as nn.Partitioned, adds an attribute to the keys, which is no part of the path.
     names = [tuple(key for key in keys if not isinstance(key, jax.tree_util.GetAttrKey)) for keys, _ in with_keys]
     paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys in names]
     entries = [(path, leaf) for path, (_, leaf) in zip(paths, with_keys, strict=True)]
@@ -77,7 +77,7 @@ def _nnx_path(keys: tuple[Any, ...], variable: Any) -> str:
 
 
 def _collection(kind: type) -> str:
-    """The collection of a variable type, or of its nearest base class that Flax knows."""
+    """Flax's name for a variable type, or for its nearest base class that Flax knows."""
     for each in kind.__mro__:
         try:
             return nnx.variable_name_from_type(each)

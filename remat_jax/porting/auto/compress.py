@@ -20,9 +20,9 @@ Names = list[list[str]]
 
 
 def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> Rules:
-    """The same map with `{i}`, `{j}`, … for running numbers, such as a layer's, and `{name}`, `{part}` for words of both names.
+    """The same map with placeholders: `{i}`, `{j}`, … for numbers, such as a layer's, and `{name}`, `{part}`, … for words.
 
-    Rules that differ only in numbers become one rule, and then rules that differ only in a word, unless this changes the map.
+    Rules that differ only in numbers are merged, then rules that differ only in a word, unless a merge changes the map.
     """
     tied = {name.text for _, name in rules.ties}
     untied = {name: shape for name, shape in tensors.items() if name not in tied}
@@ -42,7 +42,7 @@ def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Sh
 
 
 def _globs(extra: Sequence[str], tensors: Mapping[str, Shape]) -> tuple[str, ...]:
-    """The names with a glob for those that end alike, unless another tensor does."""
+    """`extra`, with a glob for names that have the same last part, unless a tensor outside `extra` has this part too."""
     globs = {name: f"*.{name.rpartition('.')[2]}" for name in extra if "." in name}
     for glob in set(globs.values()):
         alike = {name for name in tensors if fnmatchcase(name, glob)}
@@ -59,7 +59,7 @@ def _with_numbers(rules: Sequence[Rule], is_same: Callable[[Sequence[Rule]], boo
     every = [rule for group in shorter.values() for rule in group]
     if is_same(every):
         return every
-    # A merged rule matches a name of another rule: try each merge separately.
+    # Some merged rule matches a name of another rule, so each merge is tried separately.
     for key in groups:
         trial = {**groups, key: shorter[key]}
         if len(shorter[key]) < len(groups[key]) and is_same([rule for group in trial.values() for rule in group]):
@@ -68,7 +68,7 @@ def _with_numbers(rules: Sequence[Rule], is_same: Callable[[Sequence[Rule]], boo
 
 
 def _with_words(rules: list[Rule], given: Sequence[Rule], is_same: Callable[[Sequence[Rule]], bool]) -> list[Rule]:
-    """The largest group of rules that differ in a word becomes one rule, as often as the map stays the same."""
+    """Merge groups of rules that differ in one word, the largest group first, if the map stays the same."""
     refused = set[str]()
     while True:
         groups: dict[str, list[Rule]] = {}
@@ -83,14 +83,14 @@ def _with_words(rules: list[Rule], given: Sequence[Rule], is_same: Callable[[Seq
         others = [rule for rule in rules if rule not in group]
         first = rules.index(group[0])
         merged = Rule.parse(general)
-        # Behind the others it takes only what no other rule takes.
+        # As the last rule, the merged rule applies only to names that no other rule matches.
         trials = ([*others[:first], merged, *others[first:]], [*others, merged])
         rules = next((trial for trial in trials if is_same(trial)), rules)
         refused.add(general)
 
 
 def _with_a_word(rule: Rule) -> list[str]:
-    """The rule with a placeholder for each of the words that PyTorch's name and the Flax path share."""
+    """For each word that PyTorch's name and the Flax path share: the rule with a placeholder for this word, as text."""
     word = next((word for word in _WORDS if word not in rule.torch[0].placeholders), None)
     torch, (flax, *rest) = rule.torch[0].text.split("."), str(rule.flax[0]).split("[")
     pieces = flax.split("/")
@@ -111,14 +111,14 @@ def _split(rule: Rule) -> Names:
 
 
 def _skeleton(rule: Rule) -> object:
-    """The common part of rules that differ only in numbers; a rule with placeholders is never merged."""
+    """A key that is equal for rules that differ only in numbers; a rule with placeholders is never merged."""
     if rule.torch[0].placeholders:
         return rule
     return str(rule.transform), len(rule.torch), tuple(tuple(pieces[::2]) for pieces in _split(rule))
 
 
 def _general(rules: Sequence[Rule]) -> Iterator[Rule]:
-    """The fewest rules that are equivalent to these rules of one skeleton."""
+    """Few rules that are equivalent to `rules`, which have the same skeleton."""
     whole = [_split(rule) for rule in rules]
     varying = [place for place in _places(whole[0][0]) if len({names[0][place] for names in whole}) > 1]
     if len(rules) == 1 or not varying:
@@ -130,7 +130,7 @@ def _general(rules: Sequence[Rule]) -> Iterator[Rule]:
         flax = tuple(FlaxPattern.parse(path) for path in placed[count:])
         yield Rule(tuple(Pattern(name) for name in placed[:count]), flax, rules[0].transform)
         return
-    # A number that the other names do not follow stays as it is, with a rule for each value.
+    # Without a common placeholder, one varying number stays a number, with a rule for each value.
     parted = []
     for place in varying:
         parts: dict[str, list[Rule]] = {}
@@ -141,7 +141,7 @@ def _general(rules: Sequence[Rule]) -> Iterator[Rule]:
 
 
 def _with_placeholders(whole: Sequence[Names], varying: Sequence[int]) -> list[str] | None:
-    """The names with a placeholder for each varying number of the first name; None if another name does not follow."""
+    """The names with a placeholder for each varying number of the first name; None if another name varies differently."""
     letters: dict[str, list[int]] = {}
     for place in varying:
         values = [int(names[0][place]) for names in whole]
@@ -166,7 +166,7 @@ def _with_placeholders(whole: Sequence[Names], varying: Sequence[int]) -> list[s
 
 
 def _followed(values: list[int], letters: Mapping[str, list[int]]) -> tuple[str, int]:
-    """The placeholder that these numbers follow at a constant distance, and the distance; empty if there is none."""
+    """The placeholder whose numbers differ from `values` by a constant offset, and the offset; ("", 0) if there is none."""
     for letter, others in letters.items():
         offsets = {value - other for value, other in zip(values, others, strict=True)}
         if len(offsets) == 1:

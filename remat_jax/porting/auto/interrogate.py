@@ -1,8 +1,8 @@
-"""The candidates for a weight map; finds the right one by running both models, and checks that it is unique.
+"""Find the right candidate for a weight map by running both models, and check that it is unique.
 
-A question is a set of values. If all exchangeable modules have equal values, their order does not matter; if a square matrix
-is symmetric, its orientation does not matter. So each question is about one module or matrix: only its values differ, and the
-models agree if it is in the right place. This takes at most one run per pair of modules, not one per permutation.
+If all exchangeable modules have equal values, their order has no effect; if a square matrix is symmetric, its orientation has
+no effect. So each run tests one module or matrix: only this module has different values, and the models agree if it is in the
+right place. This takes at most one run per pair of modules, not one per permutation.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from remat_jax.porting.auto.units import FlaxUnit, TorchUnit
 from remat_jax.porting.float64 import FLOAT32_REMEDY
 from remat_jax.porting.rules import Rules
 
-# Gradients that are equal by symmetry differ only by rounding.
+# Gradients count as equal up to this relative difference: those that are equal by symmetry differ only by rounding.
 EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
 class MapCandidate:
-    """For every PyTorch unit, the index of its Flax unit and of the way between the two."""
+    """A possible weight map: for every PyTorch unit, the index of its Flax unit, and of the `Way` to convert it."""
 
     places: tuple[int, ...]
     choices: tuple[int, ...]
 
     def chosen(self, unit: int, choice: int) -> MapCandidate:
-        """The same candidate with another way for one unit."""
+        """The same candidate with a different way for one unit."""
         return replace(self, choices=(*self.choices[:unit], choice, *self.choices[unit + 1 :]))
 
 
@@ -51,11 +51,11 @@ class Space:
         return self.given | Rules(tuple(rule for way in ways for rule in way))
 
     def ways(self, candidate: MapCandidate, unit: int) -> list[Way]:
-        """The ways of one unit to its place."""
+        """The possible ways to convert a unit at its place in the candidate."""
         return self.table[unit][candidate.places[unit]]
 
     def way(self, candidate: MapCandidate, unit: int) -> Way:
-        """The rules of one unit."""
+        """The way to convert a unit in the candidate."""
         return self.ways(candidate, unit)[candidate.choices[unit]]
 
     def names(self, unit: int) -> list[str]:
@@ -63,14 +63,14 @@ class Space:
         return [self.torch[unit].full(local) for local, _ in self.torch[unit].tensors]
 
     def groups(self) -> list[list[int]]:
-        """The groups of units that their shapes allow to be exchanged, without groups of one."""
+        """The groups of two or more units that have equal shapes and fit the same places."""
         groups: dict[object, list[int]] = {}
         for unit in range(len(self.torch)):
             groups.setdefault(self._fit(unit), []).append(unit)
         return [group for group in groups.values() if len(group) > 1]
 
     def _fit(self, unit: int) -> object:
-        """The shapes of a unit and the places that it fits, which are equal for exchangeable units."""
+        """A key that is equal for exchangeable units: the unit's shapes, and the places that it fits."""
         return tuple(shape for _, shape in self.torch[unit].tensors), tuple(map(bool, self.table[unit]))
 
     def symmetric(self, values: Values) -> Values:
@@ -88,7 +88,7 @@ class Space:
         return values
 
     def with_one_other(self, values: Values, other: Values, unit: int) -> Values:
-        """The values with one unit's values taken from `other`."""
+        """`values`, but with the values of one unit from `other`."""
         return values | {name: other[name] for name in self.names(unit)}
 
     def moved(self, candidate: MapCandidate, unit: int, place: int) -> MapCandidate | None:
@@ -109,7 +109,7 @@ class Space:
         return MapCandidate(tuple(places), tuple(choices))
 
     def uniform_choices(self, start: MapCandidate) -> Iterator[MapCandidate]:
-        """The candidate unchanged, then with all units of one kind and shape converted in another way together."""
+        """`start`, then candidates in which all units of one kind and rank are converted in a different way."""
         kinds: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
         for unit, torch_unit in enumerate(self.torch):
             count = len(self.ways(start, unit))
@@ -125,7 +125,7 @@ class Space:
             yield trial
 
     def exchanges(self, answer: MapCandidate, gradients: Values) -> list[MapCandidate]:
-        """The candidate with two units, or two modules of several units, of equal gradients exchanged."""
+        """Variants of `answer` in which two units, or two modules of several units, with equal gradients are exchanged."""
         trials = [
             self._exchanged(answer, pairs)
             for group in self.groups()
@@ -143,7 +143,7 @@ class Space:
         return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
 
     def _modules(self, one_unit: int, other_unit: int) -> list[tuple[int, int]]:
-        """The pairs of units in the two largest differing modules that contain one of the units each."""
+        """Pair the units of the outermost module that contains only `one_unit` with those of the module of `other_unit`."""
         first, second = (self.torch[unit].name.split(".") for unit in (one_unit, other_unit))
         depth = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
         prefixes = [".".join(parts[: depth + 1]) for parts in (first, second)]
@@ -155,7 +155,7 @@ class Space:
         return [(by_name[a], by_name[b]) for a, b in zip(inside, partners, strict=True)]
 
     def rules_out(self, answer: MapCandidate, unit: int, choice: int, gradients: Values) -> bool:
-        """Whether the gradient at a symmetric point shows that a matrix may not be transposed."""
+        """Whether the gradients at symmetric matrices show that transposing the unit's matrix changes the model."""
         for rule, other in zip(self.way(answer, unit), self.ways(answer, unit)[choice], strict=True):
             if rule.transform == other.transform or len(rule.torch) != 1:
                 continue
@@ -166,7 +166,7 @@ class Space:
 
 
 def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
-    """The candidate for which the models agree, regardless of names, searched from `start`.
+    """Search from `start` for the candidate under which the models agree, regardless of names.
 
     Raises PortingError if the models differ in more than their weights.
     """
@@ -186,7 +186,7 @@ def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate
 
 
 def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
-    """The candidate for which the models agree while all exchangeable units are equal: only whole kinds are varied."""
+    """The candidate under which the models agree if all exchangeable units have equal values (`uniform_choices`)."""
     values = space.alike(pair.generic(1))
     errors = []
     for trial in space.uniform_choices(start):
@@ -206,7 +206,7 @@ def _orient(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
         choices = range(len(space.ways(start, unit)))
         if len(choices) < 2:
             continue
-        # The other units stay symmetric, so that the question is only about this unit's way.
+        # The matrices of the other units stay symmetric, so that the run tests only this unit's way.
         values = space.with_one_other(space.symmetric(pair.generic(3)), pair.generic(3), unit)
         for choice in _first(start.choices[unit], choices):
             trial = start.chosen(unit, choice)
@@ -217,10 +217,10 @@ def _orient(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
 
 
 def other_answers(pair: ModelPair, space: Space, answer: MapCandidate) -> list[MapCandidate]:
-    """Candidates beside `answer` for which the models agree as well.
+    """Candidates other than `answer` under which the models also agree.
 
-    If exchanging two modules were a symmetry of the model, equal values would give equal gradients; if transposing a matrix
-    were, a symmetric matrix would have a symmetric gradient. One gradient rules out most candidates; the rest are run.
+    If exchanging two modules is a symmetry of the model, equal values give equal gradients; if transposing a matrix is a
+    symmetry, a symmetric matrix has a symmetric gradient. So one gradient rules out most candidates; only the rest are run.
     """
     alike = space.alike(pair.generic(4))
     gradients = pair.flax_gradients(space.rules(answer), alike)
@@ -236,7 +236,7 @@ def other_answers(pair: ModelPair, space: Space, answer: MapCandidate) -> list[M
 def unexercised(pair: ModelPair, space: Space, answer: MapCandidate) -> list[int]:
     """The units on which the outputs do not depend at all, so that nothing can be proved about them.
 
-    A gradient of 0 is not enough: a frozen weight has no gradient, but the outputs depend on it.
+    A gradient of 0 does not suffice: the outputs may depend on a frozen weight, which has no gradient.
     """
     values, other = pair.generic(5), pair.generic(6)
     gradients = pair.flax_gradients(space.rules(answer), values)

@@ -24,11 +24,11 @@ from remat_jax.porting.variables import Variables
 
 Values = dict[str, np.ndarray]
 
-# Between rounding (1e-12 and less for models of this depth) and anything else (1e-8 for a softmax in float32).
+# The largest error that counts as agreement: rounding gives 1e-12 or less, a softmax in float32 gives 1e-8.
 LIMIT = 1e-9
-# The error of a tensor after rounding to float32 somewhere inside: at most a few hundred times float32's ε.
+# Rounding to float32 inside a model explains errors up to this limit, about a hundred times float32's ε.
 FLOAT32_ERROR = 1e-5
-# A tensor's error is relative to its own norm, but at least to this share of the norm of all: an exact 0 has no digits.
+# A tensor's error is relative to its norm, or to this fraction of the norm of all tensors if that is larger, as for zeros.
 FLOOR = 1e-3
 
 
@@ -47,7 +47,7 @@ def _as_module(flax_module: Any) -> Any:
 
 
 def wrapper_text(flax_module: Any) -> str:
-    """The remedy for a wrapper that holds a module, such as those of transformers; empty for other values."""
+    """The error text for an object with a module inside, such as the wrappers of transformers; empty for other values."""
     inner = getattr(flax_module, "module", None)
     if isinstance(flax_module, (nn.Module, nnx.Module, type)) or not isinstance(inner, nn.Module):
         return ""
@@ -74,14 +74,14 @@ def _torch_copy(torch_module: Any) -> Any:
 
 
 def call_hint(argument: str, error: Exception) -> str:
-    """The remedy if the model in `argument` misses an argument of its own call; empty for other errors."""
+    """The remedy if `error` means that the model in `argument` was called without an argument; empty for other errors."""
     missing = isinstance(error, TypeError) and re.search(r"missing \d+ required .*argument", str(error))
     return f"; add it to inputs, or pass it in {argument.partition('_')[0]}_call" if missing else ""
 
 
 @contextlib.contextmanager
 def _running(argument: str, module: Any) -> Iterator[None]:
-    """Turn any error of a model into an error that names the argument; the model's error is the cause."""
+    """Turn an error inside a model into a PortingError that names the argument, with the error as its cause."""
     try:
         yield
     except RematError:
@@ -116,7 +116,7 @@ class ModelPair:
         self.written = weights | {name for name in self.initial if name.endswith(("running_mean", "running_var"))}
 
     def generic(self, seed: int) -> Values:
-        """Values for all weights in the model's own scale: all different, and none at 0 or 1."""
+        """Random values for all weights, in the scale of the model's own values: all different, and none 0 or 1."""
         random = np.random.default_rng(seed)
         values = dict(self.initial)
         for name, old in self.initial.items():
@@ -153,11 +153,11 @@ class ModelPair:
         return _largest(_named(before), _named(after))[0]
 
     def run_torch(self, values: Values, *, gradients: bool = True) -> tuple[list[np.ndarray], Values]:
-        """PyTorch's outputs, and the gradients of its parameters that are not frozen; 0 for a missing gradient."""
+        """PyTorch's outputs, and the gradients of the parameters that are not frozen; a missing gradient counts as 0."""
         import torch
 
         with torch.no_grad():
-            # Not by the state dict, which lists tied parameters twice.
+            # The state dict is not used, because it lists tied parameters twice.
             for name, tensor in (*self.torch.named_parameters(), *self.torch.named_buffers()):
                 if name in self.written:
                     tensor.copy_(torch.from_numpy(np.array(values[name])))
@@ -196,7 +196,7 @@ class ModelPair:
             if hasattr(leaf, "__array__"):
                 continue
             if rules.allows_missing(path):
-                # An array that only Flax has: with random numbers the models agree only if it is not used.
+                # Only Flax has this array. If it has random numbers, the models agree only if the array is not used.
                 leaves[path] = np.random.default_rng(7).normal(size=leaf.shape).astype(leaf.dtype)
             else:
                 problems.append(f"{path}: has no value")
@@ -211,9 +211,9 @@ class ModelPair:
     def _flax_outputs(self, leaves: dict[str, Any]) -> list[Any]:
         with _running("flax_module", self.module):
             tree = self.variables.rebuild(leaves)
-            args, kwargs = jax.tree.map(jnp.asarray, (self.args, self.kwargs))  # NumPy's own casts are not JAX's
+            args, kwargs = jax.tree.map(jnp.asarray, (self.args, self.kwargs))  # NumPy's promotion differs from JAX's
             if isinstance(self.module, nn.Module):
-                # A training model writes statistics, which are ignored here.
+                # A model in training mode writes statistics, which are ignored here.
                 mutable = [name for name in tree if name != "params"]
                 result = nn.apply(self.flax_call, self.module, mutable=mutable)(tree, *args, **kwargs)[0]
             else:

@@ -1,4 +1,4 @@
-"""`propose`: a weight map between two models from names, shapes and kinds of modules, proved by running both."""
+"""`propose`: guess a weight map between two models from names, shapes and kinds of modules, and prove it by running both."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def propose(
 
     Names, shapes and kinds of modules give the first guess; running the models decides. With the returned map, outputs and the
     gradients of all parameters agree to 1e-9 on `inputs`; with any other map, such as with two equal modules exchanged or a
-    square kernel transposed, they do not. A weight on which the outputs do not depend is mapped, with a `RematWarning`, if its
-    name, shape and kind leave one place and one way.
+    square kernel transposed, they do not. If the outputs do not depend on a weight, the weight is mapped with a `RematWarning`,
+    provided that its name, shape and kind allow only one rule.
 
-    `inputs` are arrays for both models: a tuple of positional ones, or a dictionary by name. `torch_call` and `flax_call`,
-    called with `(model, *inputs)`, run a model otherwise, for instance if only one takes images with channels last.
-    `torch_module` may be a function that builds the model, `flax_module` a function of a dtype, for modules whose dtype is
-    baked in. `variables` are those of a Linen module that `init` cannot make. `rules` are kept, for all that they match.
-    `keep_float64` widens what falls to float32 inside the Flax model.
+    `inputs` are arrays for both models: a tuple of positional arguments, or a dictionary of keywords. `torch_call` and
+    `flax_call` replace `model(*inputs)` by `call(model, *inputs)`, for instance if only one model takes channels last.
+    `torch_module` may be a function that builds the model; `flax_module` may be a function of a dtype, for modules with a fixed
+    dtype. `variables` are a Linen module's variables, if `init` cannot make them. `rules` are used for all that they match.
+    `keep_float64` prevents casts to float32 inside the Flax model.
 
     Raises:
-        PortingError: no map fits the shapes; the models agree by none, or by several, as in a model with a symmetry (the error
-            lists them; give `rules` for their modules); or the inputs leave modules unused.
+        PortingError: no map fits the shapes; the models agree under no map, or under several, as in a model with a symmetry
+            (the error lists the maps; give `rules` for their modules); or the inputs leave modules unused.
 
     >>> import flax.linen as nn
     >>> import numpy as np
@@ -76,10 +76,10 @@ def propose(
 
 
 def _space(pair: ModelPair, given: Rules) -> tuple[Space, MapCandidate]:
-    """The units of both models and the candidate suggested by names, for the first division of Flax's units that fits."""
+    """All candidates, and the candidate that names suggest, for the first grouping of Flax's arrays into units that fits."""
     fits, reason = _fitting(pair, given)
     frozen = tuple(name for name, parameter in pair.torch.named_parameters() if not parameter.requires_grad)
-    if fits is None and frozen:  # a table from a constructor, which Flax computes at its use
+    if fits is None and frozen:  # a frozen parameter may be a table from a constructor, which Flax computes at each use
         pair.written -= set(frozen)
         fits, _ = _fitting(pair, given | Rules((), (), frozen))
     if fits is None:
@@ -88,7 +88,7 @@ def _space(pair: ModelPair, given: Rules) -> tuple[Space, MapCandidate]:
 
 
 def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] | None, str]:
-    """The result of `_space`, or None and why nothing fits."""
+    """(result of `_space`, ""), or (None, why nothing fits)."""
     covered = links_of_tensors(given, pair.initial)
     taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if given.allows_extra(n)}
     filled = {place.path for place in links_of_places(given, pair.shapes)}
@@ -109,7 +109,7 @@ def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] 
 
 
 def _together(units: Sequence[TorchUnit], names: list[str]) -> list[list[str]]:
-    """The candidate sets of Flax attentions whose query, key and value share one tensor: none, all, or those of one name."""
+    """Sets of Flax attentions whose query, key and value may be one PyTorch tensor: none, all, or those with similar names."""
     fused = [unit.name for unit in units if unit.kind == "MultiheadAttention"]
     alike = {max(names, key=lambda name: likeness(unit, name)) for unit in fused} if names else set()
     return [[], names, sorted(alike)]
@@ -146,7 +146,7 @@ def _require_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> No
 
 
 def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -> None:
-    """Require one place and one way, by name, shape and kind, for units on which the outputs do not depend."""
+    """Raise an error if the name, shape and kind of an `unused` unit allow several places or several ways."""
     places = [answer.places[unit] for unit in unused]
     open_units = []
     for unit in unused:

@@ -1,4 +1,4 @@
-"""Which PyTorch module can become which Flax module, and how: by its kind, by shapes and by names."""
+"""Find which PyTorch module can become which Flax module, and by which rules, from kinds, shapes and names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.rules import Rule
 from remat_jax.porting.transform import Transform
 
-# One way: a rule for every tensor of the unit.
+# A way to convert a PyTorch unit to a Flax unit: a rule for every tensor.
 Way = tuple[Rule, ...]
-# The ways between every pair of units; empty if none fits.
+# PyTorch unit → Flax unit → the possible ways; empty if the units do not fit.
 Table = list[list[list[Way]]]
 
 _CONVOLUTION = {
@@ -43,7 +43,7 @@ _LOCAL = {
 
 
 def table(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit]) -> Table:
-    """The ways of every pair, the usual way for the module's kind first."""
+    """The possible ways for every pair of units; the usual way for the module's kind comes first."""
     return [[_ways(torch_unit, flax_unit) for flax_unit in flax] for torch_unit in torch]
 
 
@@ -88,7 +88,7 @@ def _fits(text: str, before: list[Shape], after: list[Shape]) -> bool:
 
 
 def _fused(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
-    """The ways for one weight with query, key and value, as in PyTorch's attention and GPT-2's."""
+    """The ways to split a weight into query, key and value, as for PyTorch's attention and GPT-2's."""
     places = {local: (place, shape) for local, place, shape in flax.arrays}
     choices = []
     for local, shape in torch.tensors:
@@ -103,7 +103,7 @@ def _fused(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
 
 
 def _cell(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
-    """The ways for a recurrent cell: gates one by one, or fused into two layers."""
+    """The way for a recurrent cell, whose gates are separate layers or fused into two layers in Flax."""
     places = {local: place for local, place, _ in flax.arrays}
     layer = torch.tensors[0][0].removeprefix("weight_ih_")
     biases = (f"bias_ih_{layer}", f"bias_hh_{layer}")
@@ -126,7 +126,7 @@ def _rule(torch: TorchUnit, names: tuple[str, ...], places: list[Place], text: s
     return Rule(tuple(map(torch.full, names)), tuple(map(str, places)), text)  # type: ignore[arg-type]  # texts are taken
 
 
-# Different projects' words for the same part.
+# The words that different projects use for the same part.
 _SYNONYMS = {
     "q": ("query",),
     "k": ("key",),
@@ -144,14 +144,14 @@ _NOTHING = {"proj", "dense", "linear", "weight", "kernel", "model", "module", "b
 
 
 def by_names(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], ways: Table) -> list[int] | None:
-    """For every PyTorch unit the index of a Flax unit, each used once, by name; None if shapes allow no assignment."""
+    """For every PyTorch unit, the index of a similarly named Flax unit, each used once; None if the shapes do not fit."""
     from scipy.optimize import linear_sum_assignment
 
     order = {index: rank for rank, index in enumerate(sorted(range(len(flax)), key=lambda i: natural(flax[i].name)))}
     cost = np.full((len(torch), len(flax)), 1e6)
     for i, j in itertools.product(range(len(torch)), range(len(flax))):
         if ways[i][j]:
-            # Without help from names, prefer the order of definition.
+            # If names do not decide, prefer the order of definition.
             cost[i, j] = -likeness(torch[i].name, flax[j].name) + 1e-3 * abs(i - order[j]) / len(torch)
     rows, columns = linear_sum_assignment(cost)
     return None if cost[rows, columns].max() >= 1e6 else [int(column) for column in columns]

@@ -1,4 +1,4 @@
-"""The units of both models: the weights of one PyTorch module are a unit, and map to the weights of one Flax module."""
+"""The units of both models: a unit is the weights of one PyTorch module, and maps to the weights of one Flax module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.tensors import memory_of
 
-# Flax modules' names for their arrays. An array with another name is a unit of its own, like a bare parameter.
+# The names that Flax modules give their arrays. An array with a different name is its own unit, like a bare parameter.
 _OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var"}
 _TOGETHER = (("query", "key", "value"), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
-# LSTM in Linen and in NNX, GRU, and cells whose gates are fused.
+# The layers of an LSTM in Linen and in NNX, of a GRU, and of cells whose gates are fused.
 _CELLS = (
     ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho"),
     ("ii", "if_", "ig", "io", "hi", "hf", "hg", "ho"),
@@ -37,7 +37,7 @@ class TorchUnit:
 
 @dataclass(frozen=True)
 class FlaxUnit:
-    """A module's own arrays: local name → place and shape; also of several modules that are one unit."""
+    """The arrays of one Flax module, or of several `children` that form one unit: (local name, place, shape) of each."""
 
     name: str
     arrays: tuple[tuple[str, Place, Shape], ...]
@@ -45,7 +45,7 @@ class FlaxUnit:
 
 
 def torch_parts(module: Any, taken: set[str]) -> tuple[list[TorchUnit], list[tuple[str, str]], list[str]]:
-    """The units of `module` without the tensors whose names are `taken`, its tied names, and its buffers without weights."""
+    """The units of `module`, its tied names, and its buffers that are no weights; tensors in `taken` are left out."""
     units: list[TorchUnit] = []
     ties: list[tuple[str, str]] = []
     buffers: list[str] = []
@@ -94,9 +94,9 @@ def _divided(prefix: str, kind: str, tensors: Mapping[str, Shape]) -> Iterator[T
 
 
 def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
-    """The units of a Flax model from path → shape; modules below `stack` give a unit per layer.
+    """The units of a Flax model from `shapes` (path → shape); below `stack`, whose layers are stacked, one unit per layer.
 
-    In the attentions named in `together`, query, key and value are one unit. The parts of a recurrent cell always are.
+    In the attentions named in `together`, query, key and value are one unit. The layers of a recurrent cell always are one.
     """
     modules = _modules(shapes, stack)
     units: list[FlaxUnit] = []
@@ -118,7 +118,7 @@ def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collec
 
 
 def attentions(shapes: Mapping[str, Shape], stack: str) -> list[str]:
-    """The modules that hold a query, a key and a value."""
+    """The paths of the modules that contain a query, a key and a value."""
     modules = _modules(shapes, stack)
     parents = {name.rpartition("/")[0] for name in modules}
     return sorted(p for p in parents if any(all(_path(p, child) in modules for child in group) for group in _TOGETHER))
@@ -148,7 +148,7 @@ def _path(*names: str) -> str:
 
 
 def stack_candidates(shapes: Mapping[str, Shape]) -> list[str]:
-    """The modules whose arrays all have the same leading size, like stacked layers; outermost first."""
+    """The paths of modules whose arrays have equal leading sizes, as stacked layers do; outermost first."""
     by_module: dict[str, list[Shape]] = {}
     for path, shape in shapes.items():
         parts = path.split("/")[1:-1]
