@@ -50,7 +50,9 @@ both errors (output, gradient) and the largest ratio of any tensor by the [parit
 - OpenPI's PyTorch model has a switch for checkpointing but none for offload. In mode `offload` only the port offloads.
   {pytorch}
 """
-LATE = "At {at:g} the outputs of both differ by {0.output:.1e}, and the original and its float64 run by {0.original.output:.1e}."
+LATE = (
+    "At {at:g} the outputs of both differ by {0.output:.1e}, and the original and its float64 run by {0.original.output:.1e}."
+)
 ROUNDING = (
     "The model's float32 gradient differs from the port's float64 gradient by up to {original:.1e}, and the port's float32"
     " gradient by up to {port:.1e}; the limit is therefore {limit:.0e}. Its times are early, because it rounds the features of"
