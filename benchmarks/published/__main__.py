@@ -43,7 +43,7 @@ class Row:
 
 
 def row(case: Case) -> Row:
-    """Compile a step and estimate its time. Many unrolled layers are extrapolated; `case.tensor` gives the time of one layer."""
+    """Compile a step and estimate its time. Many unrolled layers are extrapolated; `case.tensor` gives one layer's time."""
     if not case.shape.unrolled or case.shape.layers <= max(FEW) and not case.tensor:
         return Row(case, *_times(case, case.shape.layers))
     few, more = (_times(case, layers) for layers in FEW)
