@@ -1,5 +1,5 @@
-"""Published training steps beside the estimate for the same shapes: `cases` are the steps, `model` the decoder they run.
+"""Published training steps compared with estimates for the same shapes: `cases` has the steps, `model` their decoder.
 
-`python -m benchmarks.published` compiles each for its GPUs, prints the estimate beside the published time, and fails where
-either misses by more than its bound.
+`python -m benchmarks.published` compiles each step for its GPUs, prints the estimated and the published time, and fails if more
+than a sixth of the steps miss a bound.
 """

@@ -1,8 +1,8 @@
-"""Compile published training steps for their GPUs, and hold the estimated time against the published one.
+"""Compile published training steps for their GPUs, and compare the estimated times with the published times.
 
-    python -m benchmarks.published                    all of them; exits with 1 where more than a sixth miss a bound
-    python -m benchmarks.published 'GPT-2'            those whose name has this in it
-    python -m benchmarks.published --markdown         print the figures of the note, which make figures writes
+    python -m benchmarks.published                    all steps; exits with 1 if more than a sixth miss a bound
+    python -m benchmarks.published 'GPT-2'            the steps whose name contains this
+    python -m benchmarks.published --markdown         also prints the figures of the note, for `make figures`
 
 No GPU is needed and nothing is run. Rates are those of `remat_jax/hardware/targets.toml`; none was fitted to these steps.
 """
@@ -25,12 +25,12 @@ from benchmarks.true_shapes.cases import compiling
 from remat_jax.report.tables import format_seconds, table
 
 FEW = (2, 4)
-"""Layers of unrolled steps that are compiled: the others take what one of these takes more."""
+"""The numbers of layers with which an unrolled step is compiled; other numbers are extrapolated from these two."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case, the estimate of its step, and what of that is compute and not waiting for exchanges and copies."""
+    """A case, the estimated seconds of its step, and its seconds of compute, without waits for collectives and copies."""
 
     case: Case
     seconds: float
@@ -38,12 +38,12 @@ class Row:
 
     @property
     def off(self) -> float | None:
-        """By which share of the published time the estimate is longer; None where none is published."""
+        """The estimated time divided by the published time, minus 1; None if no time is published."""
         return None if self.case.seconds is None else self.seconds / self.case.seconds - 1
 
 
 def row(case: Case) -> Row:
-    """Compile the step and model its time; of unrolled layers few are compiled, and a layer alone is what two differ by."""
+    """Compile a step and estimate its time. Many unrolled layers are extrapolated; `case.tensor` gives one layer's time."""
     if not case.shape.unrolled or case.shape.layers <= max(FEW) and not case.tensor:
         return Row(case, *_times(case, case.shape.layers))
     few, more = (_times(case, layers) for layers in FEW)
@@ -55,7 +55,7 @@ def row(case: Case) -> Row:
 
 
 def _times(case: Case, layers: int) -> tuple[float, float]:
-    """The seconds of a step with so many layers, and of its compute."""
+    """The seconds of a step with this number of layers, and its seconds of compute."""
     shape, name = replace(case.shape, layers=layers), case.name
     if case.tensor:
         work = tensor.workload(shape, case.batch, case.length, gpus=case.tensor, name=name)
@@ -71,7 +71,7 @@ def _times(case: Case, layers: int) -> tuple[float, float]:
 
 
 def ratios(rows: list[Row]) -> list[tuple[Case, float, float]]:
-    """The published and the estimated ratio of a case to the one that it is beside."""
+    """Each case that has a `beside`, with the published and the estimated ratio to that case."""
     by_name, found = {one.case.name: one for one in rows}, []
     for one in rows:
         other = by_name.get(one.case.beside)
@@ -86,7 +86,7 @@ def ratios(rows: list[Row]) -> list[tuple[Case, float, float]]:
 
 
 def missed(rows: list[Row]) -> dict[str, str]:
-    """What is off by more than its bound, by the case: its time, its ratio or both."""
+    """The errors that exceed a bound, by the name of the case: of its time, its ratio or both."""
     found: dict[str, list[str]] = {}
     for one in rows:
         if one.off is not None and abs(one.off) > ABSOLUTE:
@@ -98,7 +98,7 @@ def missed(rows: list[Row]) -> dict[str, str]:
 
 
 def allowed(rows: list[Row]) -> int:
-    """How many of the rows with a published figure may miss."""
+    """How many of the rows with a published figure may miss a bound."""
     return math.floor(MISSED_SHARE * sum(one.case.seconds is not None or one.case.ratio is not None for one in rows))
 
 
@@ -113,13 +113,13 @@ COLUMNS = ("step", "policy", "published", "estimated", "off", "waits for exchang
 
 
 def said(rows: list[Row]) -> str:
-    """How many miss, and how many may."""
+    """A sentence: how many rows miss a bound, and how many may."""
     judged = sum(one.case.seconds is not None or one.case.ratio is not None for one in rows)
     return f"{len(missed(rows))} of {judged} steps miss a bound; {allowed(rows)} may."
 
 
 def figures(rows: list[Row]) -> str:
-    """The figures of the note: both tables, what misses, and the sources."""
+    """The figures of the note: both tables, the errors that exceed a bound, and the sources."""
     lines = [markdown(list(COLUMNS), [cells(one) for one in rows]), ""]
     beside = [(case.name, case.beside, f"{told:.3f}", f"{seen:.3f}") for case, told, seen in ratios(rows)]
     lines.append(markdown(["ratio", "to", "published", "estimated"], beside))

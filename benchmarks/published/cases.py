@@ -1,4 +1,4 @@
-"""The published steps: what ran, on what, and where the figure stands."""
+"""The published steps: what ran, on which GPUs, and where the figure was published."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from benchmarks.published.model import Shape
 
 ABSOLUTE, RATIO = 0.20, 0.04
-"""By which share of the published time an estimate may miss, and by how much the ratio to the step without recomputation."""
+"""The largest allowed error of an estimated time, relative to the published time, and of an estimated ratio, absolute."""
 MISSED_SHARE = 1 / 6
-"""Of the steps that may miss: two of twelve, whatever the model does today."""
+"""The share of steps that may miss a bound: two of twelve, chosen without regard to today's misses."""
 
 LLAMA2_7B = Shape(32, 4096, 11008, 32, 32000)
 LLAMA2_13B = Shape(40, 5120, 13824, 40, 32000, unrolled=True)
@@ -23,12 +23,12 @@ GPT_1T = Shape(128, 25600, 102400, 160, 51200, gated=False, unrolled=True)
 
 
 def gpt2(layers: int, width: int, heads: int) -> Shape:
-    """GPT-2 as llm.c trains it, its vocabulary padded."""
+    """GPT-2 as llm.c trains it, with a padded vocabulary."""
     return Shape(layers, width, 4 * width, heads, 50304, gated=False, tied=True, unrolled=True)
 
 
-# The products with parameters, and what attention gives. MaxText calls it `minimal_flash`; PyTorch's compiler and llm.c keep
-# about as much, and compute chains of element-wise operations again, which `everything` would write and read.
+# Saves the matmuls with parameters and the attention's output. MaxText calls this `minimal_flash`. PyTorch's compiler and llm.c
+# save about as much, and recompute chains of element-wise operations, whose results `everything` would write and read.
 WITH_ATTENTION = "save: @dots_with_no_batch_dims, *_attention*"
 PROJECTIONS = "save: *query:dot_general#0, *key:dot_general#0, *value:dot_general#0"
 DGXC = "NVIDIA/dgxc-benchmarking, {} (741c886)"
@@ -38,13 +38,12 @@ TITAN = "pytorch/torchtitan, docs/performance.md (3faaa1a), 64 A100"
 MEGATRON = "Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv:2205.05198), {}"
 EAGER = "not compiled: its element-wise operations are kernels of their own"
 SECOND = {"Block": "full", "Kept": WITH_ATTENTION}
-"""Every second layer recomputed."""
+"""Recomputes every second layer."""
 OPERATIONS = "save: *query:dot_general#0, *value:dot_general#0, *gate:dot_general#0, *_attention*"
-"""torchtitan's selective `op`: attention and every second product, which are the first, third, fifth and last of a layer."""
+"""torchtitan's selective `op` saves attention and every second matmul: the first, third, fifth and last matmul of a layer."""
 OVERLAPPED = "--xla_gpu_enable_latency_hiding_scheduler=true"
-"""Megatron sums a layer's gradient over the GPUs while it computes those of its matrices; so does XLA under this flag.
-
-torchtune copies beside compute, on streams of its own."""
+"""Makes XLA overlap collectives and copies with compute. Megatron overlaps the all-reduce of a layer's gradient with the
+computation of weight gradients; torchtune copies on separate streams."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +52,19 @@ class Case:
 
     Attributes:
       name: what ran, in a few words.
-      shape, batch, length: the decoder, sequences on each GPU, and tokens in each.
-      target: the GPUs that are asked about; `mesh` their axes, empty for one.
-      policy: for the layers, or by the name of their class.
-      seconds: of a step, as published, or made from what was: `told` says how; None where only the ratio is published.
-      told: the published figure in its own words.
-      source: where it stands.
-      bfloat16: whether parameters and Adam's state are bfloat16, too.
-      chunks: into how many the head is cut.
-      tensor: over how many GPUs each layer is divided; then the batch is all of theirs, and the step is that of one layer.
-      flags: for XLA.
-      differs: what the published step has and this one has not; empty where nothing is known.
-      beside: the name of the case whose time the ratio is to.
-      ratio: as published; without it that of the published seconds.
+      shape, batch, length: the decoder, the sequences on each GPU, and the tokens in each sequence.
+      target: the GPUs to compile for; `mesh` has the sizes of their axes, and is empty for one GPU.
+      policy: one policy for all layers, or a policy by the name of the layer's class.
+      seconds: the published time of a step, or a time computed from `told`; None if only the ratio is published.
+      told: the published figure and its unit, in words.
+      source: where the figure was published.
+      bfloat16: whether parameters and Adam's state are bfloat16 too.
+      chunks: the number of chunks in which the head runs; 0 for no chunks.
+      tensor: the number of GPUs that share each layer, or 0. If it is set, `batch` is for all GPUs, and the step is one layer.
+      flags: the flags for XLA.
+      differs: how the published step differs from the compiled step; empty if no difference is known.
+      beside: the name of the case to which this case's time has a published ratio; empty if there is none.
+      ratio: the published ratio to `beside`; None if it follows from the published seconds.
     """
 
     name: str
@@ -92,17 +91,17 @@ EIGHT_HOSTS = {"data": 8, "fsdp": 8}
 
 
 def whole(shape: Shape) -> Shape:
-    """Recomputed as a whole: torchtune compiles each layer by itself, and Megatron's checkpoint knows no early end."""
+    """The shape with `whole`: torchtune compiles each layer by itself, and Megatron's checkpoint does not stop early."""
     return replace(shape, whole=True)
 
 
 def pairs(shape: Shape) -> Shape:
-    """Every second layer by itself."""
+    """The shape with `pairs`, so that every second layer has its own policy."""
     return replace(shape, pairs=True)
 
 
 def megatron(name: str, shape: Shape, batch: int, where: str, told: Mapping[str, float | None]) -> Iterator[Case]:
-    """The steps of one layer, by what is recomputed: published milliseconds, or where there are none the ratio."""
+    """One layer under each policy in `told`: published seconds, a published ratio (a figure above 1), or None."""
     policies = {"": "off", "full": "full", "selective": "dots_with_no_batch_dims"}
     for policy, figure in told.items():
         ratio = figure if figure is not None and figure > 1 else None

@@ -1,4 +1,4 @@
-"""A decoder of any published shape, with an attention kernel, divided over GPUs as the published step was."""
+"""A decoder of any published shape, with an attention kernel, sharded over GPUs as in the published step."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Shape:
     """A decoder.
 
     Attributes:
-      layers, width, hidden, heads, vocab: of the stack, the feed-forward, the attention and the table of tokens.
-      kv_heads: of keys and values; as many as heads by default.
-      gated: whether the feed-forward has a gate, as in Llama; else it is GELU between two layers, as in GPT.
-      tied: whether the head is the table of tokens.
-      whole: whether recomputing a layer runs all of it, as a layer that PyTorch compiles and as Megatron's checkpoint do; else
-        the last product is left out, whose result no gradient reads.
+      layers, width, hidden, heads, vocab: the numbers of layers, features, feed-forward features, attention heads and tokens.
+      kv_heads: the number of heads of keys and values; 0 for as many as `heads`.
+      gated: whether the feed-forward has a gate, as in Llama; otherwise it is GELU between two dense layers, as in GPT.
+      tied: whether the head multiplies by the embedding table.
+      whole: whether recomputing a layer runs all of it, as in PyTorch's compiler and in Megatron's checkpoint; otherwise JAX
+        skips the layer's last matmul, whose result no gradient reads.
       pairs: whether every second layer is a `Kept`, for another policy.
-      unrolled: whether each layer is written out, as in PyTorch; else they are under a scan, which stacks what they keep.
+      unrolled: whether layers are unrolled, as in PyTorch; otherwise they are under a scan, which stacks their residuals.
     """
 
     layers: int
@@ -51,16 +51,16 @@ class Shape:
 
 @jax.custom_vjp
 def read_backward(y: jax.Array) -> jax.Array:
-    """The same; its gradient reads `y`, which is computed again if it was not kept."""
+    """Return `y`. The gradient reads `y`, which is therefore recomputed if it is not saved."""
     return y
 
 
-# Not a barrier: what no one reads behind it is taken away from it.
+# An optimization barrier would not do: it loses each operand whose result is not read.
 read_backward.defvjp(lambda y: (y, y), lambda y, gradient: (gradient + 0 * y,))
 
 
 class DecoderLayer(nn.Module):
-    """One layer, (batch, positions, width) → the same."""
+    """One layer, (batch, positions, width) → the same shape."""
 
     shape: Shape
 
@@ -96,15 +96,15 @@ class DecoderLayer(nn.Module):
 
 
 class Block(DecoderLayer):
-    """The block of checkpointing."""
+    """A layer, as a block."""
 
 
 class Kept(DecoderLayer):
-    """The block that has another policy, where every second one has."""
+    """A layer, as a block that has another policy: every second layer of a shape with `pairs`."""
 
 
 class Pair(nn.Module):
-    """Two layers."""
+    """Two layers, a `Block` and a `Kept`."""
 
     shape: Shape
 
@@ -114,7 +114,7 @@ class Pair(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers of `kind` in a row, (batch, positions, width) → the same: under a scan, or written out."""
+    """`count` layers of `kind`, scanned or unrolled, (batch, positions, width) → the same shape."""
 
     shape: Shape
     kind: Callable[..., nn.Module]
@@ -136,7 +136,7 @@ class Layers(nn.Module):
 
 
 def _by_sequence(x: jax.Array) -> jax.Array:
-    """The same, its sequences divided over the mesh, so that the compiler gathers parameters and leaves activations alone."""
+    """`x` with sequences sharded over the mesh, so that the compiler gathers parameters and does not reshard activations."""
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec(EVERYWHERE))
 
 
@@ -149,7 +149,7 @@ def _rotated(x: jax.Array) -> jax.Array:
 
 
 class Decoder(nn.Module):
-    """Tokens (batch, positions) → logits (batch, positions, vocab), its layers as the shape says."""
+    """A decoder of `shape`, tokens (batch, positions) → logits (batch, positions, vocab)."""
 
     shape: Shape
 
@@ -165,11 +165,11 @@ class Decoder(nn.Module):
         return self.head(self.hidden(tokens))
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
-        """What the last layer gives, (batch, positions, width)."""
+        """The last layer's output, (batch, positions, width)."""
         return self.layers(self.embed(tokens))
 
     def head(self, x: jax.Array) -> jax.Array:
-        """The logits of what the last layer gives."""
+        """The logits of the last layer's output `x`."""
         x = self.norm(x)
         return self.embed.attend(x) if self.shape.tied else self.unembed(x)
 
@@ -184,9 +184,9 @@ def workload(
     bfloat16: bool = False,
     chunks: int = 0,
 ) -> rj.Workload:
-    """One step of `batch` sequences of `length` tokens on each GPU; parameters, Adam's state and the batch are divided.
+    """One step of `batch` sequences of `length` tokens on each GPU; parameters, Adam's state and the batch are sharded.
 
-    Parameters are float32 unless `bfloat16`, what is computed bfloat16; the head runs in `chunks`. Nothing is allocated.
+    Computation is in bfloat16, parameters in float32 unless `bfloat16`. The head runs in `chunks`. Nothing is allocated.
 
     >>> work = workload(Shape(2, 128, 256, 2, 512), 2, 128)
     >>> sum(leaf.size for leaf in jax.tree.leaves(work.params))

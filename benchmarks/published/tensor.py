@@ -1,8 +1,8 @@
-"""Layers of GPT divided over the GPUs of a host as Megatron divides them: by heads and hidden features.
+"""Layers of GPT sharded over the GPUs of a host by heads and hidden features, as in Megatron's tensor parallelism.
 
-There is no embedding and no head: the published figures are those of a layer. The scores of the attention are in memory, as
-they were in Megatron of 2022. There is dropout, of the attention's weights on each GPU for its own heads, and of both outputs
-for all GPUs alike; its masks are drawn again where they are not kept.
+There is no embedding and no head, because the published figures are of one layer. The attention scores are in memory, as in
+Megatron of 2022. Dropout acts on the attention weights, with a mask on each GPU for its own heads, and on both outputs, with
+the same mask on all GPUs. Masks that are not saved are drawn again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from benchmarks.published.model import DTYPE, Layers, Shape, read_backward
 
 AXIS = "tensor"
 DROPPED = 0.1
-"""The share of numbers that dropout sets to zero: Megatron's default, in attention and behind it."""
+"""The dropout rate: Megatron's default, in attention and after it."""
 
 
 class Layer(nn.Module):
-    """One layer, (batch, positions, width) → the same: the block of checkpointing."""
+    """One layer, as a block, (batch, positions, width) → the same shape."""
 
     shape: Shape
 
@@ -60,7 +60,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, key: jax.Array) -> jax.
 
 
 def _dropped(x: jax.Array, key: jax.Array, split: int | None = None) -> jax.Array:
-    """Dropout of `x`, of which each GPU has a part along the axis `split`, and draws the mask of that part."""
+    """Dropout of `x`. With `split`, each GPU has a part of `x` along this axis, and draws only the mask of this part."""
 
     def bits(key: jax.Array, shape: Sequence[int]) -> jax.Array:
         return jax.random.bits(key, shape, jnp.uint8)
@@ -73,7 +73,7 @@ def _dropped(x: jax.Array, key: jax.Array, split: int | None = None) -> jax.Arra
     if mesh.empty:
         drawn = bits(key, x.shape)
     else:
-        # Left to itself, XLA draws the numbers of all GPUs on each.
+        # Without `shard_map`, XLA draws the numbers of all GPUs on each GPU.
         gpus = mesh.shape[AXIS]
         spec = P(*(AXIS if axis == split else None for axis in range(x.ndim)))
         drawn = jax.shard_map(own_bits, in_specs=P(), out_specs=spec, check_vma=False)(key)
@@ -85,16 +85,16 @@ def _placed(x: jax.Array, spec: P) -> jax.Array:
 
 
 def workload(shape: Shape, batch: int, length: int, *, gpus: int, name: str = "") -> rj.Workload:
-    """The gradients of the layers' parameters for `batch` sequences, without an update; nothing is allocated.
+    """The step that computes the layers' gradients for `batch` sequences, without an update; nothing is allocated.
 
-    The first layer's input is among the parameters, so that every layer has all of its backward pass.
+    The first layer's input is among the parameters, so that the first layer, too, computes the gradient of its input.
 
     >>> work = workload(Shape(2, 64, 256, 8, 0, gated=False, unrolled=True), 2, 32, gpus=8)
     >>> sum(leaf.size for leaf in jax.tree.leaves(work.params))
     104064
     """
     stack, x = Layers(shape, Layer, shape.layers), jax.ShapeDtypeStruct((batch, length, shape.width), DTYPE)
-    # Philox, as on PyTorch's side; threefry would compute for longer than attention.
+    # Philox, as in PyTorch; threefry would take longer than attention.
     key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
     params = {"x": x, **jax.eval_shape(lambda key, x: stack.init({"params": key, "dropout": key}, x), key, x)}
 
@@ -106,7 +106,7 @@ def workload(shape: Shape, batch: int, length: int, *, gpus: int, name: str = ""
 
 
 def by_features(path: str, leaf: Any) -> P:
-    """The input is whole; a matrix is divided by its heads or hidden features: by what it makes, or by what it sums over."""
+    """The sharding of a parameter: matrices along heads or hidden features; the input, norms and outputs' biases are whole."""
     sums = "out/" in path or "down/" in path
     if path == "x" or "norm" in path or (sums and leaf.ndim == 1):
         return P()

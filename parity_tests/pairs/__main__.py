@@ -20,15 +20,16 @@ LEAST_NAMED = 0.95
 PACKAGES = ("transformers", "torch", "jax", "flax")
 
 
-TEXT = """# Pairs of models that nobody here wrote
+TEXT = """# Third-party pairs of models
 
-Does a comparison pass right ports, and find and name the faults of wrong ones, in code that it has not seen? It compares the
-Flax classes of `transformers` with its PyTorch classes: tiny models with random weights, on a CPU. Written by
+Does `rj.parity.compare` pass correct ports, and find and name the faults of wrong ports, in code that it has not seen? Here it
+compares the Flax classes of `transformers` with its PyTorch classes: tiny models with random weights, on a CPU. This note is
+written by
 
     make test-pairs
 
 with {versions}. Every pair is compared in three modes, in float64 and float32, with
-memory. `propose` finds the weight map, except for Mistral: no map makes models equal that differ in more than their weights.
+memory. `propose` finds the weight map, except for Mistral, whose two models differ in more than their weights.
 
 {counts}
 
@@ -36,16 +37,16 @@ memory. `propose` finds the weight map, except for Mistral: no map makes models 
 | --- | --- | --- | --- | --- |
 {pairs}
 
-A proposed map has placeholders for numbers, such as a layer's, and for words that both names contain:
+A proposed map has placeholders for numbers, such as a layer's index, and for words that both names contain:
 `encoder.layer.{{i}}.attention.self.{{name}}.weight` stands for query, key and value.
 
-Mistral's fault is in `transformers`: Flax's sliding window is one token longer than PyTorch's.
+The fault of Mistral is in `transformers`: Flax's sliding window is one token longer than PyTorch's.
 
 ## Planted faults
 
-Each fault is planted in the Flax model. The comparison runs in float64, with the map that was proposed for the right pair.
+Each fault is planted in the Flax model. The comparison runs in float64, with the map that was proposed for the correct pair.
 
-| pair | fault | where it is | found | what is said | seconds |
+| pair | fault | planted in | found | reported difference | seconds |
 | --- | --- | --- | --- | --- | --- |
 {faults}
 """
@@ -69,8 +70,8 @@ def note(results: list[Result]) -> str:
     ]
     return TEXT.format(
         versions=versions,
-        counts=f"{sum(one.passed for one in right)} of {len(right)} right pairs pass. Of {len(planted)} planted faults {found} "
-        f"are found, and {named} are named in their pass and module.",
+        counts=f"{sum(one.passed for one in right)} of {len(right)} correct pairs pass. Of {len(planted)} planted faults, "
+        f"{found} are found, and {named} are reported in the right pass and module.",
         pairs="\n".join(pairs),
         faults="\n".join(rows),
     )

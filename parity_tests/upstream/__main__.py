@@ -21,21 +21,21 @@ from parity_tests.upstream.comparing import Pair, Row
 
 NOTE = Path(__file__).parents[2] / "docs" / "notes" / "upstream.md"
 PACKAGES = ("torch", "transformers", "jax", "flax")
-TEXT = """# The ports beside the code that they come from
+TEXT = """# The ports compared with their originals
 
-Do the ports compute what DiffSynth-Studio and OpenPI compute, from weights under these projects' own names? The projects'
-modules are imported from a checkout, at a small size and with every parameter perturbed, and run under their own switch. The
-port gets their weights by the rules of `examples/models/rules`. Written by
+Do the ports compute the same as DiffSynth-Studio and OpenPI, from weights under these projects' own names? The projects'
+modules are imported from a checkout, at a small size and with every parameter perturbed, and checkpoint with their own switch.
+The port gets their weights by the maps of `examples/models/rules`. This note is written by
 
     python -m parity_tests.upstream --diffsynth CHECKOUT --openpi CHECKOUT
 
 with {versions}, on a CPU. DiffSynth-Studio: {diffsynth}. OpenPI: {openpi}.
 
-Errors are relative to the original: the error of the output, of the whole gradient, and of the gradient's worst tensor
-(relative to its own norm, or to a thousandth of the whole norm if that is larger, because some gradients are 0). The first two
-must be within the limit, in float64 all three. In float32 both sides are also compared with a run in float64, of the original
-or, if it has none, of the port. The table gives each side's error (output, gradient) and the largest ratio of any tensor by
-the [parity rule](../parity.md), which allows 4.
+The table has the port's errors relative to the original: of the output, of the whole gradient, and of the gradient tensor
+that is furthest off. A tensor's error is relative to its own norm, or to a thousandth of the whole gradient's norm if that is
+larger, because some gradients are 0. The first two errors must be within the limit, in float64 all three. In float32 original
+and port are also compared with a float64 run of the original, or of the port if the original has no float64. The table gives
+both errors (output, gradient) and the largest ratio of any tensor by the [parity rule](../parity.md), which allows 4.
 
 {rows}
 
@@ -43,16 +43,20 @@ the [parity rule](../parity.md), which allows 4.
   cannot run at this commit: it expects two results from `patchify`, which returns one. `QwenImageDiT` hard-codes the published
   widths, so the test assembles a small model from its modules.
 - Qwen-Image is compared at times {early} and {late} of 1000. PyTorch rounds the last bit of some of its 128 frequencies
-  differently, and a late time multiplies that. {late_text} Wan is compared at 900: DiffSynth-Studio computes its time features
-  in float64, and the port is as exact.
-- OpenPI's JAX model has its own checkpoints around every layer. Its switch here is `rj.enable_gradient_checkpointing`, which
-  replaces them by the policy. It has no float64. {rounding}
-- OpenPI's PyTorch model has a switch for checkpointing but none for offload; there only the port offloads. {pytorch}
+  differently, and a late time multiplies this difference. {late_text} Wan is compared at time 900, because DiffSynth-Studio
+  computes its time features in float64, and the port is as exact.
+- OpenPI's JAX model has its own checkpoints around every layer; `rj.enable_gradient_checkpointing` replaces them by the policy
+  of each mode. The model cannot run in float64. {rounding}
+- OpenPI's PyTorch model has a switch for checkpointing but none for offload. In mode `offload` only the port offloads.
+  {pytorch}
 """
-LATE = "At {at:g} the outputs differ by {0.output:.1e}, the original and its float64 run by {0.original.output:.1e}."
+LATE = (
+    "At {at:g} the outputs of both differ by {0.output:.1e}, and the original and its float64 run by {0.original.output:.1e}."
+)
 ROUNDING = (
-    "In float32 its gradient differs from the port's float64 gradient by up to {original:.1e}, and the port's float32 gradient"
-    " by up to {port:.1e}: hence the limit of {limit:.0e}. Its times are early, because it rounds the features of late times."
+    "The model's float32 gradient differs from the port's float64 gradient by up to {original:.1e}, and the port's float32"
+    " gradient by up to {port:.1e}; the limit is therefore {limit:.0e}. Its times are early, because it rounds the features of"
+    " late times."
 )
 REPLACED = "It ran with `transformers` 4.53.2 and OpenPI's replacement files."
 NOT_REPLACED = "It did not run: `transformers` 4.53.2 with OpenPI's replacement files was not installed."
