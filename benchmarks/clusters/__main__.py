@@ -102,7 +102,7 @@ def say(rows: Sequence[dict[str, Any]]) -> int:
     print("One training step, gigabytes (10⁹): memory of a device, the part of it that collectives read or write at the peak,")
     print("memory of a host, and what a device sends or receives, as arrays and gigabytes by kind:")
     print(table.table(rows))
-    for line in [*table.gathered_again(rows), *table.estimates(rows)]:
+    for line in [*table.gathered_again(rows), *table.compiled_seconds(rows)]:
         print(line)
     found = table.failures(rows)
     print("\n".join(["Does not hold:", *found]) if found else "All claims hold.")
