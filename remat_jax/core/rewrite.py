@@ -1,7 +1,7 @@
 """Rewrites the `jax.checkpoint` regions of a traced function.
 
-    checkpoint(policy)(g)                 →  run(g), such as g under another policy          `rewrite`
-    checkpoint(policy)(g) of jax_remat3   →  checkpoint(policy)(g), established              `established`
+`rewrite` puts each region under another policy. `established` replaces each region of `jax_remat3` by a region of the
+established rematerialisation with the same policy.
 """
 
 from __future__ import annotations
