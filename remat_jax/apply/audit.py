@@ -27,7 +27,7 @@ from remat_jax.warning import warn
 
 @dataclass(frozen=True)
 class _Selection:
-    """How many `arrays` of the block at `path` a selector of automatic names matches, and whether it keeps any of them."""
+    """The effect of a selector in the block at `path`: how many `arrays` match, and whether the backward pass reads any."""
 
     path: str
     selector: str
@@ -38,7 +38,7 @@ class _Selection:
 def _selections(
     path: str, block: BlockUnderPolicy, along: Sequence[int] | None = None, *, whole: bool = True
 ) -> list[_Selection]:
-    """The selections in a block that is differentiated along some inputs (None: all). If not `whole`, all have an effect."""
+    """The selections in a block that is differentiated along some inputs (None: all). If not `whole`, `has_effect` is True."""
     assert isinstance(block.policy, Policy)
     selections = []
     for selector in block.policy.kept_globs:
@@ -50,7 +50,7 @@ def _selections(
 
 
 def _has_effect(selector: str, block: BlockUnderPolicy, chosen: Sequence[Candidate], along: Sequence[int] | None) -> bool:
-    """Whether the backward pass reads one of the `chosen` arrays, which `selector` matches, whichever rule keeps the array."""
+    """Whether the backward pass reads any of the `chosen` arrays, which `selector` matches. Another rule may keep the array."""
     assert isinstance(block.policy, Policy)
     # JAX keeps every input that is not offloaded.
     if any(candidate.is_input and block.policy.action(candidate) is not Action.OFFLOAD for candidate in chosen):
@@ -222,7 +222,7 @@ def _check_effect(selections: Sequence[_Selection], subject: str) -> None:
             f"{subject} keeps nothing in {_some(idle, 8)}: the backward pass reads none of the arrays that it selects. Select "
             "arrays that are computed from them, or leave the selector out."
         )
-    # If a selector matches several arrays of a block, the backward passes of two layers may read different ones of them.
+    # If a selector matches several arrays of a block, the backward pass may read different arrays in different layers.
     if idle and all(selection.arrays < 2 for selection in selections):
         raise NoEffectError(
             f"{subject} has an effect in {_some(sorted(effective), 3)}, but keeps nothing in {_some(idle, 8)}: the backward "

@@ -34,7 +34,7 @@ def entered(block: Any) -> AbstractContextManager[None]:
 
 
 def run_module(module: Any, path: str, plain: Callable[[], Any], checkpointed: Callable[[Any, Audit], Any]) -> Any:
-    """A call of `module` at `path`: `checkpointed(policy, audit)` if the active policies have one for it, else `plain()`."""
+    """A call of `module` at `path`: `checkpointed(policy, audit)` if an active policy selects the module, else `plain()`."""
     policies = scope.active()
     if policies is None or is_inside(module):
         return plain()
@@ -51,7 +51,7 @@ def run_module(module: Any, path: str, plain: Callable[[], Any], checkpointed: C
 
 
 def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Call:
-    """`original`, the `__call__` of a class whose instances have paths; blocks run as `call(module, original, policy, …)`."""
+    """A wrapper of `original`, the `__call__` of a class. It runs blocks as `call(module, original, policy, …)`."""
 
     @functools.wraps(original)
     def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Ca
 
 @contextmanager
 def named_scopes(parts: Collection[tuple[str, Any]]) -> Iterator[None]:
-    """In this context each module of the `parts` (path, module) runs in a named scope: its path relative to its caller's."""
+    """In this context each module of `parts` (path, module) runs in a named scope: its path relative to the calling module."""
     names, around = {id(module): path for path, module in parts}, ContextVar("around", default="")
 
     def wrap(original: Call) -> Call:

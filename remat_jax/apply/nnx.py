@@ -69,7 +69,7 @@ def as_pure_function(
     around: Callable[[Any], AbstractContextManager[None]] = nullcontext,
     name: str = "",
 ) -> tuple[Call, Any, list[Any], Call]:
-    """`original(module, *args, **kwargs)` as a pure function of arrays: `pure`, `state`, `arguments`, `write`.
+    """`original(module, *args, **kwargs)` as a pure function of arrays: `(pure, state, arguments, write)`.
 
     Call `write(pure(state, *arguments))`. `write` writes the updates back into the NNX objects and returns the outputs.
 

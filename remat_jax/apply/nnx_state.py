@@ -1,4 +1,4 @@
-"""Finds the changes that a call makes to NNX objects. A checkpointed block returns them as arrays; `write` repeats them."""
+"""Finds the changes that a call makes to NNX objects, so that a block can return them as arrays, to be written outside."""
 
 from __future__ import annotations
 

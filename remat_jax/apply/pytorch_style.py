@@ -100,8 +100,8 @@ def call_model(model: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kw
 def checkpoint_sequential(functions: Sequence[Callable[..., Any]], segments: int, x: Any, *, policy: Any = "full") -> Any:
     """`functions[-1](…functions[0](x))` in `segments` pieces; all pieces but the last are checkpointed blocks, as in PyTorch.
 
-    Each piece has `len(functions) // segments` functions; the last piece has the rest. The last piece is not checkpointed: its
-    backward pass directly follows its forward pass, so recomputing would save no memory.
+    Each piece has `len(functions) // segments` functions; the last piece also has the remainder. The last piece is not
+    checkpointed: its backward pass directly follows its forward pass, so recomputing would save no memory.
 
     Args:
       functions: functions, bound Linen modules or NNX modules of one argument each, or an `nnx.Sequential`.

@@ -29,7 +29,7 @@ def replaced_text(replaced: int) -> str:
 
 
 class OwnCheckpoints:
-    """The `choice` for a model's own checkpoints around its blocks (as for `checkpoint_blocks`), and their number."""
+    """A model's own checkpoints around its blocks: the `choice` about them (as for `checkpoint_blocks`), and their number."""
 
     def __init__(self, choice: str) -> None:
         self.keeps, self.choice = check_choice(choice), choice

@@ -12,7 +12,8 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
 
-# Nested derivative rules are compared to this depth. Deeper rules count as alike if their functions are being compared already.
+# Nested derivative rules are compared to this depth. Two deeper rules are not compared: they count as alike if the function is
+# one whose rule is being compared already, and as different otherwise.
 _DEEPEST = 3
 _RULE = "jvp_jaxpr_fun"
 
@@ -153,7 +154,7 @@ def _named(names: dict[Any, Any], ones: Any, others: Any) -> bool:
 
 
 def _read_alike(names: dict[Any, Any], ones: Any, others: Any) -> bool:
-    """Whether two lists of operands have the same variables, by `names`, and equal literals."""
+    """Whether two lists of operands are equal: variables according to `names`, literals by value."""
     return len(ones) == len(others) and all(_atoms(names, one, other) for one, other in zip(ones, others, strict=True))
 
 

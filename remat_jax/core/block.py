@@ -1,4 +1,4 @@
-"""Makes the checkpoint of every block: it wraps the block's linearisation, under a policy of residual names.
+"""Makes the checkpoint of every block, around the linearisation of the block.
 
 For a block f with inputs x:
 
@@ -63,7 +63,7 @@ class BlockUnderPolicy:
 
     @functools.cached_property
     def linearised(self) -> Named:
-        """The linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))` along every smooth input, with its arrays named."""
+        """The linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))` along every smooth input (`is_smooth`), with its arrays named."""
         return self.names.linearised(*_linearisation_along_all(self.jaxpr.in_avals))
 
     @property
@@ -89,7 +89,7 @@ class BlockUnderPolicy:
     def moves_bytes(self) -> bool:
         """Whether the forward pass moves a residual to the host when the block is differentiated along every input.
 
-        An offloaded array stays where it is if the backward pass never reads it: the output of a matmul whose tanh is saved.
+        An offloaded array does not move if the backward pass never reads it, such as a matmul's output if its tanh is saved.
         """
         try:
             jaxpr = self._forward(range(len(self.jaxpr.in_avals)))
@@ -130,7 +130,7 @@ class BlockUnderPolicy:
     ) -> Function:
         """The block f under its policy, as a function of the jaxpr's inputs.
 
-        It is a `custom_jvp` whose rule is `checkpoint(policy)` of the linearisation, or `jax.checkpoint(f)` for a JAX policy.
+        It is a `custom_jvp`, whose rule is `checkpoint(policy)` of the linearisation; under a JAX policy, `jax.checkpoint(f)`.
 
         Args:
           rows: indices of inputs that are rows of stacked arrays. The function takes the stacks and one row index after its
@@ -272,7 +272,7 @@ def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool)
 
 
 def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
-    """`function`, which reads the inputs `rows` from stacks: the stacks and the row index follow the first `size` arguments."""
+    """`function` with its inputs `rows` read from stacks. The stacks and the row index follow the first `size` arguments."""
 
     def run(*args: Any) -> list[Any]:
         values, (*stacks, index) = list(args[:size]), args[size : size + len(rows) + 1]

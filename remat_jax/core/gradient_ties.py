@@ -54,7 +54,7 @@ def in_program_order(
 
 
 def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-    """Inline a checkpoint region, but no region nested in it. The pass's own barriers still separate its recomputation."""
+    """Inline a checkpoint region, but no region nested in it. The barriers of the pass still prevent CSE of recomputation."""
     if not compat.is_checkpoint(eqn):
         return None
     body, _ = compat.checkpoint_parts(eqn)
@@ -105,7 +105,7 @@ class _Fetches:
 
 
 def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
-    """Where to start fetching the `others`: one of the `places`, or None for the beginning → indices into `others`."""
+    """One of the `places`, or None for the beginning of the pass → the indices of the `others` whose fetch starts there."""
     work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
     sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
     starts: dict[int | None, list[int]] = {}
@@ -118,7 +118,7 @@ def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[in
 
 
 class _Order:
-    """Which variables each matmul of a backward pass waits for. Recomputation reads no cotangent, so XLA places it freely."""
+    """Which variables each matmul of a backward pass waits for. Recomputed matmuls read no cotangent and wait for nothing."""
 
     def __init__(self, jaxpr: Any, num_residuals: int) -> None:
         self._gradients = set(variables(jaxpr.outvars))

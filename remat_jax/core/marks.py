@@ -1,4 +1,4 @@
-"""Marks: placeholder equations for blocks, used until it is known which layer each block of a traced function is.
+"""Marks: placeholder equations for blocks in a traced function, until the layer of each block is known.
 
     y = mark[f](x)                            while the function is traced
     y = checkpoint(policyᵢ)(… f …)(x)         the i-th mark, when `per_layer.layered` evaluates the traced function

@@ -44,7 +44,7 @@ _UNNAMED = _CALLS | {"complex"}
 
 @dataclass(frozen=True)
 class Named:
-    """A jaxpr with every array named, and the array behind each name.
+    """A jaxpr with every array named, and the properties of the named arrays.
 
     Attributes:
       made: returns `jaxpr`; it is called once, when `jaxpr` is first read.
@@ -88,7 +88,7 @@ def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
 
 
 def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | None = None) -> Named:
-    """Name the arrays that derivative rules add to the linearisation of `named`, and move the block's names to its equations.
+    """Name the arrays that derivative rules add to the linearisation of `named`, and move the names of the block's arrays.
 
     Args:
       linearised: the closed jaxpr from primals and tangents to outputs and their tangents.
@@ -109,7 +109,7 @@ def can_be_named(value: Any) -> bool:
 
 
 class _Values:
-    """Value numbering of a program: equal operations on equal values have equal numbers. A name determines its value's number.
+    """Value numbering of a program: equal operations on equal values have equal numbers. A value with a name is numbered by it.
 
     With the values of a `whole` program, each value takes the name of an equal value there, and each name is used once.
     """
@@ -219,7 +219,7 @@ class _Namer:
         return value
 
     def _relative(self, path: tuple[str, ...]) -> tuple[str, ...]:
-        """`path` relative to the block. Inside it, Linen enters the block's own scope again; twice if the block is lifted."""
+        """`path` relative to the block. It may begin with the block's own scope, twice if Linen has lifted the block."""
         block = self.path[-1] if self.path else ""
         for _ in range(2):
             if path and block and (path[0] == block or path[0].startswith(block + ".")):
@@ -239,7 +239,7 @@ class _Namer:
         self.candidates.setdefault(candidate.name, candidate)
         self.shapes.setdefault(candidate.name, tuple(value.shape))
         if jnp.iscomplexobj(value):
-            # JAX applies `reduce_precision` to saved arrays, which rejects complex numbers. So save the two real parts.
+            # JAX applies `reduce_precision` to saved arrays, which rejects complex numbers: name the real and imaginary parts.
             return lax.complex(*(checkpoint_name(part(value), candidate.name) for part in (lax.real, lax.imag)))
         return checkpoint_name(value, candidate.name)
 
@@ -259,7 +259,7 @@ def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
 
 
 def _user_named(name: str, producer: Any) -> Candidate:
-    """A user's name on an output of `producer` (None: on an input). The primitive stays, so `@dots` selects a named matmul."""
+    """A user's name on an output of `producer` (None: on an input). The primitive is kept, so `@dots` selects named matmuls."""
     if producer is None:
         return Candidate(name, "name", user_named=True)
     return replace(_candidate(name, producer), user_named=True)

@@ -11,7 +11,7 @@ from remat_jax import compat
 from remat_jax.core.shared import is_taken, offloaded_name
 from remat_jax.core.walk import bodies
 
-# Primitives whose output counts as the same array as their input: a copy on the host, behind a barrier, rounded as before.
+# Primitives whose output counts as the same array as their input: copies to the host, barriers, rounding of saved arrays.
 _SAME = frozenset(
     {"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient", "shared_input_choice"}
 )
@@ -30,7 +30,7 @@ class Origin:
       name: the residual name; without one, `module/path:primitive`.
       source: the user's source line.
       scanned: whether a scan stacked it.
-      layers: the layers that have the array, if it was traced for some layers only.
+      layers: the layers to which the array belongs, if it was traced for some layers only.
       aliases: other residual names of the same array: a block's input is often the output of the previous block.
     """
 

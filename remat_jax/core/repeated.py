@@ -44,7 +44,7 @@ class FirstLayer:
         return self.conditions == conditions and self.original.is_like(jaxpr, (self.named.path, path))
 
     def linearised(self, key: Any, linearise: Linearise) -> Named | None:
-        """`linearise(self.named)`, cached by `key`; None if it has arrays as constants (a derivative rule's closure)."""
+        """`linearise(self.named)`, cached by `key`; None if it has arrays as constants, which other blocks cannot share."""
         if key not in self._linearised:
             linearised = linearise(self.named)
             if holds_arrays(linearised.jaxpr):
@@ -61,7 +61,7 @@ class FirstLayer:
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """A block with its residuals named, and the first of its identical blocks (it may be the first itself)."""
+    """A block with its residuals named. `first` is the first of its identical blocks, possibly this block itself."""
 
     named: Named
     first: FirstLayer
@@ -134,11 +134,11 @@ class _Renaming:
         return new_path + name[len(path) :]
 
     def after(self, name: str) -> str:
-        """The identical block's name for this block's `name`."""
+        """The new name of the array with this `name`; a user's name does not change."""
         return self._names.get(name, name)
 
     def before(self, name: str) -> str:
-        """This block's name for the identical block's `name`."""
+        """The inverse of `after`."""
         path, new_path = self._paths
         before = path + name[len(new_path) :]
         return before if self._names.get(before) == name else name
@@ -194,7 +194,7 @@ def keep_names(named: Named, names: Set[str]) -> Any:
 
 
 def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The new values of the jaxpr parameters of `eqn`, where `change` makes a difference."""
+    """The jaxpr parameters of `eqn` that `change` changes, with their new values."""
     changed = {}
     for key, value in inner_jaxprs(eqn).items():
         before = value if isinstance(value, tuple) else (value,)

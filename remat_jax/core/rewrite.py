@@ -17,7 +17,7 @@ from remat_jax.core.shared import note_fixed
 from remat_jax.core.walk import bodies, equations, interpret, rebind, retrace
 from remat_jax.errors import UnsupportedError
 
-# Views of an array: a view of a parameter counts as a parameter.
+# Primitives that return a view of an array. A view of a parameter counts as a parameter.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "reshape", "rev", "slice", "squeeze", "transpose"}
 )

@@ -1,4 +1,4 @@
-"""Keeps an input that several blocks read on the device, even if a policy offloads it: a mask, an encoder's output.
+"""Keeps an input on the device if several blocks read it, even if a policy offloads it: a mask, an encoder's output.
 
 A shared array is alive from its first reader until the backward pass of its last reader. Offloading it would free nothing, and
 each block would wait for a copy.
@@ -95,7 +95,7 @@ def note_fixed(values: Sequence[Any]) -> None:
 
 
 def note_loop_inputs(eqn: Any, body_inputs: Sequence[Any]) -> None:
-    """Record which `body_inputs` are the same in every iteration; the body of the loop `eqn` is traced again with them."""
+    """Record which inputs of a retraced body of the loop `eqn` are the same in every iteration."""
     if eqn.primitive.name == "scan":
         note_fixed(body_inputs[: compat.scan_layout(eqn)[0]])
 
@@ -121,8 +121,8 @@ def staying(read: Mapping[int, Reading]) -> frozenset[int]:
     return frozenset(place for place, reading in read.items() if reading.is_shared)
 
 
-# An identity. It marks the two arrays between which the backward pass chooses: the copy `on_host` and the array on the device.
-# The `reading` decides.
+# `choice_p` is an identity. It marks two arrays, the copy `on_host` and the array on the device. The backward pass reads one of
+# them; the `reading` decides which.
 choice_p = compat.new_primitive("shared_input_choice", lambda value, **_: value, multiple_results=False)
 
 
@@ -134,7 +134,7 @@ def is_taken(eqn: Any) -> bool | None:
 
 
 def offloaded_name(eqn: Any) -> str | None:
-    """The residual name of the array that the choice `eqn` offloads; None if `eqn` is no such choice."""
+    """The residual name of the array that is offloaded by `eqn`, a choice `on_host`; None for other equations."""
     return eqn.params["name"] if eqn.primitive is choice_p and eqn.params["on_host"] else None
 
 
@@ -177,7 +177,7 @@ class Residuals:
 
     Attributes:
       values: the residuals, with parked inputs on the host.
-      kept: the residuals before parking, all on the device unless the policy offloads them.
+      kept: the residuals before parking, as `linear` takes them.
       slots: the parked inputs.
       spares: for each slot with a reading, the input on the device.
       linear: f_lin, a function of `kept` and the tangents.

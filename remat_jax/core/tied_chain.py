@@ -2,10 +2,10 @@
 
 A tied block without a link (`ties`) waits for its own copies to the host at its end, and fetches them when its backward pass
 starts, so few copies overlap with compute. A linked block i instead waits for hᵢ₋₁, the previous block's residuals on the host,
-and fetches them for the previous block:
+and fetches hᵢ₋₁ while its own backward pass runs:
 
     yᵢ = barrier(fᵢ(xᵢ), hᵢ₋₁)            forward pass
-    x̄ᵢ = fᵢ_linᵀ(rᵢ, ȳᵢ)                  backward pass, which fetches hᵢ₋₁ at the same time
+    x̄ᵢ = fᵢ_linᵀ(rᵢ, ȳᵢ)                  backward pass, in which block i fetches hᵢ₋₁
 
 Block i takes hᵢ₋₁ as arguments, keeps it for its backward pass, and returns the fetched arrays as cotangents of ghosts. A ghost
 is an argument with the shape of an array of hᵢ₋₁, in device memory, whose value nothing reads.
@@ -134,7 +134,7 @@ def _handed(
     """The arrays that `block` leaves on the host and can hand on when it is differentiated along the `live` inputs.
 
     Finding them costs a trace, so blocks with the same policy, types and primitives are assumed to leave the same arrays. If a
-    block leaves others, it hands nothing on (`_jvp`).
+    block leaves other arrays, it hands nothing on (`_jvp`).
     """
     places = tuple(offer.place for offer in offers)
     # An array that is passed twice is one residual.

@@ -5,7 +5,7 @@ backward pass needs it, so the device buffer stays alive. It also delays the wei
 them keeps a block's activations alive. Ties (`optimization_barrier`) prevent both delays. They change no value:
 
     y, r = barrier(f(x), r)           forward pass: the outputs wait for the copies of the residuals to the host
-    r, ȳ = barrier(r, ȳ)              start of the backward pass: the residuals are not fetched before ȳ is there
+    r, ȳ = barrier(r, ȳ)              start of the backward pass: fetching the residuals waits for ȳ
     x̄    = barrier(f_linᵀ(r, ȳ))      end of the backward pass: it waits for every gradient
 
 Inside f_linᵀ, `gradient_ties` keeps each gradient at its place.

@@ -84,7 +84,7 @@ class LayerPolicies:
 
     @classmethod
     def of(cls, policies: Iterable[Policy | str], cuts: Iterable[int] = (), groups: Iterable[Group] = ()) -> LayerPolicies:
-        """Policies by layer from one policy (or its name or text) for each layer, the first layer's first.
+        """Policies by layer from one policy (or its name or text) for each layer, in forward order.
 
         >>> LayerPolicies.of(["full", "dots", "dots"]).runs[1][0]
         2

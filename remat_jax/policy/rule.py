@@ -47,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PolicyRule:
-    """An action, and selectors for the residuals that it applies to. Takes the action's word and any sequence of selectors too.
+    """An action for the residuals that the selectors match. ``action`` may be a word, ``selectors`` any sequence of texts.
 
     Raises:
         PolicyError: an unknown action, no selectors, or a selector that cannot be written in a policy's text.
@@ -81,7 +81,7 @@ class PolicyRule:
 
 
 def to_action(word: object) -> Action:
-    """The action with this word."""
+    """The action that ``word`` names."""
     try:
         return Action(word)  # type: ignore[arg-type]  # it refuses what is not a word
     except ValueError:

@@ -73,7 +73,7 @@ def unknown_name(word: str, argument: str) -> UnknownPolicyError:
 
 
 def parse_json(text: str, kind: str, writer: str) -> Any:
-    """The data in a JSON text that `writer` wrote; messages call the data `kind`."""
+    """The data in a JSON text that `writer` wrote. `kind` is the name of the data in messages."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:

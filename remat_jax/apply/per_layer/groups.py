@@ -36,7 +36,7 @@ class EquationGroup:
 
     Attributes:
       eqns: the blocks, and the equations between them that depend on them.
-      inputs, outputs: the variables that the group reads, and the variables that it computes and others read.
+      inputs, outputs: the variables that the group reads, and its own variables that equations outside the group read.
       groups: the groups of layers; several if blocks of several classes alternate.
     """
 
@@ -94,7 +94,7 @@ def run_group(
     apart: bool,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """`function(*values)`, the layers of a group, under a checkpoint that keeps the inputs. `bind_block` explains the rest."""
+    """`function(*values)`, the layers of a group, under a checkpoint that keeps the inputs. `bind_block` has the arguments."""
     with unlinked():
         jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(function)(*values))
     block = block_under_policy(jaxpr, FULL, "", [False] * len(jaxpr.in_avals))
@@ -236,7 +236,7 @@ class RoundGroups:
 def scan_of_groups(
     one_round: Any, carry: list[Any], stacks: list[Any], length: int, apart: bool, options: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Scan over groups of `length` iterations; each group is a scan under a checkpoint. Returns the final carry, the outputs.
+    """Scan over groups of `length` iterations, each a scan under a checkpoint. Returns the final carry and the stacked outputs.
 
     `stacks` are the scanned operands, the indices first. `apart`: whether each pass has its own loop around the scan.
     """

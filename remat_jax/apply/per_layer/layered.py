@@ -26,7 +26,7 @@ from remat_jax.policy import LayerPolicies, is_off
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: Audit) -> tuple[list[Any], Counter[Block]]:
-    """The outputs of the closed `jaxpr` on `args`, with every mark of `blocks` under its policy, and the calls of each block.
+    """The outputs of the closed `jaxpr` on `args` with each mark of `blocks` under its policy, and each block's call count.
 
     Raises:
       BlockError: a block is called more or less often than it has policies.
@@ -68,7 +68,7 @@ class _Surroundings:
         return replace(self, looped=self.looped or looped, apart=self.apart or looped, rows={})
 
     def in_group(self, groups: Groups) -> _Surroundings:
-        """The surroundings in these groups of layers. One loop recomputes both the group and its layers: `apart` is False."""
+        """The surroundings in these groups of layers. `apart` is False: one loop recomputes both the group and its layers."""
         return replace(self, apart=False, rows={}, groups=self.groups | groups)
 
 

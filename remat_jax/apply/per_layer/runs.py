@@ -54,7 +54,7 @@ RunRound = Callable[[list[Any], Segment, Mapping[int, StackRow], Spans], list[An
 
 
 class Cut:
-    """A scan over blocks, and its segments in forward order. A scan without iterations has none, nor has one with `at` None."""
+    """A scan over blocks, and its segments in forward order: no segment if the scan has no iterations, or if `at` is None."""
 
     def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None, groups: Groups) -> None:
         self.eqn, self.blocks = eqn, blocks
