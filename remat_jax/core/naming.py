@@ -1,7 +1,7 @@
 """Names every array of a block by its module path, its primitive and a counter: `module/path:primitive#k`.
 
-A checkpoint policy can tell two outputs of the same primitive apart only by name. The counter k starts at 0 and follows the
-order of execution. A user's own `checkpoint_name` replaces the automatic name.
+A checkpoint policy sees primitives, but no module paths: it can select a single array only by its name. The counter k starts at
+0 and follows the order of execution. A user's own `checkpoint_name` replaces the automatic name.
 
 `name_residuals` names the arrays of the block f, so their names do not depend on how f is differentiated. `name_linearised`
 names the arrays that derivative rules add (the mask of a ReLU, the log-sum-exp of an attention kernel). It also moves names in
@@ -52,7 +52,7 @@ class Named:
       shapes: name → the array's shape; inside a scan, of one iteration.
       counts: how many names each `module/path:primitive` has.
       inputs: the name of each input of the block's jaxpr; None for parameters and RNG keys.
-      values: for a linearisation, the value numbering behind its names.
+      values: for a linearisation, the value numbering of its named arrays.
     """
 
     made: Callable[[], Any]
@@ -129,7 +129,7 @@ class _Values:
         return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
 
     def of_inner(self, eqn: Any, inputs: Sequence[int], known: Sequence[bool]) -> list[int]:
-        """The numbers of an inner jaxpr's inputs: in a call, those of the operands; in a loop or branch, one per position."""
+        """The numbers of an inner jaxpr's inputs: the operands' numbers in a call, one number per position in a loop or branch."""
         if eqn.primitive.name in _CALLS and len(inputs) == len(known):
             return list(inputs)
         places = (place if flag else -1 for place, flag in zip(itertools.accumulate(known), known, strict=True))

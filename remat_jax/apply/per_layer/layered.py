@@ -64,7 +64,7 @@ class _Surroundings:
     groups: Groups = frozenset()
 
     def inside(self, *, looped: bool = False) -> _Surroundings:
-        """The surroundings in the body of an equation, without `rows`: values have other ids there."""
+        """The surroundings in the body of an equation, without `rows`: the body's values have other ids."""
         return replace(self, looped=self.looped or looped, apart=self.apart or looped, rows={})
 
     def in_group(self, groups: Groups) -> _Surroundings:
