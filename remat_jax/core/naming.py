@@ -129,7 +129,7 @@ class _Values:
         return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
 
     def of_inner(self, eqn: Any, inputs: Sequence[int], known: Sequence[bool]) -> list[int]:
-        """The numbers of an inner jaxpr's inputs: the operands' numbers in a call, one number per position in a loop or branch."""
+        """The numbers of an inner jaxpr's inputs: in a call, the operands' numbers; in a loop or branch, one per position."""
         if eqn.primitive.name in _CALLS and len(inputs) == len(known):
             return list(inputs)
         places = (place if flag else -1 for place, flag in zip(itertools.accumulate(known), known, strict=True))
