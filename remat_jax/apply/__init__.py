@@ -1,1 +1,1 @@
-"""Applying policies: to classes, functions, blocks of a finished model, and checkpoint regions that are there already."""
+"""Applies policies to classes, functions, blocks of a finished model, and existing checkpoint regions."""

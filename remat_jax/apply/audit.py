@@ -1,4 +1,4 @@
-"""What a policy really met, so that a policy without effect is an error and never silence."""
+"""Records what each policy selected in each block, so that a policy without effect is an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from remat_jax.warning import warn
 
 @dataclass(frozen=True)
 class _Selection:
-    """What a selector of automatic names does in the block at `path`: how many arrays it matches, and whether it keeps any."""
+    """The effect of a selector in the block at `path`: how many `arrays` match, and whether the backward pass reads any."""
 
     path: str
     selector: str
@@ -38,7 +38,7 @@ class _Selection:
 def _selections(
     path: str, block: BlockUnderPolicy, along: Sequence[int] | None = None, *, whole: bool = True
 ) -> list[_Selection]:
-    """The selections in a block that is differentiated along some inputs, or along all; all have an effect if not `whole`."""
+    """The selections in a block that is differentiated along some inputs (None: all). If not `whole`, `has_effect` is True."""
     assert isinstance(block.policy, Policy)
     selections = []
     for selector in block.policy.kept_globs:
@@ -50,12 +50,12 @@ def _selections(
 
 
 def _has_effect(selector: str, block: BlockUnderPolicy, chosen: Sequence[Candidate], along: Sequence[int] | None) -> bool:
-    """Whether the backward pass reads one of the arrays that a selector has chosen, by whichever rule it is kept."""
+    """Whether the backward pass reads any of the `chosen` arrays, which `selector` matches. Another rule may keep the array."""
     assert isinstance(block.policy, Policy)
-    # An input that stays is kept anyway.
+    # JAX keeps every input that is not offloaded.
     if any(candidate.is_input and block.policy.action(candidate) is not Action.OFFLOAD for candidate in chosen):
         return True
-    # An array may be unread only because the policy also keeps what is computed from it.
+    # An array may be unread only because the policy also keeps an array that is computed from it.
     alone = replace(block, policy=Policy((PolicyRule(Action.SAVE, (selector,)),)))
     for variant in (block, alone) if chosen else ():
         kept = variant.kept(along)
@@ -66,13 +66,13 @@ def _has_effect(selector: str, block: BlockUnderPolicy, chosen: Sequence[Candida
 
 @dataclass(frozen=True)
 class _TracedBlock:
-    """What a policy met in one block.
+    """What a policy selected in one block.
 
     Attributes:
       candidates: the arrays that selectors can match, by name.
-      moves: whether this block, or an earlier one, moves an offloaded array.
+      moves: whether this block, or an earlier block, moves an offloaded array.
       unmatched: the selectors that match nothing.
-      given: the names that the model gives, for a JAX policy of names.
+      given: under a JAX policy of names, the names that the model gives with `checkpoint_name`.
     """
 
     path: str
@@ -99,22 +99,23 @@ class Audit:
         layers: range | None = None,
         looped: bool | None = None,
     ) -> None:
-        """A block at `path` was traced, as it is differentiated (`whole`) or while its parameters are made.
+        """Record a block that was traced at `path`.
 
         Args:
+          whole: False if the model is being initialised: without parameters the backward pass reads fewer residuals.
           layers: the layers that the policy is for, if other layers have another policy.
           looped: whether the block is in a loop; None to ask JAX.
         """
         policy, candidates = block.policy, block.named.candidates
         unmatched: tuple[str, ...] = ()
         selections: list[_Selection] = []
-        # One block that moves something is enough, and finding out costs a trace.
+        # One block that moves an array is enough, and `moves_bytes` costs a trace.
         moved_before = any(before.moves for before in self._blocks.get((policy, layers), ()))
         moves = moved_before or (bool(block.offloaded) and (not whole or block.moves_bytes))
         if isinstance(policy, Policy):
             unmatched = policy.unmatched(candidates.values())
             if unmatched:
-                # What only a derivative rule computes is in the linearisation, which costs another trace.
+                # Arrays that only derivative rules compute are in the linearisation, which costs another trace.
                 candidates = {candidate.name: candidate for candidate in block.candidates}
                 unmatched = policy.unmatched(candidates.values())
             selections = _selections(path, block, whole=whole)
@@ -128,12 +129,12 @@ class Audit:
             self._blocks.setdefault(key, []).extend(blocks)
 
     def check(self) -> None:
-        """Raise unless every selector matched a residual and every offload found something to move.
+        """Raise unless every selector matched a residual and every offload moves an array.
 
-        A policy on matrix products that means convolutions is a warning.
+        Warns if a policy selects matmuls in blocks that have only convolutions.
 
         Raises:
-          NoEffectError: naming the policy, the selector, the blocks and the residuals that there are.
+          NoEffectError: names the policy, the selector, the blocks and their residuals.
         """
         for (policy, layers), blocks in self._blocks.items():
             if isinstance(policy, Policy):
@@ -147,7 +148,7 @@ class Audit:
 
 
 def _given(block: BlockUnderPolicy, kept: frozenset[str]) -> frozenset[str]:
-    """The names that the model gives in a block; those in derivative rules only where a name of `kept` is still missing."""
+    """The names that the model gives in a block. Derivative rules are searched only if a name of `kept` is still missing."""
     given = frozenset(given_names(block.jaxpr) if kept else ())
     if kept - given:
         given |= {name for name in given_names(block.linearised.jaxpr) if ":" not in name}
@@ -167,7 +168,7 @@ def _check_names(policy: JaxPolicy, blocks: Sequence[_TracedBlock]) -> None:
 
 
 def _of_convolutions(policy: Policy, candidates: dict[str, Candidate]) -> str:
-    """What a policy on matrix products means in blocks that have convolutions and no matrix product; else nothing."""
+    """A remark if the policy selects matmuls, but the blocks have only convolutions; else an empty text."""
     selector = next((selector for selector in (DOTS, DOTS_WITH_NO_BATCH_DIMS) if selector in policy.selectors), None)
     kinds = {candidate.primitive for candidate in candidates.values()}
     if selector is None or CONVOLUTION not in kinds or "dot_general" in kinds:
@@ -177,7 +178,7 @@ def _of_convolutions(policy: Policy, candidates: dict[str, Candidate]) -> str:
 
 
 def layers_text(layers: range) -> str:
-    """What messages call a run of layers, counted from 0.
+    """The name of a run of layers in messages. Layers are counted from 0.
 
     >>> layers_text(range(8, 12)), layers_text(range(3, 4))
     ('layers 8–11', 'layer 3')
@@ -221,7 +222,7 @@ def _check_effect(selections: Sequence[_Selection], subject: str) -> None:
             f"{subject} keeps nothing in {_some(idle, 8)}: the backward pass reads none of the arrays that it selects. Select "
             "arrays that are computed from them, or leave the selector out."
         )
-    # A selector that matches several arrays of a block need not keep all of them, and layers may differ in which it keeps.
+    # If a selector matches several arrays of a block, the backward pass may read different arrays in different layers.
     if idle and all(selection.arrays < 2 for selection in selections):
         raise NoEffectError(
             f"{subject} has an effect in {_some(sorted(effective), 3)}, but keeps nothing in {_some(idle, 8)}: the backward "
@@ -231,13 +232,13 @@ def _check_effect(selections: Sequence[_Selection], subject: str) -> None:
 
 
 def check_differentiated(blocks: Iterable[tuple[BlockUnderPolicy, Sequence[int]]], policies: Iterable[Policy]) -> None:
-    """Raise unless each selector of automatic names keeps something for the gradients that are really taken.
+    """Raise unless each selector of automatic names keeps a residual for the gradients that are really taken.
 
     Args:
-      blocks: all blocks that are differentiated, each with its inputs that are.
+      blocks: every differentiated block, with the indices of its differentiated inputs.
 
     Raises:
-      NoEffectError: naming the selector, and the blocks that have what it selects.
+      NoEffectError: names the selector, and the blocks in which it matches an array.
     """
     by_policy: dict[Policy, list[_Selection]] = {policy: [] for policy in policies}
     for block, live in blocks:
@@ -256,7 +257,7 @@ def check_differentiated(blocks: Iterable[tuple[BlockUnderPolicy, Sequence[int]]
 
 
 def closest(selector: str, names: Iterable[str]) -> str:
-    """The end of a sentence that names the residual closest to what a glob on residual names may have meant; or nothing.
+    """A hint at the residual name that is closest to a glob; empty if no name is close.
 
     >>> closest("*ffn/uq*", ["layers/norm1:mul#0", "layers/ffn/up:dot_general#0"])
     " Did you mean 'layers/ffn/up:dot_general#0'?"

@@ -17,31 +17,31 @@ R = TypeVar("R")
 
 
 def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_checkpoints: str = "replace") -> Callable[P, R]:
-    """`fn` with a policy on every call of the named blocks; the model is not edited.
+    """`fn` with a policy on every call of the given blocks; the model is not edited.
 
-    Parameter names and values, outputs and gradients are those of `fn`. A `jit` inside `fn` is traced again under each set of
-    policies, and later calls of the plain function do not reuse these traces.
+    Parameter names and values, outputs and gradients do not change. A `jit` inside `fn` is traced again under each set of
+    policies, and later calls of the plain `fn` do not reuse these traces.
 
     The policy of a block replaces the model's own checkpoints around that block (`nn.remat`, `nnx.remat`, `jax.checkpoint`).
-    Under `"off"` the model stays as its author wrote it.
+    Under `"off"` the model keeps its own checkpoints.
 
     Under `LayerPolicies` the i-th call of the block, in forward order, runs under the i-th policy. A scan over the blocks
-    becomes several scans, one for each run of equal policies; parameters and results are the same. `fn` must be traceable, and
+    becomes several scans, one for each run of equal policies; parameters and results do not change. `fn` must be traceable, and
     must not take a gradient of the blocks itself. Eager calls retrace `fn` every time; an identical trace reuses the compiled
-    program, unless it contains a `custom_vjp`, a callback or a policy of `jax.checkpoint`.
+    program, unless it contains a `custom_vjp`, a callback or a `jax.checkpoint` with a policy.
 
     Args:
       fn: any function that runs the model, under `jit` or not, differentiated or not.
       policies: maps a block to its policy. A block is a class whose instances are called (subclasses count), a function marked
         with `block`, a glob on module paths, or `"checkpoints"`. A policy is a `Policy`, its name or its text, or
         `LayerPolicies` or their text.
-      own_checkpoints: `"keep"` keeps the model's own checkpoints around the blocks. They discard the residuals that a policy
-        keeps; a `RematWarning` says so.
+      own_checkpoints: `"keep"` keeps the model's own checkpoints around the blocks, with a `RematWarning`: these checkpoints
+        discard the residuals that a policy keeps.
 
     Raises:
       ArgumentError, PolicyError: at once, if `fn` is no function, or a key or value of `policies` is wrong.
-      BlockError: when called, if a block is never called, or if its calls are not as many as its policies by layer.
-      NoEffectError: when called, if a selector matches no residual, or if there is nothing to offload. Of policies by layer,
+      BlockError: when called, if a block is never called, or if it is called more or less often than it has policies by layer.
+      NoEffectError: when called, if a selector matches no residual, or if there is nothing to offload. With policies by layer,
         each run of layers is checked.
       UnsupportedError: when called, if a block with policies by layer is in a `while` loop or in a gradient that `fn` takes,
         or if `fn` then writes to an NNX object that is not among its arguments.

@@ -1,4 +1,4 @@
-"""Intercepting the calls of classes and of marked functions, for libraries that have no hook around a call (NNX, Equinox)."""
+"""Intercepts calls of classes and of marked functions, for libraries that have no hook around a call (NNX, Equinox)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from remat_jax.apply.audit import Audit
 
 Call = Callable[..., Any]
 
-# The globs whose blocks are being traced: a glob selects the outermost modules that it matches.
+# The globs whose blocks are being traced. A glob selects only the outermost modules that it matches.
 _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 # The ids of the blocks that are being traced under their policy.
 _inside: ContextVar[tuple[int, ...]] = ContextVar("inside", default=())
@@ -29,12 +29,12 @@ def is_inside(block: Any) -> bool:
 
 
 def entered(block: Any) -> AbstractContextManager[None]:
-    """Inside this context `block` runs inside its checkpoint, so that its call is not checkpointed again."""
+    """Inside this context `block` is being traced under its policy, so a call of `block` is not checkpointed again."""
     return compat.setting(_inside, (*_inside.get(), id(block)))
 
 
 def run_module(module: Any, path: str, plain: Callable[[], Any], checkpointed: Callable[[Any, Audit], Any]) -> Any:
-    """A call of `module` at `path`: `checkpointed(policy, audit)` if the active policies have one for it, else `plain()`."""
+    """A call of `module` at `path`: `checkpointed(policy, audit)` if an active policy selects the module, else `plain()`."""
     policies = scope.active()
     if policies is None or is_inside(module):
         return plain()
@@ -51,7 +51,7 @@ def run_module(module: Any, path: str, plain: Callable[[], Any], checkpointed: C
 
 
 def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Call:
-    """`original`, the `__call__` of a class whose instances have paths; blocks run as `call(module, original, policy, …)`."""
+    """A wrapper of `original`, the `__call__` of a class. It runs blocks as `call(module, original, policy, …)`."""
 
     @functools.wraps(original)
     def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Ca
 
 @contextmanager
 def named_scopes(parts: Collection[tuple[str, Any]]) -> Iterator[None]:
-    """In this context a call of one of the `parts` (path, module) has the scope of its path, relative to the calling part's."""
+    """In this context each module of `parts` (path, module) runs in a named scope: its path relative to the calling module."""
     names, around = {id(module): path for path, module in parts}, ContextVar("around", default="")
 
     def wrap(original: Call) -> Call:
@@ -94,10 +94,10 @@ def with_own_call(cls: Any) -> Iterable[type]:
         yield from with_own_call(subclass)
 
 
-# Held only while a class is changed, never while user code runs: that may wait for other threads.
+# Held only while a class is changed. User code never runs under this lock, because it may wait for other threads.
 _patch_lock = threading.Lock()
 _patches: dict[type, _Patch] = {}
-# class → its call, wrapped in this context. Other threads have contexts and wraps of their own.
+# class → its wrapped `__call__` in this context. Other threads have their own contexts and wrapped calls.
 _wrapped: ContextVar[dict[type, Call]] = ContextVar("wrapped", default={})  # noqa: B039 - never mutated, only replaced
 
 
@@ -105,7 +105,7 @@ _wrapped: ContextVar[dict[type, Call]] = ContextVar("wrapped", default={})  # no
 def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[None]:
     """Replace the `__call__` of each class by `wrap(__call__)` inside this context.
 
-    Several threads may patch the same class. Each thread sees its own wraps; the last one to leave restores the class.
+    Several threads may patch the same class. Each thread sees its own wrapped call; the last thread restores the class.
     """
     with ExitStack() as stack:
         wrapped = dict(_wrapped.get())
@@ -122,7 +122,7 @@ class _Patch:
 
     Attributes:
       own: the `__call__` that the class itself defines; None if it inherits it.
-      original: the call to run in a context that has not wrapped it.
+      original: the `__call__` for contexts that have not wrapped it.
       users: how many contexts have wrapped it.
     """
 
@@ -131,7 +131,7 @@ class _Patch:
 
         @functools.wraps(before)
         def inherited(module: Any, *args: Any, **kwargs: Any) -> Any:
-            # Looked up at each call: whether the base class is patched may change.
+            # Looked up at each call, because the base class may be patched later.
             return super(cls, module).__call__(*args, **kwargs)  # type: ignore[misc]
 
         self.original = original = inherited if self.own is None else before

@@ -1,4 +1,4 @@
-"""Whether the policies of a call reached their blocks and had an effect, even if JAX reused cached traces."""
+"""Checks that the policies of a call reached their blocks and had an effect, even if JAX reused cached traces."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from remat_jax.errors import BlockError, RematError, UnsupportedError
 
 Function = Callable[..., Any]
 
-# Policies, code and signatures that a trial showed to have an effect. A function that is created again in every step is not
-# tried again in every step.
+# (policies, code, signature) of functions whose policies had an effect in a trial trace. A function that is created again in
+# every step is found here, and needs no new trial.
 _proven: set[Hashable] = set()
 _MOST_PROVEN = 4096
 # policies → the blocks that any call under them reached. Used for functions that cannot be traced.
@@ -37,7 +37,7 @@ def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwar
         together = policies.over(outer)
         if not together.by_layer:
             return with_blocks(policies, fn, args, kwargs), record
-        # An enclosing call by layers counts the blocks that it has policies for.
+        # An enclosing call with policies by layer counts its own blocks.
         counted = policies if outer is not None and outer.by_layer else together
         return _by_layer(policies, frozenset(block for block, _ in counted.entries), fn, args, kwargs, record), record
 
@@ -79,7 +79,7 @@ def _by_layer(
 
 
 def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fn(*args, **kwargs)` with the calls of blocks of any library intercepted, and checkpoint regions if policies ask."""
+    """`fn(*args, **kwargs)` with calls of blocks intercepted, and checkpoint regions under the policy for `CHECKPOINTS`."""
     offloads = any(getattr(policy, "offloads", False) for _, policy in policies.entries)
     explained = compat.eager_offload_explained() if offloads else contextlib.nullcontext()
     with explained, linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
@@ -90,9 +90,9 @@ def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kw
 class Effect:
     """Checks that the calls of one function reach its blocks, and that the policies have an effect there.
 
-    A call may trace nothing, because a `jit` inside was traced before under the same policies, maybe by another function. So if
-    a call seems to miss a block or an effect, the function is traced again under policies that have no cached traces, once for
-    each signature. That trace decides.
+    A call may trace nothing, because JAX reuses the trace of an inner `jit` under the same policies. So if a call seems to miss
+    a block or an effect, the function is traced again under policies that have no cached traces, once for each signature. This
+    trial trace decides.
     """
 
     def __init__(self, fn: Function, policies: BlockPolicies) -> None:
@@ -161,7 +161,7 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         if compat.is_array(leaf):
             kinds.append((tuple(leaf.shape), leaf.dtype))
         else:
-            # Numbers go by type: a step counter must not make every step a new signature.
+            # Python numbers count by type, so that a step counter does not give every step a new signature.
             kinds.append(type(leaf) if type(leaf) in (int, float, complex) else leaf)
     signature = (treedef, tuple(kinds))
     try:

@@ -1,4 +1,4 @@
-"""A policy for use by hand, with `jax.checkpoint` or `nn.remat`."""
+"""`jax_policy`: a policy for blocks that you wrap yourself with `jax.checkpoint` or `nn.remat`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from remat_jax.policy import Action, Candidate, JaxPolicy, Policy, as_policy
 def jax_policy(policy: Any) -> JaxPolicy:
     """`policy` as a callable that `jax.checkpoint(f, policy=…)` and `nn.remat(Module, policy=…)` take.
 
-    In hand-written checkpoints nothing names the residuals, so only these selectors work: `@dots`,
-    `@dots_with_no_batch_dims`, `@convs`, `@primitive:NAME`, `*`, and names that the model gives with `checkpoint_name`.
+    Residuals in such a checkpoint have no automatic names. So only these selectors work: `@dots`, `@dots_with_no_batch_dims`,
+    `@convs`, `@primitive:NAME`, `*`, and names that the model gives with `checkpoint_name`.
 
     Raises:
       PolicyError: `policy` is no policy, is `off`, or has a glob on automatic names or `@inputs`.

@@ -29,11 +29,11 @@ def call(
 ) -> Any:
     """`original(module, *args, **kwargs)` of a bound module as one checkpointed block.
 
-    Unlike with `nn.remat` of a class, parameters keep their names. Variables and RNG streams are lifted: dropout draws the same
-    numbers as without the checkpoint, and mutable collections are updated.
+    Parameters keep their names, unlike under `nn.remat` of a class. Variables and RNG streams are lifted: dropout draws the
+    same numbers as without the checkpoint, and mutable collections are updated.
 
     Args:
-      intercepted: whether Flax is calling `__call__` already, and captures its outputs.
+      intercepted: whether Flax has intercepted this call of `__call__` and captures its outputs.
     """
 
     def body(clone: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Blocks that are NNX modules: the `__call__` of their class is intercepted, and their state is an input and an output.
 
-NNX leaves no module paths in the jaxpr. They are added as named scopes while a block is traced.
+NNX leaves no module paths in the jaxpr. So this module adds the paths as named scopes while a block is traced.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def as_pure_function(
     around: Callable[[Any], AbstractContextManager[None]] = nullcontext,
     name: str = "",
 ) -> tuple[Call, Any, list[Any], Call]:
-    """`original(module, *args, **kwargs)` as a pure function of arrays: `pure`, `state`, `arguments`, `write`.
+    """`original(module, *args, **kwargs)` as a pure function of arrays: `(pure, state, arguments, write)`.
 
     Call `write(pure(state, *arguments))`. `write` writes the updates back into the NNX objects and returns the outputs.
 
     Args:
       module: an NNX object, or None.
-      around: gives a context for the copy of `module` that the pure function calls.
-      name: what messages call the function; the default is the module's class.
+      around: returns the context in which the pure function calls its copy of `module`.
+      name: the function's name in messages; the default is the module's class.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     positions = [index for index, leaf in enumerate(leaves) if is_node(leaf)]
@@ -125,7 +125,7 @@ def _refuse_nodes(outputs: Any, name: str) -> None:
 
 
 def _modules_in(root: Any) -> list[tuple[str, nnx.Module]]:
-    """The modules in `root` (a module, or a pytree of modules) with their paths; that of `root` itself is empty."""
+    """The modules in `root` (a module, or a pytree of modules) with their paths; the path of `root` itself is empty."""
     return [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(root) if isinstance(node, nnx.Module)]
 
 
@@ -154,7 +154,7 @@ def intercepting(policies: BlockPolicies, arguments: Any) -> Iterator[None]:
 
 
 def _block_classes(policies: BlockPolicies) -> Iterable[type]:
-    """The classes whose `__call__` may run a block: the named classes with their subclasses; for a glob, all of NNX's."""
+    """The classes whose `__call__` may run a block: the given classes and their subclasses; for a glob, all NNX classes."""
     for block, _ in policies.entries:
         if isinstance(block, str):
             yield from with_own_call(nnx.Module)

@@ -1,4 +1,4 @@
-"""The changes that a call makes to NNX objects: they leave a checkpointed block as arrays, and are written back outside."""
+"""Finds the changes that a call makes to NNX objects, so that a block can return them as arrays, to be written outside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Snapshot:
         self.attributes = dict(_attributes(nodes))
 
     def changes(self) -> Changes:
-        """The variables and attributes that were written, created or replaced since.
+        """The variables and attributes that were written, created or replaced since the snapshot.
 
         Only these are outputs of the block. If every parameter were an output, each would have a cotangent and be copied.
         """
@@ -61,12 +61,12 @@ class Changes:
         self._targets: list[tuple[Path, Callable[[Any], Any] | None]] = []
 
     def add(self, path: Path, value: Any, make: Callable[[Any], Any] | None = None) -> None:
-        """The variable at `path` has the new `value`; or its owner has a new attribute, `make(value)`."""
+        """Record the new `value` of the variable at `path`, or, with `make`, the new attribute `make(value)` at `path`."""
         self.values.append(value)
         self._targets.append((path, make))
 
     def write(self, nodes: Any, values: list[Any]) -> None:
-        """Make the same changes to `nodes`, the objects outside the block; `values` are the block's outputs for the arrays.
+        """Make the same changes to `nodes`, the objects outside the block. `values` are the changed arrays as block outputs.
 
         Raises:
           UnsupportedError: a variable was created in an object that does not exist outside.

@@ -1,8 +1,10 @@
-"""Policies of blocks replace a model's own checkpoints around these blocks.
+"""Removes a model's own checkpoints around blocks that have a policy.
 
-A checkpoint around a checkpointed block discards the residuals that the block's policy keeps. When JAX binds a `jax.checkpoint`
-region, the region's body is traced already. If the body contains a block with a policy, it is evaluated without the region,
-whatever made the region, or is between region and block: a scan, a lifted transform, `nnx.bridge`.
+    jax.checkpoint(… checkpoint(policy)(block) …)   →   … checkpoint(policy)(block) …
+
+The outer checkpoint would discard the residuals that the block's policy keeps. JAX traces the body of a `jax.checkpoint` region
+before it binds the region. If the traced body contains a block with a policy, the body is evaluated without the region. A scan,
+a lifted transform or `nnx.bridge` may be between the region and the block.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def noting_regions() -> Iterator[list[Any]]:
 
 
 def _gives_way(body: Any) -> bool:
-    """Whether the policy of a block in this body replaces the checkpoint region around the body; counts the region if so."""
+    """Whether the policy of a block in `body` replaces the checkpoint region around `body`. Counts replaced regions."""
     regions = _regions.get()
     if regions is not None:
         regions.append(body)

@@ -28,7 +28,7 @@ def gradient_checkpoint_forward(
       model: a bound Linen module, an NNX module, or a function.
       use_gradient_checkpointing: policy `full`: keep the block's inputs and recompute everything else.
       use_gradient_checkpointing_offload: policy `offload_inputs`: the same with the inputs in host memory, arrays anywhere in
-        `args` and `kwargs` included. It needs no other flag. Without either flag, this is the plain call.
+        `args` and `kwargs` included. It has precedence over the other flag. If both are False, no checkpoint is made.
       args, kwargs: the arguments of `model`.
 
     Raises:
@@ -60,13 +60,13 @@ def _check_flags(checkpoint: Any, offload: Any) -> None:
 
 
 def _check_names(model: Any, args: tuple[Any, ...]) -> None:
-    """Refuse a model with an argument named like one of ours, unless `args` fill it: a keyword would never reach the model."""
+    """Refuse a model that has an argument named as in `_OWN`, unless `args` fill it: a keyword would never reach the model."""
     is_module = isinstance(model, linen.Module | nnx.Module)
     call = type(model).__call__ if is_module else model
     try:
         signature = inspect.signature(call) if callable(call) else inspect.Signature()
         filled = signature.bind_partial(*([model] if is_module else []), *args).arguments
-    except (TypeError, ValueError):  # no signature, or too many arguments: the call itself says so
+    except (TypeError, ValueError):  # no signature, or too many arguments: the call itself raises
         return
     for name in _OWN:
         if name in signature.parameters and name not in filled:
@@ -98,10 +98,10 @@ def call_model(model: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kw
 
 
 def checkpoint_sequential(functions: Sequence[Callable[..., Any]], segments: int, x: Any, *, policy: Any = "full") -> Any:
-    """`functions[-1](…functions[0](x))` in `segments` pieces, where all but the last are checkpointed blocks, as in PyTorch.
+    """`functions[-1](…functions[0](x))` in `segments` pieces; all pieces but the last are checkpointed blocks, as in PyTorch.
 
-    Each piece has `len(functions) // segments` functions; the last piece takes the rest. The last piece is not checkpointed:
-    its backward pass follows its forward pass at once, so recomputing would save nothing.
+    Each piece has `len(functions) // segments` functions; the last piece also has the remainder. The last piece is not
+    checkpointed: its backward pass directly follows its forward pass, so recomputing would save no memory.
 
     Args:
       functions: functions, bound Linen modules or NNX modules of one argument each, or an `nnx.Sequential`.

@@ -47,7 +47,7 @@ def call(module: Any, original: Call, policy: BlockPolicy, args: tuple[Any, ...]
 def path_of(module: Any) -> str:
     """The attribute path of `module` in the arguments; without one, the name of its class.
 
-    A row of a scanned stack, or a copy in another dtype, has the path of the only argument of its class.
+    A module that is no argument itself (a row of a scanned stack, a cast copy) has the path of the only argument of its class.
     """
     alike = _paths_of_class.get().get(type(module), frozenset())
     return _paths.get().get(id(module), next(iter(alike)) if len(alike) == 1 else type(module).__name__)
@@ -86,7 +86,7 @@ class ModelArrays:
 
     Attributes:
       arrays: the pytree, with None for each leaf that is no array.
-      trainable: which arrays of a model have gradients: the floating-point ones; None if all have.
+      trainable: `trainable(path, leaf)`: whether an array has a gradient (is floating-point); None if all arrays have one.
     """
 
     def __init__(self, params: Any) -> None:
@@ -107,7 +107,7 @@ class ModelArrays:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss` of the arrays alone."""
+        """`loss` as a function of the arrays in place of the model."""
         if not self._others:
             return loss
 

@@ -1,4 +1,4 @@
-"""Running one block under a policy. Every way of applying a policy reaches `core.block` through this module."""
+"""Runs one block under a policy. Every way of applying a policy reaches `core.block` through this module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remat_jax.core.walk import of_arrays
 from remat_jax.policy import JaxPolicy, Policy, is_off
 
 BlockPolicy = Policy | JaxPolicy | Marked
-"""The policy of a block. Under a `Marked`, one equation takes the block's place; `apply.per_layer` replaces it later."""
+"""The policy of a block. A `Marked` makes the block one equation (a mark), which `apply.per_layer` replaces later."""
 
 
 def run_block(
@@ -48,7 +48,7 @@ def run_block(
         return function(parameters, *args, **kwargs)
     with unlinked():
         jaxpr, values, outputs_of = traced(function, (parameters, *args), kwargs)
-    # Arrays that the function closes over, tracers too, become arguments of the block; else it could not be differentiated.
+    # Arrays and tracers that the function closes over become arguments of the block. Otherwise JAX could not differentiate it.
     jaxpr, consts = compat.hoist_consts(jaxpr)
     size = len(consts) + sum(map(compat.is_array, jax.tree.leaves(parameters)))
     is_input = [place >= size for place in range(len(jaxpr.in_avals))]
@@ -83,18 +83,17 @@ def run_jaxpr(
 def traced(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
-    """`function(*args, **kwargs)` as a closed jaxpr, the arrays in its arguments, and a function from the jaxpr's outputs to
-    the call's.
+    """Trace `function(*args, **kwargs)`: `(closed jaxpr, arrays in the arguments, outputs_of)`.
 
-    Everything else in the arguments (Python scalars, strings, None, functions) reaches the function unchanged, and outputs that
-    are no arrays are returned unchanged.
+    `outputs_of(jaxpr's outputs)` is the result of the call. Arguments that are no arrays (Python scalars, strings, None,
+    functions) reach the function unchanged, and outputs that are no arrays are returned unchanged.
     """
     flat, values = of_arrays(function, args, kwargs)
     traces: list[tuple[list[Any], Any]] = []
 
     def array_outputs(*values: Any) -> list[Any]:
         outputs, structure = jax.tree.flatten(flat(*values))
-        # None stands for an array: the trace must not be kept alive.
+        # None replaces each array, so that the trace does not stay alive.
         traces.append(([None if compat.is_array(out) else out for out in outputs], structure))
         return [out for out in outputs if compat.is_array(out)]
 
@@ -116,15 +115,15 @@ def bind_block(
 ) -> list[Any]:
     """Evaluate a block on `values`: under `jax.checkpoint`, and tied if it offloads outside every loop.
 
-    `prevent_cse` is needed where XLA could merge the recomputation with the forward pass. XLA cannot merge passes in different
-    loops. They are in one loop body if the gradient is taken inside the loop, as over micro-batches, or if the loop runs once
-    and XLA removes it. Inside any loop a tied block does not compile for a GPU (INTERNAL: shape mismatch after layout
-    assignment).
+    `prevent_cse` is set where XLA could merge the recomputation with the forward pass. XLA cannot merge them if each pass has
+    its own loop. Both passes are in one loop body if the gradient is taken inside the loop (micro-batches), or if the loop runs
+    once and XLA removes it. Blocks in loops are not tied: a tied block in a loop does not compile for a GPU (INTERNAL: shape
+    mismatch after layout assignment).
 
     Args:
       looped: whether the block is in a loop; None to ask JAX.
       apart: whether each pass has its own loop around the block; None to ask JAX, which does not notice that a loop runs once.
-      rows: index of a value → the row of a scanned stack that the value is; all rows have the same row index.
+      rows: index of a value that is a row of a scanned stack → its stack and row index. All rows have the same row index.
     """
     apart = compat.in_loop(around_gradient=False) if apart is None else apart
     looped = compat.in_loop() if looped is None else looped

@@ -30,8 +30,8 @@ def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[st
 
     Args:
       target: a Linen module class, an NNX module class, or a function of arrays (pytrees of them).
-      policy: a policy, its name or text, or a policy object of JAX's.
-      static_argnames: names of arguments that must not be arrays or traced values; such a value is an error.
+      policy: a policy, its name or text, or a JAX policy object.
+      static_argnames: names of arguments that must not be arrays or traced values; such a value raises an error.
 
     Raises:
       ArgumentError: `target` is none of these, or has no argument named in `static_argnames`.
@@ -98,7 +98,7 @@ def _function(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments)
 
 
 def call_block(target: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`target(*args, **kwargs)` of a bound Linen module, an NNX module or a function, as one block whose policy has an effect.
+    """`target(*args, **kwargs)` of a bound Linen module, an NNX module or a function, as one checkpointed block.
 
     Raises:
       NoEffectError: a selector matches no residual, or there is nothing to offload.
@@ -125,7 +125,7 @@ def _module_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArgume
 
 
 def subclass(cls: Any, call: Callable[..., Any]) -> Any:
-    """A subclass of `cls` with another `__call__`, and the same name, because Flax derives parameter names from class names."""
+    """A subclass of `cls` with another `__call__`. It has the same name, from which Flax derives parameter names."""
     names = {
         "__call__": functools.wraps(cls.__call__)(call),
         "__doc__": cls.__doc__,

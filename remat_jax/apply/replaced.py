@@ -1,4 +1,4 @@
-"""How many of a model's own checkpoints are replaced by the policies of a workload's blocks."""
+"""Counts how many of a model's own checkpoints the policies of a workload's blocks replace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remat_jax.errors import RematError
 from remat_jax.warning import silenced
 
 AS_WRITTEN = "as written"
-"""The row in tables for the step under the model's own checkpoints, if it has any around the blocks."""
+"""The name of the table row for the step under the model's own checkpoints around the blocks."""
 
 
 def replaced_text(replaced: int) -> str:
@@ -29,7 +29,7 @@ def replaced_text(replaced: int) -> str:
 
 
 class OwnCheckpoints:
-    """The `choice` for a model's own checkpoints around its blocks (as for `checkpoint_blocks`), and their number."""
+    """A model's own checkpoints around its blocks: the `choice` about them (as for `checkpoint_blocks`), and their number."""
 
     def __init__(self, choice: str) -> None:
         self.keeps, self.choice = check_choice(choice), choice
@@ -45,11 +45,11 @@ class OwnCheckpoints:
         if record.replaced == 0 and self._count is None:
             self._count = 0
         elif record.replaced and not self._count:
-            # `replaced` counts a body that is traced twice as two, so `count` counts again.
+            # `record.replaced` counts a body twice if it is traced twice. So `count` has to count the regions.
             self._count = None
 
     def count(self, function: Callable[..., Any], blocks: Iterable[Block], arguments: tuple[Any, ...]) -> int:
-        """How many are replaced when `function` runs its `blocks` under a policy. `function` is traced at most once."""
+        """How many checkpoints a policy on the `blocks` of `function` replaces. `function` is traced at most once."""
         if self._count is None:
             records: list[Record] = []
             kept = under_policies(function, BlockPolicies.of(dict.fromkeys(blocks, "full"), keeps=True), records.append)
@@ -59,6 +59,6 @@ class OwnCheckpoints:
                 # Regions that are blocks themselves are replaced even under "keep".
                 self._count = around + records[-1].replaced
             except RematError:
-                # A block is never called. Setting a policy raises the error.
+                # A block is never called. Applying a policy raises this error later.
                 self._count = 0
         return self._count

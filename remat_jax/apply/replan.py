@@ -26,9 +26,9 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     """`fn` with `policy` on all its checkpoint regions, made by `nn.remat`, `nnx.remat` or `jax.checkpoint`.
 
     `fn` is traced when it is called, so it must be a function of arrays; Python values in the arguments reach it unchanged. It
-    must be the function that is differentiated, and must not take the gradient itself. A region's operand is a parameter if it
-    is an argument of `fn` or a view of one, such as a row of a scanned stack. `@inputs` selects the other operands, except
-    arrays that all iterations of a scan read. A region inside another region keeps its own policy.
+    must be the function that is differentiated, and must not take the gradient itself. An operand of a region is a parameter if
+    it is an argument of `fn` or a view of an argument, such as a row of a scanned stack. `@inputs` selects the other operands,
+    except arrays that all iterations of a scan read. A region inside another region keeps its own policy.
 
     Args:
       fn: the function, usually the loss; under `jit` or not.
@@ -55,7 +55,7 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     @functools.wraps(fn)
     def replanned(*args: P.args, **kwargs: P.kwargs) -> R:
         jaxpr, values, outputs_of = traced(fn, args, kwargs)
-        # Blocks of an enclosing `checkpoint_blocks` keep its policy, which also replaced the checkpoints around them.
+        # Blocks of an enclosing `checkpoint_blocks` keep its policy. That call also replaced the checkpoints around them.
         with leaving_blocks() if scope.active() is not None else contextlib.nullcontext():
             if count_regions(jaxpr):
                 audit = Audit()
@@ -74,7 +74,7 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
 
 
 def run_regions(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fn(*args, **kwargs)`. If the active policies have one for `CHECKPOINTS`, it applies to the regions of `fn`."""
+    """`fn(*args, **kwargs)`. If there is an active policy for `CHECKPOINTS`, it applies to the regions of `fn`."""
     policies = scope.active()
     policy = None if policies is None else policies.find_function(CHECKPOINTS)
     if policy is None:

@@ -1,4 +1,4 @@
-"""The policies that are active while a function runs. They are part of JAX's trace context, so its caches cannot leak them."""
+"""The policies that are active while a function runs. They are in JAX's trace context, so cached traces never mix policies."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class BlockPolicies:
     """Blocks and their policies, in the order in which they are matched.
 
     Attributes:
-      entries: pairs of a block and its policy. A class stands for its subclasses too.
+      entries: pairs of a block and its policy. A class includes its subclasses.
       keeps: whether the model's own checkpoints around the blocks stay.
       waits: whether all blocks become marks, even if none has policies by layer.
-      trial: a number that separates sets of policies in JAX's trace caches; 0 outside trials.
+      trial: 0, or a new number that makes JAX trace everything again under the same policies.
     """
 
     entries: tuple[tuple[Block, Policy | JaxPolicy | LayerPolicies], ...]
@@ -39,7 +39,7 @@ class BlockPolicies:
 
     @property
     def by_layer(self) -> bool:
-        """Whether all blocks wait for their policies until everything is traced, as they do if any has policies by layer."""
+        """Whether all blocks become marks and get their policies after tracing: `waits`, or any block has policies by layer."""
         return self.waits or any(isinstance(policy, LayerPolicies) for _, policy in self.entries)
 
     @classmethod
@@ -58,7 +58,7 @@ class BlockPolicies:
         return cls(tuple((checked_block(block), as_block_policy(value)) for block, value in policies.items()), keeps)
 
     def find(self, module: type, path: str, entered: Sequence[str]) -> tuple[Block, Policy | JaxPolicy | Marked] | None:
-        """The first entry that selects a module of this class at this path, without the globs in `entered`."""
+        """The first entry, except the globs in `entered`, that selects a module of this class at this path."""
         for block, policy in self.entries:
             if block not in entered and _selects(block, module, path):
                 return block, self._marked(block, policy)
@@ -131,9 +131,9 @@ class Record:
     Attributes:
       reached: the blocks that were called.
       modules: the modules that were called: path → class name.
-      overruled: the blocks that were called inside an inner call that has its own policies for them.
+      overruled: the blocks that an inner `checkpoint_blocks` ran under its own policies.
       replaced: how many of the model's own checkpoints the policies replaced; a scanned checkpoint counts once.
-      is_whole: whether the record is complete, although a `jit` inside may have been traced before.
+      is_whole: whether the record is complete even if a `jit` inside was traced before.
     """
 
     audit: Audit = field(default_factory=Audit)
@@ -144,7 +144,7 @@ class Record:
     is_whole: bool = False
 
     def add(self, inner: Record, policies: BlockPolicies) -> None:
-        """Add the record of an inner call with these policies. Their blocks do not count as reached."""
+        """Add the record of an inner call under `policies`, whose blocks do not count as reached by this call."""
         self.audit.add(inner.audit)
         blocks = {block for block, _ in policies.entries}
         self.reached |= inner.reached - blocks
@@ -188,7 +188,7 @@ def tracing_anew() -> contextlib.AbstractContextManager[Record]:
 
 
 def missed(policies: BlockPolicies, record: Record) -> RematError | None:
-    """The error for a block of `policies` that was not called, or for a policy without effect; None if all is well."""
+    """The error for a block of `policies` that was not called, or for a policy without effect; None if there is no error."""
     for block, _ in policies.entries:
         if block not in record.reached and block in record.overruled:
             return BlockError(

@@ -1,4 +1,4 @@
-"""A switch on the model, as in OpenPI: it turns checkpointing on and off, and changes nothing else."""
+"""Turns the checkpointing of a model on and off, as in OpenPI, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
       policy: a policy, its name or text.
       blocks: a module class, a glob on module paths, or a tuple of them. The default for an NNX model is its outermost lists of
         modules of one class. A Linen model needs `blocks`, because it has no submodules before it is called. For Linen modules
-        inside an NNX model (`nnx.bridge.ToNNX`, as in OpenPI), name Linen classes, or globs on paths inside these modules;
-        their default, if the NNX model has no such list, is their own checkpoint regions.
+        inside an NNX model (`nnx.bridge.ToNNX`, as in OpenPI), name Linen classes, or globs on paths inside these modules. If
+        `blocks` is left out and the NNX model has no such list, the blocks are the Linen modules' own checkpoint regions.
       own_checkpoints: by default `policy` replaces the model's own checkpoints around the blocks, as in `checkpoint_blocks`.
         `"keep"` keeps them, with a `RematWarning`.
 
     Raises:
       ArgumentError: `model` is no module, or a Linen model without `blocks`.
-      BlockError: the model has no such blocks. For Linen modules inside an NNX model, it is raised when they are called.
+      BlockError: the model has no such blocks. For Linen modules inside an NNX model, their calls raise this error.
 
     >>> from flax import nnx
     >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(3)])
@@ -141,7 +141,7 @@ def _nnx_blocks(model: nnx.Module, blocks: Any) -> list[nnx.Module]:
     if len(classes) + len(globs) != len(wanted):
         raise ArgumentError(f"blocks={blocks!r}: expected a module class, a tuple of them, or a glob on module paths")
     matched = {path for path, _ in modules if any(fnmatchcase("/".join(map(str, path)), glob) for glob in globs)}
-    # A star matches slashes too, so a glob selects the outermost modules that it matches.
+    # `*` matches slashes too, so a glob selects only the outermost modules that it matches.
     outermost = {path for path in matched if not any(path[:length] in matched for length in range(len(path)))}
     return [node for path, node in modules if isinstance(node, classes) or path in outermost]
 
@@ -201,16 +201,16 @@ def _fields(model: linen.Module) -> dict[str, Any]:
 
 # --- Linen modules inside an NNX model ----------------------------------------------------------------------------------
 #
-# The Linen blocks of such a part (`nnx.bridge.ToNNX`) are known only when it is called. So the part's class changes to a
-# subclass that runs every call, of any method, under the policies. Once every part was called, a block that no part called
-# is an error.
+# A part is an `nnx.bridge.ToNNX` in the model. Its Linen blocks are known only when it is called. So its class is replaced by a
+# subclass that runs every call, of any method, under the policies. After every part was called, a block that no part called is
+# an error.
 
 Part = tuple[str, type]
 """The path of a part in its model, and the class of its Linen module."""
 
 
 def _bridged_parts(model: nnx.Module, blocks: Any, modules: list[nnx.Module]) -> dict[Part, nnx.Module]:
-    """The parts of `model` behind `nnx.bridge.ToNNX` that `blocks` selects; by default only if there are no other `modules`."""
+    """The parts of `model` that may contain the `blocks`; without `blocks`, only if there are no NNX blocks (`modules`)."""
     wanted = _linen_blocks(blocks)
     # A glob that matches NNX modules is not applied to Linen modules.
     if not wanted or (modules and all(isinstance(block, str) for block in wanted)):
@@ -246,7 +246,7 @@ class _Calls:
     def add(self, part: Part | None, record: Record, policies: BlockPolicies) -> None:
         """Record a call of `part`, and check the policies once all parts were called.
 
-        A method other than `__call__` may reach no block: for it, `part` is None.
+        `part` is None for a method other than `__call__`, because such a method may reach no block.
 
         Raises:
           BlockError, NoEffectError: as `scope.missed` says.
@@ -270,7 +270,7 @@ _calls_of = _made_once(lambda policies, parts: _Calls(parts))
 
 @_made_once
 def _bridged_class(cls: Any, policies: BlockPolicies, part: Part, parts: tuple[Part, ...]) -> Any:
-    """The subclass of `cls`, a `ToNNX`, whose calls run under `policies`. The calls of all `parts` count together."""
+    """The subclass of `cls`, a `ToNNX`, whose calls run under `policies`. All `parts` share one record of their calls."""
     calls: _Calls = _calls_of(policies, parts)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:

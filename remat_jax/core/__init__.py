@@ -1,4 +1,4 @@
-"""The heart: a block under its policy (`block`). Every residual is named by its module path, and the names carry the policy."""
+"""The heart: `block` wraps a linearised block in a checkpoint. Residuals are named by module path; a policy selects names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two separately traced programs are the same, so that results computed for one can be reused for the other."""
+"""Compares two separately traced programs. If they are the same, results computed for one can be reused for the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
 
-# Rules are compared to this depth. If the functions are alike, a difference in a deeper rule goes unnoticed.
+# Nested derivative rules are compared to this depth. Two deeper rules are not compared: they count as alike if the function is
+# one whose rule is being compared already, and as different otherwise.
 _DEEPEST = 3
 _RULE = "jvp_jaxpr_fun"
 
@@ -21,8 +22,8 @@ class Original:
     """A program that other programs are compared with.
 
     Programs are alike if they have the same equations, in the same order, with the same parameters, types, module paths and
-    contexts; source lines do not count. Functions among the parameters must be the same objects. Only the rules of two
-    `custom_jvp` are alike if they trace to the same program.
+    contexts; source lines do not count. Functions among the parameters must be the same objects, except the rules of
+    `custom_jvp`: two rules are alike if they trace to the same program.
     """
 
     def __init__(self, jaxpr: Any) -> None:
@@ -40,7 +41,7 @@ def holds_arrays(jaxpr: Any) -> bool:
 
 
 def holds_functions(jaxpr: Any) -> bool:
-    """Whether an equation has a function as a parameter, other than a rule of a `custom_jvp`: it may do or keep anything."""
+    """Whether an equation has a parameter that is a function (except a `custom_jvp` rule), which may capture anything."""
     return any(
         callable(value) and not isinstance(value, type | jax.sharding.Mesh) and key != _RULE and not compat.is_jaxpr(value)
         for eqn in equations(jaxpr)
@@ -108,7 +109,7 @@ class _Comparison:
             return False
         if isinstance(one, tuple | list):
             return len(one) == len(other) and all(map(self._values, one, other))
-        # A callable dataclass is compared by its own `==`: its fields do not say all that it does.
+        # A callable dataclass is compared by its own `==`: its fields alone do not determine what a call computes.
         if dataclasses.is_dataclass(one) and not callable(one):
             fields = [field.name for field in dataclasses.fields(one)]
             return all(self._values(getattr(one, name), getattr(other, name)) for name in fields)
@@ -137,12 +138,12 @@ def _rule(eqn: Any) -> Any:
 
     try:
         return jax.make_jaxpr(push)(primals, [aval.to_tangent_aval() for aval in primals])
-    except Exception:  # the rule is the user's, and the user may never differentiate it
+    except Exception:  # a user's rule may fail without harm if the user never differentiates the function
         return None
 
 
 def _named(names: dict[Any, Any], ones: Any, others: Any) -> bool:
-    """Whether two lists of variables have the same types; if so, `names` maps the first to the second."""
+    """Whether two lists of variables have the same types. Adds the pairs to `names`: first → second."""
     if len(ones) != len(others):
         return False
     for one, other in zip(ones, others, strict=True):
@@ -153,7 +154,7 @@ def _named(names: dict[Any, Any], ones: Any, others: Any) -> bool:
 
 
 def _read_alike(names: dict[Any, Any], ones: Any, others: Any) -> bool:
-    """Whether two lists of operands are the same variables under `names`, and equal literals."""
+    """Whether two lists of operands are equal: variables according to `names`, literals by value."""
     return len(ones) == len(others) and all(_atoms(names, one, other) for one, other in zip(ones, others, strict=True))
 
 

@@ -1,17 +1,17 @@
-"""A block under its policy: the checkpoint of every block is made here, through `compat.rematerialisation`.
+"""Makes the checkpoint of every block, around the linearisation of the block.
 
 For a block f with inputs x:
 
     y, f_lin = jax.linearize(f, x)
-    r        = the residuals: the arrays that f_lin reads, each with a name
+    r        = the residuals: the arrays that f_lin reads, each named by `checkpoint_name`
     ẏ        = f_lin(ẋ)              forward mode
     x̄        = f_linᵀ(ȳ)             the backward pass transposes f_lin
 
-    (y, ẏ)   = checkpoint(policy)((x, ẋ) ↦ (f(x), f_lin(ẋ)))
+    (y, ẏ)   = checkpoint(policy)((x, ẋ) ↦ (f(x), f_lin(ẋ)))(x, ẋ)
 
-The policy is two lists of names. Only the saved and the offloaded residuals pass from the forward to the backward pass; the
-backward pass recomputes the rest. The checkpoint wraps the linearisation, not f: JAX would linearise `jax.checkpoint(f)` after
-the names are given, so the arrays of derivative rules would have no names.
+The checkpoint's policy is two sets of names: saved residuals and offloaded residuals. Only these residuals and the block's
+inputs pass from the forward to the backward pass; the backward pass recomputes the rest. The checkpoint wraps the
+linearisation, not f: JAX linearises `jax.checkpoint(f)` after f is named, so arrays of derivative rules would have no name.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class BlockUnderPolicy:
     """A block f, the names of its residuals, and its policy.
 
     Attributes:
-      jaxpr: f as traced.
-      names: f with a name on every array, and its named linearisations.
-      policy: a policy (not `off`), or a policy object of JAX's own.
+      jaxpr: f as a closed jaxpr.
+      names: f with its arrays named, and its linearisations with their arrays named.
+      policy: a policy other than `off`, or a JAX policy object.
     """
 
     jaxpr: Any
@@ -63,17 +63,17 @@ class BlockUnderPolicy:
 
     @functools.cached_property
     def linearised(self) -> Named:
-        """The linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))` along every smooth input, with its arrays named."""
+        """The linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))` along every smooth input (`is_smooth`), with its arrays named."""
         return self.names.linearised(*_linearisation_along_all(self.jaxpr.in_avals))
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every array that a policy can select: those that the block computes and those that its derivative rules add."""
+        """Every array that a policy can select: arrays of the block, and arrays that its derivative rules add."""
         return tuple({**self.named.candidates, **self.linearised.candidates}.values())
 
     @functools.cached_property
     def offloaded(self) -> frozenset[str]:
-        """The names that the policy moves to the host."""
+        """The names of the arrays that the policy offloads."""
         if not isinstance(self.policy, Policy):
             return frozenset(compat.offloaded_by(self.policy, self.jaxpr))
         if not self.policy.offloads:
@@ -82,26 +82,26 @@ class BlockUnderPolicy:
 
     @property
     def offloaded_inputs(self) -> dict[int, str]:
-        """The inputs that the policy moves to the host: index → name."""
+        """The inputs that the policy offloads: index → name."""
         return {place: name for place, name in enumerate(self.named.inputs) if name in self.offloaded}
 
     @functools.cached_property
     def moves_bytes(self) -> bool:
         """Whether the forward pass moves a residual to the host when the block is differentiated along every input.
 
-        An offloaded array that the backward pass never reads does not move, such as the output of a dot whose tanh is saved.
+        An offloaded array does not move if the backward pass never reads it, such as a matmul's output if its tanh is saved.
         """
         try:
             jaxpr = self._forward(range(len(self.jaxpr.in_avals)))
-        except Exception:  # a block without a reverse mode can still run forwards
+        except Exception:  # a block without a reverse-mode derivative can still run forward
             return True
         residuals = jaxpr.outvars if jaxpr is not None else ()
         return any(not hasattr(atom, "val") and is_on_host(atom) for atom in residuals)
 
     def kept(self, inputs: Sequence[int] | None = None) -> frozenset[str] | None:
-        """The names of the residuals kept between the passes, if the block is differentiated along `inputs` (None: along all).
+        """The names of the residuals that the policy keeps when the block is differentiated along `inputs` (None: all inputs).
 
-        None where they cannot be known: for a policy object of JAX's, and for a block without a reverse mode.
+        Returns None if they are unknown: under a JAX policy object, and if the block has no reverse-mode derivative.
         """
         if not isinstance(self.policy, Policy):
             return None
@@ -113,12 +113,12 @@ class BlockUnderPolicy:
         try:
             jaxpr = self._forward(live)
             origins = [origin(jaxpr, atom) for atom in jaxpr.outvars] if jaxpr is not None else []
-        except Exception:  # a block without a reverse mode can still run forwards
+        except Exception:  # a block without a reverse-mode derivative can still run forward
             return None
         return frozenset(name for source in origins for name in (source.name, *source.aliases))
 
     def _forward(self, inputs: Iterable[int]) -> Any:
-        """The open jaxpr of the forward pass, whose outputs are the residuals along `inputs`; None if no input is smooth."""
+        """The open jaxpr from the block's inputs to its residuals along `inputs`; None if none of these inputs is smooth."""
         smooth = [index for index in inputs if is_smooth(self.jaxpr.in_avals[index])]
         block = self.checkpointed(prevent_cse=False)
         with compat.setting(_differentiated, None):
@@ -128,15 +128,16 @@ class BlockUnderPolicy:
     def checkpointed(
         self, *, prevent_cse: bool, rows: Sequence[int] = (), once: bool = False, staying: Callable[[], Iterable[int]] = tuple
     ) -> Function:
-        """The block under its policy, as a function of the jaxpr's inputs: a `custom_jvp` whose rule is the checkpoint.
+        """The block f under its policy, as a function of the jaxpr's inputs.
 
-        Under a policy object of JAX's own it is a plain `jax.checkpoint`.
+        It is a `custom_jvp`, whose rule is `checkpoint(policy)` of the linearisation; under a JAX policy, `jax.checkpoint(f)`.
 
         Args:
-          rows: the inputs that are rows of stacks. The function takes the stacks and one index after its other arguments, and
-            reads each row from its stack in both passes (`core.stack_rows`).
+          rows: indices of inputs that are rows of stacked arrays. The function takes the stacks and one row index after its
+            other arguments, and both passes read each row from its stack (`core.stack_rows`).
           once: if true, a reverse-mode derivative of the block's gradient raises an error (`core.once`).
-          staying: called when the block is differentiated; gives the inputs that stay on the device whatever the policy says.
+          staying: called when the block is differentiated; returns the indices of inputs that are not offloaded, even if the
+            policy offloads them.
         """
         if not isinstance(self.policy, Policy):
             assert not rows, "JAX's own policies could keep what is read"
@@ -180,13 +181,13 @@ class BlockUnderPolicy:
     def _linearised_under_policy(
         self, primals: Sequence[Any], directions: Sequence[Any], live: Sequence[int], staying: Iterable[int]
     ) -> tuple[Any, JaxPolicy | None]:
-        """The linearisation along the `live` inputs as a closed jaxpr, and the policy of names for its checkpoint."""
+        """The linearisation along the `live` inputs as a closed jaxpr, and the JAX policy of names for its checkpoint."""
         assert isinstance(self.policy, Policy)
         linearisation = _linearisation(list(primals), list(directions), live, self.names)
         saved, offloaded = decide(self.names.linearised(*linearisation), self.policy)
         offloaded = offloaded.difference(self.named.inputs[place] for place in staying)
         linearised = self.names.keeping(saved | offloaded, *linearisation)
-        # None recomputes everything.
+        # Under the policy None, `jax.checkpoint` recomputes everything.
         return linearised, _NamesPolicy(saved, offloaded) if saved or offloaded else None
 
 
@@ -209,8 +210,8 @@ def block_under_policy(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs
     """Name the residuals of the block `jaxpr`, and set its policy.
 
     Args:
-      policy: a policy (not `off`), or a policy object of JAX's own, which reaches JAX unchanged.
-      path: the module path with which the names begin.
+      policy: a policy other than `off`, or a JAX policy object, which is passed to `jax.checkpoint` unchanged.
+      path: the module path, with which every automatic name begins.
       inputs: for each input of `jaxpr`, whether `@inputs` selects it.
 
     Raises:
@@ -222,7 +223,7 @@ def block_under_policy(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs
             f"block {path or 'function'!r} uses a mutable array (jax.new_ref), which JAX cannot differentiate under a "
             "checkpoint. Carry the value as an argument and a result instead."
         )
-    # Dead code gets no names: no checkpoint could keep its arrays.
+    # Dead code is removed before naming: no checkpoint could keep its arrays.
     jaxpr = compat.dce(established(jaxpr))
     with compat.classic_rematerialisation():
         return BlockUnderPolicy(jaxpr, name_block(jaxpr, path, inputs), policy)
@@ -237,21 +238,21 @@ def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]
         if action is Action.OFFLOAD and shape != () and 0 not in shape:
             offloaded.add(name)
         elif action is not Action.RECOMPUTE and not candidate.is_input:
-            # JAX keeps a checkpoint's inputs in any case. A scalar or empty array that a policy offloads is saved.
+            # JAX always keeps a checkpoint's inputs. A scalar or empty array is saved where the policy offloads it.
             saved.add(name)
     return frozenset(saved), frozenset(offloaded)
 
 
 @dataclass(frozen=True)
 class _NamesPolicy:
-    """A policy for `jax.checkpoint` made of two lists of names. Equal lists are equal policies, so JAX's caches hit."""
+    """A `jax.checkpoint` policy of two sets of names. Policies with equal sets are equal, so JAX's caches hit."""
 
     saved: frozenset[str]
     offloaded: frozenset[str]
 
     def __call__(self, primitive: Any, *_: Any, **params: Any) -> Any:
         if primitive.name in _PRINTS:
-            # Prints run in the forward pass only. JAX raises a KeyError when it recomputes a print that reads a kept name.
+            # Never recompute a print: JAX raises a KeyError if a recomputed print reads an array that the policy keeps.
             return True
         if primitive.name != "name":
             return False
@@ -271,7 +272,7 @@ def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool)
 
 
 def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
-    """`function` with the rows read from stacks: the stacks and the index come after the first `size` arguments."""
+    """`function` with its inputs `rows` read from stacks. The stacks and the row index follow the first `size` arguments."""
 
     def run(*args: Any) -> list[Any]:
         values, (*stacks, index) = list(args[:size]), args[size : size + len(rows) + 1]
@@ -287,8 +288,8 @@ def _linearisation(
 ) -> tuple[Any, Linearise]:
     """A cache key for a linearisation of a block, and the function that traces it.
 
-    The linearisation maps `(*primals, *directions)` to the outputs, followed by the tangents of the smooth outputs. With the
-    block's `names`, an array has the name that it has in the linearisation along all inputs.
+    The linearisation maps `(*primals, *directions)` to the outputs, followed by the tangents of the smooth outputs. If the
+    block's `names` are given, each array has the same name as in the linearisation along all inputs.
     """
     types = [compat.type_of(value) for value in (*primals, *directions)]
     key = tuple(live), tuple((aval, aval.weak_type) for aval in types), compat.block_settings()
@@ -302,7 +303,7 @@ def _linearisation(
             return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
 
         with compat.classic_rematerialisation():
-            # The rule of a `custom_jvp` may read constants of its own; they stay constants.
+            # Constants that a `custom_jvp` rule reads stay constants of this jaxpr.
             jaxpr = compat.dce(jax.make_jaxpr(push)(primals, directions))
             whole = None if names is None else _along_all(named, primals, live, names)
             return name_linearised(named, jaxpr, len(primals), whole)
@@ -316,7 +317,7 @@ def _linearisation_along_all(avals: Sequence[Any]) -> tuple[Any, Linearise]:
 
 
 def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names: NamedBlock) -> Named | None:
-    """The linearisation along every smooth input; None if `live` has all smooth inputs, or if it cannot be traced."""
+    """The linearisation along every smooth input; None if `live` already is every smooth input, or if tracing it fails."""
     avals = [compat.type_of(value) for value in primals]
     if list(live) == [index for index, aval in enumerate(avals) if is_smooth(aval)]:
         return None

@@ -1,4 +1,4 @@
-"""Propagating a property of values through a jaxpr, from inputs to outputs, through calls, scans and branches."""
+"""Propagates a boolean property of values through a jaxpr, from inputs to outputs, into calls, scans and branches."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def all_inputs(eqn: Any, flags: list[bool]) -> bool:
 
 
 def inner_flags(eqn: Any, key: str, inner: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
-    """For each input of `inner`, the jaxpr that is the parameter `key` of `eqn`: whether it has the property.
+    """Which inputs of `inner`, the jaxpr parameter `key` of `eqn`, have the property.
 
-    The carry of a scan has it if the initial value does and every iteration preserves it; the carry of a `while` never has it.
+    A scan's carry has the property if its initial value has it and every iteration preserves it. A `while` carry never has it.
     """
     name = eqn.primitive.name
     if name == "cond":

@@ -1,13 +1,13 @@
-"""Keeping the backward pass of a block in the order in which JAX traces it.
+"""Keeps the backward pass of a block in the order in which JAX traces it.
 
-JAX's order is good: each gradient is computed where its operands are, and the two cotangents of a product next to each other.
-XLA:GPU delays the weight-gradient matmuls to the end of the block, where one barrier holds them all. It also computes the
-cotangent of an attention's values after the cotangent of its scores. Several arrays as large as the attention weights are then
-alive at once, which costs more than offloading the block's inputs frees.
+For a matmul y = x w, JAX traces w̄ = xᵀ ȳ and x̄ = ȳ wᵀ one after the other, while x and ȳ are alive. XLA:GPU delays the weight
+gradients w̄ to the end of the block, where one barrier waits for all of them. It also computes the cotangent of attention values
+after the cotangent of attention scores. Several arrays of the attention weights' size are then alive at once, which costs more
+memory than offloading the block's inputs frees.
 
-So barriers make each matmul on the way of the cotangents wait for earlier results that are read only later. It waits for the
-cotangents of earlier matmuls at once, and for a gradient two matmuls late: waiting at once would keep XLA from fusing the
-element-wise backward of an activation with the recomputation of its output, which costs one more array.
+So barriers make each matmul that computes a cotangent x̄ wait for earlier results: for the cotangents that earlier matmuls
+computed and later equations read, and for every w̄ that is at least two matmuls old. Waiting for a newer w̄ would keep XLA from
+fusing the element-wise backward pass of an activation with the recomputation of its output, which costs one more array.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def in_program_order(
     fetched: Mapping[int, Any],
     others: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """The gradients that the closed jaxpr `backward` computes, in JAX's order, and the `others` on the device.
+    """Evaluate the closed jaxpr `backward` in JAX's order. Returns its gradients, and the `others` in device memory.
 
     Args:
-      fetched: residuals that are on the device again already: index among the residuals → array.
+      fetched: residuals that have already been fetched: index among the residuals → array in device memory.
       others: arrays in host memory to fetch while this backward pass runs.
     """
     flat = retrace(backward, lambda *args: interpret(backward, args, _region_opened))
@@ -54,7 +54,7 @@ def in_program_order(
 
 
 def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-    """Inline a checkpoint region, but no region inside it. The barrier around the whole pass still separates recomputation."""
+    """Inline a checkpoint region, but no region nested in it. The barriers of the pass still prevent CSE of recomputation."""
     if not compat.is_checkpoint(eqn):
         return None
     body, _ = compat.checkpoint_parts(eqn)
@@ -81,8 +81,8 @@ class _Fetches:
     """Fetches arrays from the host while a backward pass runs, at most two at a time.
 
     XLA runs two copies at once and waits for one of them before it starts a third, so many copies at the beginning would block
-    the pass. Their starts are spread over the pass in proportion to bytes: each copy starts when the earlier ones would be done
-    if all copies together took as long as the pass. The largest copies come last, so that one still runs at the end.
+    the pass. The starts are spread over the pass in proportion to bytes: if all copies together took as long as the pass, each
+    copy would start when the copies before it end. The largest copies come last, so that a copy still runs at the end.
     """
 
     def __init__(self, on_host: Sequence[Any], starts: Mapping[int | None, Sequence[int]]) -> None:
@@ -92,7 +92,7 @@ class _Fetches:
         self.before(None, [])
 
     def before(self, index: int | None, held: list[Any]) -> list[Any]:
-        """Start the copies due before equation `index`, and return the variables `held` there behind a barrier."""
+        """Start the copies that are due before equation `index`. Returns the values `held`, passed through a barrier."""
         for number in self._starts.get(index, []):
             earlier = self._under_way[-2:-1]
             copies = [self.values[place] for place in earlier]
@@ -105,7 +105,7 @@ class _Fetches:
 
 
 def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
-    """When to fetch the `others`: one of the `places`, or None for the beginning → indices into `others`."""
+    """One of the `places`, or None for the beginning of the pass → the indices of the `others` whose fetch starts there."""
     work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
     sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
     starts: dict[int | None, list[int]] = {}
@@ -118,20 +118,20 @@ def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[in
 
 
 class _Order:
-    """Which variables each matmul of a backward pass waits for. XLA places recomputation, which reads no cotangent, freely."""
+    """Which variables each matmul of a backward pass waits for. Recomputed matmuls read no cotangent and wait for nothing."""
 
     def __init__(self, jaxpr: Any, num_residuals: int) -> None:
         self._gradients = set(variables(jaxpr.outvars))
         self._last_use = {atom: index for index, eqn in enumerate(jaxpr.eqns) for atom in variables(eqn.invars)}
-        # Variables that become a gradient by moves alone.
+        # Gradients, and variables that only `_MOVES` separate from a gradient.
         self._leaving = set(self._gradients)
         for eqn in reversed(jaxpr.eqns):
             if eqn.primitive.name in _MOVES and eqn.outvars[0] in self._leaving:
                 self._leaving.update(variables(eqn.invars))
         self._travelling = dict.fromkeys(jaxpr.invars[num_residuals:])
         self._matmuls = 0
-        self._made: dict[Any, int] = {}  # gradients that nothing waits for yet, by the matmuls before them
-        self._parked: dict[Any, None] = {}  # cotangents that a matmul made
+        self._made: dict[Any, int] = {}  # gradient that no matmul waits for yet → the number of matmuls before it
+        self._parked: dict[Any, None] = {}  # cotangents that a matmul computed
 
     def before(self, index: int, eqn: Any) -> list[Any]:
         """The variables to pass through one barrier before equation `index`; empty for most equations."""

@@ -1,7 +1,10 @@
-"""Marks: equations that stand for blocks in a traced function until it is known which layer each block is.
+"""Marks: placeholder equations for blocks in a traced function, until the layer of each block is known.
 
-A policy by layer cannot be set where a block is called: a scan traces a block once for all layers, and a `jit` that was traced
-before is not traced again. So the call becomes one equation, which `layered` later replaces in the traced function.
+    y = mark[f](x)                            while the function is traced
+    y = checkpoint(policyᵢ)(… f …)(x)         the i-th mark, when `per_layer.layered` evaluates the traced function
+
+A policy by layer cannot be applied where a block is called: a scan traces a block once for all layers, and a `jit` that was
+traced before is not traced again.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ def name_of(block: Block) -> str:
 
 @dataclass(frozen=True)
 class Marked:
-    """Given in place of a block's policy, so that tracing the block makes a mark.
+    """Replaces a block's policy, so that tracing the block makes a mark.
 
     Attributes:
       block: the class, function or glob that the policy was given for.
@@ -97,7 +100,7 @@ def mark_of(eqn: Any) -> Mark | None:
 
 
 def vmapped(function: Any, batch: Batch, size: int) -> Any:
-    """`function` under the `vmap` of a block. Only the first `size` operands are mapped."""
+    """`function` under the `vmap` that `batch` describes. Operands after the first `size` are not mapped."""
 
     def run(*operands: Any) -> list[Any]:
         in_axes = batch.in_axes + (None,) * (len(operands) - size)

@@ -1,15 +1,17 @@
-"""Naming every array of a block by its module path, its primitive and a counter: `module/path:primitive#k`.
+"""Names every array of a block by its module path, its primitive and a counter: `module/path:primitive#k`.
 
-A checkpoint policy selects arrays by their names; without names it sees only primitives. The counter k is 0 for the first array
-in the order of execution. A user's own `checkpoint_name` replaces the name.
+A checkpoint policy sees primitives, but no module paths: it can select a single array only by its name. The counter k starts at
+0 and follows the order of execution. A user's own `checkpoint_name` replaces the automatic name.
 
-First the arrays of the block itself are named, so that their names do not depend on how the block is differentiated. Then the
-arrays that derivative rules add to its linearisation are named: the mask of a ReLU, the log-sum-exp of an attention kernel. In
-the linearisation each name moves to the equation that computes its array, so that a rule that reads its own output (exp, tanh,
-softmax) reads the named array. Otherwise JAX would save a named copy and recompute the array for the rule.
+`name_residuals` names the arrays of the block f, so their names do not depend on how f is differentiated. `name_linearised`
+names the arrays that derivative rules add (the mask of a ReLU, the log-sum-exp of an attention kernel). It also moves names in
+the linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))`, so that rules that read their own output (exp, tanh, softmax) read a named array:
 
-Derivative rules compute more arrays if more inputs are differentiated. An array always has the name that it has when all inputs
-are differentiated, so a layer whose input has no gradient uses the same names as the next layer.
+    a = exp(b);  n = checkpoint_name(a, …);  ȧ = a ḃ      as JAX traces it: a policy that saves n still recomputes a
+    n = checkpoint_name(exp(b), …);          ȧ = n ḃ      after the name has moved to the equation of exp
+
+The fewer inputs are differentiated, the fewer arrays derivative rules compute. The names are those of the linearisation along
+all inputs, so the first layer, whose input has no gradient, has the same names as the next layer.
 """
 
 from __future__ import annotations
@@ -32,25 +34,25 @@ from remat_jax.core.products import has_batch_dims
 from remat_jax.core.walk import bodies, interpret, rebind, retrace
 from remat_jax.policy import Candidate
 
-# JAX's partial evaluation applies the policy to the equations inside these primitives, even inside another checkpoint. Of any
-# other primitive with a body (`while`, kernels) only the outputs can be named.
+# JAX's partial evaluation applies the policy to the equations inside these primitives, even inside another checkpoint. For any
+# other primitive with a body (`while`, kernels), a policy can keep only the outputs.
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"})
 _CONTROL = frozenset({"scan", "cond", "shard_map"})
-# A `complex` equation joins two parts that have the name of the complex array, so its output needs no name.
+# A complex array is named on its real and imaginary parts. The `complex` equation that joins them needs no name.
 _UNNAMED = _CALLS | {"complex"}
 
 
 @dataclass(frozen=True)
 class Named:
-    """A jaxpr with every array named, and the array behind each name.
+    """A jaxpr with every array named, and the properties of the named arrays.
 
     Attributes:
       made: returns `jaxpr`; it is called once, when `jaxpr` is first read.
       candidates: name → the properties that selectors match, in the order of execution.
       shapes: name → the array's shape; inside a scan, of one iteration.
       counts: how many names each `module/path:primitive` has.
-      inputs: for each input of the block's jaxpr its name; None for parameters and keys.
-      values: in a linearisation, the values that its names stand for.
+      inputs: the name of each input of the block's jaxpr; None for parameters and RNG keys.
+      values: for a linearisation, the value numbering of its named arrays.
     """
 
     made: Callable[[], Any]
@@ -68,10 +70,10 @@ class Named:
 
 
 def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
-    """Name every array that the block `jaxpr` at the module path `path` computes, and its inputs.
+    """Name the inputs of the block `jaxpr` at the module path `path`, and every array that it computes.
 
     Args:
-      inputs: for each input of `jaxpr`, whether it is an input of the block (and not a parameter or an RNG key).
+      inputs: for each input of `jaxpr`, whether it is an input of the block and not a parameter or an RNG key.
     """
     namer = _Namer(path, {}, Counter())
     names = [namer.next("/".join(namer.path), "input") if is_input else None for is_input in inputs]
@@ -86,12 +88,12 @@ def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
 
 
 def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | None = None) -> Named:
-    """Name the arrays that derivative rules add to the linearisation of `named`, and move the names of its own arrays.
+    """Name the arrays that derivative rules add to the linearisation of `named`, and move the names of the block's arrays.
 
     Args:
       linearised: the closed jaxpr from primals and tangents to outputs and their tangents.
-      primals: how many of its inputs are primals. Only arrays that depend on primals alone can be kept for a backward pass.
-      whole: the linearisation along all inputs, if `linearised` is along some of them: equal values get its names.
+      primals: how many inputs of `linearised`, the first ones, are primals. Only arrays that depend on primals alone get names.
+      whole: the linearisation along all inputs, if `linearised` is along some inputs only. Equal values get the same names.
     """
     values = _Values() if whole is None else _Values(whole.values)
     namer = _Namer(named.path, named.candidates, Counter((whole or named).counts), values)
@@ -107,9 +109,9 @@ def can_be_named(value: Any) -> bool:
 
 
 class _Values:
-    """Numbers the values of a program: the same operation on equal values has the same number, and a name numbers its value.
+    """Value numbering of a program: equal operations on equal values have equal numbers. A value with a name is numbered by it.
 
-    With the values of a `whole` program, an equal value takes its name from there; each name is taken once.
+    With the values of a `whole` program, each value takes the name of an equal value there, and each name is used once.
     """
 
     def __init__(self, whole: _Values | None = None) -> None:
@@ -127,7 +129,7 @@ class _Values:
         return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
 
     def of_inner(self, eqn: Any, inputs: Sequence[int], known: Sequence[bool]) -> list[int]:
-        """The numbers of the inputs of a jaxpr inside an equation: the operands' in a call, positions in a loop or branch."""
+        """The numbers of an inner jaxpr's inputs: in a call, the operands' numbers; in a loop or branch, one per position."""
         if eqn.primitive.name in _CALLS and len(inputs) == len(known):
             return list(inputs)
         places = (place if flag else -1 for place, flag in zip(itertools.accumulate(known), known, strict=True))
@@ -150,7 +152,7 @@ def _hashable(value: Any) -> Any:
 
 
 class _Namer:
-    """Evaluates jaxprs with the names in them, and records the names given so far."""
+    """Evaluates jaxprs with every array named, and records the names."""
 
     def __init__(self, path: str, before: dict[str, Candidate], counts: Counter[str], values: _Values | None = None) -> None:
         self.path = tuple(part for part in path.split("/") if part)
@@ -159,13 +161,13 @@ class _Namer:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def finished(self, jaxpr: Any) -> Named:
-        """What was named, as the program `jaxpr`."""
+        """`jaxpr`, the result of `run`, with the names that were recorded."""
         return Named(lambda: jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts, values=self.values)
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], known: Sequence[bool], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Evaluate `jaxpr` with names. `known` inputs depend on primals only. The default `numbers` are the positions."""
+        """Evaluate `jaxpr` and name its arrays. `known` inputs depend on primals only; `numbers` defaults to positions."""
         given = _given_names(jaxpr)
         fixed = flagged(jaxpr, known, all_inputs)
         number = dict(zip(jaxpr.jaxpr.invars, numbers or map(self.values.number, itertools.count()), strict=False))
@@ -217,7 +219,7 @@ class _Namer:
         return value
 
     def _relative(self, path: tuple[str, ...]) -> tuple[str, ...]:
-        """`path` relative to the block. Linen opens the block's own scope a second time, and a third time if it is lifted."""
+        """`path` relative to the block. It may begin with the block's own scope, twice if Linen has lifted the block."""
         block = self.path[-1] if self.path else ""
         for _ in range(2):
             if path and block and (path[0] == block or path[0].startswith(block + ".")):
@@ -237,13 +239,13 @@ class _Namer:
         self.candidates.setdefault(candidate.name, candidate)
         self.shapes.setdefault(candidate.name, tuple(value.shape))
         if jnp.iscomplexobj(value):
-            # JAX applies `reduce_precision` to saved arrays, which does not take complex numbers: save two real arrays.
+            # JAX applies `reduce_precision` to saved arrays, which rejects complex numbers: name the real and imaginary parts.
             return lax.complex(*(checkpoint_name(part(value), candidate.name) for part in (lax.real, lax.imag)))
         return checkpoint_name(value, candidate.name)
 
 
 def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
-    """The names that `jaxpr` gives to each variable; those of a complex variable are on its real and imaginary parts."""
+    """Variable → the names that `jaxpr` gives it. A complex variable's names are on its real and imaginary parts."""
     names: dict[Any, list[str]] = {}
     for eqn in jaxpr.jaxpr.eqns:
         name = compat.given_name(eqn)
@@ -257,7 +259,7 @@ def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
 
 
 def _user_named(name: str, producer: Any) -> Candidate:
-    """A user's name on an output of `producer` (None: on an input). It keeps the primitive, so `@dots` selects a named dot."""
+    """A user's name on an output of `producer` (None: on an input). The primitive is kept, so `@dots` selects named matmuls."""
     if producer is None:
         return Candidate(name, "name", user_named=True)
     return replace(_candidate(name, producer), user_named=True)

@@ -1,9 +1,9 @@
-"""A clear error when a gradient through an offload is differentiated in reverse mode again, which JAX cannot do.
+"""Raises a clear error when a derivative through an offload is differentiated again in reverse mode, which JAX cannot do.
 
-Reverse over reverse and reverse over forward fail where JAX transposes a `device_put` between memories: «Expected cotangent
-type float32[…] but got float32<host>[…]», which does not name the cause. So the derivatives that enter and leave an offloading
-block pass through an identity that counts how often it was differentiated. A first derivative may be transposed. Transposing a
-second derivative is the first thing that a second backward pass does in the block, and raises our error.
+Reverse over reverse and reverse over forward fail when JAX transposes a `device_put` between memories. JAX's error, «Expected
+cotangent type float32[…] but got float32<host>[…]», does not name the cause. So the tangents that enter and leave an offloading
+block pass through `once_p`, an identity that counts how often it was differentiated (`order`). The first derivative (order 1)
+may be transposed. Transposing the second raises our error; a second backward pass does this before anything else in the block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TWICE = 2
 
 
 def transposed_once(derivative: Any) -> Any:
-    """`derivative`, a tangent at the border of an offloading block, which may be transposed once."""
+    """`derivative`, a tangent that enters or leaves an offloading block, which may be transposed once."""
     return once_p.bind(derivative, order=1)
 
 

@@ -1,4 +1,4 @@
-"""Where a value of a jaxpr comes from: back through calls, scans, casts and ties to the equation that computed it."""
+"""Finds where a value of a jaxpr comes from: back through calls, scans, copies and ties, to the equation that computed it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from remat_jax import compat
 from remat_jax.core.shared import is_taken, offloaded_name
 from remat_jax.core.walk import bodies
 
-# Primitives that return the same array: on the host, behind a barrier, rounded to its own precision.
+# Primitives whose output counts as the same array as their input: copies to the host, barriers, rounding of saved arrays.
 _SAME = frozenset(
     {"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient", "shared_input_choice"}
 )
@@ -30,7 +30,7 @@ class Origin:
       name: the residual name; without one, `module/path:primitive`.
       source: the user's source line.
       scanned: whether a scan stacked it.
-      layers: the array's layers, if a policy is for some layers only.
+      layers: the layers to which the array belongs, if it was traced for some layers only.
       aliases: other residual names of the same array: a block's input is often the output of the previous block.
     """
 
@@ -44,7 +44,7 @@ class Origin:
 
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
-    """The origin of `atom`, a variable or literal of the open `jaxpr`, which is in the scopes `outer`, for `layers`."""
+    """The origin of `atom`, a variable or literal of the open `jaxpr`, which was traced in the scopes `outer` for `layers`."""
     makers = _makers(jaxpr)
     while not hasattr(atom, "val"):
         if atom in jaxpr.invars:
@@ -61,7 +61,7 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
             under = origin(jaxpr, eqn.invars[0], outer, layers)
             aliases = (under.name, *under.aliases) if under.kind == "named" else ()
             if aliases and ":custom_jvp_call#" in name:
-                # An output of a checkpointed block is named inside it; the name outside says only `custom_jvp_call`.
+                # A checkpointed block names its output inside. The name outside says only `custom_jvp_call`.
                 return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
             source = compat.source_line(makers.get(eqn.invars[0]) or eqn)
             return Origin(atom, "named", name, source, layers=here, aliases=aliases)
@@ -76,7 +76,7 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
         elif eqn.primitive.name == "scan":
             inner = _through_scan(eqn, index, outer + compat.scopes(eqn), here)
             if inner.kind != "argument":
-                # The other outputs of a scan are the final carry.
+                # A scan returns its final carry first, then its stacked outputs.
                 is_stacked = index >= compat.scan_layout(eqn)[1]
                 return replace(inner, key=(atom, inner.key), scanned=inner.scanned or is_stacked)
             atom = eqn.invars[inner.key[1]]
@@ -97,12 +97,12 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
 
 
 def _is_unread_slice(eqn: Any) -> bool:
-    """Whether an equation slices a stack for a scan over some layers. It is dead code: rows are read from the stack itself."""
+    """Whether an equation slices a stack for a scan over some layers. The slice is dead code: `read_row` reads the stack."""
     return eqn.primitive.name == "slice" and compat.layers_of(eqn) is not None
 
 
 def _divides_a_stack(eqn: Any) -> bool:
-    """Whether an equation reshapes a stack into groups for a scan over some layers, which leaves the array the same."""
+    """Whether an equation reshapes a stack into groups of rows for a scan over some layers. The result is the same array."""
     if eqn.primitive.name != "reshape" or compat.layers_of(eqn) is None:
         return False
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape

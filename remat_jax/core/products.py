@@ -1,4 +1,4 @@
-"""Matrix products and convolutions: which equations of a jaxpr they are, their batch dimensions, their operations."""
+"""Matmuls and convolutions of a jaxpr: their primitives, their floating-point operations, their batch dimensions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _products(eqn: Any, contracting: Any) -> int:
 
 
 def _ragged(eqn: Any) -> int:
-    """The operations of a grouped product. Each row belongs to one group, so they are as many as in a single product."""
+    """The operations of a grouped matmul. Each row belongs to one group, so the groups together cost as much as one matmul."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
     groups = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) & set(contracting) else 1

@@ -1,6 +1,6 @@
-"""Identical layers are named and linearised once. The other layers reuse both, with their own module path in the names.
+"""Names and linearises identical layers once. Later layers reuse the names and the linearisation, with their own module path.
 
-Two blocks are identical if their jaxprs differ only in the module path. Nothing is traced again.
+Two blocks are identical if their jaxprs differ only in the module path. Renaming a linearisation traces nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from remat_jax.core.walk import inner_jaxprs, variables
 from remat_jax.policy import Candidate
 
 _MOST = 64
-"""How many first layers are remembered: those used last."""
+"""How many first layers are remembered: the most recently used."""
 
 Linearise = Callable[[Named], Named]
 
@@ -28,8 +28,8 @@ class FirstLayer:
     """The first of several identical blocks, and its linearisations.
 
     Attributes:
-      conditions: its inputs, JAX's settings and the source line; an identical block has equal ones.
-      kept: the names that its backward pass reads, by the names that a policy keeps; all are names of the first layer.
+      conditions: which inputs `@inputs` selects, JAX's settings and the source line. Identical blocks have equal conditions.
+      kept: results of `NamedBlock.kept` by their key, in the names of the first layer.
     """
 
     original: Original
@@ -44,7 +44,7 @@ class FirstLayer:
         return self.conditions == conditions and self.original.is_like(jaxpr, (self.named.path, path))
 
     def linearised(self, key: Any, linearise: Linearise) -> Named | None:
-        """`linearise(self.named)`, once for each `key`; None if a derivative rule closes over arrays of a single block."""
+        """`linearise(self.named)`, cached by `key`; None if it has arrays as constants, which other blocks cannot share."""
         if key not in self._linearised:
             linearised = linearise(self.named)
             if holds_arrays(linearised.jaxpr):
@@ -53,7 +53,7 @@ class FirstLayer:
         return self._linearised[key]
 
     def keeping(self, names: frozenset[str], key: Any) -> Any:
-        """The jaxpr of the linearisation under `key`, with these names only."""
+        """The jaxpr of the cached linearisation `key` without automatic names, except `names` (`keep_names`)."""
         if (key, names) not in self._keeping:
             self._keeping[key, names] = keep_names(self._linearised[key], names)
         return self._keeping[key, names]
@@ -61,18 +61,18 @@ class FirstLayer:
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """A block with its residuals named, and the first of the identical blocks, maybe this block itself."""
+    """A block with its residuals named. `first` is the first of its identical blocks, possibly this block itself."""
 
     named: Named
     first: FirstLayer
 
     def linearised(self, key: Any, linearise: Linearise) -> Named:
-        """`linearise(self.named)`, where possible by renaming the first block's linearisation for an equal `key`."""
+        """`linearise(self.named)`: if possible, the first block's linearisation for an equal `key`, renamed."""
         of_first = self.first.linearised(key, linearise)
         return linearise(self.named) if of_first is None else self._renaming(of_first.candidates).named(of_first)
 
     def keeping(self, names: Set[str], key: Any, linearise: Linearise) -> Any:
-        """The closed jaxpr of the linearisation with these names only: arrays that the policy does not keep need no name."""
+        """The closed jaxpr of the linearisation with only these automatic names (`keep_names`): recomputed arrays need none."""
         of_first = self.first.linearised(key, linearise)
         if of_first is None:
             return keep_names(linearise(self.named), names)
@@ -82,7 +82,7 @@ class NamedBlock:
     def kept(self, key: tuple[Any, ...], linearised: Named, find: Callable[[], frozenset[str] | None]) -> frozenset[str] | None:
         """`find()`, computed once for all identical blocks with an equal `key`.
 
-        Both the result and the sets in `key` are names of this block's linearisation.
+        The result, and the sets in `key`, contain names of this block's linearisation.
         """
         back = _Renaming(self.named.path, self.first.named.path, linearised.candidates)
         key = tuple(frozenset(map(back.after, part)) if isinstance(part, frozenset) else part for part in key)
@@ -96,7 +96,7 @@ class NamedBlock:
         return _Renaming(self.first.named.path, self.named.path, candidates)
 
 
-# The latest used layer comes last. The tuple is replaced, never changed, so that threads can share it.
+# The most recently used layer is last. The tuple is replaced, never changed, so that threads can share it.
 _first_layers: tuple[FirstLayer, ...] = ()
 
 
@@ -116,7 +116,7 @@ def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
 
 
 class _Renaming:
-    """Moves the names and scopes of a block at `path` to the path of an identical block.
+    """Replaces `path` by `new_path`, the path of an identical block, in the names and scopes of a block.
 
     Args:
       candidates: the block's names. Names that a user gave do not change.
@@ -134,17 +134,17 @@ class _Renaming:
         return new_path + name[len(path) :]
 
     def after(self, name: str) -> str:
-        """The identical block's name for this block's `name`."""
+        """The new name of the array with this `name`; a user's name does not change."""
         return self._names.get(name, name)
 
     def before(self, name: str) -> str:
-        """This block's name for the identical block's `name`."""
+        """The inverse of `after`."""
         path, new_path = self._paths
         before = path + name[len(new_path) :]
         return before if self._names.get(before) == name else name
 
     def named(self, named: Named) -> Named:
-        """`named` at the other path."""
+        """`named`, with the new names and scopes."""
         if self._paths[0] == self._paths[1]:
             return named
         candidates = {
@@ -170,8 +170,8 @@ class _Renaming:
 def keep_names(named: Named, names: Set[str]) -> Any:
     """The closed jaxpr of `named`, where arrays inside the block lose their automatic names except `names`.
 
-    Names that users gave stay, because their own policies may use them. Names of inputs and outputs stay, because arrays
-    between two blocks are kept without a policy and are reported by these names.
+    Users' names stay, because users' own policies may select them. Names of inputs and outputs stay, because JAX saves arrays
+    between two blocks without any policy, and reports list them by these names.
     """
     outputs = set(variables(named.jaxpr.jaxpr.outvars))
     of_outputs = {compat.given_name(eqn) for eqn in named.jaxpr.jaxpr.eqns if outputs.intersection(eqn.outvars)}
@@ -194,7 +194,7 @@ def keep_names(named: Named, names: Set[str]) -> Any:
 
 
 def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The parameters of `eqn` that are jaxprs and that `change` changes, with their new values."""
+    """The jaxpr parameters of `eqn` that `change` changes, with their new values."""
     changed = {}
     for key, value in inner_jaxprs(eqn).items():
         before = value if isinstance(value, tuple) else (value,)

@@ -1,4 +1,8 @@
-"""Rewriting the `jax.checkpoint` regions of a traced function: under another policy, or from `jax_remat3` to established."""
+"""Rewrites the `jax.checkpoint` regions of a traced function.
+
+`rewrite` puts each region under another policy. `established` replaces each region of `jax_remat3` by a region of the
+established rematerialisation with the same policy.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from remat_jax.core.shared import note_fixed
 from remat_jax.core.walk import bodies, equations, interpret, rebind, retrace
 from remat_jax.errors import UnsupportedError
 
-# Views of an array: a view of a parameter counts as a parameter.
+# Primitives that return a view of an array. A view of a parameter counts as a parameter.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "reshape", "rev", "slice", "squeeze", "transpose"}
 )
@@ -24,14 +28,15 @@ def _is_view(eqn: Any, flags: list[bool]) -> bool:
 
 
 RunRegion = Callable[[Any, str, list[bool], list[Any], bool], list[Any]]
-"""`run(body, path, inputs, values, looped)`: evaluate a region; `inputs` says which values `@inputs` selects."""
+"""`run(body, path, inputs, values, looped)` evaluates a region on `values`. `inputs` says which values `@inputs` selects."""
 
 
 def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args`, where `run` evaluates every checkpoint region, at any depth.
 
-    A region's operand is a parameter if it is an argument of the function or a view of one (a slice, a cast, a row of a scanned
-    stack). A computed operand is an input of the region. Arrays that all iterations of a scan read are recorded (`shared`).
+    An operand of a region is a parameter if it is an argument of the function or a view of an argument (a slice, a cast, a row
+    of a scanned stack). Other operands are inputs of the region. Operands that are the same array in every iteration of a loop
+    are recorded (`shared.note_fixed`).
 
     Raises:
       UnsupportedError: a region has been differentiated already.
@@ -42,10 +47,10 @@ def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
 def _rewritten(
     run: RunRegion, jaxpr: Any, args: Sequence[Any], given: Sequence[bool], path: tuple[str, ...], fixed: Sequence[bool] | None
 ) -> list[Any]:
-    """`rewrite` of a jaxpr whose scopes are `path`.
+    """`rewrite` of a jaxpr inside the scopes `path`.
 
     Args:
-      given: for each input, whether it is an argument of the function or a view of one.
+      given: for each input, whether it is an argument of the function or a view of an argument.
       fixed: in a loop, for each input whether it is the same array in all iterations; None outside loops.
     """
     parameters = flagged(jaxpr, given, _is_view)
@@ -73,9 +78,9 @@ def _rewritten(
 
 
 def _fixed_inside(eqn: Any, key: str, inner: Any, same: list[bool] | None) -> list[bool] | None:
-    """For each input of `inner`, the parameter `key` of `eqn`: whether it is the same array in all iterations around it.
+    """Which inputs of `inner`, the jaxpr parameter `key` of `eqn`, are the same array in all iterations; None outside loops.
 
-    The constants of a scan are; its carry and rows are not. None outside loops.
+    The constants of a scan are the same array in all iterations; its carry and rows are not.
     """
     name = eqn.primitive.name
     if name == "scan":
@@ -105,7 +110,7 @@ def region_body(eqn: Any) -> Any | None:
             return None
         body = compat.closed(eqn.params["call_jaxpr"])
         inside = body.jaxpr.eqns
-        # A tied block is a block around a block.
+        # A tied block is a block whose body is one block.
         return region_body(inside[0]) if len(inside) == 1 and compat.is_block(inside[0]) else body
     if not compat.is_checkpoint(eqn) or compat.is_chunk_policy(eqn.params.get("policy")):
         return None
@@ -121,7 +126,7 @@ def region_body(eqn: Any) -> Any | None:
 def contains_region(eqn: Any) -> bool:
     """Whether there is a checkpoint region inside `eqn` on which a policy has an effect."""
     if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
-        # JAX differentiates these by their own rules and never partially evaluates their bodies.
+        # JAX differentiates these by their rules, so a policy inside their bodies has no effect.
         return False
     return any(region_body(inner) is not None or contains_region(inner) for body in bodies(eqn) for inner in body.jaxpr.eqns)
 
@@ -138,9 +143,10 @@ def count_regions(jaxpr: Any) -> int:
 
 
 def established(jaxpr: Any) -> Any:
-    """The closed `jaxpr` with the names and regions of `jax_remat3` replaced by established ones; itself if it has none.
+    """The closed `jaxpr` with the names and regions of `jax_remat3` replaced by those of the established rematerialisation.
 
-    JAX's policies ignore the new names and cannot keep arrays inside a new region: named arrays would silently be recomputed.
+    Returns `jaxpr` itself if it has none. JAX's policies ignore `jax_remat3` names and cannot keep arrays inside `jax_remat3`
+    regions, so named arrays would silently be recomputed.
     """
     if not any(map(_is_new, equations(jaxpr))):
         return jaxpr
@@ -152,7 +158,7 @@ def established(jaxpr: Any) -> Any:
         if name is not None and _is_new(eqn):
             with compat.eqn_context(eqn):
                 return [compat.named(inputs[0], name)]
-        # Rules of custom derivatives are traced later, under the setting of that time.
+        # JAX traces custom derivative rules later, under the `jax_remat3` setting of that time.
         if eqn.primitive.name.startswith("custom_") or not bodies(eqn):
             return None
         return rebind(eqn, inputs, lambda _, body: established(body))

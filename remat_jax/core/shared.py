@@ -1,11 +1,11 @@
-"""Arrays that several blocks read: a mask, positions, an encoder's output.
+"""Keeps an input on the device if several blocks read it, even if a policy offloads it: a mask, an encoder's output.
 
-Such an array stays on the device. It is alive from its first reader until the backward pass of its last reader, so offloading
-it frees nothing, and each block would wait for a copy.
+A shared array is alive from its first reader until the backward pass of its last reader. Offloading it would free nothing, and
+each block would wait for a copy.
 
-While a block is traced, later readers are not known. A `Reading` counts the readers so far. If more may follow, the backward
-pass gets both the array and its copy on the host (`choice_p`). It is traced when all blocks are known, and reads one of the
-two; the compiler drops the other.
+When a block is traced, later readers are unknown. A `Reading` counts the readers so far. If more may follow, the backward pass
+takes both the array and its copy on the host (`choice_p`). JAX traces the backward pass after all blocks, when the readers are
+known. It then reads one of the two arrays, and the compiler drops the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Reading:
     Attributes:
       blocks: how many blocks read it.
       in_every_round: whether a block in a loop reads it from outside the loop, so that every iteration reads the same array.
-      name: its residual name in the first block whose policy offloads it; empty if no policy does.
+      name: its residual name in the first block whose policy offloads it; empty if no policy offloads it.
     """
 
     aval: Any
@@ -42,36 +42,36 @@ class Reading:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several blocks, or several iterations of a loop, are known to read it by now."""
+        """Whether several of the blocks traced so far, or several iterations of a loop, read the array."""
         return self.in_every_round or self.blocks > 1
 
     @property
     def left(self) -> bool:
-        """Whether a backward pass has read it from the host already."""
+        """Whether a backward pass has already read the array from the host."""
         return self._stays is False
 
     def stays(self) -> bool:
-        """Whether it stays on the device. The first answer is final."""
+        """Whether the array stays on the device. The first result is final."""
         if self._stays is None:
             self._stays = self.is_shared
         return self._stays
 
 
-# (id of an array, id of the program that reads it) → its reading. An entry dies with its array, so no trace is kept alive.
+# (id of an array, id of the program that reads it) → `Reading`. An entry is removed with its array, so no trace stays alive.
 _readings: dict[tuple[int, int], tuple[weakref.ref[Any], Reading]] = {}
 _collected: ContextVar[list[Reading] | None] = ContextVar("collected", default=None)
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[Reading]]:
-    """Collects the reading of every array that a block reads inside this context, each once."""
+    """Collects the `Reading` of every array that a block reads inside this context, without duplicates."""
     collected: list[Reading] = []
     with compat.setting(_collected, collected):
         yield collected
 
 
 def readings(values: Sequence[Any], names: Sequence[str | None]) -> dict[int, Reading]:
-    """Record that a block reads the `values` that have a name: index → reading. Empty if JAX runs op by op."""
+    """Record that a block reads those `values` that have a name. Returns index → `Reading`; empty if JAX runs op by op."""
     if not compat.is_staging():
         return {}
     by_place: dict[int, Reading] = {}
@@ -95,7 +95,7 @@ def note_fixed(values: Sequence[Any]) -> None:
 
 
 def note_loop_inputs(eqn: Any, body_inputs: Sequence[Any]) -> None:
-    """Record which inputs of a loop's body are the same in every iteration, when the body of the loop `eqn` is traced again."""
+    """Record which inputs of a retraced body of the loop `eqn` are the same in every iteration."""
     if eqn.primitive.name == "scan":
         note_fixed(body_inputs[: compat.scan_layout(eqn)[0]])
 
@@ -117,12 +117,12 @@ def _forget(key: tuple[int, int], _: Any) -> None:
 
 
 def staying(read: Mapping[int, Reading]) -> frozenset[int]:
-    """The indices of arrays that several blocks are known to read by now."""
+    """The indices of the arrays that are shared by the blocks traced so far."""
     return frozenset(place for place, reading in read.items() if reading.is_shared)
 
 
-# The identity, on each of the two arrays that a backward pass may read: the one `on_host` or the one on the device.
-# The `reading` decides between them.
+# `choice_p` is an identity. It marks two arrays, the copy `on_host` and the array on the device. The backward pass reads one of
+# them; the `reading` decides which.
 choice_p = compat.new_primitive("shared_input_choice", lambda value, **_: value, multiple_results=False)
 
 
@@ -134,7 +134,7 @@ def is_taken(eqn: Any) -> bool | None:
 
 
 def offloaded_name(eqn: Any) -> str | None:
-    """The residual name of the array that the choice `eqn` offloads; None if `eqn` is no such choice."""
+    """The residual name of the array that is offloaded by `eqn`, a choice `on_host`; None for other equations."""
     return eqn.params["name"] if eqn.primitive is choice_p and eqn.params["on_host"] else None
 
 
@@ -149,9 +149,9 @@ batching.primitive_batchers[choice_p] = lambda args, axes, **params: (choice_p.b
 
 # --- inputs parked on the host ------------------------------------------------------------------------------------------
 #
-# JAX's policy cannot offload a tied block's input: it decides while the block is traced, before the other readers are known. So
-# the block keeps its input, and the tie replaces it among the residuals by a copy on the host. If more readers may follow, the
-# array itself becomes a `spare`, and the backward pass reads one of the two.
+# A JAX policy cannot offload a tied block's input: it decides while the block is traced, before the other readers are known. So
+# the block saves its input x, and the tie parks it: among the residuals, a copy on the host replaces x. If more readers may
+# follow, x itself is a `spare` too, and the backward pass reads either the copy or the spare.
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a parked input among the residuals, and its readers; None if it surely leaves the device."""
+    """The place of a parked input among the residuals, and its readers (None: the input certainly leaves the device)."""
 
     place: int
     reading: Reading | None
@@ -173,14 +173,14 @@ class Slot:
 
 @dataclass
 class Residuals:
-    """The arrays that a block's linear function reads, each once.
+    """The residuals of a block, r in ẏ = f_lin(r, ẋ), without duplicates.
 
     Attributes:
-      values: the arrays, with parked inputs on the host.
-      kept: the arrays before parking, as `linear` takes them.
+      values: the residuals, with parked inputs on the host.
+      kept: the residuals before parking, as `linear` takes them.
       slots: the parked inputs.
       spares: for each slot with a reading, the input on the device.
-      linear: the linear function of `kept` and the tangents.
+      linear: f_lin, a function of `kept` and the tangents.
     """
 
     values: list[Any]
@@ -191,10 +191,10 @@ class Residuals:
 
 
 def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *, waits: bool) -> Residuals:
-    """The residuals of `linear`, the linear function of a block at `primals` from `jax.linearize`.
+    """The residuals of `linear`, the linear function that `jax.linearize` returned for a block at `primals`.
 
     Args:
-      offers: the inputs to park. An input that is no residual, or that another block is known to read, is not parked.
+      offers: the inputs to park. An input stays if it is no residual, or if another block is known to read it.
       waits: whether more readers may follow.
     """
     leaves, treedef = jax.tree.flatten(linear)
@@ -222,7 +222,7 @@ def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *
 
 
 def back_on_device(residuals: Sequence[Any], slots: Sequence[Slot], spares: Sequence[Any]) -> list[Any]:
-    """`residuals` as the linear function takes them: each parked input is replaced by its spare, or fetched from the host."""
+    """`residuals` in the form of `Residuals.kept`: each parked input is replaced by its spare, or fetched from the host."""
     filled, waiting = list(residuals), iter(spares)
     for slot in slots:
         if slot.reading is not None:

@@ -1,4 +1,4 @@
-"""Reading a row from its stack where the row is used, so that neither the row nor a slice of the stack is kept."""
+"""Reads a row from its stack where the row is used, so that neither the row nor a slice of the stack becomes a residual."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remat_jax import compat
 
 @dataclass(frozen=True)
 class StackRow:
-    """The stack and the index from which a value can be read again. Gradients flow through the value, not through the stack."""
+    """Where a value can be read again: `stack[index]`. Gradients flow through the value, not through the stack."""
 
     stack: Any
     index: Any
@@ -30,9 +30,9 @@ def _read(row: Any, stack: Any, index: Any) -> Any:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False, allow_negative_indices=False)
 
 
-# `(row, stack, index)` → the row, read from the stack. Its derivatives, of any order, are with respect to `row`. So the
-# gradients of a scan's rows are stacked as in any scan, instead of added in every iteration to an array as large as the stack.
-# The value of `row` is not used: the compiler drops its computation as dead code.
+# read_row(row, stack, index) = stack[index], with the tangent of `row`. So a scan stacks the gradients of its rows, as usual;
+# the derivative of `stack[index]` would add them to an array as large as the stack in every iteration. The value of `row` is
+# not used: the compiler drops its computation as dead code.
 read_row_p = compat.new_primitive("read_row", _read, multiple_results=False)
 
 

@@ -1,16 +1,18 @@
-"""Linking consecutive tied blocks, so that the copies of one block run while the next block computes.
+"""Links consecutive tied blocks, so that one block's copies overlap with the next block's compute.
 
-A tied block without a link (`ties`) waits at its end for its own copies to the host, and starts to fetch them when its backward
-pass starts, so little of its compute overlaps with its copies. A linked block waits for the copies of the previous block
-instead, and the start of its backward pass starts the fetch for the previous block.
+A tied block without a link (`ties`) waits for its own copies to the host at its end, and fetches them when its backward pass
+starts, so few copies overlap with compute. A linked block i instead waits for hᵢ₋₁, the previous block's residuals on the host,
+and fetches hᵢ₋₁ while its own backward pass runs:
 
-The link is the first block's arrays on the host. The next block takes them as arguments, makes its own outputs wait for them,
-keeps them for its backward pass, fetches them while that pass runs, and returns them as cotangents of ghosts. A ghost is an
-argument of the same shape in device memory whose value nobody reads.
+    yᵢ = barrier(fᵢ(xᵢ), hᵢ₋₁)            forward pass
+    x̄ᵢ = fᵢ_linᵀ(rᵢ, ȳᵢ)                  backward pass, in which block i fetches hᵢ₋₁
 
-While a block is traced, it is not known whether a linked block follows. So a linked block has its outputs twice: tied to its
-own copies, for any reader, and loose, for a next block that takes the arrays on the host too, which is recognised by the array
-that it is called with. The compiler drops the outputs that nobody reads.
+Block i takes hᵢ₋₁ as arguments, keeps it for its backward pass, and returns the fetched arrays as cotangents of ghosts. A ghost
+is an argument with the shape of an array of hᵢ₋₁, in device memory, whose value nothing reads.
+
+When a block is traced, it is unknown whether a linked block follows. So a linked block has its outputs twice: tied to its own
+copies, for any reader, and loose, for a next block that waits for the copies itself. A block is recognised as the next block if
+it is called with one of the tied outputs. The compiler drops the outputs that nothing reads.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ Block = Callable[..., list[Any]]
 
 @dataclass
 class _Link:
-    """The arrays on the host that a linked block leaves for the next block, and their readings; `values` is None once taken."""
+    """A linked block's arrays on the host (`values`; None after a block has taken the link), and their readings."""
 
     serial: int
     trace: Any
@@ -54,12 +56,12 @@ class _Output:
     link: _Link
 
 
-# id of an output of a linked block → the output. An entry dies with its output, so no trace is kept alive.
+# id of an output of a linked block → the output. An entry is removed with its output, so no trace stays alive.
 _outputs: dict[int, _Output] = {}
 # How many linked blocks this thread has traced.
 _serial: ContextVar[int] = ContextVar("serial", default=0)
-# A link is not taken if more blocks lie in between: arrays fetched during this block's backward pass would be on the device
-# until the backward passes of all blocks in between are done. One block in between is allowed, for two parallel streams.
+# A block takes a link only from the last two linked blocks. Arrays that it fetches in its backward pass are on the device until
+# the backward passes of all blocks in between are done. One block in between is allowed, for models with two parallel streams.
 _MAX_DISTANCE = 2
 # Kind of block → the arrays that it leaves on the host.
 _handed_by_kind: dict[Any, list[_Handed]] = {}
@@ -68,18 +70,18 @@ _unlinked: ContextVar[bool] = ContextVar("unlinked", default=False)
 
 
 def unlinked() -> contextlib.AbstractContextManager[None]:
-    """Inside this context blocks are tied but not linked. It is entered while a block is traced, for the blocks inside it."""
+    """Inside this context blocks are tied but not linked. It is active while a block is traced, for blocks nested in it."""
     return compat.setting(_unlinked, True)
 
 
 def run_tied(run: Block, block: BlockUnderPolicy, values: Sequence[Any], offers: Sequence[Offer]) -> list[Any]:
-    """`run(*values)`, which runs `block`, tied to the schedule, and linked to the block that just computed one of `values`.
+    """`run(*values)`, tied to its place in the schedule and, if possible, linked to the block that computed one of `values`.
 
-    A block that does not offload is tied too if the block before it offloads: the previous block's arrays are fetched during
-    its backward pass, and delayed gradients would keep its own arrays alive at the same time.
+    A block without an offload is tied too if it takes a link. Its backward pass fetches the previous block's arrays, and
+    delayed gradients would keep its own arrays alive at the same time.
 
     Args:
-      run: runs the block under its policy, on flat arrays, but keeps the offered inputs on the device.
+      run: a function of flat arrays that runs `block` under its policy, but saves the offered inputs on the device.
       offers: the inputs to park in host memory.
     """
     linkable = not _unlinked.get() and not block.jaxpr.effects and all(map(_linkable, values)) and not _shares(block, values)
@@ -131,7 +133,8 @@ def _handed(
 ) -> list[_Handed]:
     """The arrays that `block` leaves on the host and can hand on when it is differentiated along the `live` inputs.
 
-    Finding them costs a trace, so blocks of a kind are assumed to leave the same arrays; any other block hands nothing on.
+    Finding them costs a trace, so blocks with the same policy, types and primitives are assumed to leave the same arrays. If a
+    block leaves other arrays, it hands nothing on (`_jvp`).
     """
     places = tuple(offer.place for offer in offers)
     # An array that is passed twice is one residual.
@@ -176,24 +179,24 @@ def _steps(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def _linkable(value: Any) -> bool:
-    # Inside a `shard_map` that checks how values vary over mesh axes, the arrays made here would not vary as they must.
+    # A `shard_map` may check over which mesh axes values vary. The zeros of a link vary over none and would fail the check.
     return compat.varying_axes(value) == compat.varying_axes(jnp.float32(0))
 
 
 def _shares(block: BlockUnderPolicy, values: Sequence[Any]) -> bool:
-    """Whether a `custom_vjp` may return one unbatched result for a whole batch: JAX 0.10 cannot differentiate its trace."""
+    """Whether a batched `custom_vjp` in the block may have an unbatched result, which JAX 0.10 cannot differentiate."""
     batched = any(type(value).__name__ == "BatchTracer" for value in values)
     return batched and any(eqn.primitive.name.startswith("custom_vjp") for eqn in equations(block.jaxpr))
 
 
 def _differentiated(value: Any) -> bool:
-    # In a `jit` it is not known yet whether the value will be differentiated, and without differentiation the handed arrays
-    # would be useless copies. If JAX runs op by op, nothing overlaps.
+    # Inside a `jit` it is unknown whether a derivative will follow; without a derivative, handed arrays are useless copies. If
+    # JAX runs op by op, copies do not overlap with compute.
     return type(value).__name__ in ("LinearizeTracer", "JVPTracer") and compat.is_staged(value)
 
 
 def _take(values: list[Any]) -> tuple[list[Any], list[Any], Links] | None:
-    """`values` with the last linked block's loose outputs, the arrays that it hands on, their readings; None without one."""
+    """Take the last link: `(values with its loose outputs, its arrays on the host, their readings)`; None without a link."""
     here = jex.get_opaque_trace_state()
     outputs = {place: _outputs[id(value)] for place, value in enumerate(values) if id(value) in _outputs}
     outputs = {
@@ -230,9 +233,9 @@ def _evaluate(*operands: Any, jaxpr: Any, **_: Any) -> list[Any]:
 
 
 # A linked block.
-# Operands: the block's arguments; the arrays on the host of the block `before` (with their readings); their ghosts.
-# Outputs: the outputs tied to the block's copies; the loose outputs; the `handed` arrays on the host; their ghosts.
-# `jaxpr` has the same inputs and outputs; the `offers` are inputs to park on the host. The primitive is bound only under
+# Operands: the block's arguments; the previous block's arrays on the host (`before` has their readings); their ghosts.
+# Outputs: the outputs tied to the block's copies; the loose outputs; `handed` arrays on the host; their ghosts.
+# `jaxpr` has the same inputs and outputs. The `offers` are inputs to park on the host. The primitive is bound only under
 # differentiation, so jaxprs rarely contain it.
 linked_block_p = compat.new_primitive("linked_block", _evaluate)
 
@@ -289,10 +292,10 @@ def _jvp(
 def _leave_forward(
     outputs: list[Any], residuals: list[Any], others: list[Any], hands_on: bool
 ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Leave the forward pass: `(loose outputs, outputs tied to the copies, residuals, others)`.
+    """Tie the end of the forward pass: `(loose outputs, outputs tied to the copies, residuals, others)`.
 
-    The outputs wait for the `others`, the previous block's arrays on the host. The backward pass must read the `others` from
-    behind this barrier: XLA drops the operands of a barrier that are not read behind it, and the outputs would not wait.
+    The outputs wait for the `others`, the previous block's arrays on the host. The backward pass must read the `others` that
+    are returned here: XLA drops an operand of a barrier if its result is unread, and then the outputs would not wait for it.
     """
     if not hands_on:
         outputs, residuals, others = compat.optimization_barrier((outputs, residuals, others))
@@ -307,7 +310,7 @@ def _leave_forward(
 def _batch(
     axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, handed: int, **params: Any
 ) -> tuple[list[Any], list[int | None]]:
-    # In `jaxpr` zeros stand for the handed arrays. They must be batched, because the handed arrays are.
+    # In `jaxpr`, zeros are placeholders for the handed arrays. They must be batched, because the handed arrays are batched.
     instantiate = [False] * (len(jaxpr.out_avals) - 2 * handed) + [True] * (2 * handed)
     mapped, moved, out_axes = compat.batched(jaxpr, axis, args, axes, instantiate)
     return linked_block_p.bind(*moved, jaxpr=mapped, handed=handed, **params), out_axes

@@ -1,14 +1,14 @@
-"""Tying a block to its place in the schedule, so that unrolled offload frees device memory.
+"""Ties a block to its place in the schedule, so that an offload in an unrolled block frees device memory.
 
-The compiled schedule shows two reasons why XLA:GPU frees nothing when an unrolled block offloads. It delays the copy to the
-host until the backward pass needs it, so the device buffer stays alive. And it delays the weight-gradient matmuls to the end,
-so that each keeps a block's activations alive. Ties with `optimization_barrier` prevent both:
+Without ties XLA:GPU frees nothing, and the compiled schedule shows two reasons. XLA:GPU delays the copy to the host until the
+backward pass needs it, so the device buffer stays alive. It also delays the weight-gradient matmuls to the end, and each of
+them keeps a block's activations alive. Ties (`optimization_barrier`) prevent both delays. They change no value:
 
-- in the forward pass, the block's outputs with its residuals;
-- at the start of the backward pass, the block's cotangents with its residuals;
-- in the backward pass, each gradient at its place (`gradient_ties`), and all gradients at its end.
+    y, r = barrier(f(x), r)           forward pass: the outputs wait for the copies of the residuals to the host
+    r, ȳ = barrier(r, ȳ)              start of the backward pass: fetching the residuals waits for ȳ
+    x̄    = barrier(f_linᵀ(r, ȳ))      end of the backward pass: it waits for every gradient
 
-Values do not change.
+Inside f_linᵀ, `gradient_ties` keeps each gradient at its place.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
 
 
 Links = tuple[Reading | None, ...]
-"""The arrays on the host that a linked block hands on: for each its readers, if it may stay on the device."""
+"""For each array on the host that a linked block hands on: its `Reading` if it is an input of the block, else None."""
 
 
 def bind_linear(
@@ -75,7 +75,7 @@ def bind_linear(
     before: Links = (),
     handed: tuple[Any, ...] = (),
 ) -> tuple[dict[int, Any], list[Any]]:
-    """The tangents of the smooth `outputs` by index, and of the block's own ghosts; for the arguments see `tied_linear_p`."""
+    """Bind `tied_linear_p`. Returns the tangents of the smooth `outputs` by index, and the tangents of the block's ghosts."""
     smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
 
     def pushforward(residuals: list[Any], *directions: Any) -> list[Any]:
@@ -89,12 +89,12 @@ def bind_linear(
 
 
 def host_zeros(aval: Any) -> Any:
-    """Zeros of a type, in host memory."""
+    """Zeros of the type `aval`, in host memory."""
     return jax.device_put(jnp.zeros(aval.shape, aval.dtype), jax.memory.Space.Host)
 
 
 def ghost(aval: Any) -> Any:
-    """Zeros of the shape and dtype of a type, in device memory. Nobody reads them, so the compiler drops them."""
+    """Zeros of the shape and dtype of `aval`, in device memory. Nothing reads them, so the compiler drops them."""
     return jnp.zeros(aval.shape, aval.dtype)
 
 
@@ -106,15 +106,15 @@ def _evaluate(
     return [*jex.jaxpr_as_fun(jaxpr)(*residuals, *args[num_residuals:size]), *map(ghost, handed)]
 
 
-# The linear part of a tied block: tangents in, tangents out, given residuals. It is a primitive because its transpose is
-# written by hand: `custom_vjp` has no forward mode, and `linear_call` has no batching.
+# The linear part of a tied block, ẏ = f_lin(r, ẋ). It is a primitive because its transpose x̄ = f_linᵀ(r, ȳ) has ties
+# (`_transpose`): `custom_vjp` has no forward mode, and `linear_call` has no batching.
 #
-# Operands: the residuals; the tangents; the spares of the `slots` (parked inputs that may stay on the device); the arrays on
-# the host of the block `before` (with the reading of each array that may stay on the device); the tangents of their ghosts.
-# Outputs: the tangents of the block; the tangents of its own ghosts, of the types `handed`.
+# Operands: the residuals r; the tangents ẋ; the spares of the `slots` (parked inputs that may stay on the device); the previous
+# block's arrays on the host (`before` has one entry for each); the tangents of the ghosts of these arrays.
+# Outputs: the tangents ẏ; the tangents of the block's own ghosts, which have the types `handed`.
 #
-# A linked block (`tied_chain`) hands its residuals on the host to the next block, and gets them back, fetched, as the
-# cotangents of their ghosts. The tangents of ghosts are always zero, and these cotangents are no derivatives.
+# A linked block (`tied_chain`) hands its residuals on the host to the next block. The next block fetches them in its backward
+# pass and returns them as cotangents of their ghosts. These cotangents are no derivatives; ghosts' tangents are always zero.
 tied_linear_p = compat.new_primitive("tied_linear", _evaluate)
 
 
@@ -162,7 +162,7 @@ def _transpose(
     gradients, others = in_program_order(backward, residuals, concrete, fetched, others)
     gradients = list(map(transposed_no_more, compat.optimization_barrier(gradients)))
     back = iter(others)
-    # An array that stays on the device was not fetched. The cotangent of its ghost is zeros, which nobody reads.
+    # An array that stays on the device was not fetched. The cotangent of its ghost is zeros, which nothing reads.
     given_back = [
         ghost(compat.on_device(other)) if _stays(reading) else next(back)
         for other, reading in zip(args[behind:], before, strict=False)
@@ -182,13 +182,13 @@ def can_be_handed(residual: Any) -> bool:
 def _enter_linked(
     residuals: list[Any], there: Mapping[int, Any], cotangents: list[Any], returned: Sequence[Any], others: list[Any]
 ) -> tuple[list[Any], dict[int, Any], list[Any], list[Any]]:
-    """Enter a linked block's backward pass: residuals and cotangents tied to each other, fetched residuals by index, `others`.
+    """Tie the start of a linked block's backward pass: `(residuals, fetched residuals by index, cotangents, others)`.
 
-    The next block fetched the `returned` residuals during its own backward pass. If there was no next block, the residuals are
-    fetched here. Afterwards the `others`, the residuals of the previous block, may be fetched.
+    The next block fetched the `returned` residuals in its own backward pass. If there was no next block, they are fetched here.
+    Only then may the `others`, the previous block's residuals on the host, be fetched.
 
     Args:
-      there: residuals that stayed on the device and are not fetched: index → array.
+      there: residuals that stayed on the device, which need no fetch: index → array.
     """
     handed = [place for place, residual in enumerate(residuals) if can_be_handed(residual)]
     fetched = {place: value for place, value in zip(handed, returned, strict=True) if place not in there}
@@ -204,12 +204,12 @@ def _enter_linked(
 
 
 def in_order(by_place: Mapping[int, Any]) -> list[Any]:
-    """The values of a mapping from places, in the order of the places."""
+    """The values of `by_place`, ordered by place."""
     return [by_place[place] for place in sorted(by_place)]
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    # Forward mode over forward mode keeps nothing for a backward pass, so nothing is tied.
+    # Forward mode over forward mode has no residuals and no backward pass, so nothing is tied.
     changes = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
     outputs, changes = jax.jvp(lambda *args: _evaluate(*args, **params), tuple(primals), changes)
     return outputs, list(map(transposed_no_more, changes))

@@ -1,4 +1,4 @@
-"""Evaluating a jaxpr equation by equation, with some equations replaced, and looking at the jaxprs inside equations."""
+"""Evaluates a jaxpr equation by equation, with some equations replaced, and finds the jaxprs inside equations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -> None:
-    """Evaluate `eqns` in order, as `interpret` does. `env` has the values of variables, and their outputs are added to it."""
+    """Evaluate `eqns` in order, as `interpret` does. `env` maps variables to values; the outputs are added to it."""
     for eqn in eqns:
         inputs = [value_of(atom, env) for atom in eqn.invars]
         outputs = visit(eqn, inputs)
@@ -110,13 +110,13 @@ def given_names(jaxpr: Any) -> Iterator[str]:
 
 
 def checkpoints_around_blocks(jaxpr: Any) -> int:
-    """How many checkpoints from elsewhere, at any depth of the closed `jaxpr`, contain a block of `remat_jax`."""
+    """How many checkpoint regions, at any depth of the closed `jaxpr`, contain a block of `remat_jax`."""
     regions = [bodies(eqn) for eqn in equations(jaxpr) if compat.is_checkpoint(eqn)]
     return sum(any(compat.is_block(eqn) for body in inside for eqn in equations(body)) for inside in regions)
 
 
 def map_inner(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The jaxpr parameters of `eqn` with `change` applied to each closed jaxpr, each still in its original form."""
+    """The jaxpr parameters of `eqn` with `change` applied to each closed jaxpr. Open jaxprs stay open."""
     return _map_inner(eqn, lambda _, body: change(body))
 
 

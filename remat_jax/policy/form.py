@@ -30,18 +30,18 @@ class Policy:
 
     A policy is written as text, ``action: selector[, selector]; …``, with the actions ``save`` (device memory),
     ``offload`` (host memory) and ``recompute``. A selector is a glob on residual names, ``@inputs``, ``@dots``,
-    ``@dots_with_no_batch_dims``, ``@convs`` (convolutions) or ``@primitive:NAME``. A glob writes ``?`` for a comma or a
-    semicolon in a residual name.
-    ``@dots`` and ``@dots_with_no_batch_dims`` are what JAX's ``dots_saveable`` and ``dots_with_no_batch_dims_saveable``
-    save: the first includes convolutions, the second does not.
+    ``@dots_with_no_batch_dims``, ``@convs`` (convolutions) or ``@primitive:NAME``. For a comma or a semicolon in a residual
+    name, write ``?`` in the glob.
+    ``@dots`` and ``@dots_with_no_batch_dims`` select what JAX's ``dots_saveable`` and ``dots_with_no_batch_dims_saveable``
+    save. ``@dots`` includes convolutions; ``@dots_with_no_batch_dims`` does not.
 
     Like ``jax.checkpoint``, every policy keeps the inputs of a block. For an input, ``recompute`` means ``save``; only
     ``offload`` moves an input.
 
     Attributes:
         rules: the rules, in order. Only the last rule can be ``*``, which matches every residual.
-        default: what happens to a residual that no rule before ``*`` matches; the same as a last rule ``*``, so policies that
-            do the same compare equal. A policy without rules is ``recompute: *``.
+        default: the action for a residual that no other rule matches. A last rule ``*`` sets the default, and a default other
+            than ``recompute`` becomes a last rule ``*``. A policy without rules is ``recompute: *``.
         checkpoint: False for ``off``: no checkpointing and no rules.
 
     Raises:
@@ -85,10 +85,10 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str, argument: str = "policy") -> Policy:
-        """The policy that a text or a name describes; error messages call it ``argument``.
+        """The policy that a text or a name describes. ``argument`` is its name in error messages.
 
         Raises:
-            UnknownPolicyError: a single word that is not a policy's name.
+            UnknownPolicyError: ``text`` is a single word that is not a policy's name.
             PolicyError: ``text`` is not a string, or is malformed.
 
         >>> Policy.parse("offload: attention_out; save: @dots;")
@@ -151,7 +151,7 @@ class Policy:
         return next((rule.action for rule in self.rules if rule.matches(candidate)), self.default)
 
     def unmatched(self, candidates: Iterable[Candidate]) -> tuple[str, ...]:
-        """The selectors that match none of ``candidates``, whatever the order of the rules.
+        """The selectors that match none of ``candidates``. The order of the rules does not matter.
 
         >>> Policy.parse("save: atention_out, @dots").unmatched([Candidate("q:dot_general#0", "dot_general")])
         ('atention_out',)

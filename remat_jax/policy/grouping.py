@@ -1,4 +1,4 @@
-"""Groups of layers as data: consecutive layers under one checkpoint, which keeps only the first layer's input."""
+"""Groups of layers as data. A group is consecutive layers under one checkpoint, which keeps only the first layer's input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from remat_jax.errors import PolicyError
 
 Group = tuple[int, int]
-"""The first layer of a group, counted from 0, and the layer after the group."""
+"""The first layer of a group, counted from 0, and the first layer after the group."""
 _IN_GROUPS = re.compile(r"(.*\S)\s+in\s+groups\s+of\s+(\S+)\s*", re.DOTALL)
 
 
@@ -34,7 +34,7 @@ def is_in_groups(text: str) -> bool:
 
 
 def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[int]) -> tuple[Group, ...]:
-    """The groups in order; each is inside one run without offload, contains no cut and overlaps no other group."""
+    """The groups, sorted. Raises unless each group is inside one run without offload, and has no cut or overlap."""
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise PolicyError(f"LayerPolicies: groups={groups!r}: expected pairs (first layer, the one after the last).")
     checked = sorted(_checked_pair(pair) for pair in groups)

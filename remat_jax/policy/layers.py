@@ -1,4 +1,4 @@
-"""Policies by layer: consecutive layers under one policy, the next layers under another, as plain frozen data."""
+"""Policies by layer: runs of consecutive layers, each run under one policy, as plain frozen data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from remat_jax.policy.grouping import Group, checked_groups, is_in_groups, serie
 from remat_jax.policy.text import parse_json
 
 VERSION, CUT_VERSION, GROUP_VERSION = 1, 2, 3
-"""The versions of JSON without cuts, with cuts, and with groups."""
+"""The versions of the JSON form without cuts, with cuts, and with groups."""
 MOST_LAYERS = 10**6
 """The most layers in a run. A larger number is a typo, and a list of its layers would not fit in memory."""
 _RUN = re.compile(r"\s*(\d+)\s*[x×]\s+(.*)", re.DOTALL)
-# A bar counts only before a new run: residual names may have bars.
+# A bar separates runs only before a new run, because residual names may contain bars.
 _BAR = re.compile(r"(\|\|?)(?=\s*\d+\s*[x×]\s)")
 _GRAMMAR = (
     "'8 × full | 4 × dots' (x means × too), where each run has a policy's name or text; '||' cuts a run, and '8 × full in "
@@ -32,24 +32,24 @@ _GRAMMAR = (
 class LayerPolicies:
     """A policy for each layer: the i-th call of a block, in forward order, runs under the i-th policy.
 
-    `checkpoint_blocks`, `Workload`, `residuals`, `measure` and `doctor` take it as a block's policy. A scan over layers is cut
-    into one scan for each run of equal policies, with the same parameters and the same results. There must be as many layers as
-    calls.
+    `checkpoint_blocks`, `Workload`, `residuals`, `measure` and `doctor` take `LayerPolicies` as a block's policy. A scan over
+    layers is cut into one scan for each run of equal policies; parameters and results do not change. The number of policies
+    must be the number of calls.
 
     A text lists the runs, `N × policy` or `N x policy`, separated by bars. Two bars cut a scan between layers under one policy.
     A cut can change memory, because XLA does not treat a scan of a single layer as a loop (`docs/notes/cutting_a_scan.md`).
 
     `N × policy in groups of k` sets one checkpoint around each k consecutive layers, which keeps only the group's input. The
-    backward pass recomputes the group, with its layers under their policy and the computation between them. Under `full` at
-    most N/k + k inputs and the residuals of one layer are alive, and each layer runs forward three times. Under `off` each
-    layer runs forward twice, and the residuals of k layers are alive (Chen et al., arXiv:1604.06174). The last group of a run
-    has the layers that are left over. A group of one layer is that layer under `full`.
+    backward pass recomputes the group: its layers, under their policy, and the computation between them. Under `full` at most
+    N/k + k inputs and the residuals of one layer are alive, and each layer runs forward three times. Under `off` each layer
+    runs forward twice, and the residuals of k layers are alive (Chen et al., arXiv:1604.06174). The last group of a run may be
+    shorter. A group of one layer is that layer under `full`.
 
     Attributes:
         runs: pairs of the number of consecutive layers and their policy; equal neighbours become one run.
-        cuts: the layers, counted from 0, before which a scan is cut between layers under one policy; in a scan whose round
-            calls the block several times, before the next round. A cut where the policy changes anyway is dropped.
-        groups: for each group its first layer and the layer after it. A group is inside one run and contains no cut.
+        cuts: the layers, counted from 0, before which a scan is cut between layers under one policy. If one iteration of the
+            scan has several layers, the cut is before the next iteration. A cut where the policy changes anyway is dropped.
+        groups: for each group, its first layer and the first layer after it. A group is inside one run and contains no cut.
 
     Raises:
         PolicyError: a run, its policy, a cut or a group is malformed, or a policy offloads inside a group.
@@ -84,7 +84,7 @@ class LayerPolicies:
 
     @classmethod
     def of(cls, policies: Iterable[Policy | str], cuts: Iterable[int] = (), groups: Iterable[Group] = ()) -> LayerPolicies:
-        """Policies by layer from one policy (or its name or text) for each layer, the first layer's first.
+        """Policies by layer from one policy (or its name or text) for each layer, in forward order.
 
         >>> LayerPolicies.of(["full", "dots", "dots"]).runs[1][0]
         2
@@ -99,7 +99,7 @@ class LayerPolicies:
 
     @classmethod
     def parse(cls, text: str, argument: str = "policy") -> LayerPolicies:
-        """The policies that a text describes; error messages call it ``argument``.
+        """The policies that a text describes. ``argument`` is the text's name in error messages.
 
         Raises:
             PolicyError: the text or a run's policy is malformed; the message quotes the run.
@@ -140,7 +140,7 @@ class LayerPolicies:
         return "".join(parts)
 
     def _written(self) -> list[tuple[range, Policy, int | None]]:
-        """`ranges`, each with its group size; a run's shorter last group is written with the groups before it."""
+        """`ranges`, each with its group size. The shorter last group of a run is joined with the groups before it."""
         written: list[tuple[range, Policy, int | None]] = []
         for layers, policy in self.ranges:
             group = self.group_of(layers.start)
@@ -165,7 +165,7 @@ class LayerPolicies:
 
     @property
     def ranges(self) -> tuple[tuple[range, Policy], ...]:
-        """The positions of each run, counted from 0, and its policy; cuts and series of groups divide a run.
+        """The layers of each run, counted from 0, and its policy. A run is split at cuts and at borders of series of groups.
 
         >>> [(positions.start, positions.stop) for positions, _ in LayerPolicies.parse("8 x full | 4 x dots").ranges]
         [(0, 8), (8, 12)]
@@ -254,7 +254,7 @@ class LayerPolicies:
 
 
 def _version(data: dict[str, Any]) -> int:
-    """The version of JSON with these keys; an older release must refuse what it cannot read."""
+    """The version of JSON with these keys. An older release refuses a version that it cannot read."""
     return GROUP_VERSION if "groups" in data else CUT_VERSION if "cuts" in data else VERSION
 
 

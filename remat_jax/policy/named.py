@@ -19,10 +19,10 @@ JaxPolicy = Callable[..., Any]
 def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Policy | JaxPolicy:
     """The policy that ``value`` describes: a policy, a name, an alias or a text.
 
-    A JAX policy object, which is a function, is returned as it is. Error messages call ``value`` ``argument``.
+    A JAX policy object, which is a function, is returned unchanged. ``argument`` is the value's name in error messages.
 
     Raises:
-        UnknownPolicyError: a single word that is not a policy's name.
+        UnknownPolicyError: ``value`` is a single word that is not a policy's name.
         PolicyError: ``value`` is not a policy.
 
     >>> as_policy("nothing_saveable").name
@@ -49,12 +49,12 @@ def as_block_policy(value: Any, argument: str = "policy") -> Policy | JaxPolicy 
 
 
 def is_off(policy: Any) -> bool:
-    """Whether a policy means no checkpointing at all."""
+    """Whether a policy is `off`, which means no checkpointing."""
     return isinstance(policy, Policy) and not policy.checkpoint
 
 
 def _check_not_a_factory(value: JaxPolicy, argument: str) -> None:
-    # JAX would call the factory as a policy; the function that it returns is truthy, which JAX reads as "save".
+    # JAX would call the factory as if it were a policy. The factory returns a function, which JAX takes as True: "save".
     name, module = getattr(value, "__name__", ""), getattr(value, "__module__", "") or ""
     if name in FACTORIES and module.split(".")[0] == "jax":
         raise PolicyError(

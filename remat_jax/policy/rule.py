@@ -1,4 +1,4 @@
-"""Actions, candidates and rules: one line of a policy, and the facts about a residual that it reads."""
+"""Actions, candidates and rules: what a policy does with a residual, and the facts about a residual that selectors read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from remat_jax.errors import PolicyError, nearest
 INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS, PRIMITIVE = "@inputs", "@dots", "@dots_with_no_batch_dims", "@primitive:"
 CONVS = "@convs"
 
-# As jax.checkpoint_policies.dots_saveable and dots_with_no_batch_dims_saveable (jax/_src/ad_checkpoint.py): the first saves
-# convolutions, the second does not.
+# As in JAX (jax/_src/ad_checkpoint.py): dots_saveable saves convolutions, dots_with_no_batch_dims_saveable does not.
 CONVOLUTION = "conv_general_dilated"
 _DOTS = frozenset({"dot_general", CONVOLUTION, "scaled_matmul_wrapper"})
 
@@ -28,7 +27,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """An array that the backward pass could read, as selectors see it.
+    """The facts that selectors read about an array that the backward pass could read.
 
     Attributes:
         name: the residual name, ``module/path:primitive#k``, or the user's own ``checkpoint_name``.
@@ -48,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PolicyRule:
-    """An action (or its word), and the selectors of the residuals that it applies to, any sequence of texts.
+    """An action for the residuals that the selectors match. ``action`` may be a word, ``selectors`` any sequence of texts.
 
     Raises:
         PolicyError: an unknown action, no selectors, or a selector that cannot be written in a policy's text.
@@ -82,7 +81,7 @@ class PolicyRule:
 
 
 def to_action(word: object) -> Action:
-    """The action with this word."""
+    """The action that ``word`` names."""
     try:
         return Action(word)  # type: ignore[arg-type]  # it refuses what is not a word
     except ValueError:
@@ -91,7 +90,7 @@ def to_action(word: object) -> Action:
 
 
 def matches(selector: str, candidate: Candidate) -> bool:
-    """Whether ``selector`` matches ``candidate``; a glob must match the whole name, and case counts.
+    """Whether ``selector`` matches ``candidate``. A glob must match the whole name and is case-sensitive.
 
     >>> matches("*/up:*", Candidate("Block/ffn/up:dot_general#0", "dot_general"))
     True
@@ -104,7 +103,7 @@ def matches(selector: str, candidate: Candidate) -> bool:
         return _MATCHES[selector](candidate)
     if selector.startswith(PRIMITIVE):
         return fnmatchcase(candidate.primitive, selector[len(PRIMITIVE) :])
-    # A name copied from a table must match itself, although a glob reads its brackets as a set.
+    # A name copied from a table must match itself, although its brackets have a meaning in a glob.
     return candidate.name == selector or fnmatchcase(candidate.name, selector)
 
 
@@ -123,12 +122,12 @@ def is_catch_all(selector: str) -> bool:
 
 
 def is_automatic_glob(selector: str) -> bool:
-    """Whether ``selector`` needs automatic residual names; a plain name may be a user's ``checkpoint_name``."""
+    """Whether ``selector`` is a glob on automatic residual names. A plain name may be a user's ``checkpoint_name``."""
     return not selector.startswith("@") and not is_catch_all(selector) and any(mark in selector for mark in "*?[/:#")
 
 
 def what_is_wrong(selector: object) -> str:
-    """Why ``selector`` is invalid, as the rest of a sentence that begins with it; empty if it is valid."""
+    """Why ``selector`` is invalid, as the rest of a sentence that begins with the selector; empty if it is valid."""
     if not isinstance(selector, str):
         return "is not a text; write a glob on residual names such as '*ffn/up*', or '@dots'."
     if not selector.strip():
@@ -146,7 +145,7 @@ def what_is_wrong(selector: object) -> str:
 
 
 def first_unreachable(selectors: Sequence[str]) -> tuple[int, str] | None:
-    """The index of the first selector that can never apply, and the reason; None if every selector can.
+    """The index of the first selector that can never apply, and the reason; None if every selector can apply.
 
     >>> first_unreachable(["@dots", "*", "x"])
     (2, "'x' is never reached: '*' before it takes every residual; move it in front.")

@@ -11,8 +11,8 @@ from remat_jax.policy.rule import Action, PolicyRule, first_unreachable, to_acti
 
 OFF = "off"
 
-# One difference from JAX: its offload_dot_with_no_batch_dims ignores scaled_matmul_wrapper, which its
-# dots_with_no_batch_dims_saveable saves. Our two policies select the same dots.
+# One difference from JAX: JAX's offload_dot_with_no_batch_dims ignores scaled_matmul_wrapper, which JAX's
+# dots_with_no_batch_dims_saveable saves. Our two policies select the same matmuls.
 NAMED_TEXTS: dict[str, str] = {
     OFF: OFF,
     "full": "recompute: *",
@@ -73,7 +73,7 @@ def unknown_name(word: str, argument: str) -> UnknownPolicyError:
 
 
 def parse_json(text: str, kind: str, writer: str) -> Any:
-    """The data in a JSON text that `writer` wrote; messages call the data `kind`."""
+    """The data in a JSON text that `writer` wrote. `kind` is the name of the data in messages."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def parse_json(text: str, kind: str, writer: str) -> Any:
 
 
 def parse_rules(text: str, argument: str = "policy") -> tuple[PolicyRule, ...]:
-    """The rules in ``text``; a closing semicolon and whitespace around the parts are allowed.
+    """The rules in ``text``. A final semicolon and whitespace around the parts are allowed.
 
     An error quotes the malformed part and its position, counted from 1.
 
@@ -104,7 +104,7 @@ def parse_rules(text: str, argument: str = "policy") -> tuple[PolicyRule, ...]:
 def _parse_rule(part: str, at: int, text: str, argument: str) -> tuple[Action, list[tuple[str, int]]]:
     if not part:
         raise _malformed(text, argument, at, f"the rule is empty; write {_GRAMMAR}.")
-    # Only the first colon ends the action: residual names and @primitive:NAME have colons of their own.
+    # Only the first colon ends the action: residual names and @primitive:NAME contain colons too.
     word, colon, listed = part.partition(":")
     if not colon:
         named_text = NAMED_TEXTS.get(ALIASES.get(part, part))

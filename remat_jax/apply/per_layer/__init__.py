@@ -1,1 +1,1 @@
-"""Policies by layer: blocks become marks, and the traced function is evaluated with a policy for each of them."""
+"""Policies by layer: blocks become marks, and the traced function is evaluated with a policy for each mark."""

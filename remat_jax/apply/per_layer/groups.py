@@ -1,7 +1,8 @@
-"""Groups of layers: finding the equations of a group, or its iterations of a scan, and running them under one checkpoint.
+"""Finds the equations of a group of layers, or its iterations of a scan, and runs them under one checkpoint.
 
-The checkpoint of a group keeps the group's inputs. Each layer inside has its own checkpoint too (`layered`), which has an
-effect while the backward pass of the group recomputes the group.
+    y = checkpoint(full)(x ↦ (gₖ ∘ … ∘ g₁)(x)),   gᵢ = layer i under its own policy (`layered`)
+
+The group's checkpoint keeps only the group's inputs. The policies of its layers have an effect when the group is recomputed.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class EquationGroup:
 
     Attributes:
       eqns: the blocks, and the equations between them that depend on them.
-      inputs, outputs: the variables that the group reads, and its own variables that are read outside.
-      groups: more than one if several classes alternate.
+      inputs, outputs: the variables that the group reads, and its own variables that equations outside the group read.
+      groups: the groups of layers; several if blocks of several classes alternate.
     """
 
     eqns: tuple[Any, ...]
@@ -55,12 +56,12 @@ def in_parts(
     """The equations of the closed `jaxpr`, reordered so that the equations of each group are consecutive.
 
     An equation between two blocks of a group joins the group if it depends on a block of the group. Otherwise it moves before
-    the group. A group inside one equation that is no block (a scan, a `jit`) is formed when that equation is evaluated.
+    the group. A group inside a single equation (a scan, a `jit`) is formed when that equation is evaluated.
 
     Args:
       starts, counts: for each equation, the positions of its first blocks, and the number of its blocks.
       policies: the policies with groups, by block.
-      applied: the groups that contain `jaxpr`.
+      applied: the groups that contain `jaxpr`, whose checkpoints exist already.
 
     Raises:
       UnsupportedError: a group ends inside an equation, or groups of several blocks overlap.
@@ -93,7 +94,7 @@ def run_group(
     apart: bool,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """`function(*values)`, the layers of a group, under a checkpoint that keeps the inputs; for the rest see `bind_block`."""
+    """`function(*values)`, the layers of a group, under a checkpoint that keeps the inputs. `bind_block` has the arguments."""
     with unlinked():
         jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(function)(*values))
     block = block_under_policy(jaxpr, FULL, "", [False] * len(jaxpr.in_avals))
@@ -147,7 +148,7 @@ def _span(
 
 
 def _sorted_out(eqns: Sequence[Any], first: int, last: int, members: set[int]) -> tuple[list[Any], list[Any]]:
-    """The equations from `first` to `last`, in two lists: those that do not depend on the group, and the group."""
+    """The equations from `first` to `last` in two lists: equations that do not depend on the group, and the group."""
     made: set[Any] = set()
     before, inside = [], []
     for nth in range(first, last + 1):
@@ -215,12 +216,12 @@ class RoundGroups:
         self.groups.setdefault((start, end), set()).add((block, group))
 
     def like(self, index: int) -> Any:
-        """A key, equal for iterations that are in groups of the same length and have the same groups inside."""
+        """A key that is equal for iterations in groups of the same length and with the same groups inside."""
         start, end = self.whole.get(index, (0, 0))
         return end - start, sorted(self.parts.get(index, ()))
 
     def of(self, first: int, end: int) -> tuple[int | None, Groups]:
-        """How many iterations each group of a segment has (None without groups), and the groups."""
+        """The number of iterations of each group in a segment (None without groups), and the groups."""
         if first not in self.whole:
             return None, frozenset()
         starts = {self.whole[index] for index in range(first, end)}
@@ -235,9 +236,9 @@ class RoundGroups:
 def scan_of_groups(
     one_round: Any, carry: list[Any], stacks: list[Any], length: int, apart: bool, options: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """A scan over groups of `length` iterations, each a scan in a checkpoint: the final carry, and the stacked outputs.
+    """Scan over groups of `length` iterations, each a scan under a checkpoint. Returns the final carry and the stacked outputs.
 
-    The scanned operands `stacks` begin with the indices. `apart`: whether each pass has its own loop around the scan.
+    `stacks` are the scanned operands, the indices first. `apart`: whether each pass has its own loop around the scan.
     """
     number, size = stacks[0].shape[0] // length, len(carry)
 

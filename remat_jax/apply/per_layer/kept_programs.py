@@ -1,8 +1,8 @@
 """A cache of programs under policies by layer, so that eager calls are not compiled every time.
 
 Eager calls retrace the function every time, because it may read values from outside: a model that it closes over, NumPy's
-random numbers, the time. An identical trace reuses the earlier program with policies, and so JAX's compiled code for it.
-Programs with arrays, or with functions that could close over arrays or have effects of their own, are not cached.
+random numbers, the time. An identical trace reuses the earlier program with policies, for which JAX has compiled code. Programs
+that contain arrays, or functions that could close over arrays or have effects, are not cached.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MOST = 32
 
 @dataclass(frozen=True)
 class _Program:
-    """A program with marks, and the same program with its policies set: what `layered.evaluate` gave.
+    """A program with marks, and the same program under policies (the trace of `layered.evaluate`).
 
     Attributes:
-      settings: the JAX settings that traces depend on, and the blocks whose policies are set.
+      settings: the blocks whose marks are replaced, and the JAX settings on which traces depend.
       marked, resolved: the program with marks, and with policies in place of the marks.
     """
 
@@ -40,7 +40,7 @@ class _Program:
     audit: Audit
 
 
-# The latest used program comes last. The tuple is replaced, never changed, so that threads can share it.
+# The most recently used program is last. The tuple is replaced, never changed, so that threads can share it.
 _programs: tuple[_Program, ...] = ()
 
 

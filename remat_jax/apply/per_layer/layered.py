@@ -1,4 +1,4 @@
-"""Policies by layer: a traced function with marks (`core.marks`) is evaluated with the i-th block under the i-th policy.
+"""Evaluates a traced function with marks (`core.marks`): the i-th mark becomes its block under the i-th policy.
 
 A scan over blocks becomes consecutive scans, one for each run of iterations under the same policies (`runs`). Each group of
 blocks gets one more checkpoint around it (`groups`).
@@ -26,10 +26,10 @@ from remat_jax.policy import LayerPolicies, is_off
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: Audit) -> tuple[list[Any], Counter[Block]]:
-    """The closed `jaxpr` on `args`, with every mark of `blocks` under its policy; and how often each block is called.
+    """The outputs of the closed `jaxpr` on `args` with each mark of `blocks` under its policy, and each block's call count.
 
     Raises:
-      BlockError: a block's calls are not as many as its policies.
+      BlockError: a block is called more or less often than it has policies.
       UnsupportedError: blocks with policies by layer are in a `while` loop, or a group of layers begins or ends inside a loop,
         a call or a branch.
     """
@@ -49,10 +49,10 @@ class _Surroundings:
 
     Attributes:
       looped: whether the equation is in a loop.
-      apart: whether it is in a loop that the compiler keeps, so that each pass has its own.
-      rows: id of a value → the stack and index that the value is a row of.
+      apart: whether it is in a loop that the compiler keeps, so that each pass has its own loop.
+      rows: id of a value that is a row of a stack → the stack and the index.
       spans: in a scan: block → the layers of all iterations.
-      idle: whether it is in a loop without iterations, whose blocks are no layers.
+      idle: whether it is in a loop without iterations, whose blocks do not count as layers.
       groups: the groups of layers that contain the equation.
     """
 
@@ -64,24 +64,24 @@ class _Surroundings:
     groups: Groups = frozenset()
 
     def inside(self, *, looped: bool = False) -> _Surroundings:
-        """The surroundings in the body of an equation, without `rows`: values have other ids there."""
+        """The surroundings in the body of an equation, without `rows`: the body's values have other ids."""
         return replace(self, looped=self.looped or looped, apart=self.apart or looped, rows={})
 
     def in_group(self, groups: Groups) -> _Surroundings:
-        """The surroundings in these groups of layers: one loop recomputes both the group and its layers."""
+        """The surroundings in these groups of layers. `apart` is False: one loop recomputes both the group and its layers."""
         return replace(self, apart=False, rows={}, groups=self.groups | groups)
 
 
 @dataclass(frozen=True)
 class _Resolver:
-    """Sets the policies of marks: of the `blocks` alone. `grouped` has the policies with groups."""
+    """Evaluates the marks of `blocks` under their policies; other marks stay. `grouped` has the policies that have groups."""
 
     blocks: frozenset[Block]
     audit: Audit
     grouped: Mapping[Block, LayerPolicies]
 
     def run(self, jaxpr: Any, args: Sequence[Any], at: Positions, around: _Surroundings) -> list[Any]:
-        """Evaluate `jaxpr`, whose first blocks have the positions `at`. Afterwards `at` is past its blocks."""
+        """Evaluate `jaxpr`, whose first blocks have the positions `at`. Advances `at` by the blocks of `jaxpr`."""
         eqns = jaxpr.jaxpr.eqns
         counts, starts = [count_in(eqn, self.blocks) for eqn in eqns], []
         for passed in counts:
@@ -134,14 +134,14 @@ class _Resolver:
         at[mark.marked.block] += 1
         rows = {} if mark.batches else _rows(inputs, around)
 
-        # Runs inside the `vmap`s around the block, because the block's collectives name their axes.
+        # `run_mark` runs inside the `vmap`s around the block, because collectives in the block name the axes of the `vmap`s.
         def run_mark(*values: Any) -> list[Any]:
             body = mark.jaxpr
             if count(body, self.blocks):
                 with unlinked():
                     body = retrace(body, lambda *args: self.run(mark.jaxpr, args, at, around.inside()))
             if not ours:
-                # An enclosing call sets its policy.
+                # The block's policy comes from an enclosing `checkpoint_blocks`.
                 return bind_mark(replace(mark, jaxpr=body, batches=()), values)
             return self._block(mark, body, values, place, around, rows)
 
@@ -195,7 +195,7 @@ class _Resolver:
         return rebind(eqn, inputs, lambda _, body: retrace(body, one_round))
 
     def _other(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
-        """Evaluate any other equation with blocks inside: a call, a branch, a `while` loop, another call's block."""
+        """Evaluate any other equation with blocks inside, such as a call, a branch or a `while` loop."""
         inside = around.inside(looped=eqn.primitive.name == "while")
         return rebind(eqn, inputs, lambda _, body: retrace(body, lambda *args: self.run(body, args, at.copy(), inside)))
 

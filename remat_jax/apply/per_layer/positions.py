@@ -1,4 +1,4 @@
-"""Finding the marks of a traced function, and counting how often each block runs."""
+"""Finds the marks of a traced function, and counts how often each block runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat_jax.policy import LayerPolicies
 Positions = Counter[Block]
 """Block → how often it was called before."""
 
-# JAX differentiates these by their own rules and never reaches a block inside.
+# JAX differentiates these by their rules, so a policy of a block inside has no effect.
 _OPAQUE = ("custom_jvp_call", "custom_vjp_call")
 
 
@@ -22,7 +22,7 @@ def checked_counts(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
     """How often each of `blocks` runs in one evaluation of the closed `jaxpr`, checked against its policies.
 
     Raises:
-      BlockError: a block's calls are not as many as its policies.
+      BlockError: a block is called more or less often than it has policies.
       UnsupportedError: a block with policies by layer is in a `while` loop.
     """
     for eqn in equations(jaxpr):
@@ -82,7 +82,7 @@ def count_in(eqn: Any, blocks: frozenset[Block]) -> Counter[Block]:
     inside = [count(body, blocks) for body in bodies(eqn)]
     there = {block for counts in inside for block in counts}
     if eqn.primitive.name == "cond":
-        # One branch runs. If branches have different numbers of blocks, positions stay unused in the shorter ones.
+        # One branch runs. A branch with fewer blocks than another branch leaves positions unused.
         return Counter({block: max(counts[block] for counts in inside) for block in there})
     rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     return Counter({block: rounds * sum(counts[block] for counts in inside) for block in there})

@@ -1,11 +1,12 @@
-"""Cutting a scan over blocks into consecutive scans, one for each run of iterations under the same policies.
+"""Cuts a scan over blocks into consecutive scans, one for each run of iterations under the same policies.
+
+    c, y = scan(f, c, x)  →  c, y₁ = scan(f under policy 1, c, x[:n]);  c, y₂ = scan(f under policy 2, c, x[n:]);  y = [y₁, y₂]
 
 A scan is also cut at `LayerPolicies.cuts`. Iterations in groups (`LayerPolicies.groups`) become a scan of groups (`groups`).
 
-Each scan passes its carry to the next one. Scanned operands are sliced, and stacked outputs are concatenated. The slices of
-stacked parameters would be copies that are alive during the whole step. So a block reads its parameters from the whole stack,
-by the iteration's index and inside its own checkpoint (`core.stack_rows`). Only the derivatives of the slices are used, never
-their values.
+Slices of stacked parameters would be copies that are alive during the whole step. So a block reads its parameters from the
+whole stack, by the iteration's index and inside its own checkpoint (`core.stack_rows`). Only the derivatives of the slices are
+used, never their values.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Segment:
 
     Attributes:
       at: the positions of the blocks in the first iteration.
-      is_loop: whether the compiler keeps the loop. It removes a loop of one iteration, or unrolled into one.
-      group: how many iterations a group has; None without groups.
+      is_loop: whether the compiler keeps the loop. It removes a loop of one iteration, also if unrolling leaves only one.
+      group: the number of iterations of a group; None without groups.
       groups: the groups of its layers.
     """
 
@@ -49,11 +50,11 @@ class Segment:
 
 
 RunRound = Callable[[list[Any], Segment, Mapping[int, StackRow], Spans], list[Any]]
-"""`run(inputs, segment, rows, spans)`: trace the body of a segment's scan, which stands for all iterations of the segment."""
+"""`run(inputs, segment, rows, spans)` traces the body of a segment's scan, once for all iterations of the segment."""
 
 
 class Cut:
-    """A scan over blocks, and its segments in forward order; none if it never runs: no iterations, or `at` is None."""
+    """A scan over blocks, and its segments in forward order: no segment if the scan has no iterations, or if `at` is None."""
 
     def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None, groups: Groups) -> None:
         self.eqn, self.blocks = eqn, blocks
@@ -86,13 +87,13 @@ class Cut:
             start.update({block: first * number for block, number in self.each.items()})
             group, groups = grouped.of(first, end)
             unroll = self.eqn.params["unroll"]
-            # 0 unrolls everything. A remainder of the length is unrolled after the loop.
+            # An `unroll` of 0 unrolls everything. If `unroll` does not divide the length, the rest is unrolled after the loop.
             is_loop = unroll > 0 and (group or end - first) // unroll > 1
             segments.append(Segment(first, end, start, is_loop, group, groups))
         return segments
 
     def spans(self, segment: Segment, around: Spans) -> dict[Block, range]:
-        """Block → the layers of all iterations of a segment. Inside another scan, its spans (`around`) take precedence."""
+        """Block → the layers of all iterations of a segment. The spans of an outer scan, `around`, take precedence."""
         rounds = segment.end - segment.first
         layers = {block: range(segment.at[block], segment.at[block] + number * rounds) for block, number in self.each.items()}
         return layers | {block: outer for block, outer in around.items() if block in layers}
@@ -125,7 +126,7 @@ class Cut:
         """Run one segment: its final carry, and its stacked outputs.
 
         Args:
-          stacks: the scanned operands, each with the stack from which blocks read its rows, or None if they do not.
+          stacks: the scanned operands, each with the stack from which blocks read its rows (None: they read slices).
         """
         rounds, reverse = self.eqn.params["length"], self.eqn.params["reverse"]
         low, high = (rounds - segment.end, rounds - segment.first) if reverse else (segment.first, segment.end)
@@ -138,11 +139,11 @@ class Cut:
             return outputs[: len(carry)], outputs[len(carry) :]
 
         def cut(stack: Any) -> Any:
-            # To JAX a full slice would be another array, and kept between the passes.
+            # JAX would save a slice of full length as another array.
             return stack if (low, high) == (0, rounds) else jax.lax.slice_in_dim(stack, low, high)
 
         plain = [cut(stack) if read is None else None for stack, read in stacks]
-        # The scope tells `core.origins` that nobody reads these slices.
+        # By this scope `core.origins` recognises slices that nothing reads.
         with compat.layers_scope(next(iter(spans.values()))):
             index = jax.lax.slice_in_dim(jax.lax.iota(jnp.int32, rounds), low, high)
             slices = [cut(stack) if unread is None else unread for (stack, _), unread in zip(stacks, plain, strict=True)]
@@ -153,7 +154,7 @@ class Cut:
         return result
 
     def _keeps_no_rows(self, segment: Segment) -> bool:
-        """Whether the policies of an iteration's blocks never keep a row that is read from its stack again."""
+        """Whether no policy of an iteration's blocks can save a row, so that blocks may read rows from their stacks."""
         for marked in {mark.marked for mark in marks(self.body) if mark.marked.block in self.blocks}:
             first, policy = segment.at[marked.block], marked.policy
             layers = range(first, first + self.each[marked.block])
@@ -164,7 +165,7 @@ class Cut:
 
 
 def only_in_blocks(body: Any, blocks: frozenset[Block]) -> list[bool]:
-    """For each input of the closed `body`, whether it is numeric and only blocks read it, so that they can read it again."""
+    """Which inputs of the closed `body` are numeric and read by blocks only, so that blocks can read them from stacks."""
     read = set(variables(body.jaxpr.outvars))
     in_blocks: set[Any] = set()
     for eqn in body.jaxpr.eqns:
@@ -185,5 +186,5 @@ def _by_blocks(eqn: Any, blocks: frozenset[Block]) -> list[bool]:
 
 
 def is_opened(eqn: Any, blocks: frozenset[Block]) -> bool:
-    """Whether `eqn` is a `jit` around blocks without options, so that its body can be inlined in a scan."""
+    """Whether `eqn` is a `jit` without options that contains blocks, so that its body can be inlined in a scan."""
     return compat.is_plain_jit(eqn) and bool(count_in(eqn, blocks))
