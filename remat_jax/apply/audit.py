@@ -104,7 +104,7 @@ class Audit:
         Args:
           whole: False if the model is being initialised: without parameters the backward pass reads fewer residuals.
           layers: the layers that the policy is for, if other layers have another policy.
-          looped: whether the block is in a loop; None to ask JAX.
+          looped: whether the block is in a loop, for subclasses; None to ask JAX.
         """
         policy, candidates = block.policy, block.named.candidates
         unmatched: tuple[str, ...] = ()
