@@ -43,13 +43,13 @@ def given_name(eqn: Any) -> str | None:
 
 
 def names_in(policy: Any) -> frozenset[str]:
-    """The names in a JAX policy of names: the texts in the sets, lists and tuples that it holds.
+    """The names in a JAX policy of names: the strings in its sets, lists and tuples.
 
     >>> sorted(names_in(jax.checkpoint_policies.save_only_these_names("scores", "hidden")))
     ['hidden', 'scores']
     """
     if not (getattr(policy, "__module__", "") or type(policy).__module__ or "").startswith("jax"):
-        return frozenset()  # a function of the user's own may mean anything by its texts
+        return frozenset()  # strings in a user's own function may mean anything
     held = list(getattr(policy, "__dict__", {}).values())
     if inspect.isfunction(policy):
         held += inspect.getclosurevars(policy).nonlocals.values()
@@ -63,7 +63,7 @@ def names_in(policy: Any) -> frozenset[str]:
 
 
 def kept_names_in(policy: Any) -> frozenset[str]:
-    """The names that a JAX policy keeps, if it keeps only named arrays; else empty.
+    """The names that a JAX policy saves, if it saves only named arrays; else empty.
 
     >>> names = jax.checkpoint_policies
     >>> kept_names_in(names.save_only_these_names("hidden")), kept_names_in(names.save_any_names_but_these("hidden"))
@@ -98,9 +98,9 @@ def remat3() -> bool:
 def classic_rematerialisation() -> contextlib.AbstractContextManager[None]:
     """Inside this context `jax.checkpoint` and `checkpoint_name` use the established rematerialisation, despite `jax_remat3`.
 
-    The new one keeps only arrays that were named before differentiation: it recomputes the arrays of derivative rules, and
-    outputs that a rule reads (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions, or calls them
-    only for names (0.11.2).
+    `jax_remat3` saves only arrays that were named before differentiation: it recomputes arrays that derivative rules compute,
+    and outputs that derivative rules read (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions, or
+    calls them only for names (0.11.2).
     """
     context: contextlib.AbstractContextManager[None] = _config.remat3(False)
     return context
@@ -113,7 +113,7 @@ def named(value: Any, name: str) -> Any:
 
 
 def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluate a `jax_remat3` region as an established one, whose derivative is a region too, with the closed jaxpr `body`."""
+    """Evaluate a `jax_remat3` region, with the closed jaxpr `body`, as an established one, whose derivative is a region too."""
     given = eqn.params["_prim"].params
     prevent = given.get("prevent_cse", True)
     with eqn_context(eqn), classic_rematerialisation():
@@ -135,7 +135,7 @@ def _keeps_nothing(*_: Any, **__: Any) -> bool:
 
 
 def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, the body of a loop of chunks, under a checkpoint that keeps nothing and is no region of the model."""
+    """`function`, the body of a loop over chunks, under a checkpoint that saves nothing and is no region of the model."""
 
     def checkpointed(*args: Any) -> Any:
         with classic_rematerialisation():
@@ -153,7 +153,7 @@ _binding_ours: ContextVar[bool] = ContextVar("binding_ours", default=False)
 
 
 def binding_ours() -> contextlib.AbstractContextManager[None]:
-    """Inside this context checkpoint regions that are bound count as regions of `remat_jax`."""
+    """Checkpoint regions that are bound inside this context count as regions of `remat_jax`."""
     return setting(_binding_ours, True)
 
 
@@ -203,8 +203,8 @@ def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
     return names
 
 
-# The name of a checkpointed block's function marks the block in a jaxpr. It says whether the block replaces the model's own
-# checkpoints around it.
+# In a jaxpr, the name of a checkpointed block's function marks the block. The name also says whether the block replaces the
+# model's own checkpoints around it.
 _BLOCK_NAME = "remat_jax_block"
 _REPLACING, _KEEPING = f"{_BLOCK_NAME}_in_place", f"{_BLOCK_NAME}_inside"
 _block_name: ContextVar[str] = ContextVar("block_name", default=_BLOCK_NAME)
