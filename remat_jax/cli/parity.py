@@ -46,7 +46,7 @@ def parity(
 
 
 def parity_report(case: str, show_step: Any) -> ParityReport:
-    """The report of the case `case`: the result of a comparison, or the report that the user's function returned."""
+    """The report for `case`: the report that the user's function returned, or that of comparing what it returned."""
     given = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
     if isinstance(given, ParityReport):
         return given
