@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from remat_jax.hardware import find_attached_with, quiet_without_gpu
 
 if TYPE_CHECKING:
-    # Import each name from its own module: if a package has a function and a module of one name, a checker may see the module.
+    # Import each name from its own module: where a function and a module share a name, a type checker may see the module.
     from remat_jax import parity, porting
     from remat_jax.apply.blocks import checkpoint_blocks
     from remat_jax.apply.jax_policies import jax_policy
@@ -66,7 +66,7 @@ __all__ = [
     "save_report",
 ]
 
-# The module of each name, imported at the name's first use: importing all, with Flax and Optax, takes longer than JAX.
+# The module of each name, imported at the name's first use: importing all, Flax and Optax too, takes longer than importing JAX.
 _HOMES = {
     "apply.blocks": ("checkpoint_blocks",),
     "apply.jax_policies": ("jax_policy",),

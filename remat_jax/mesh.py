@@ -96,7 +96,7 @@ def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> t
 
 
 def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The sizes by axis name, and the specs, of arrays that are on a mesh of several devices; (None, None) if no array is."""
+    """The mesh (sizes by axis name) and the specs of arrays on a mesh of several devices; (None, None) without such arrays."""
 
     def place(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
@@ -117,7 +117,7 @@ def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, An
 
 
 def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A `NamedSharding` for each array of `params` and of each argument of `batch`; `shardings` has the form for `Workload`.
+    """A `NamedSharding` for each array of `params` and of each argument of `batch`; `shardings` is as for `Workload`.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> mesh = AbstractMesh((8,), ("data",))
@@ -211,9 +211,9 @@ def _axes(entries: Iterable[Any]) -> list[str]:
 
 
 def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:
-    """The shardings of an optimizer's state: that of the parameter for an array of the parameter's shape, else replicated.
+    """The shardings of an optimizer's state: an array of its parameter's shape is sharded like the parameter, else replicated.
 
-    Arrays in host memory get the same sharding, in host memory.
+    For arrays in host memory, the sharding has the memory kind `pinned_host`.
     """
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     places = {

@@ -153,7 +153,7 @@ class Workload:
         name: str | None = None,
         own_checkpoints: str = "replace",
     ) -> Workload:
-        """A workload of a finished train step, jitted or not; `residuals` refuses it, as the step differentiates inside."""
+        """A workload of a finished train step, jitted or not; `residuals` refuses it, because its gradient is inside."""
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
@@ -177,7 +177,7 @@ class Workload:
         """A workload of the NNX `model` and `loss(model, *batch)`; `options` are those of `Workload`.
 
         The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) reaches the loss
-        unchanged. By default `blocks` are the classes of the model's lists of equal modules, as for
+        unchanged. By default `blocks` are the classes of modules in lists of two or more modules of one class, as for
         `enable_gradient_checkpointing`.
         """
         if not isinstance(model, nnx.Module):
@@ -301,7 +301,7 @@ class Workload:
         return self._placed(TrainingStep(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
     def step_with_residuals(self, policy: Any) -> tuple[TrainingStep, Callable[..., Any]]:
-        """A step on the mesh that returns (residuals, gradients), and a function of the same arguments for the residuals."""
+        """A step on the mesh that returns (residuals, gradients), and a function of its arguments that returns residuals."""
         loss, trained, frozen = self.split_loss(policy)
         of_trained, of_frozen = self._parted(self.shardings[0])
 

@@ -44,8 +44,8 @@ def checkpoint_blocks(
     Raises:
         InvalidArgumentError: if an argument has the wrong type, or a block already has a policy.
         PolicyError: if a policy is malformed.
-        NoEffectError: if no module is left for a class; from forward passes, for a selector or a class without effect.
-        NothingToOffloadError: from forward passes, for an offload that moved nothing.
+        NoEffectError: if no module is left for a class; later, for a selector or a class without effect, as above.
+        NothingToOffloadError: later, for an offload that moved nothing, as above.
 
     >>> import torch, torch_ref
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

@@ -101,8 +101,8 @@ def peak_bytes(build: Callable[[], TrainingStep]) -> PeakBytes:
     attention takes its CPU path. `MemTracker` counts all allocations of an optimizer's update as optimizer state, and memory
     of a recomputation either as activations or as temporary; the total is unaffected.
 
-    Among fake CPU tensors, `MemTracker` cannot distinguish a host copy. `torch_ref` tracks its own host copies: their bytes
-    are subtracted from the activations after every operator, and no peak is recorded during a copy to the host, which
+    `MemTracker` cannot distinguish host copies from other fake CPU tensors. `torch_ref` tracks its own host copies: their
+    bytes are subtracted from the activations after every operator, and no peak is recorded during a copy to the host, which
     allocates no device memory. Copies that a recomputation brings back count as device memory. Offloads by other libraries
     are not recognised.
 

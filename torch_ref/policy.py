@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rule:
-    """An action, and the selectors of the arrays that get it."""
+    """An action, and the selectors of the arrays that get this action."""
 
     action: str
     selectors: tuple[str, ...]

@@ -6,8 +6,8 @@ Three dispatch modes enclose the block, in both passes. An operator passes throu
 2. PyTorch's own modes of `create_selective_checkpoint_contexts` save the arrays that the policy saves, and return them
    in the recomputation instead of computing them.
 3. `_Moving` copies the arrays that the policy offloads to host memory, and fetches them in the recomputation instead of
-   computing them. (Eager PyTorch treats `CheckpointPolicy.MUST_CPU_OFFLOAD` as "recompute".) `_Moving` comes after
-   PyTorch's modes because they count operators, and must see the same operators in both passes.
+   computing them. (Eager PyTorch treats `CheckpointPolicy.MUST_CPU_OFFLOAD` as "recompute".) `_Moving` comes last because
+   PyTorch's modes count operators, and must see the same operators in both passes.
 
 The modes are entered around the block itself and not through the `context_fn` of `torch.utils.checkpoint`, so that
 fetching the block's arguments does not count as part of the block.

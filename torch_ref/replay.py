@@ -127,7 +127,7 @@ class OffloadedArgument:
     def __init__(self, source: torch.Tensor, entry: CallEntry) -> None:
         self.copy, made = to_host(source)
         self._layout = None if is_opaque(source) else Layout.of(source)
-        # Refer to the tensor that shares its version counter with a view: it lives longer than the view.
+        # Refer to the tensor whose version counter a view shares: that tensor lives longer than the view.
         self._source = TensorWeakRef(owner_of(source))
         self._requires_grad = source.requires_grad
         self._entry = entry
@@ -152,11 +152,10 @@ class OffloadedArgument:
             )
 
     def fetch(self, fetched: dict[HostCopy, torch.Tensor]) -> torch.Tensor:
-        """The argument on the device; reuses the content if it is in `fetched`, what this recomputation has fetched already.
+        """The argument on the device; `fetched` has the contents that this recomputation has fetched already.
 
         Raises:
-            MutatedTensorError: if the original tensor is alive and was changed in place; autograd raises for such a change
-                without offload.
+            MutatedTensorError: if the original tensor is alive and was changed in place. Without offload, autograd would raise.
         """
         source = self._source()
         if source is not None and version_of(source) != self.copy.version:

@@ -27,7 +27,7 @@ class SavedEntry:
         place: `device`, `host`, or `input` for an argument of the function on the device.
         operator: the operator that made the storage, such as `aten.addmm.default`.
         shape: shape of the first tensor on the storage.
-        dtype: that tensor's data type.
+        dtype: data type of the first tensor on the storage.
         module: path of the innermost module that was running when the storage was made. The path of a module that a
             function captures starts with the module's class.
 
@@ -142,7 +142,7 @@ class _StorageWatch(TorchDispatchMode):
         self.accelerated = False
 
     def copy_inputs(self, arguments: Any) -> Any:
-        """Copies of the arguments that are not leaves, so that the graph keeps only saved copies. Parameters are not copied."""
+        """Non-leaf copies of the arguments, so that the graph keeps a copy only if it saves it. Parameters are not copied."""
         self._copying_input = True
         try:
             return pytree.tree_map_only(torch.Tensor, self._copy_input, arguments)

@@ -32,8 +32,8 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
 
     PyTorch differs from JAX in these points:
 
-    - A policy saves or offloads a selected array even if backward does not read it, such as the result of a block's last
-      matmul; JAX drops such an array. An operator with several results has a single name.
+    - A policy saves or offloads a selected array even if backward does not read the array, such as the result of a block's
+      last matmul; JAX drops such an array. An operator with several results has a single name.
     - The recomputation runs all operators whose results are not saved or offloaded, in order, until backward has the tensors
       it needs; JAX leaves out operators whose results are not read.
     - A view, an in-place change and a constant are no arrays of their own: they have no names and cannot be offloaded.
@@ -49,7 +49,7 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
     checkpoint, recomputing a batch norm updates its running statistics again.
 
     Every operator of the block goes through Python in both passes, which slows down small operators. Policies that do not
-    look inside the block (`full`, `offload_inputs`) avoid this. Do not use it under `torch.compile`.
+    look inside the block (`full`, `offload_inputs`) avoid this. Do not use this function under `torch.compile`.
 
     Raises:
         InvalidArgumentError: if `block` cannot be called.
@@ -60,7 +60,7 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
             if an offloaded argument was changed in place after the call.
         ChangedRecomputationError: in the backward pass, if the block runs different operators than in the forward pass.
 
-    It builds on `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which saves but does not offload.
+    This function builds on `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which saves but does not offload.
 
     >>> import torch, torch_ref
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

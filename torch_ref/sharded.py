@@ -23,7 +23,7 @@ class ShardedModel:
 
     Attributes:
         model: the given module, now an `FSDPModule`.
-        policies: the applied policies, which its `remove()` removes; None for `off`.
+        policies: the applied policies (`policies.remove()` removes them); None for `off`.
         blocks: the paths of the blocks that were sharded one by one, in model order; the root has all other parameters.
 
     >>> whole = ShardedModel(nn.Linear(3, 5), None, ())  # as one rank by itself has it

@@ -24,7 +24,8 @@ def gradient_checkpointing_enable(
 
     The switch acts only in training with gradients enabled: each block checks its own mode when it is called. Parameters,
     their names and the state dict stay the same. Only the outermost lists of modules are used, so blocks are not nested.
-    This is the counterpart of `remat_jax.enable_gradient_checkpointing`.
+    This is the counterpart of `remat_jax.enable_gradient_checkpointing`; `examples/pytorch/faithful/openpi.py` has OpenPI's
+    switch, with its quirks.
 
     Args:
         model: any module.

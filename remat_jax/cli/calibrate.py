@@ -27,7 +27,7 @@ def calibrate(
     """Measure the rates of the attached GPU, or of this machine's CPU, and write them as a target for time estimates.
 
     It measures matmuls in each dtype, large and small; memory; the start of a kernel; on a GPU also the link to host memory in
-    each direction, and the share of compute that can hide copies. Let nothing else run meanwhile. Afterwards, write
+    each direction, and the share of compute that can hide copies. Run nothing else at the same time. Afterwards, write
     FILE.toml:NAME wherever a target is expected.
     """
     with answering(as_json) as answer:

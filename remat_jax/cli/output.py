@@ -48,7 +48,7 @@ def check_folder(option: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Name the option in the error of a file that cannot be written."""
+    """Turn an error of writing a file into an ArgumentError that names the option."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -109,7 +109,7 @@ class Answer:
                 console().print(renderable, markup=False, soft_wrap=False)
 
     def remark(self, text: Any) -> None:
-        """Print a remark in both forms: on standard output for people, on standard error with `--json`."""
+        """Print a remark: on standard output, or on standard error with `--json`."""
         console(stderr=self.as_json).print(text, markup=False)
 
     def data(self, values: dict[str, Any]) -> None:

@@ -121,9 +121,9 @@ def _all_scopes(eqn: Any) -> tuple[str, ...]:
 
 
 def moved_scopes(stack: Any, before: str, path: str) -> Any:
-    """`stack`, the name stack of an equation in the block at module path `before`, for the identical block at `path`.
+    """The name stack `stack`, with the block's module path `before` replaced by `path`, the path of an identical block.
 
-    Linen opens the block's own scope once, and a second time if the block is lifted.
+    Linen opens the block's own scope once, or twice if the block is lifted, so at most two scopes change.
     """
     old, new = before.rpartition("/")[2], path.rpartition("/")[2]
     scopes, opened = list(stack.stack), 0
@@ -138,7 +138,7 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[Any], renamed: Mapping[Any, Any]) -> Any:
-    """The open or closed `jaxpr` with `eqns`, and outputs replaced by `renamed`; the same object if `eqns` are its own."""
+    """`jaxpr`, open or closed, with the equations `eqns` and `renamed` outputs; the same object if no equation changes."""
     body = closed(jaxpr).jaxpr
     if len(eqns) == len(body.eqns) and all(map(operator.is_, body.eqns, eqns)):
         return jaxpr
@@ -231,7 +231,7 @@ def optimization_barrier(operands: Any) -> Any:
 
 
 def varying_axes(value: Any) -> str:
-    """The mesh axes over which `value` varies in a `shard_map` that checks this, as a comparable text."""
+    """The mesh axes over which `value` varies in a `shard_map` with `check_vma`, as a comparable text."""
     aval = jax.typeof(value)
     return str(getattr(aval, "mat", None) or getattr(aval, "vma", None))
 
@@ -263,7 +263,7 @@ def batched(
     """The closed `jaxpr` under the `vmap` of a batching rule, its operands with the mapped axis in front, and output axes.
 
     `axis` and `axes` are JAX's arguments to the rule. An output that is equal for the whole batch, such as a mean over it, has
-    no mapped axis (None), unless `instantiate` asks for the mapped axis of all outputs or of this output.
+    no mapped axis (None), unless `instantiate` requires a mapped axis for all outputs or for this output.
     """
     in_front = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
     mapped, which = _batching.batch_jaxpr(jaxpr, axis, [dim is not None for dim in axes], instantiate)

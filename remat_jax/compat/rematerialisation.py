@@ -27,7 +27,7 @@ def checkpoint_parts(eqn: Any) -> tuple[Any, dict[str, Any]]:
     """The body of a checkpoint region as a closed jaxpr, and its parameters."""
     params = eqn.params
     if hidden_body(eqn) is not None:
-        # A `jax_remat3` region has no parameter `differentiated`; the name stack of its recomputation shows it.
+        # A `jax_remat3` region has no parameter `differentiated`; its name stack shows whether it is a recomputation.
         differentiated = "rematted_computation" in str(eqn.source_info.name_stack)
         params = {**params["_prim"].params, "differentiated": differentiated}
     return closed(params["jaxpr"]), params
@@ -158,7 +158,7 @@ def binding_ours() -> contextlib.AbstractContextManager[None]:
 
 
 def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
-    """From now on, evaluate a checkpoint region as its plain body, a closed jaxpr, if `gives_way(body)`.
+    """From now on, evaluate a checkpoint region without its checkpoint if `gives_way(body)`; its body is a closed jaxpr.
 
     JAX has no hook, so this replaces `bind`, which JAX calls for every region (`jax.checkpoint`, `nn.remat` under a scan,
     `nnx.remat`) after tracing it. Regions that are differentiated already, or are of `remat_jax`, are not affected.
@@ -211,17 +211,17 @@ _block_name: ContextVar[str] = ContextVar("block_name", default=_BLOCK_NAME)
 
 
 def block_name() -> str:
-    """The name for the function of a block that is made now."""
+    """The name to give to the function of a new block in this context."""
     return _block_name.get()
 
 
 def blocks_around_which(*, checkpoints_stay: bool) -> contextlib.AbstractContextManager[None]:
-    """Inside this context new blocks keep or replace the model's own checkpoints around them. Outside, this is left open."""
+    """A context in which the names of new blocks say that they keep, or replace, the model's own checkpoints around them."""
     return setting(_block_name, _KEEPING if checkpoints_stay else _REPLACING)
 
 
 def replaces_checkpoints(eqn: Any) -> bool | None:
-    """Whether the block `eqn` replaces the model's own checkpoints around it; None if it is no block, or leaves this open."""
+    """Whether `eqn` is a block that replaces the model's own checkpoints around it; None if its name does not say."""
     return {_REPLACING: True, _KEEPING: False}.get(_name_of_block(eqn))
 
 

@@ -182,7 +182,7 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
 
 
 def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A function that returns a context with the axes (of `vmap`, of a mesh) bound now, to differentiate a body later."""
+    """A function for a context that binds the axes (of `vmap`, of a mesh) bound now, to differentiate a body later."""
     axes = _core.get_axis_env().axis_sizes
 
     def bound() -> contextlib.AbstractContextManager[Any]:

@@ -122,7 +122,7 @@ def keep_to_cpu_without_gpu() -> None:
 
 
 def without_source_lines() -> contextlib.AbstractContextManager[None]:
-    """Inside this context lowered programs have no source lines, so they do not differ by source lines. Scopes remain."""
+    """Inside this context lowered programs have no source lines, so programs that differ only in them are equal."""
     context: contextlib.AbstractContextManager[None] = _config.traceback_in_locations_limit(0)
     return context
 
@@ -170,7 +170,7 @@ def _asking_for_cudnn(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
-    """Lower for an absent GPU of the kind `device_kinds[0]`, which Pallas kernels read; UnsupportedError if it is empty."""
+    """Lower for an absent GPU of the kind `device_kinds[0]`, which Pallas kernels read; UnsupportedError without a kind."""
     if not device_kinds:
         raise UnsupportedError(
             f"target={target!r} does not state JAX's name for the device, which a Pallas kernel needs to compile: add it to "

@@ -1,7 +1,7 @@
 """Makes and compiles the changes that `doctor` advises beyond policies on the blocks, to replace the estimated savings.
 
 Heads and attentions are changed in the traced loss. Its blocks are still marked there, so a policy reaches the changed blocks.
-The changed loss computes other values, but its arrays have the shapes, and so need the memory, of a loss that a user changed:
+The changed loss computes other values. Its arrays have the same shapes, and so need the same memory, as after a user's change:
 
 - **head**: each matmul that computes logits runs in chunks (`in_chunks`) with optax's cross entropy. This replaces everything
   that the loss computes from the logits.
@@ -113,7 +113,7 @@ def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingSt
 
 
 def with_change(workload: Workload, policy: Any, change: Change) -> Callable[..., Any]:
-    """The loss of `workload` under `policy`, traced and evaluated by `change`.
+    """The loss of `workload` under `policy`, with `change` made in the traced loss.
 
     Raises (when the loss is traced):
       UnsupportedError: the loss has nothing that `change` can change.
@@ -258,7 +258,7 @@ def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], besid
 # --- attention in a kernel ---------------------------------------------------------------------------------------------
 
 
-# The matmul of queries and keys, the matmul of attention weights and values, and the position of the values in the latter.
+# The matmul of queries and keys, the matmul of attention weights and values, and the values' position in its operands.
 _Attention = tuple[Any, Any, int]
 
 

@@ -74,7 +74,7 @@ def _seconds(eqns: list[Any], flops_per_s: float, hbm_bytes_per_s: float) -> flo
 _PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 # XLA's default limit of pinned host memory, in GiB (xla/pjrt/gpu/gpu_helpers.cc).
 _PINNED_POOL_DEFAULT = 64
-# A smaller relative difference between two compilations is ignored: the instruction order moves a few buffers.
+# A relative difference between two compilations up to this is ignored: the instruction order moves a few buffers.
 _ALIKE = 0.01
 # A flag's effect is reported if it exceeds this share of the step's memory or time.
 _LARGE = 0.1
@@ -218,8 +218,8 @@ def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, 
     waited = report.overlap
     if waited is None or _SCHEDULER_FLAG.search(compat.xla_flags()):
         return
-    # `Overlap.coverable` cannot decide this: in a schedule that waits for each copy at its start, it is 0 although another
-    # schedule may hide the copies. Compiling with the scheduler shows whether it gains time.
+    # `Overlap.coverable` cannot decide this: it describes this schedule, and the other scheduler may hide more. Copies that
+    # nothing can hide show no gain below.
     if waited.step_seconds - waited.compute_seconds < _LARGE * waited.step_seconds:
         return
     other = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": True})

@@ -74,7 +74,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `latency_hiding_scheduler` | the flag costs more than a tenth of the step's memory, and saves no time (GPU target) |
     | `copies_not_hidden` | compute waits for copies that XLA's latency-hiding scheduler would hide (GPU target) |
 
-    The model's own checkpoints (`nn.remat`, `jax.checkpoint`) are examined too; under the policy `"off"` only these are. The
+    The model's own checkpoints (`nn.remat`, `jax.checkpoint`) are examined too; the policy `"off"` examines only these. The
     step is traced, and compiled if there is a target, but never run. A `jax.checkpoint` without a policy is no trap: it may
     deliberately recompute everything.
 

@@ -168,7 +168,7 @@ def _distinct_policies(observed: Observed) -> list[Policy]:
 
 
 def kernel_run_again(observed: Observed) -> Iterator[Finding]:
-    """Kernels with several results (flash attention's output and log-sum-exp) that run again although a result is saved."""
+    """Kernels with several results (flash attention's output and log-sum-exp) that save one and run again for another one."""
     for region in observed.regions:
         again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
         makers = region.makers() if again else {}

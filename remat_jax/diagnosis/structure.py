@@ -59,7 +59,7 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
     """A checkpoint around all others, which runs everything three times without lowering the peak memory.
 
     Its backward pass first recomputes everything that the inner checkpoints save, so it saves memory only while later code
-    runs. It is reported if the residuals outside it are no larger than the arrays in use inside an inner checkpoint.
+    runs. It is reported if the residuals outside it are no larger than the arrays in use inside the largest inner checkpoint.
     """
     outermost = list(region_equations(observed.jaxpr))
     if len(outermost) != 1 or outermost[0][3]:
@@ -83,7 +83,7 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
 
 
 def _outside(observed: Observed, region: Region) -> float:
-    """The bytes that are saved outside of `region`; infinite if unknown."""
+    """The bytes of device memory that are saved outside of `region`; infinite if unknown."""
     if observed.residuals is None:
         return math.inf
     return observed.residuals.device_bytes - sum(kept.nbytes for kept in region.kept if not kept.on_host)

@@ -157,9 +157,9 @@ def bytes_in_use(body: Any) -> int:
 
 
 def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
-    """Each name in a linearisation, its equation, and the equations without tangents; `primal` flags such inputs."""
+    """For `Region.makers`: each name with its equation and the tangent-free equations; `primal` flags tangent-free inputs."""
     fixed = flagged(jaxpr, primal, all_inputs)
-    # Leave out loops with tangents, which are not the loops that the backward pass recomputes. Calls stay: readers look inside.
+    # Leave out loops with tangents, which are not the loops that the backward pass recomputes. Keep calls, to look inside.
     eqns = [eqn for eqn in jaxpr.jaxpr.eqns if compat.kind(eqn) in CALLS or all(var in fixed for var in eqn.outvars)]
     made = {var: eqn for eqn in eqns for var in eqn.outvars if var in fixed}
     for eqn in jaxpr.jaxpr.eqns:

@@ -13,7 +13,7 @@ from remat_jax.report.svg import GREY, INK, WIDTH, AxisScale, Key, Picture, lege
 _ROW, _THICKNESS, _NAME = 36.0, 26.0, 16.0
 _TOP, _BELOW = 40.0, 56.0
 _LEAST_WIDTH = 600.0
-"""From this width, panels are side by side and names left of the bars; below it, panels are stacked and names above."""
+"""In a narrower picture, panels are stacked and names are above the bars; otherwise both are side by side with the bars."""
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, 
 
 
 def _spread(values: Sequence[float], binary: bool, share: float) -> tuple[float, float]:
-    """The range of the values, with a margin of the share `share` of the range on both sides."""
+    """The range of the values, widened on both sides by `share` times its length."""
     if binary:
         low, high = _spread([math.log2(value) for value in values], False, share)
         return 2.0**low, 2.0**high
@@ -178,7 +178,7 @@ def place_labels(
     *,
     taken: Sequence[Box] = (),
 ) -> list[Box]:
-    """For each point, a box of its size near it, inside `area`, clear of the other boxes, all points and `taken`.
+    """For each point, a box of the given size near the point, inside `area`, clear of other boxes, all points and `taken`.
 
     Boxes are tried in rings around each point, the most crowded points first. If no box is free, the label gets the box with
     the least overlap.

@@ -102,7 +102,7 @@ def part_letters(bars: Mapping[str, Memory]) -> dict[str, str]:
 
 
 def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[str, str], int]]:
-    """The bytes of each bar by (module or argument, `kept` or `working set`); beyond `modules` modules, the rest is one part.
+    """The bytes of each bar by (module or argument, `kept` or `working set`); all but `modules` modules are merged into one.
 
     Layers whose paths differ only in a number are merged into one module, and the arrays of an argument into one part.
     """
@@ -151,7 +151,7 @@ def merged_layers(paths: Iterable[str]) -> list[str]:
 
 
 def without_common_root(paths: Sequence[str]) -> list[str]:
-    """The paths without the model's class, which is the first part of more than half of them; some names lack it.
+    """The paths without the model's class: the first part of more than half of the paths (some paths lack the class).
 
     >>> without_common_root(["Net/ffn/up", "Net/head", "Net", "head"]), without_common_root(["a/x", "b/x"])
     (['ffn/up', 'head', 'Net', 'head'], ['a/x', 'b/x'])
@@ -164,7 +164,7 @@ def without_common_root(paths: Sequence[str]) -> list[str]:
 
 
 def _numbered(parts: Sequence[str]) -> list[tuple[int, tuple[str, str, str]]]:
-    """Each position of a part with a number, and its (stem, number, rest); the rest is an array's suffix (`:input#0`)."""
+    """The position of each part that ends in a number, and (stem, number, rest); the rest is an array's suffix (`:input#0`)."""
     matches = [(place, re.fullmatch(r"(|.*?_)(\d+)(:.*)?", part)) for place, part in enumerate(parts)]
     return [(place, (match[1], match[2], match[3] or "")) for place, match in matches if match is not None]
 

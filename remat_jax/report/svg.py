@@ -88,7 +88,7 @@ class Picture:
         return self.html().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
 
     def html(self) -> str:
-        """The element for an HTML page. It needs no namespace there, so the page contains no address."""
+        """The element for an HTML page. It needs no namespace there, so the page contains no web address."""
         return (
             f'<svg viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" height="{self.height:g}" '
             f'font-family="DejaVu Sans, Verdana, sans-serif" font-size="13">\n'

@@ -17,7 +17,7 @@ from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.train.parameters import path_text
 from remat_jax.train.streaming import FlatTrace, Path, Stream, trace
 
-# The first key of a path: of gradients (an update's first argument) or updates (its first result), and of the state.
+# First keys of paths in the arguments `(gradients, state, …)` and in the results `(updates, state)` of an update.
 _PARAMETERS, _STATE = jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(1)
 
 
@@ -46,7 +46,7 @@ def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSh
 
 
 def _owners(paths: Sequence[Path]) -> list[int | None]:
-    """For each path of the state, the index of the parameter with whose path it ends; None for all other paths."""
+    """For each path in the state that ends in a parameter's path, the index of the parameter; None for all other paths."""
     first = {path[1:]: index for index, path in enumerate(paths) if path[0] == _PARAMETERS}
 
     def owner(path: Path) -> int | None:
@@ -158,9 +158,9 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     first, up to the share `fraction` of the state's bytes; `placement` lists them. `apply` needs less memory than `update`.
 
     It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are reused),
-    and on a mesh (each array of the state has its parameter's sharding). It also accepts state saved from `tx`, and `tx` its
-    state. Under `jit` the updates are bit-equal to those of `tx`; op by op they agree within rounding, because optax compiles
-    parts of an update.
+    and on a mesh (each array of the state has its parameter's sharding). State saved from either optimizer works in the other.
+    Under `jit` the updates are bit-equal to those of `tx`; op by op they agree within rounding, because optax compiles parts of
+    an update.
 
     All operands of an equation are on the device together: the stacked layers of a `scan` are one leaf, `optax.MultiSteps`
     updates everything in one `cond` (use `accumulate_gradients`), and a norm of all updates needs all of them. With a norm of

@@ -67,7 +67,7 @@ class Stream:
     """Evaluates the closed `jaxpr` on `args`: fetches host inputs one by one, and copies each output to the host once computed.
 
     An equation runs when the next output of `order` needs it, not in the jaxpr's order: `tree.map` interleaves the equations of
-    all leaves, so in the jaxpr's order all leaves would be on the device before the first leaf leaves. Under `jit` an
+    all leaves, so in the jaxpr's order all leaves would be on the device before the first is done. Under `jit` an
     `optimization_barrier` makes each fetch wait for the outputs finished before it. Without the barrier XLA would start all
     fetches at once.
 

@@ -54,7 +54,7 @@ def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosi
     | `rebound_variable` | a closure reads a loop variable that was rebound: backward recomputes with the wrong layer |
     | `nested_container` | a checkpoint inside a checkpoint holds tensors in a list: the outer checkpoint frees nothing |
     | `mutated_input` | a tensor that a checkpoint keeps was changed in place: backward raises an error or is wrong |
-    | `reentrant_without_gradient` | no input of a reentrant checkpoint requires a gradient: its parameters get none |
+    | `reentrant_without_gradient` | no input of a reentrant checkpoint requires a gradient: its parameters get no gradient |
     | `random_state` | `preserve_rng_state=False` around dropout: backward uses a different mask |
 
     The module runs forward only, with gradients, in its current training or evaluation mode. Buffers such as batch

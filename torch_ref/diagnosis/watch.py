@@ -69,7 +69,7 @@ class Region:
 
     Attributes:
         block: name of the checkpointed block.
-        place: `file:line (function)` of the call, and of the call of the calling function.
+        place: `file:line (function)` of the call, and of the call one frame further out.
         is_reentrant: whether the checkpoint is reentrant.
         keeps_random_state: whether the recomputation uses forward's random state.
         is_nested: whether the region is inside another region.
@@ -221,7 +221,7 @@ def _is_trainable(value: Any) -> bool:
 
 
 def _place(frame: types.FrameType) -> str:
-    """The line that calls `checkpoint`, and the line that calls its function, because the first line is often in a helper."""
+    """The line that calls `checkpoint`, which is often in a helper, and the line that calls this helper."""
     lines: list[str] = []
     at = frame.f_back
     while at is not None and len(lines) < 2:
