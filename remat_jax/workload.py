@@ -177,8 +177,7 @@ class Workload:
         """A workload of the NNX `model` and `loss(model, *batch)`; `options` are those of `Workload`.
 
         The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) reaches the loss
-        unchanged. By default `blocks` are the classes of modules in lists of two or more modules of one class, as for
-        `enable_gradient_checkpointing`.
+        unchanged. By default `blocks` are the classes of modules in lists of one class, as in `enable_gradient_checkpointing`.
         """
         if not isinstance(model, nnx.Module):
             raise ArgumentError(f"model={model!r}: expected an NNX module")

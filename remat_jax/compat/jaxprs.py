@@ -289,9 +289,8 @@ def _map_linear(
     return list(outputs), [0] * len(avals)
 
 
-# JAX batches a function before it differentiates the function. `vmap` of a block batches the block's derivative rule instead,
-# which already contains tangents, and JAX's batching rule then raises that a `custom_vjp` has no forward mode. With the rule
-# above, only evaluating the result raises this error.
+# JAX batches a function before its derivative. `vmap` of a block instead batches the derivative rule, which contains tangents:
+# JAX's rule raises that a `custom_vjp` has no forward mode. With the rule above, only evaluating the result raises this error.
 _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
 
 

@@ -55,8 +55,8 @@ class Region:
     """Checkpointed code: a block with the workload's policy (`ours`), or the user's own `jax.checkpoint`.
 
     Regions with the same code and policy are merged into one with several `paths`. `place` is the user's source line. The
-    policy None is JAX's default, which recomputes everything. `parameters` says for each input of the code whether it is a
-    parameter, a constant or an RNG key. `looped` says whether the region is in a loop.
+    policy None is JAX's default, which recomputes everything. `parameters` flags the inputs of the code that are parameters,
+    constants or RNG keys. `looped` says whether the region is in a loop.
     """
 
     paths: tuple[str, ...]
@@ -301,10 +301,7 @@ def _users_own(jaxpr: Any) -> Iterator[Region]:
 def region_equations(
     jaxpr: Any, given: Sequence[bool] | None = None, path: tuple[str, ...] = (), looped: bool = False
 ) -> Iterator[tuple[Any, str, list[bool], bool]]:
-    """Each outermost region of a closed jaxpr: its equation, its path, flags of the operands, and whether it is in a loop.
-
-    An operand is flagged if it is an input of the jaxpr (among `given`, if there are flags) or a view of such inputs.
-    """
+    """Each outermost region of a closed jaxpr: equation, path, which operands are (views of) `given` inputs, if in a loop."""
     outside = flagged(jaxpr, [True] * len(jaxpr.in_avals) if given is None else given, is_view)
     for eqn in jaxpr.jaxpr.eqns:
         flags, here = [has(atom, outside) for atom in eqn.invars], path + compat.scopes(eqn)

@@ -13,7 +13,7 @@ from remat_jax.report.svg import GREY, INK, WIDTH, AxisScale, Key, Picture, lege
 _ROW, _THICKNESS, _NAME = 36.0, 26.0, 16.0
 _TOP, _BELOW = 40.0, 56.0
 _LEAST_WIDTH = 600.0
-"""In a narrower picture, panels are stacked and names are above the bars; otherwise both are side by side with the bars."""
+"""In a narrower picture, panels are stacked, with names above the bars; else they are side by side, with names at the left."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _PARAMETERS, _STATE = jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(1)
 def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSharding] | None:
     """The sharding of each array of the state that a traced `init` returns; None unless a parameter is on several devices.
 
-    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. Run op by op,
+    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. Op by op,
     `zeros_like` would copy these shardings, but a traced `init` sees only shapes.
     """
     params = traced.values
@@ -60,9 +60,8 @@ def _owners(paths: Sequence[Path]) -> list[int | None]:
 def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list[int]:
     """The order in which to compute an optimizer's outputs `(updates, state)`, as indices, parameter by parameter.
 
-    A parameter's state comes before its update, which reads the state. Parameters come in the order in which the backward pass
-    computes their gradients (`made`), so no gradient waits for another parameter's update. Parameters with equal `made` come in
-    reverse order of their paths.
+    A parameter's state comes before its update, which reads the state. Parameters are in the order in which the backward pass
+    computes their gradients (`made`), or in reverse order of paths if that is equal: no gradient waits for another's update.
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []

@@ -26,9 +26,8 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 class FlatTrace:
     """A traced function of pytrees as a closed jaxpr of their arrays, all in device memory.
 
-    `values` are the arguments' arrays, in device or host memory as given. `in_paths` and `out_paths` are the paths of inputs
-    and outputs; the first key of an input's path is the argument's position. `finish` builds the function's result from the
-    jaxpr's outputs.
+    `values` are the arguments' arrays, in the memory as given. `in_paths` and `out_paths` are the paths of inputs and outputs;
+    the first key of an input's path is the argument's position. `finish` builds the function's result from the outputs.
     """
 
     jaxpr: Any
@@ -66,10 +65,9 @@ def trace(function: Callable[..., Any], *args: Any) -> FlatTrace:
 class Stream:
     """Evaluates the closed `jaxpr` on `args`: fetches host inputs one by one, and copies each output to the host once computed.
 
-    An equation runs when the next output of `order` needs it, not in the jaxpr's order: `tree.map` interleaves the equations of
-    all leaves, so in the jaxpr's order all leaves would be on the device before the first is done. Under `jit` an
-    `optimization_barrier` makes each fetch wait for the outputs finished before it. Without the barrier XLA would start all
-    fetches at once.
+    An equation runs when the next output of `order` needs it. In the jaxpr's order, in which `tree.map` interleaves the leaves'
+    equations, all leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each
+    fetch wait for the outputs finished before it; otherwise XLA would start all fetches at once.
 
     Args:
       from_host: for each input, whether to fetch it to the device.
