@@ -47,7 +47,7 @@ def from_plain(kind: Any, value: Any) -> Any:
     """An instance of `kind` from `value`, its form in JSON or `dataclasses.asdict`; `kind` is a dataclass or a field's type.
 
     Raises:
-      ValueError: a wrong type; a number that is negative or not finite; an integer from `LARGEST` up; a missing or unknown field.
+      ValueError: a wrong type, a number that is negative or not finite, an integer from `LARGEST` up, a missing or unknown key.
 
     >>> from_plain(tuple[int, ...], [1, 2]), from_plain(float | None, 3)
     ((1, 2), 3.0)

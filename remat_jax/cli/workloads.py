@@ -154,7 +154,7 @@ def _from_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(root))
     if len(parts) > 1:
         return importlib.import_module(".".join(parts))
-    # Under its own name, a file such as types.py would replace Python's standard module.
+    # Under its own name, a file such as types.py would replace Python's standard module of this name.
     spec = importlib.util.spec_from_file_location(f"_workload_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

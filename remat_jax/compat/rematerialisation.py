@@ -158,7 +158,7 @@ def binding_ours() -> contextlib.AbstractContextManager[None]:
 
 
 def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
-    """From now on, evaluate a checkpoint region without its checkpoint if `gives_way(body)`; its body is a closed jaxpr.
+    """From now on, evaluate a checkpoint region without its checkpoint if `gives_way(body)`; `body` is its closed jaxpr.
 
     JAX has no hook, so this replaces `bind`, which JAX calls for every region (`jax.checkpoint`, `nn.remat` under a scan,
     `nnx.remat`) after tracing it. Regions that are differentiated already, or are of `remat_jax`, are not affected.

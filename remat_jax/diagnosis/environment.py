@@ -61,7 +61,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Describe this machine, its packages and their limits. A child process asks JAX for the GPU.
+    """Describe this machine, its packages and their limits. This process starts no device: a child process looks for the GPU.
 
     >>> found = environment()
     >>> found.python == platform.python_version(), "jax" in found.versions

@@ -60,8 +60,8 @@ def _owners(paths: Sequence[Path]) -> list[int | None]:
 def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list[int]:
     """The order in which to compute an optimizer's outputs `(updates, state)`, as indices, parameter by parameter.
 
-    A parameter's state comes before its update, which reads the state. Parameters are in the order in which the backward pass
-    computes their gradients (`made`), or in reverse order of paths if that is equal: no gradient waits for another's update.
+    A parameter's state comes before its update, which reads the state. Parameters come in the order `made` of the backward
+    pass, so no gradient waits for another parameter's update; parameters with equal `made` come in reverse order of paths.
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []
