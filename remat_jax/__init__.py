@@ -1,4 +1,4 @@
-"""Activation checkpointing and host offload for Flax models: applied, measured, planned, and proven against PyTorch."""
+"""Applies, measures and plans activation checkpointing and host offload for Flax models, and proves parity with PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from remat_jax.hardware import find_attached_with, quiet_without_gpu
 
 if TYPE_CHECKING:
-    # Each name from its own module: if a package has a function and a module of one name, a type checker may see the module.
+    # Import each name from its own module: where a function and a module share a name, a type checker may see the module.
     from remat_jax import parity, porting
     from remat_jax.apply.blocks import checkpoint_blocks
     from remat_jax.apply.jax_policies import jax_policy
@@ -66,7 +66,7 @@ __all__ = [
     "save_report",
 ]
 
-# The module of each name, loaded at the name's first use: loading all, with Flax and Optax, takes longer than loading JAX.
+# The module of each name, imported at the name's first use: importing all, Flax and Optax too, takes longer than importing JAX.
 _HOMES = {
     "apply.blocks": ("checkpoint_blocks",),
     "apply.jax_policies": ("jax_policy",),
@@ -111,7 +111,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    """The installed version; a placeholder for sources that are not installed."""
+    """The installed version, or a placeholder if the package is not installed."""
     try:
         return importlib.metadata.version(__name__)
     except importlib.metadata.PackageNotFoundError:
@@ -124,8 +124,8 @@ def _attached_device_kind() -> str:
     return device_kind()
 
 
-# `hardware` does not import JAX, which names the attached GPU.
+# `hardware` does not import JAX, so it gets the function that asks JAX for the attached GPU.
 find_attached_with(_attached_device_kind)
 
-# This import does not start JAX, so the setting is early enough.
+# Importing this package does not start JAX's backends, so this setting still takes effect.
 quiet_without_gpu()

@@ -1,4 +1,4 @@
-"""Every error that remat_jax raises on purpose: one base class, and its kinds."""
+"""The errors that remat_jax raises on purpose: one base class and its subclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from remat_jax.reading import visible
 
 
 class RematError(Exception):
-    """Base class of all errors of this package's checks, so that one ``except`` catches them all.
+    """Base class of this package's errors: one ``except`` catches them all.
 
     >>> import remat_jax as rj
     >>> try:
@@ -21,7 +21,7 @@ class RematError(Exception):
     """
 
     def __init__(self, *args: Any) -> None:
-        # A name in the message may come from a file.
+        # A name in the message may come from a file and have control characters.
         super().__init__(*(visible(arg) if isinstance(arg, str) else arg for arg in args))
 
 
@@ -30,7 +30,7 @@ class PolicyError(RematError, ValueError):
 
 
 class UnknownPolicyError(PolicyError):
-    """Raised when a word is not a policy's name; the message lists the names and the nearest one."""
+    """Raised when a word is not the name of a policy; the message lists the names and the closest match."""
 
 
 class BlockError(RematError, ValueError):
@@ -66,15 +66,15 @@ class SolverError(RematError, RuntimeError):
 
 
 class PortingError(RematError, ValueError):
-    """Raised when tensors, rules and variables do not fit each other, with a list of all misfits, or a rule is malformed."""
+    """Raised when tensors, rules and variables do not match (the message lists every mismatch), or when a rule is malformed."""
 
 
 class InfeasibleBudget(RematError, RuntimeError):
-    """Raised when no policy fits the budget; the message has the least memory that can be reached.
+    """Raised when no policy fits the budget; the message states the least memory that can be reached.
 
     Attributes:
         least_bytes: the least memory that can be reached, or None if unknown.
-        held_by: the contents of this memory, in bytes by name, the largest first; empty if unknown.
+        held_by: what occupies this memory: bytes by name, the largest first; empty if unknown.
 
     >>> error = InfeasibleBudget("nothing fits", least_bytes=5.0e9, held_by={"parameters": 4_000_000_000})
     >>> error.least_bytes - error.held_by["parameters"]
@@ -88,7 +88,7 @@ class InfeasibleBudget(RematError, RuntimeError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """A sentence with the choice closest to ``word``, with a space in front; empty if none is close. Case is ignored.
+    """A sentence that names the choice closest to ``word``, after a space; empty if no choice is close. Ignores case.
 
     >>> nearest("dotz", ["full", "dots"])
     " Did you mean 'dots'?"
@@ -101,5 +101,5 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def described(error: BaseException) -> str:
-    """The type and the message of an error of a model or a library, in one line."""
+    """The type and the message (at most 600 characters) of an error that a model or a library raised."""
     return f"{type(error).__name__}: {str(error).strip()[:600]}"

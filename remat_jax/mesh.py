@@ -1,4 +1,4 @@
-"""A workload over several devices: its mesh, the shardings of its arguments, and each device's shard of them."""
+"""The mesh of a workload, the shardings of its arguments, and one device's shard of each argument."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from remat_jax import compat
 from remat_jax.errors import ArgumentError, UnsupportedError
 
 REPLICATED, DIVIDED = "data", "fsdp"
-"""The axis names with a default meaning: the batch is divided over both axes, parameters over the second."""
+"""The axis names with a default meaning: the batch is partitioned over both axes, parameters over the second."""
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
 def as_mesh(mesh: Any) -> AbstractMesh:
-    """The mesh without its devices: `mesh` is a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, as text or data.
+    """The `AbstractMesh` for `mesh`: a `jax.sharding.Mesh`, an `AbstractMesh`, or sizes by axis name, as a mapping or a text.
 
     >>> as_mesh({"data": 8, "fsdp": 4}).size, shown(as_mesh("data=8, fsdp=4"))
     (32, 'data=8,fsdp=4')
@@ -37,7 +37,7 @@ def as_mesh(mesh: Any) -> AbstractMesh:
         ]
         if not sized or not all(sized):
             raise ArgumentError(f"mesh={mesh!r}: expected sizes by axis name, such as {{'data': 8, 'fsdp': 8}}")
-        # The default axis type depends on JAX's version.
+        # Pass the axis types: their default depends on JAX's version.
         return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
     abstract_mesh = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     if not isinstance(abstract_mesh, AbstractMesh) or not abstract_mesh.axis_names:
@@ -80,7 +80,7 @@ def shown(mesh: AbstractMesh) -> str:
 def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
     """The mesh of a workload, and the shardings of its parameters and batch; None and () for a single device.
 
-    Without `mesh` and `shardings` they are those of the arrays.
+    If neither `mesh` nor `shardings` is given, both are read from the arrays.
     """
     if mesh is None and shardings is None:
         mesh, shardings = _mesh_and_shardings_of(params, batch)
@@ -96,7 +96,7 @@ def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> t
 
 
 def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The axes by name and the specs of arrays that are on a mesh of several devices; (None, None) without such arrays."""
+    """The mesh (sizes by axis name) and the specs of arrays on a mesh of several devices; (None, None) without such arrays."""
 
     def place(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
@@ -117,7 +117,7 @@ def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, An
 
 
 def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A `NamedSharding` for each array of `params` and of each argument of `batch`; `shardings` is that of `Workload`.
+    """A `NamedSharding` for each array of `params` and of each argument of `batch`; `shardings` is as for `Workload`.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> mesh = AbstractMesh((8,), ("data",))
@@ -143,7 +143,7 @@ def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
         specs = [given(path, leaf) for path, leaf in arrays]
     else:
         try:
-            # In `given` None is a spec; in the argument it is not a leaf.
+            # In `given`, None is a leaf that means replicated; in the argument, None is an empty subtree.
             given = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, given, is_leaf=_is_spec)
             specs = jax.tree.leaves(jax.tree_util.tree_broadcast(given, tree, is_leaf=_is_given), is_leaf=_is_given)
         except ValueError as error:
@@ -211,9 +211,9 @@ def _axes(entries: Iterable[Any]) -> list[str]:
 
 
 def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:
-    """The shardings of an optimizer's state: its parameter's sharding for an array of the same shape, else replicated.
+    """The shardings of an optimizer's state: an array of its parameter's shape is sharded like the parameter, else replicated.
 
-    Arrays in host memory have the same sharding there.
+    For arrays in host memory, the sharding has the memory kind `pinned_host`.
     """
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     places = {
@@ -254,7 +254,7 @@ def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[.
 
 
 def check_context(devices: int, called: str) -> None:
-    """Refuse a surrounding `jax.set_mesh` whose size is not `devices`: JAX cannot replace it by a mesh of a different size."""
+    """Raise ArgumentError if a mesh without `devices` devices is active: JAX cannot replace it by a mesh of another size."""
     active = jax.sharding.get_abstract_mesh()
     if not active.empty and active.size != devices:
         raise ArgumentError(
@@ -269,7 +269,7 @@ def pinned(tree: Any, shardings: Any) -> Any:
 
 
 def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
-    """One device's shard of `leaf`, as a shape in the memory of `leaf`."""
+    """The shape and dtype of one device's shard of `leaf`, in the same memory space as `leaf`."""
     shape = sharding.shard_shape(leaf.shape)
     if compat.is_on_host(leaf):
         return jax.core.ShapedArray(shape, leaf.dtype, memory_space=jax.memory.Space.Host)
@@ -280,10 +280,10 @@ def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Default shardings: the batch over `data` and `fsdp`, each parameter's largest dimension that divides over `fsdp`.
+    """Default shardings: the batch over `data` and `fsdp`, each parameter over `fsdp` along its largest divisible dimension.
 
-    Arrays of the batch with another first dimension than its first array, and parameters that no dimension divides, are
-    replicated. PyTorch's hybrid sharding and MaxText use the two names in this way.
+    Parameters without a divisible dimension are replicated, as are arrays of the batch whose first dimension differs from that
+    of the batch's first array. PyTorch's hybrid sharding and MaxText use the two axis names in this way.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> tuple(map(tuple, usual_shardings(as_mesh("data=2,fsdp=4"), x, (x,))))
@@ -317,7 +317,7 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
 
 
 def specs_for(mesh: AbstractMesh, shardings: tuple[Any, ...], original: AbstractMesh) -> tuple[Any, ...]:
-    """The specs of `shardings`, which are over the mesh `original`, for use over `mesh`."""
+    """The specs of `shardings`, defined on the mesh `original`, checked for use on `mesh`."""
     named = {axis for sharding in jax.tree.leaves(shardings) for axis in _axes(sharding.spec)}
     lacking = [axis for axis in original.axis_names if axis in named and axis not in mesh.axis_names]
     if lacking:

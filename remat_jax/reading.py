@@ -1,4 +1,4 @@
-"""Untrusted input: the bytes of files, plain data from JSON, and text for a terminal."""
+"""Reads untrusted input: the bytes of files, plain data from JSON, and text for a terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 2**62
-"""The upper bound of every number of bytes, rounds or positions."""
+"""Every integer (bytes, iterations, positions) in a file must be below this bound."""
 
 
 def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes: a pipe may never end, and a large file may fill the memory.
+    """The content of a regular file of at most `most` bytes. Refuses pipes, which may never end, and larger files.
 
     Raises:
       ValueError: the file is not regular, or has more bytes; or `path` is malformed, as with a null byte.
@@ -44,10 +44,10 @@ def visible(text: str) -> str:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """The `kind` that `dataclasses.asdict` or JSON wrote as `value`; `kind` is a dataclass or the type of a field.
+    """An instance of `kind` from `value`, its form in JSON or `dataclasses.asdict`; `kind` is a dataclass or a field's type.
 
     Raises:
-      ValueError: a value has the wrong type, or is not finite, negative or above `LARGEST`; a field is missing or unknown.
+      ValueError: a wrong type, a number that is negative or not finite, an integer from `LARGEST` up, a missing or unknown key.
 
     >>> from_plain(tuple[int, ...], [1, 2]), from_plain(float | None, 3)
     ((1, 2), 3.0)

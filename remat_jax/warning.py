@@ -1,4 +1,4 @@
-"""Python warnings of one category, each given once."""
+"""This package's Python warnings: one category, each message once per line of user code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remat_jax.reading import visible
 class RematWarning(UserWarning):
     """The category of this package's warnings: a policy without effect, an offload that moved too little, a full host.
 
-    The printed report has the same text. Each line of a program gets a text once.
+    The printed report has the same text. Each line of user code gets a message once.
 
     >>> import warnings
     >>> with warnings.catch_warnings():
@@ -29,12 +29,12 @@ class RematWarning(UserWarning):
 
 _PACKAGE = str(Path(__file__).parent)
 _silenced: ContextVar[bool] = ContextVar("silenced", default=False)
-# Each caller's file and line with the texts that it was given. Python's own record is lost at every change of a filter.
+# The file, line and message of every warning given. Python's own registry is cleared by every change of a filter.
 _given: set[tuple[str, int, str]] = set()
 
 
 def warn(messages: str | Iterable[str] | None) -> None:
-    """Warn the line of user code that called this package with each of `messages`, once per line and message."""
+    """Issue each of `messages` as a warning at the line of user code that called this package, once per line and message."""
     if messages is None or _silenced.get():
         return
     file, line, depth = _caller()
@@ -47,7 +47,7 @@ def warn(messages: str | Iterable[str] | None) -> None:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """In this context `warn` does nothing, because the caller reports the same texts itself. Also a decorator."""
+    """In this context `warn` does nothing, because the caller reports the messages itself. Also a decorator."""
     token = _silenced.set(True)
     try:
         yield
@@ -56,7 +56,7 @@ def silenced() -> Iterator[None]:
 
 
 def _caller() -> tuple[str, int, int]:
-    """The file and line of the nearest frame outside this package, and its `stacklevel` for the calling function."""
+    """The file and line of the nearest frame outside this package, and the `stacklevel` with which `warn` points to it."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         depth, frame = depth + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""A workload: a loss function, its parameters and batch, its blocks, optimizer and mesh: one training step."""
+"""A workload describes one training step: a loss function, its parameters and batch, its blocks, optimizer and mesh."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ Blocks = tuple[Block, ...]
 
 @dataclasses.dataclass(frozen=True)
 class TrainingStep:
-    """A finished training step: the argument of `Workload.from_step`, or the step made from a loss.
+    """A training step: the user's own step (`Workload.from_step`), or a step made from a loss.
 
     Attributes:
-      function: takes the arguments and returns anything.
+      function: the step; it takes `arguments` and may return anything.
       arguments: pytrees of shapes and dtypes; nothing is allocated.
-      donate_argnums: the arguments whose buffers the step may reuse.
-      names: the arguments' names in reports; empty for their positions.
-      mesh: the devices that the step is divided among; None for a single device.
-      shardings: the shardings of each argument's leaves, in its pytree; empty without a mesh.
+      donate_argnums: the positions of the donated arguments, whose buffers the step may reuse.
+      names: the arguments' names in reports; if empty, reports use positions.
+      mesh: the mesh that the step is partitioned over; None for a single device.
+      shardings: for each argument, the pytree of its leaves' shardings; empty without a mesh.
     """
 
     function: Callable[..., Any]
@@ -72,28 +72,28 @@ class Workload:
 
     Args:
       loss: `loss(params, *batch)` returns a scalar, or a scalar and aux if `has_aux`.
-      params: a pytree of arrays or `jax.ShapeDtypeStruct`; with the latter nothing is ever allocated. Or a callable model that
-        is a pytree, such as an Equinox module: its floating-point arrays are the parameters, as for
+      params: a pytree of arrays or `jax.ShapeDtypeStruct`; with the latter nothing is ever allocated. `params` may also be a
+        callable model that is a pytree, such as an Equinox module: its floating-point arrays are then the parameters, as for
         `equinox.filter_value_and_grad`, and its other arrays are frozen.
       batch: a tuple of arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
       blocks: the units of checkpointing: a class whose instances are called (a Linen, NNX or Equinox module), a function marked
-        with `block`, a glob on module paths, a tuple of these, or `"checkpoints"`, the loss's `jax.checkpoint` regions.
+        with `block`, a glob on module paths, a tuple of these, or `"checkpoints"` for the loss's `jax.checkpoint` regions.
       optimizer: an optax optimizer; its update is then part of the step.
       trainable: which parameters have gradients and optimizer state: None for all, a glob (or a tuple of globs) on parameter
         paths such as `"*lora*"`, or a function of the path and the leaf.
       has_aux: the loss returns `(scalar, aux)`; aux is an output of the step.
       donate: the step may reuse the buffers of parameters and optimizer state. Without an optimizer nothing is donated.
       mesh: for several devices: a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, `{"data": 8, "fsdp": 8}` or
-        `"data=8,fsdp=8"`; the devices need not exist here. The loss is traced under it.
-      shardings: `(for params, for batch[0], …)`, each a `PartitionSpec`, a pytree prefix of specs, or a function of an array's
-        path and the leaf that returns one; None and missing entries mean replicated. An optimizer's state has its parameters'
-        shardings. By default mesh and shardings are those of arrays with a `NamedSharding`.
+        `"data=8,fsdp=8"`; the devices need not exist here. The loss is traced under this mesh.
+      shardings: the tuple `(for params, for batch[0], …)`. An entry is a `PartitionSpec`, a pytree prefix of specs, or a
+        function of an array's path and leaf that returns a spec; None and missing entries mean replicated. An optimizer's state
+        has its parameters' shardings. By default, mesh and shardings are read from arrays that have a `NamedSharding`.
       name: the workload's name in reports.
       own_checkpoints: `"replace"`: policies replace the model's own checkpoints around the blocks, as in `checkpoint_blocks`;
         `"keep"` keeps them, with a `RematWarning`. Under `"off"` the model stays as its author wrote it.
 
     Raises:
-      ArgumentError: with the argument, its value, the expected values and the remedy.
+      ArgumentError: an argument is invalid; the message names it, its value, the expected values and the remedy.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
     >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
@@ -153,7 +153,7 @@ class Workload:
         name: str | None = None,
         own_checkpoints: str = "replace",
     ) -> Workload:
-        """A workload of a finished train step, jitted or not; `residuals` refuses it, as the step takes its gradient inside."""
+        """A workload of a finished train step, jitted or not; `residuals` refuses it, because its gradient is inside."""
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
@@ -176,8 +176,8 @@ class Workload:
     ) -> Workload:
         """A workload of the NNX `model` and `loss(model, *batch)`; `options` are those of `Workload`.
 
-        The parameters are the model's `nnx.Param` state; the loss gets other state (RNG counters, batch statistics, caches) as
-        it is. `blocks` default to the classes of modules in lists of one class, as for `enable_gradient_checkpointing`.
+        The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) reaches the loss
+        unchanged. By default `blocks` are the classes of modules in lists of one class, as in `enable_gradient_checkpointing`.
         """
         if not isinstance(model, nnx.Module):
             raise ArgumentError(f"model={model!r}: expected an NNX module")
@@ -194,7 +194,7 @@ class Workload:
         of_params.__name__ = getattr(loss, "__name__", "loss")
         _check_batch(batch)
         if options.get("mesh") is not None and options.get("shardings") is not None:
-            # Checked here, so that an error counts the arguments as the caller does. State beside the parameters is replicated.
+            # Check here, so that an error counts the caller's arguments. State other than parameters is replicated.
             described = structs(params, "params"), structs(batch, "batch")
             of_state, *of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
             options["shardings"] = (of_state, None, *of_batch)
@@ -206,11 +206,11 @@ class Workload:
         """The same step on a new mesh, as with `remat-jax --mesh`.
 
         Args:
-          mesh, shardings: as for `Workload`. By default the workload keeps its shardings; one without shardings divides the
-            batch over `data` and `fsdp`, and each parameter's largest dimension that divides over `fsdp`.
+          mesh, shardings: as for `Workload`. By default the workload keeps its shardings. If it has none, the batch is
+            partitioned over `data` and `fsdp`, and each parameter over `fsdp` along its largest divisible dimension.
 
         Raises:
-          ArgumentError: the mesh lacks an axis of the shardings, or no array is divided over one of its axes.
+          ArgumentError: the mesh lacks an axis of the shardings, or no array is partitioned over one of its axes.
           UnsupportedError: the workload is a finished step.
 
         >>> import jax.numpy as jnp
@@ -227,7 +227,7 @@ class Workload:
         if shardings is None and self.mesh is not None:
             shardings = specs_for(new_mesh, self.shardings, self.mesh)
         else:
-            # The caller does not see the NNX model's other state, which is the first argument of the batch.
+            # For an NNX model the batch starts with the model's other state, which the caller's shardings leave out.
             arguments = self.params, self.batch[self._states :]
             if shardings is None:
                 of_params, *of_batch = usual_shardings(new_mesh, *arguments)
@@ -241,13 +241,13 @@ class Workload:
         return workload
 
     def with_loss(self, loss: Callable[..., Any]) -> Workload:
-        """The same step with a new loss of the same arguments."""
+        """The same step with a new loss that takes the same arguments."""
         workload = copy.copy(self)
         workload.loss, workload.own_loss = under(self.mesh, self._model.loss(loss)), loss
         return workload
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-        """`fn` with `policy` (or policies by layer) on every block of the workload; a mapping from blocks is used as it is."""
+        """`fn` with `policy` (or policies by layer) on every block of the workload; a mapping from blocks is used unchanged."""
         if not isinstance(policy, dict):
             checked = as_block_policy(policy)
             if is_off(checked):
@@ -257,7 +257,7 @@ class Workload:
 
     @property
     def replaced_checkpoints(self) -> int:
-        """The number of the model's own checkpoints around the blocks that a policy replaces; a scanned one counts once."""
+        """How many of the model's own checkpoints around the blocks a policy replaces; a checkpoint in a scan counts once."""
         arguments = (self.params, *self.batch) if self._finished is None else self._finished.arguments
         return self.own.count(self.loss, self.blocks, arguments)
 
@@ -285,7 +285,7 @@ class Workload:
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
 
     def step(self, policy: Any, *, micro_batches: int = 1) -> TrainingStep:
-        """One training step under `policy`: the gradient, of several micro-batches if given, and the optimizer's update."""
+        """One training step under `policy`: the gradient, in `micro_batches` micro-batches, and the optimizer's update."""
         if self._finished is not None:
             return dataclasses.replace(self._finished, function=self.with_policy(self._finished.function, policy))
         loss, trained, frozen = self.split_loss(policy)
@@ -308,7 +308,7 @@ class Workload:
         return self._placed(TrainingStep(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
     def step_with_residuals(self, policy: Any) -> tuple[TrainingStep, Callable[..., Any]]:
-        """A step on the mesh that returns (residuals, gradients), and a function of its arguments for the residuals alone."""
+        """A step on the mesh that returns (residuals, gradients), and a function of its arguments that returns residuals."""
         loss, trained, frozen = self.split_loss(policy)
         of_trained, of_frozen = self._parted(self.shardings[0])
 
@@ -329,7 +329,7 @@ class Workload:
         return step, under(self.mesh, kept)
 
     def _placed(self, step: TrainingStep, like: tuple[int | None, ...]) -> TrainingStep:
-        """`step` on the mesh; result i has the shardings of argument `like[i]`, and is unconstrained if that is None."""
+        """`step` on the mesh; result i gets the shardings of argument `like[i]`, or no constraint if `like[i]` is None."""
         if self.mesh is None:
             return step
         params, *batch = self.shardings
@@ -347,7 +347,7 @@ class Workload:
         return dataclasses.replace(step, function=under(self.mesh, function), mesh=self.mesh, shardings=places)
 
     def _parted(self, of_params: Any) -> tuple[Any, Any]:
-        """A pytree like `params`, split into the parts of the trained and of the frozen parameters."""
+        """`of_params`, a pytree like `params`, split into values for the trained and for the frozen parameters."""
         trained, frozen, _ = split(self.params, self.trainable)
         if self.trainable is None:
             return of_params, {}

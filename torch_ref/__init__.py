@@ -2,8 +2,8 @@
 
 `gradient_checkpoint_forward` runs a block in one of three modes: off, checkpoint, offload. `selective_checkpoint` runs
 a block under any policy of `remat_jax`, `checkpoint_blocks` applies policies to a finished model, and `shard_blocks` adds
-FSDP2. `faithful` holds DiffSynth-Studio's version of `gradient_checkpoint_forward`. The other functions measure: `receipt`
-the bytes that an offload moved, `saved_for_backward` the bytes that the graph holds after the forward pass,
+FSDP2. `faithful` has DiffSynth-Studio's version of `gradient_checkpoint_forward`. The other functions measure: `receipt`
+counts the bytes that an offload moved, `saved_for_backward` the bytes that the graph keeps after the forward pass,
 `count_matmuls` and `count_calls` the executions, and `peak_bytes` the memory of a training step on fake tensors.
 """
 

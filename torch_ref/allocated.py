@@ -13,13 +13,13 @@ from torch_ref.peak import TrainingStep
 
 @dataclass(frozen=True)
 class AllocatedBytes:
-    """The memory that the allocator of a GPU held during a training step.
+    """The memory of a GPU's allocator during a training step.
 
     Attributes:
-        peak_bytes: the maximum of all tensors alive at once, each rounded up to 512 bytes (`max_memory_allocated`).
-        reserved_bytes: the maximum that the allocator took from the driver, including gaps between tensors
-            (`max_memory_reserved`): the memory that the GPU must have free beside the CUDA context.
-        before_bytes: the memory of tensors before the step: parameters, gradients, optimizer state, batch and all others.
+        peak_bytes: the largest sum of live tensors, each rounded up to 512 bytes (`max_memory_allocated`).
+        reserved_bytes: the most memory that the allocator took from the driver, including gaps between tensors
+            (`max_memory_reserved`). The GPU must have this memory free in addition to the CUDA context.
+        before_bytes: the memory of all tensors before the step: parameters, gradients, optimizer state, batch and others.
 
     >>> told = AllocatedBytes(peak_bytes=3 << 20, reserved_bytes=4 << 20, before_bytes=1 << 20)
     >>> told.peak_bytes - told.before_bytes  # what the step itself added
@@ -36,11 +36,11 @@ def allocated_bytes(build: Callable[[], TrainingStep], device: torch.device | st
 
     `build` makes model, optimizer and batch on `device`, as for `torch_ref.peak_bytes`, which predicts the same step's peak
     without a GPU. A first step, which creates the optimizer's state, is not counted. The allocator also counts other tensors
-    on the device, and workspaces inside operators, which the fake-tensor peak does not include.
+    on the device, and workspaces inside operators; the peak on fake tensors includes neither.
 
     Raises:
-        InvalidArgumentError: `device` is no CUDA device of this machine, `build` does not return a `TrainingStep`, or the
-            step's tensors are on another device.
+        InvalidArgumentError: if `device` is not a CUDA device of this machine, `build` does not return a `TrainingStep`, or
+            the step's tensors are on another device.
 
     >>> import torch, torch_ref
     >>> def build():

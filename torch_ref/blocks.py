@@ -23,19 +23,19 @@ def checkpoint_blocks(
 ) -> AppliedPolicies:
     """Apply a policy to every submodule of the named classes, without editing the model.
 
-    Parameter names, the state dict and the classes stay the same; outputs and gradients equal the plain model's. In
-    training with gradients enabled, each block is called as by `selective_checkpoint`, and its arrays' names start with the
-    block's path in the model, such as `decoder/layers/0/self_attn:dot_general#0`. A block is called plainly in evaluation
-    mode or with gradients disabled. If several classes match a module, the first wins. A copy of the model
+    Parameter names, the state dict and the classes stay the same; outputs and gradients equal those of the plain model. In
+    training with gradients enabled, each block is called as by `selective_checkpoint`. The names of its arrays start with
+    the block's path in the model, such as `decoder/layers/0/self_attn:dot_general#0`. A block is called plainly in evaluation
+    mode or with gradients disabled. If several classes match a module, the first class wins. A copy of the model
     (`copy.deepcopy`) has the same policies until they are removed.
 
-    Every policy must have an effect. At the end of each training forward pass of `model`, and of the `with` block, these
-    are errors: a selector that matched nothing in any block, an offload that moved nothing, and a class whose blocks were
-    never called.
+    Every policy must have an effect. At the end of each training forward pass of `model`, and at the end of the `with` block,
+    three cases raise an error: a selector that matched nothing in any block, an offload that moved nothing, and a class whose
+    blocks were never called.
 
     Args:
         model: the model, or a part of one.
-        policies: a class of modules (subclasses count) → a policy, its name or its text.
+        policies: maps a class of modules (subclasses count) to a policy, its name or its text.
         in_evaluation: apply the policies to blocks in evaluation mode too, to differentiate a model without dropout.
 
     Returns:
@@ -44,8 +44,8 @@ def checkpoint_blocks(
     Raises:
         InvalidArgumentError: if an argument has the wrong type, or a block already has a policy.
         PolicyError: if a policy is malformed.
-        NoEffectError: if no module is left for a class; later in the cases above.
-        NothingToOffloadError: later in the cases above.
+        NoEffectError: if no module is left for a class; later, for a selector or a class without effect, as above.
+        NothingToOffloadError: later, for an offload that moved nothing, as above.
 
     >>> import torch, torch_ref
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -72,7 +72,7 @@ class AppliedPolicies:
     """The policies that `checkpoint_blocks` put on a model; a context manager.
 
     Attributes:
-        blocks: path of each block in the model → its policy.
+        blocks: maps the path of each block in the model to its policy.
 
     >>> import torch, torch_ref
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
@@ -117,7 +117,7 @@ class AppliedPolicies:
         self._forwards, self._hooks = [], []
 
     def remove_from(self, model: nn.Module) -> None:
-        """Remove the policies from `model`; from a copy alone, if `model` is a copy."""
+        """Remove the policies from `model` and its copies; if `model` itself is a copy, only from this copy."""
         if model is self._model:
             self.remove()
             return
@@ -135,7 +135,7 @@ class AppliedPolicies:
         return AppliedPolicies(model, policies, self._only, in_evaluation=self._in_evaluation)
 
     def applies_to(self, module: nn.Module) -> bool:
-        """Whether a call of a module now uses its policy."""
+        """Whether a call of `module` would use its policy now."""
         return (module.training or self._in_evaluation) and torch.is_grad_enabled() and not self.is_removed
 
     def __enter__(self) -> AppliedPolicies:
@@ -144,7 +144,7 @@ class AppliedPolicies:
     def __exit__(self, failed: object, *_: object) -> None:
         self.remove()
         if failed is None:
-            # Skip policies already proven by a forward pass: a recomputation may have run part of the model since.
+            # Skip policies that a forward pass has proven: a recomputation may have run part of the model since then.
             self._check([record for record in self._records if not record.is_proven])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedPolicies:
@@ -203,11 +203,11 @@ class _Record:
 
 
 class _Forward:
-    """Replaces the forward of a module."""
+    """Replaces the `forward` of a module by a call under its policy."""
 
     def __init__(self, applied: AppliedPolicies, module: nn.Module, record: _Record, path: str) -> None:
         self._applied, self._module, self.record, self.path = applied, module, record, path
-        # Other libraries also replace a module's forward: call their replacement, and restore it on removal.
+        # Another library may have replaced the module's forward too: call that replacement, and restore it on removal.
         self._replaced: Callable[..., Any] | None = module.__dict__.get("forward")
         functools.update_wrapper(self, self._original(), updated=())
 
@@ -249,7 +249,7 @@ class _Forward:
         return made
 
     def _noting_starts(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, noting every start but the first: only the first call goes through the module, where hooks see it."""
+        """`run`, noting every start except the first, which goes through the module's `__call__`, where hooks count it."""
         starts = itertools.count()
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -267,7 +267,7 @@ def checked_policies(policies: object) -> dict[type[nn.Module], Policy]:
     """Check that `policies` maps classes of modules to policies, and parse the policies.
 
     Raises:
-        InvalidArgumentError, PolicyError: quoting the wrong value.
+        InvalidArgumentError, PolicyError: the message quotes the wrong value.
     """
     if not isinstance(policies, Mapping) or not policies:
         raise InvalidArgumentError(

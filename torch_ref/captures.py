@@ -1,4 +1,4 @@
-"""Detect a captured variable that is rebound before the function runs again.
+"""Detects a captured variable that is rebound before the function runs again.
 
 `for layer in layers: x = checkpoint(lambda x: layer(x), x)` recomputes every call with the *last* layer; if the shapes
 agree, the gradients are wrong without any error (https://docs.python.org/3/faq/programming.html, "lambdas defined in a
@@ -31,7 +31,7 @@ class Captures:
         """Raise an error if a captured variable has a different value now.
 
         Raises:
-            ReboundVariableError: naming the variable.
+            ReboundVariableError: the message names the variable.
         """
         if not self._before:
             return
@@ -55,7 +55,7 @@ def _plain_function(function: Any) -> types.FunctionType | None:
 
 
 def captured(function: types.FunctionType | None) -> dict[str, Any]:
-    """The cells and globals that a function reads and does not assign, by name."""
+    """The values of the cells and globals that a function reads and does not assign, by name."""
     if function is None:
         return {}
     global_reads, assigned = _names(function.__code__)
@@ -80,7 +80,7 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _remember(value: Any) -> Callable[[Any], bool]:
-    # A weak reference if possible, so that a captured tensor does not live longer than without us.
+    # Use a weak reference if possible, so that a captured tensor lives no longer than without checkpointing.
     if isinstance(value, _PLAIN):
         return lambda now: now is value or (type(now) is type(value) and now == value)
     try:

@@ -26,14 +26,14 @@ def gradient_checkpoint_forward(
     | mode | flags | between forward and backward |
     | --- | --- | --- |
     | off | both False | autograd saves its residuals |
-    | checkpoint | the first | the block's arguments are saved, the rest is recomputed |
-    | offload | the second, with or without the first | as for checkpoint, with the arguments in host memory |
+    | checkpoint | only the first is True | the block's arguments are saved, the rest is recomputed |
+    | offload | the second is True | as for checkpoint, with the arguments in host memory |
 
-    Tensors are found anywhere in positional and keyword arguments, also in lists, tuples, dicts and named tuples; tensors
-    inside other objects are kept on the device. So is an `nn.Parameter`, or a view of one. Copies are pinned and
-    asynchronous on CUDA. A tensor that is passed to several calls is copied once. The recomputation restores the random
-    state of the CPU and of every accelerator with arguments or parameters of the block. The checkpoint is non-reentrant.
-    With gradients disabled the block is called plainly, in every mode.
+    Tensors are found anywhere in positional and keyword arguments, also in lists, tuples, dicts and named tuples. Tensors
+    inside other objects stay on the device, as do an `nn.Parameter` and views of it. Copies are pinned and asynchronous on
+    CUDA. A tensor that is passed to several calls is copied once. The recomputation restores the random state of the CPU and
+    of every accelerator with arguments or parameters of the block. The checkpoint is non-reentrant. With gradients disabled
+    the block is called plainly, in every mode.
 
     Every keyword reaches the block, even the parameters of `torch.utils.checkpoint.checkpoint` itself (`debug`,
     `early_stop`, `use_reentrant`, `function`, ...). The exceptions are `model`, `use_gradient_checkpointing` and
@@ -43,10 +43,10 @@ def gradient_checkpoint_forward(
     Raises:
         InvalidArgumentError: if `model` cannot be called or a flag is not a bool.
         NothingToOffloadError: if the mode is offload and no argument can be moved.
-        MutatedTensorError: in the backward pass, if an offloaded argument was changed in place meanwhile. For
+        MutatedTensorError: in the backward pass, if an offloaded argument was changed in place after the call. For
             arguments on the device, autograd raises its own `RuntimeError`.
         ReboundVariableError: in the backward pass, if `model` is a function that captures a variable which was rebound
-            meanwhile, such as a loop variable.
+            after the call, such as a loop variable.
 
     The signature is that of DiffSynth-Studio's `diffsynth.core.gradient`; `torch_ref.faithful` lists the differences.
 
@@ -75,7 +75,7 @@ def check_callable(model: object) -> None:
     """Check that a block can be called.
 
     Raises:
-        InvalidArgumentError: naming the block's type.
+        InvalidArgumentError: if it cannot; the message names the block's type.
     """
     if not callable(model):
         raise InvalidArgumentError(

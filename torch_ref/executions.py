@@ -37,7 +37,7 @@ class Matmul:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: two per multiply-add, without an added bias."""
+        """Floating-point operations: two per multiply-add; an added bias is not counted."""
         flops = 2 * self.right[-1]
         for size in self.left:
             flops *= size
@@ -109,7 +109,7 @@ class _MatmulMode(TorchDispatchMode):
 
 @dataclass
 class CallCount:
-    """The number of times that the watched blocks were started.
+    """How often each watched block was started.
 
     Attributes:
         per_module: calls of each module, by object.
@@ -140,13 +140,13 @@ class CallCount:
 
 @contextmanager
 def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
-    """Count the starts of modules in the `with` block; a class counts all of its modules.
+    """Count how often modules start in the `with` block; for a class, all of its modules are counted.
 
-    Recomputation counts too. It stops once backward has the tensors it needs and may never reach the end of the block,
-    where forward hooks run; therefore starts are counted.
+    Recomputation counts too. Starts are counted because a recomputation stops once backward has the tensors it needs, and may
+    never reach the end of the block, where forward hooks run.
 
     Raises:
-        InvalidArgumentError: if a block is neither a module nor a class of modules, or if none is given.
+        InvalidArgumentError: if a block is neither a module nor a class of modules, or if no block is given.
 
     >>> import torch, torch_ref
     >>> block, x = torch.nn.Sigmoid(), torch.ones(2, requires_grad=True)
@@ -180,7 +180,7 @@ def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
 
 
 def note_start(module: nn.Module) -> None:
-    """Count a start of a module's forward that does not go through the module's call."""
+    """Count a start of a module's forward that bypasses the module's `__call__`."""
     for started in _watching:
         started(module, ())
 

@@ -1,22 +1,22 @@
-"""DiffSynth-Studio's `gradient_checkpoint_forward`, with its quirks, to compare a port with.
+"""DiffSynth-Studio's `gradient_checkpoint_forward` with its quirks, as a reference for ports.
 
-Written from the behaviour of `diffsynth/core/gradient/gradient_checkpoint.py`. The first case that applies is used:
+It is written from the behaviour of `diffsynth/core/gradient/gradient_checkpoint.py`. The first case that applies is used:
 
 1. Checkpointing is on and DeepSpeed's activation checkpointing is configured: the arguments are flattened and passed
    positionally, so keyword names are lost. Without a top-level tensor that requires a gradient, the block runs without a
    checkpoint. The offload flag is ignored.
-2. The offload flag is set, with or without the other flag: `save_on_cpu()`, unpinned, around a non-reentrant checkpoint.
-3. The checkpointing flag is set: the same without `save_on_cpu`.
-4. Otherwise: a plain call.
+2. The offload flag is set, with or without the other flag: `save_on_cpu()`, unpinned, encloses a non-reentrant checkpoint.
+3. The checkpointing flag is set: the block runs under a non-reentrant checkpoint without `save_on_cpu`.
+4. Otherwise the block is called plainly.
 
 Consequences: only *positional, top-level* tensors go to the host, with a separate copy for each use. A call that passes
 everything by keyword offloads nothing and does not restore the device's random state. Keywords of
 `torch.utils.checkpoint.checkpoint` (`debug`, `early_stop`, ...) never reach the block, and `use_reentrant` and `function`
-are refused. A captured loop variable silently gives wrong gradients. Flags count by their truth value: 1 is True, 0 and
-None are False, and so is the truth of the block's first argument if a flag was forgotten.
+raise an error. A captured loop variable silently gives wrong gradients. Flags count by their truth value: 1 is True, 0 and
+None are False. If a flag is forgotten, the truth value of the block's first argument is used in its place.
 
-One difference: on the CPU, `save_on_cpu` would keep the tensor itself. Here the tensor is copied, as from a GPU, so that a
-machine without a GPU shows the same bytes.
+There is one difference: on the CPU, `save_on_cpu` would keep the tensor itself. Here the tensor is copied, as from a GPU,
+so that a machine without a GPU shows the same bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def gradient_checkpoint_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call `model(*args, **kwargs)` like DiffSynth-Studio's function of this name; the module lists its quirks.
+    """Call `model(*args, **kwargs)` like DiffSynth-Studio's function of this name; this module's docstring lists its quirks.
 
     Flags count by their truth value: 1, 0 and None are valid. `torch_ref.gradient_checkpoint_forward` accepts only bools.
 

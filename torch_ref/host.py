@@ -22,18 +22,18 @@ _copying = threading.local()
 
 
 class HostCopy:
-    """The content of a tensor in host memory, alive until this object is garbage collected.
+    """A copy of a tensor in host memory, alive until this object is garbage collected.
 
-    A tensor without gaps is stored as the range of storage that it covers, so the copy also serves other views of that
+    A tensor without gaps is copied as the range of storage that it covers, so the copy also serves other views of this
     range.
 
     Attributes:
         tensor: the copy, without gaps and without expanded dimensions.
         nbytes: the copy's size in bytes.
-        layout: the tensor's layout in its storage; None for sparse tensors and wrapper subclasses.
-        version: the tensor's version counter when it was copied; None if it has none.
-        source_storage: weak reference to the copied storage, which tells whether the device has freed it.
-        source_nbytes: size of that storage in bytes.
+        layout: the copied tensor's layout in its storage; None for sparse tensors and wrapper subclasses.
+        version: the copied tensor's version counter at the time of copying; None if it has no counter.
+        source_storage: weak reference to the copied storage; it is dead once the device has freed the storage.
+        source_nbytes: size of the copied storage in bytes.
     """
 
     def __init__(self, source: torch.Tensor, pin: bool) -> None:
@@ -44,7 +44,7 @@ class HostCopy:
         self.nbytes = nbytes_of(self.tensor)
         self.version = version_of(source)
         storage = None if self.layout is None else source.untyped_storage()
-        # Python's weak reference: with torch.multiprocessing's, PyTorch 2.7's MemTracker misses that the storage is freed.
+        # Use Python's weak reference: with torch.multiprocessing's, PyTorch 2.7's MemTracker misses freed storages.
         self.source_storage = None if storage is None else weakref.ref(storage)
         self.source_nbytes = nbytes_of(source) if storage is None else storage.nbytes()
         self._owner = TensorWeakRef(owner_of(source))
@@ -54,7 +54,7 @@ class HostCopy:
     def bring_back(self) -> torch.Tensor:
         """Copy the content back to its device; the host copy remains.
 
-        The result requires a gradient if its dtype allows one. It is no leaf, so a block may change it in place like its
+        The result requires a gradient if its dtype allows one. It is not a leaf, so a block may change it in place like its
         own input. `view` gives the result the layout of a tensor.
         """
         arrival, self._ahead = self._ahead or fetch(self.tensor, self.device, self._copied), None
@@ -105,9 +105,9 @@ _by_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.WeakSet[Hos
 def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
     """Copy a tensor to host memory, or find a copy that covers it; also return whether a copy was made.
 
-    Arguments share a copy if they are the same view of a storage at the same version, or views of a range that was copied
-    whole: pass the largest first. Writes that bypass the version counter (through `.data` or a NumPy alias) are not
-    noticed; autograd does not notice them either.
+    Tensors share a copy if they are the same view of a storage at the same version, or if they are views of a range that was
+    copied whole: copy the largest tensor first. Writes that bypass the version counter (through `.data` or a NumPy alias)
+    are not noticed; autograd does not notice them either.
     """
     version = version_of(source)
     if version is None or is_opaque(source):

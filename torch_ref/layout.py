@@ -1,4 +1,4 @@
-"""A tensor's position in its storage, and the other tensors that lie inside it."""
+"""A tensor's position in its storage, and whether it covers other views of the storage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Layout:
-    """A view of a storage.
+    """The layout of a view of a storage.
 
     Attributes:
         offset: the index of the first element.
@@ -42,32 +42,32 @@ class Layout:
 
     @property
     def expanded(self) -> tuple[int, ...]:
-        """The dimensions that repeat the same elements."""
+        """The dimensions that repeat the same elements (stride 0)."""
         return tuple(d for d, (size, step) in enumerate(zip(self.size, self.stride, strict=True)) if step == 0 and size > 1)
 
     @cached_property
     def extent(self) -> int:
-        """The length of the range that the view reads, from its first to its last element."""
+        """The length of the storage range that the view reads, from its first to its last element."""
         if 0 in self.size:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True))
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether the view reads every element of that range, and is not lazy."""
+        """Whether the view reads every element of its storage range, and is not lazy."""
         read = prod(size for d, size in enumerate(self.size) if d not in self.expanded)
         if self.is_lazy or read != self.extent:
             return False
         steps = sorted((step, size) for step, size in zip(self.stride, self.size, strict=True) if step and size > 1)
         reached = 1
         for step, size in steps:
-            if step != reached:  # dimensions overlap: some elements are read twice and others never
+            if step != reached:  # dimensions overlap: some elements are read twice, and some are never read
                 return False
             reached *= size
         return True
 
     def covers(self, other: Layout) -> bool:
-        """Whether a copy of this view holds every element of `other`, a view of the same storage."""
+        """Whether a copy of this view contains every element of `other`, a view of the same storage."""
         if self == other:
             return True
         inside = self.offset <= other.offset and other.offset + other.extent <= self.offset + self.extent

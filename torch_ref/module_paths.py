@@ -1,4 +1,4 @@
-"""The path of the running module, such as `decoder/layers/0/ffn`, read by hooks that exist only while needed."""
+"""The path of the running module, such as `decoder/layers/0/ffn`, followed by hooks that exist only while needed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _users = 0
 class ModulePaths:
     """The path of the module that is running inside a block.
 
-    The block's own modules have their path in the block. The path of a module that the block only captures starts with
-    the name of its class.
+    A module of the block has its path in the block. The path of a module that the block only captures starts with the name
+    of the module's class.
     """
 
     def __init__(self, block: Callable[..., Any], path: str) -> None:
@@ -62,7 +62,7 @@ def join(*parts: str) -> str:
 
 @contextmanager
 def following(paths: ModulePaths) -> Iterator[None]:
-    """Keep `paths` up to date on this thread; autograd may recompute on a different thread than the forward pass."""
+    """Keep `paths` up to date on this thread only, because autograd may recompute on another thread."""
     followed = _followed()
     followed.append(paths)
     _use(1)
@@ -84,7 +84,7 @@ def _use(change: int) -> None:
     with _lock:
         _users += change
         if _users and not _hooks:
-            # Called for exceptions too: backward ends a recomputation by an exception once it has the tensors it needs.
+            # Call the hook after exceptions too: backward ends a recomputation by an exception once it has its tensors.
             _hooks.extend([register_module_forward_pre_hook(_started), register_module_forward_hook(_ended, always_call=True)])
         while _hooks and not _users:
             _hooks.pop().remove()

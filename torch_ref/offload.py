@@ -1,4 +1,4 @@
-"""A function whose inputs are in host memory between the passes, and which is recomputed in backward."""
+"""A function that is recomputed in backward from inputs that an offload keeps in host memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class OffloadFunction:
 
     It handles the cases that hand-written `torch.autograd.Function`s of this name often get wrong. Outputs and gradients
     equal those of `function`, for any number of tensors anywhere in the arguments, for keywords and arguments that are no
-    tensors, and for parameters that `function` captures. The recomputation uses forward's autocast and random state. A
-    tensor that lies inside another argument is copied with it. On CUDA the copies are pinned and asynchronous in both
+    tensors, and for parameters that `function` captures. The recomputation uses forward's autocast and random state. If an
+    argument is a view inside another argument, both share one copy. On CUDA the copies are pinned and asynchronous in both
     directions: to the host while the function runs, and back while the following call runs backward. Because the checkpoint
     is non-reentrant, `torch.autograd.grad`, second derivatives and arguments without gradient work.
 
@@ -29,7 +29,7 @@ class OffloadFunction:
         min_bytes: smaller arguments stay on the device, because every copy has an overhead.
 
     Raises:
-        InvalidArgumentError: if `function` cannot be called or `min_bytes` is no integer from 0 up.
+        InvalidArgumentError: if `function` cannot be called, or `min_bytes` is not an integer of at least 0.
         NothingToOffloadError: in a call, if no argument can be moved.
         MutatedTensorError, ReboundVariableError: as in `gradient_checkpoint_forward`. MutatedTensorError is also raised in
             forward if `function` changes an argument in place and the copy could miss the change: on CUDA, or if

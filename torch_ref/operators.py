@@ -1,4 +1,4 @@
-"""ATen operators as policies see them: their names in JAX, and whether they make an array that can be saved."""
+"""ATen operators as policies see them: their names in JAX, and whether they compute an array that can be saved."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Operator:
 
     Attributes:
         primitive: JAX's name if the operator equals a single primitive, else ATen's name without the overload.
-        makes_array: whether the operator computes an array from others; false for a view, an in-place change, a constant
-            or a number.
+        makes_array: whether the operator computes a new array from other arrays; False for a view, an in-place change, a
+            constant or a number.
         is_random: whether the operator draws from the random state.
         writes: names of the arguments that the operator changes in place.
-        has_batch_dims: whether the operator is a product with batch dimensions.
+        has_batch_dims: whether the operator is a matmul with batch dimensions.
     """
 
     primitive: str

@@ -1,4 +1,4 @@
-"""Peak memory of a training step, tracked on fake tensors without allocations or an accelerator."""
+"""Peak memory of a training step on fake tensors, which needs neither allocations nor an accelerator."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class PeakBytes:
-    """Memory of a training step when device memory is at its peak.
+    """Memory of a training step at the peak of its device memory.
 
     Attributes:
         device_bytes: bytes on the device at the peak, without host copies.
         breakdown: these bytes by category: parameters, buffers, gradients, optimizer_state, activations, temp, batch.
-        host_bytes: the maximum of host copies at any time.
-        tracked_bytes: the peak of `MemTracker`, which counts host copies as device memory.
+        host_bytes: the largest number of bytes in host copies at any time of the step.
+        tracked_bytes: the peak that `MemTracker` reports, which counts host copies as device memory.
 
     >>> import torch, torch_ref
     >>> def build():
@@ -92,23 +92,23 @@ class PeakBytes:
 def peak_bytes(build: Callable[[], TrainingStep]) -> PeakBytes:
     """Track the memory of a training step, tensor by tensor, and return its peak.
 
-    `build` is called under PyTorch's `FakeTensorMode` and must make model, optimizer and batch itself: they are then fake
-    CPU tensors, of any size. A first step creates the optimizer's state; the second step is tracked by
-    `torch.distributed._tools.mem_tracker.MemTracker`.
+    `build` is called under PyTorch's `FakeTensorMode` and must make model, optimizer and batch itself; their tensors are then
+    fake CPU tensors and may have any size. A first step creates the optimizer's state;
+    `torch.distributed._tools.mem_tracker.MemTracker` tracks the second step.
 
     The peak is the maximum, over all operators, of the sum of live storages. It is not the memory that a CUDA allocator
     reserves: rounding to 512 bytes, fragmentation, and workspaces of operators and libraries are missing, and fused
     attention takes its CPU path. `MemTracker` counts all allocations of an optimizer's update as optimizer state, and memory
     of a recomputation either as activations or as temporary; the total is unaffected.
 
-    On fake CPU tensors a host copy looks like any other tensor. `torch_ref` tracks its own host copies: their bytes are
-    subtracted from the activations after every operator, and no peak is recorded while a copy is made, because that
+    `MemTracker` cannot distinguish host copies from other fake CPU tensors. `torch_ref` tracks its own host copies: their
+    bytes are subtracted from the activations after every operator, and no peak is recorded during a copy to the host, which
     allocates no device memory. Copies that a recomputation brings back count as device memory. Offloads by other libraries
     are not recognised.
 
     Raises:
         InvalidArgumentError: if `build` does not return a `TrainingStep` of fake tensors.
-        FakeTensorStepError: if the step reads a value, as `.item()` does; fake tensors have none.
+        FakeTensorStepError: if the step reads a value, as `.item()` does; fake tensors have no values.
 
     >>> import torch, torch_ref
     >>> def build():

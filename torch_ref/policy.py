@@ -1,4 +1,4 @@
-"""Policies for `torch_ref`: an independent parser of `remat_jax`'s policy texts.
+"""Policies for `torch_ref`, with an independent parser of `remat_jax`'s policy texts.
 
 A policy decides what happens to each array of a block between the forward and the backward pass. Its text is
 `action: selector[, selector]; …`; the first matching rule wins, and arrays without a matching rule are recomputed.
@@ -51,9 +51,9 @@ class Candidate:
 
     Attributes:
         name: `module/path:primitive#k`.
-        primitive: JAX's name of the operation that makes the array, else ATen's; `input` for an argument of the block.
+        primitive: JAX's name for the operation that computes the array, else ATen's; `input` for an argument of the block.
         is_input: whether the array is an argument of the block.
-        has_batch_dims: whether the array is a product with batch dimensions.
+        has_batch_dims: whether the array is the result of a matmul with batch dimensions.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rule:
-    """An action, and the selectors of the arrays that get it."""
+    """An action, and the selectors of the arrays that get this action."""
 
     action: str
     selectors: tuple[str, ...]
@@ -98,7 +98,7 @@ class Policy:
         """Read a policy's text or name; a `Policy` is returned unchanged.
 
         Raises:
-            PolicyError: naming `argument`, the wrong part, and the expected form.
+            PolicyError: if it is malformed; the message names `argument`, the wrong part, and the expected form.
         """
         if isinstance(text, Policy):
             return text
@@ -113,12 +113,12 @@ class Policy:
 
     @property
     def name(self) -> str | None:
-        """The name of the named policy with the same rules, or None."""
+        """The name of the named policy with the same rules; None if there is none."""
         return next((name for name, text in NAMED.items() if text == str(self)), None)
 
     @property
     def is_off(self) -> bool:
-        """Whether there is no checkpointing at all."""
+        """Whether the policy is `off`: no checkpointing at all."""
         return not self.rules
 
     @property
@@ -128,7 +128,7 @@ class Policy:
 
     @property
     def looks_inside(self) -> bool:
-        """Whether the policy distinguishes or keeps arrays that the block computes, beyond its arguments."""
+        """Whether the policy distinguishes, saves or offloads arrays that the block computes, not only its arguments."""
         selectors = [selector for rule in self.rules for selector in rule.selectors if selector != INPUTS]
         return bool(selectors) and not (len(selectors) == 1 and is_catch_all(selectors[0]) and self._recomputes_the_rest)
 
@@ -137,7 +137,7 @@ class Policy:
         return self.rules[-1].action == RECOMPUTE
 
     def action(self, candidate: Candidate) -> str:
-        """The action of the first rule that matches; `recompute` if none does."""
+        """The action of the first rule that matches; `recompute` if no rule matches."""
         return _action(self, candidate)
 
     def selected_by(self, action: str) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def is_catch_all(selector: str) -> bool:
 
 
 def choices() -> str:
-    """The sentence of an error that lists the valid policies."""
+    """A sentence for error messages that lists the valid policies."""
     return f"Give one of {', '.join(NAMED)} (also {', '.join(ALIASES)}), or write {_GRAMMAR}."
 
 
@@ -205,7 +205,7 @@ def _read_rule(part: str, text: str, argument: str) -> Rule:
 def _check_selector(selector: str, text: str, argument: str) -> None:
     known = (INPUTS, "@dots", "@dots_with_no_batch_dims", "@convs")
     named = selector.startswith(PRIMITIVE) and selector.removeprefix(PRIMITIVE)
-    # With a blank between the colon and the name, a selector would match nothing.
+    # A selector with a blank between the colon and the name would match nothing.
     if selector and (not selector.startswith("@") or selector in known or (named and named == named.strip())):
         return
     raise PolicyError(

@@ -26,11 +26,11 @@ class CallEntry:
         mode: `off`, `checkpoint` or `offload`, from the flags; under a policy the policy's name or text.
         form: `right`, `faithful` or `selective`.
         grad_enabled: whether gradients were recorded; if not, the block was called plainly.
-        note: why the call did not follow its mode, or empty.
+        note: why the call did not follow its mode; empty if it did.
         tensors_offered: the number of tensors that an offload could move: arguments, and under a policy the block's
             arrays. Parameters stay on the device, and a view of an array does not count.
-        bytes_offered: the bytes of these tensors.
-        tensors_packed: the number of these tensors that backward will read from host memory.
+        bytes_offered: the bytes of the offered tensors.
+        tensors_packed: the number of offered tensors that backward will read from host memory.
         bytes_on_host: bytes copied to the host for this call; 0 if an earlier call made the copy.
         bytes_brought_back: bytes copied back so far, counted at every recomputation.
 
@@ -60,7 +60,7 @@ class CallEntry:
         self.bytes_offered += sum(map(nbytes_of, distinct))
 
     def packed(self, copy: HostCopy, made: bool) -> None:
-        """Record an argument in host memory; `made` is false if the copy already existed."""
+        """Record a tensor in host memory; `made` is False if the copy already existed."""
         self.tensors_packed += 1
         self.bytes_on_host += copy.nbytes if made else 0
         if copy.source_storage is not None:
@@ -72,7 +72,7 @@ class CallEntry:
 
 
 class Receipt:
-    """The calls inside a `receipt()` block; the numbers grow until the backward pass is over.
+    """The calls inside a `receipt()` block; its numbers grow until the end of the backward pass.
 
     >>> import torch, torch_ref
     >>> block, x = torch.nn.Sigmoid(), torch.ones(2, 3, requires_grad=True)
@@ -95,7 +95,7 @@ class Receipt:
 
     @property
     def bytes_offered(self) -> int:
-        """Bytes of the tensor arguments of all offloaded calls; a tensor passed to two calls counts twice."""
+        """Bytes of the tensors that all calls offered to an offload; a tensor passed to two calls counts twice."""
         return sum(call.bytes_offered for call in self._calls)
 
     @property
@@ -105,7 +105,7 @@ class Receipt:
 
     @property
     def tensors_packed(self) -> int:
-        """The number of tensor arguments that backward reads from host memory."""
+        """The number of tensors that backward reads from host memory."""
         return sum(call.tensors_packed for call in self._calls)
 
     @property
@@ -115,7 +115,7 @@ class Receipt:
 
     @property
     def bytes_released(self) -> int:
-        """Bytes of copied storages that the device has freed by now; read it between forward and backward.
+        """Bytes of the copied storages that the device has freed by now; read this between forward and backward.
 
         A tensor that is still referenced elsewhere, such as the batch, is not freed.
         """
@@ -124,7 +124,7 @@ class Receipt:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on requested effects that did not happen; empty if there are none."""
+        """Sentences on requested effects that did not happen; empty if all happened."""
         if not self._calls:
             return ("no block was called through torch_ref inside this receipt.",)
         found = [f"{call.block}: {call.note}" for call in self._calls if call.note]
@@ -147,10 +147,10 @@ class Receipt:
 
 @contextmanager
 def receipt() -> Iterator[Receipt]:
-    """Record the bytes that calls in the block move: calls of both `gradient_checkpoint_forward`s, and under policies.
+    """Record the bytes that calls in the `with` block move: calls of either `gradient_checkpoint_forward` or under policies.
 
     Calls of all threads are recorded. Calls during a recomputation (nested checkpoints) are recorded if the backward pass
-    also runs inside the block.
+    also runs inside the `with` block.
 
     >>> import torch, torch_ref
     >>> layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
@@ -178,7 +178,7 @@ def record_call(block: Callable[..., Any], mode: str, form: str) -> CallEntry:
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors anywhere in the arguments that an offload could move."""
+    """The tensors in the arguments, at any depth, that an offload could move."""
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_offloadable(leaf)]
 
 

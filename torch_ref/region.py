@@ -6,11 +6,11 @@ Three dispatch modes enclose the block, in both passes. An operator passes throu
 2. PyTorch's own modes of `create_selective_checkpoint_contexts` save the arrays that the policy saves, and return them
    in the recomputation instead of computing them.
 3. `_Moving` copies the arrays that the policy offloads to host memory, and fetches them in the recomputation instead of
-   computing them. (Eager PyTorch treats `CheckpointPolicy.MUST_CPU_OFFLOAD` as "recompute".) It follows PyTorch's modes
-   because these count the operators that reach them, in both passes.
+   computing them. (Eager PyTorch treats `CheckpointPolicy.MUST_CPU_OFFLOAD` as "recompute".) `_Moving` comes last because
+   PyTorch's modes count operators, and must see the same operators in both passes.
 
-The modes are entered around the block itself and not by `torch.utils.checkpoint`'s `context_fn`, so that fetching the
-block's arguments does not count as part of the block.
+The modes are entered around the block itself and not through the `context_fn` of `torch.utils.checkpoint`, so that
+fetching the block's arguments does not count as part of the block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Region:
 
     Attributes:
         candidates: the arrays that the forward pass computed, in order.
-        random: names of the arrays that draw from the random state, which are always recomputed.
+        random: names of the arrays whose operators draw from the random state; these arrays are always recomputed.
         is_empty: whether an array without elements was selected for offload.
     """
 
@@ -74,12 +74,12 @@ class Region:
             self.candidates.append(candidate)
             if operator.is_random:
                 self.random.add(name)
-        # Skipping a random operator would give its random state to the next one.
+        # If a random operator were skipped, the next random operator would get its random state.
         action = RECOMPUTE if operator.is_random else self._policy.action(candidate)
         self._now.set(name, action)
 
     def check_repeats(self, name: str, index: int) -> None:
-        """Refuse a recomputation that differs from the forward pass: saved arrays would go to the wrong operators."""
+        """Raise an error if the recomputation differs from the forward pass: wrong operators would get the saved arrays."""
         expected = self.candidates[index].name if index < len(self.candidates) else "nothing"
         if name != expected:
             raise ChangedRecomputationError(
@@ -94,10 +94,10 @@ class Region:
             self._saved[tensor.untyped_storage()._cdata] = self._now.name
 
     def check_not_saved(self, func: Any, written: list[torch.Tensor]) -> None:
-        """Refuse an in-place change of a saved array: the recomputation would change it a second time.
+        """Raise an error for an in-place change of a saved array, because the recomputation would change it a second time.
 
         Raises:
-            MutatedTensorError: naming the array and the operator.
+            MutatedTensorError: the message names the array and the operator.
         """
         for tensor in _tensors(written):
             name = self._saved.get(tensor.untyped_storage()._cdata)
@@ -116,7 +116,7 @@ class Region:
         self._offloaded[self._now.name] = pytree.tree_map_only(torch.Tensor, self._put, output)
 
     def fetch(self) -> Any:
-        """Bring back the forward pass's output of the current operator."""
+        """Copy the current operator's output of the forward pass back from the host."""
         return pytree.tree_map_only(_Put, lambda put: put.fetch(), self._offloaded[self._now.name])
 
     def _put(self, tensor: torch.Tensor) -> _Put:
@@ -129,7 +129,7 @@ class Region:
 
 
 class _Now:
-    """The decision on the current operator. PyTorch's modes hold this and not the region, to avoid a reference cycle."""
+    """The decision on the current operator. PyTorch's modes refer to it and not to the region, to avoid a reference cycle."""
 
     def __init__(self) -> None:
         self.set("", RECOMPUTE)
@@ -152,7 +152,7 @@ class _Naming(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_copying_to_host():  # a nested offload, whose copy may exist already in only one of the passes
+        if is_copying_to_host():  # by a nested offload, which may copy in only one of the passes: do not name its operators
             with _pop_mode_temporarily():
                 return func(*args, **kwargs)
         region, operator = self._region, Operator.of(func)
@@ -186,7 +186,7 @@ class _Moving(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         region = self._region
-        # PyTorch's modes run operators of their own (detach), which make no array.
+        # PyTorch's modes also run other operators (detach), which make no array.
         is_moved = region.now.action == OFFLOAD and Operator.of(func).makes_array
         if is_moved and not self._is_first:
             return region.fetch()
@@ -209,7 +209,7 @@ class _Put:
             entry.packed(self._copy, made)
 
     def fetch(self) -> torch.Tensor:
-        """The tensor, each time a new copy, which the block may change."""
+        """The tensor on the device: a new copy at each call, because the block may change it."""
         if self._stays is not None:
             return self._stays.clone()
         assert self._copy is not None
@@ -227,7 +227,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    # Autocast caches the cast of a weight, so the second pass would run fewer operators.
+    # Autocast caches casts of weights, so with the cache the second pass would run fewer operators.
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -1,4 +1,4 @@
-"""A repeatable call: it uses the caller's arguments first, and saved or fetched arguments afterwards."""
+"""A repeatable call: the first run uses the caller's arguments, later runs use saved or fetched arguments."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Replay:
     """A block and its arguments, for `torch.utils.checkpoint.checkpoint`.
 
     The first call passes the caller's own containers and tensors, exactly as without checkpointing. Later calls rebuild
-    the containers; an argument that was passed twice is again a single object (otherwise `nn.MultiheadAttention` takes a
-    different path).
+    the containers. A tensor that was passed twice is again a single object; otherwise `nn.MultiheadAttention` would take a
+    different path.
 
-    `run` is called in place of the block, each time after the offloaded arguments are back.
+    If `run` is given, it is called in place of the block, after the offloaded arguments are back on the device.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Replay:
     def offload(
         self, entry: CallEntry, min_bytes: int = 0, chosen: Callable[[torch.Tensor], bool] = lambda tensor: True
     ) -> None:
-        """Copy to the host every movable argument that has at least `min_bytes` and is `chosen`.
+        """Copy to the host every offloadable argument of at least `min_bytes` for which `chosen` is true.
 
         Raises:
             NothingToOffloadError: if there is no such argument.
@@ -76,11 +76,11 @@ class Replay:
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The caller's arguments, until the block is run with them."""
+        """The caller's arguments; empty after the first call."""
         return self._first or ((), {})
 
     def take_kept(self) -> list[Any]:
-        """Hand over the arguments that the checkpoint must keep; this object drops its references.
+        """Return the arguments that the checkpoint must keep, and drop this object's references to them.
 
         `torch.utils.checkpoint` saves the random state only for devices of its tensor arguments, so an empty tensor is
         added for every other accelerator of the block.
@@ -103,7 +103,7 @@ class Replay:
         self._captures.check_unchanged()
         fetched: dict[HostCopy, torch.Tensor] = {}
         leaves = [leaf.fetch(fetched) if isinstance(leaf, OffloadedArgument) else leaf for leaf in kept[self._anchors :]]
-        # Backward reaches the preceding call next: fetch its arguments while this call is recomputed.
+        # Backward reaches the preceding call next: fetch that call's arguments while this call is recomputed.
         previous = self._previous() if self._previous is not None else None
         if previous is not None:
             previous.fetch_ahead()
@@ -127,14 +127,14 @@ class OffloadedArgument:
     def __init__(self, source: torch.Tensor, entry: CallEntry) -> None:
         self.copy, made = to_host(source)
         self._layout = None if is_opaque(source) else Layout.of(source)
-        # The tensor whose version counter a view shares lives longer than the view.
+        # Refer to the tensor whose version counter a view shares: that tensor lives longer than the view.
         self._source = TensorWeakRef(owner_of(source))
         self._requires_grad = source.requires_grad
         self._entry = entry
         entry.packed(self.copy, made)
 
     def check_written(self, others: set[HostCopy]) -> None:
-        """Refuse an in-place change by the block that the host copies do not reproduce.
+        """Raise an error if the block changed this argument in place and the host copies may not reproduce the change.
 
         Raises:
             MutatedTensorError: if the copy may have been unfinished, or another copy contains the same storage.
@@ -152,10 +152,10 @@ class OffloadedArgument:
             )
 
     def fetch(self, fetched: dict[HostCopy, torch.Tensor]) -> torch.Tensor:
-        """Bring the content back, unless this recomputation has `fetched` it already.
+        """The argument on the device; `fetched` has the contents that this recomputation has fetched already.
 
         Raises:
-            MutatedTensorError: if the tensor is alive and was changed in place, which autograd refuses without offload.
+            MutatedTensorError: if the original tensor is alive and was changed in place. Without offload, autograd would raise.
         """
         source = self._source()
         if source is not None and version_of(source) != self.copy.version:

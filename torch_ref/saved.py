@@ -1,4 +1,4 @@
-"""Residual accounting: the bytes that the graph holds between the forward and the backward pass."""
+"""Counts residuals: the bytes that the graph keeps between the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torch_ref.module_paths import ModulePaths, following
 
 @dataclass(frozen=True)
 class SavedEntry:
-    """A storage that the graph holds.
+    """A storage that the graph keeps alive.
 
     Attributes:
         nbytes: size of the storage.
         place: `device`, `host`, or `input` for an argument of the function on the device.
         operator: the operator that made the storage, such as `aten.addmm.default`.
         shape: shape of the first tensor on the storage.
-        dtype: that tensor's data type.
-        module: path of the innermost module that was running then; for a module that a function captures, the path
-            starts with its class.
+        dtype: data type of the first tensor on the storage.
+        module: path of the innermost module that was running when the storage was made. The path of a module that a
+            function captures starts with the module's class.
 
     >>> import torch, torch_ref
     >>> kept = torch_ref.saved_for_backward(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Sigmoid()), torch.ones(2, 4))
@@ -47,7 +47,7 @@ class SavedEntry:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes that the graph holds for backward; a storage counts once, however many tensors view it.
+    """Bytes that the graph keeps for backward; a storage with several views counts once.
 
     Attributes:
         entries: the storages, in the order of creation.
@@ -62,17 +62,17 @@ class SavedBytes:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes made in the forward pass and held on the device; parameters and inputs excluded."""
+        """Bytes that the forward pass computed and the graph keeps on the device, without parameters and inputs."""
         return self._at("device")
 
     @property
     def host_bytes(self) -> int:
-        """Bytes held in host memory by an offload, copies of inputs included."""
+        """Bytes that an offload keeps in host memory, copies of inputs included."""
         return self._at("host")
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the arguments that are held on the device."""
+        """Bytes of the arguments that the graph keeps on the device."""
         return self._at("input")
 
     def _at(self, place: str) -> int:
@@ -82,16 +82,16 @@ class SavedBytes:
 def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedBytes:
     """Count the bytes that the graph of `fn(*args, **kwargs)` keeps alive for its backward pass.
 
-    The function runs once. Every storage that an operator makes is watched by a weak reference. Then the result is
-    dropped while its graph is kept, and finally the graph is dropped. The storages that live until the graph is dropped
-    are held by it: through saved tensors, hooks, checkpoints or host copies, in any nesting. (Counting the calls of
-    saved-tensor hooks would miss some: only the innermost pair of hooks is called, and a checkpoint keeps its arguments
-    outside of hooks.)
+    The function runs once. A weak reference watches every storage that an operator makes. Then the result is dropped
+    while its graph is kept, and finally the graph is dropped. The storages that live exactly until then are kept alive by the
+    graph: through saved tensors, hooks, checkpoints or host copies, in any nesting. (Counting the calls of saved-tensor
+    hooks would miss some: only the innermost pair of hooks is called, and a checkpoint keeps its arguments outside of
+    hooks.)
 
     Existing tensors are not counted: parameters, buffers, tensors that `fn` captures. Arguments are passed as copies, so
-    that they are counted, as `input_bytes`, exactly when the graph holds them. Host memory consists of `torch_ref`'s
-    offloads and, if tensors are on an accelerator, of everything on the CPU. The random states that checkpoints save
-    (about 5 kB each, on the host) are not counted, because no operator makes them. Fake tensors work too.
+    an argument is counted, as `input_bytes`, exactly if the graph keeps it. Host memory is that of `torch_ref`'s offloads
+    and, if tensors are on an accelerator, that of all tensors on the CPU. The random states that checkpoints save (about
+    5 kB each, on the host) are not counted, because no operator makes them. Fake tensors work too.
 
     Raises:
         InvalidArgumentError: if the result has no tensor with a graph.
@@ -116,7 +116,7 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Sav
             " parameter or an argument that requires a gradient."
         )
     del result
-    # Storages in reference cycles must not count as held by the graph.
+    # Storages in reference cycles must not count as kept by the graph.
     gc.collect()
     held = watch.alive()
     graph.clear()
@@ -129,7 +129,7 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Sav
 class _StorageWatch(TorchDispatchMode):
     """Remembers every storage that operators return, and the first operator that returned it.
 
-    Views return storages that existed before; these outlive the graph and are therefore not counted.
+    A view of an existing tensor returns a storage that outlives the graph, and is therefore not counted.
     """
 
     def __init__(self, paths: ModulePaths) -> None:
@@ -142,7 +142,7 @@ class _StorageWatch(TorchDispatchMode):
         self.accelerated = False
 
     def copy_inputs(self, arguments: Any) -> Any:
-        """Copies that are no leaves, which the graph holds only if it saves them. Parameters are not copied."""
+        """Non-leaf copies of the arguments, so that the graph keeps a copy only if it saves it. Parameters are not copied."""
         self._copying_input = True
         try:
             return pytree.tree_map_only(torch.Tensor, self._copy_input, arguments)

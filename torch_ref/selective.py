@@ -22,45 +22,45 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
     """Call `block(*args, **kwargs)` under a policy; outputs and gradients are those of a plain call.
 
     Policies are those of `remat_jax`: `full`, `dots`, `"offload: *ffn*:dot_general*; save: @dots"`, … An array that the
-    block computes is named `path/of/the/module:primitive#k`, where k counts from 0 in the order of execution. The path is
-    that of the running module inside the block, with slashes. The primitive is JAX's name if the ATen operator equals a
-    single primitive (`mm`, `addmm`, `bmm`, `baddbmm` are `dot_general`, `convolution` is `conv_general_dilated`, `sigmoid`
-    is `logistic`, …), else ATen's (`native_layer_norm`). `@dots` selects these products and convolutions; `@convs` selects
-    the convolutions; `@dots_with_no_batch_dims` selects `mm`, `addmm` and products with a vector; `@inputs` selects the
-    tensor arguments, named `path:input#k`, with keywords in alphabetical order. Arguments are always kept, and only
-    `offload` moves them; parameters stay on the device.
+    block computes is named `path/of/the/module:primitive#k`. The path, with slashes, is that of the running module inside
+    the block; k counts from 0 in the order of execution. The primitive is JAX's name if the ATen operator equals a single
+    primitive (`mm`, `addmm`, `bmm`, `baddbmm` are `dot_general`, `convolution` is `conv_general_dilated`, `sigmoid` is
+    `logistic`, …), else ATen's (`native_layer_norm`). `@dots` selects these matmuls and convolutions; `@convs` selects the
+    convolutions; `@dots_with_no_batch_dims` selects `mm`, `addmm` and products with a vector; `@inputs` selects the tensor
+    arguments, named `path:input#k`, with keywords in alphabetical order. Arguments are always kept, and only `offload`
+    moves them; parameters stay on the device.
 
     PyTorch differs from JAX in these points:
 
-    - An array that the policy keeps is kept even if backward does not read it, such as the last product of a block; JAX
-      drops it. An operator with several results has a single name.
-    - The recomputation runs all operators that are not kept, in order, until backward has the tensors it needs; JAX
-      leaves out operators whose results are not read.
-    - A view is no array of its own: it has no name and cannot be moved. The same holds for in-place changes and constants.
-    - Operators that draw from the random state (`native_dropout`) are always recomputed: skipping one would give its
-      random state to the next. A `save` or `offload` selector that matches only such operators is refused.
-    - Derivative rules save different arrays: `everything` saves the arrays that the block computes, while JAX's saves the
+    - A policy saves or offloads a selected array even if backward does not read the array, such as the result of a block's
+      last matmul; JAX drops such an array. An operator with several results has a single name.
+    - The recomputation runs all operators whose results are not saved or offloaded, in order, until backward has the tensors
+      it needs; JAX leaves out operators whose results are not read.
+    - A view, an in-place change and a constant are no arrays of their own: they have no names and cannot be offloaded.
+    - Operators that draw from the random state (`native_dropout`) are always recomputed: if one were skipped, the next would
+      get its random state. A `save` or `offload` selector that matches only such operators raises an error.
+    - Derivative rules save different arrays: `everything` saves the arrays that the block computes; in JAX it saves the
       arrays that backward reads.
-    - `torch.einsum` and 3-D products that PyTorch turns into `bmm` have batch dimensions even where JAX's have none.
+    - `torch.einsum` and 3-D matmuls that PyTorch turns into `bmm` have batch dimensions even where JAX's have none.
 
     An offloaded array is copied (pinned on CUDA), recorded in the receipt, and fetched by the recomputation. PyTorch allows
-    a single backward pass to use the saved arrays: a second one (`retain_graph=True`), or a second derivative, is a
+    only one backward pass to use the saved arrays: a second pass (`retain_graph=True`) or a second derivative raises a
     `RuntimeError`. With gradients disabled the block is called plainly. Every keyword reaches the block. As in every
     checkpoint, recomputing a batch norm updates its running statistics again.
 
-    Every operator of the block goes through Python, in both passes, which slows down small operators; policies that do not
-    look inside the block (`full`, `offload_inputs`) avoid this. Not for use under `torch.compile`.
+    Every operator of the block goes through Python in both passes, which slows down small operators. Policies that do not
+    look inside the block (`full`, `offload_inputs`) avoid this. Do not use this function under `torch.compile`.
 
     Raises:
         InvalidArgumentError: if `block` cannot be called.
         PolicyError: if `policy` is malformed.
         NoEffectError: if a selector matches nothing in this call.
-        NothingToOffloadError: if the policy offloads, and nothing in this call can be moved.
+        NothingToOffloadError: if the policy offloads, but no array or argument of this call can be moved.
         MutatedTensorError: if an array that the policy saves is changed in place inside the block; in the backward pass,
-            if an offloaded argument was changed in place meanwhile.
+            if an offloaded argument was changed in place after the call.
         ChangedRecomputationError: in the backward pass, if the block runs different operators than in the forward pass.
 
-    Built on `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which saves but does not offload.
+    This function builds on `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which saves but does not offload.
 
     >>> import torch, torch_ref
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -89,7 +89,7 @@ class Seen:
         block: the block's name, or its path in a model.
         candidates: the block's arrays and arguments.
         random: names of the arrays that are always recomputed.
-        moved: whether an array was copied to the host, or would have been if it had any elements.
+        moved: whether an array was copied to the host, or would have been copied if it had any elements.
     """
 
     block: str
@@ -106,7 +106,7 @@ def run_under(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Seen | None]:
-    """Call `run`, the block or its original forward, under a policy; also return the arrays that it could select."""
+    """Call `run`, the block or its original forward, under a policy; also return the arrays that the policy could select."""
     entry = record_call(block, policy.name or str(policy), "selective")
     if policy.is_off or not torch.is_grad_enabled():
         return run(*args, **kwargs), None
@@ -127,7 +127,7 @@ def run_under(
 
 
 def _inputs(policy: Policy, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Candidate], set[int], bool]:
-    """The arguments that a policy can select, the `id`s of those it moves, and whether it selects an empty one to move."""
+    """The arguments that a policy can select, the `id`s of offloaded arguments, and whether an empty argument is offloaded."""
     leaves = pytree.tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
     empty = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.numel()}
     tensors = [leaf for leaf in leaves if is_offloadable(leaf) or id(leaf) in empty]
@@ -139,10 +139,10 @@ def _inputs(policy: Policy, path: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def check_effect(policy: Policy, calls: list[Seen]) -> None:
-    """Refuse a policy that had no effect in any of these calls.
+    """Raise an error for a policy, or a part of it, without effect in all of these calls.
 
     Raises:
-        NoEffectError: naming the selector that matched nothing, and the available arrays.
+        NoEffectError: if a selector matched nothing; the message names the selector and the available arrays.
         NothingToOffloadError: if the policy offloads and no array was copied to the host.
     """
     where = _some(dict.fromkeys(seen.block for seen in calls), 3)

@@ -23,8 +23,8 @@ class ShardedModel:
 
     Attributes:
         model: the given module, now an `FSDPModule`.
-        policies: the applied policies, which `remove()` removes; None for `off`.
-        blocks: the paths of the blocks that were sharded by themselves, in model order; the root has all other parameters.
+        policies: the applied policies (`policies.remove()` removes them); None for `off`.
+        blocks: the paths of the blocks that were sharded one by one, in model order; the root has all other parameters.
 
     >>> whole = ShardedModel(nn.Linear(3, 5), None, ())  # as one rank by itself has it
     >>> whole.parameter_bytes, whole.gradient_bytes
@@ -42,7 +42,7 @@ class ShardedModel:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that a backward pass has left on this rank."""
+        """Bytes of the gradients that this rank has after a backward pass."""
         return sum(_local(parameter.grad).nbytes for parameter in self.model.parameters() if parameter.grad is not None)
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -70,24 +70,24 @@ def shard_blocks(
 ) -> ShardedModel:
     """Apply `policy` to the blocks of `model`, then FSDP2's `fully_shard` to each block and to the model.
 
-    FSDP then gathers a block's parameters outside of the policy, which handles only the block's own arrays. In the reverse
-    order (`selective_checkpoint` around a sharded block, with a policy that looks inside) the gathering would be part of
-    the block but not repeated in the recomputation: a `ChangedRecomputationError`. `gradient_checkpoint_forward` handles
-    only arguments and may be called on sharded blocks.
+    In this order FSDP gathers a block's parameters outside of the policy, which handles only the block's own arrays. In the
+    reverse order (`selective_checkpoint` around a sharded block, with a policy that looks inside) the gathering would be part
+    of the block, but the recomputation would not repeat it and would raise a `ChangedRecomputationError`.
+    `gradient_checkpoint_forward` handles only arguments and may be called on sharded blocks.
 
-    Every rank computes the loss of its own rows, and FSDP averages the gradients. The result is the gradient of the mean
+    Every rank computes the loss of its own rows, and FSDP averages the gradients. The average is the gradient of the mean
     over all rows if all ranks have equally many targets.
 
     Args:
         model: any module; it is changed in place, and its parameters become `DTensor`s.
-        mesh: the ranks, such as `torch.distributed.device_mesh.init_device_mesh("cuda", (8,))`; with two axes the
-            parameters are sharded over the second and replicated over the first.
-        policy: a policy, its name or text, as for `checkpoint_blocks`; `off` for none.
+        mesh: the mesh of ranks, such as `torch.distributed.device_mesh.init_device_mesh("cuda", (8,))`; with two axes,
+            parameters are replicated over the first axis and sharded over the second.
+        policy: a policy, its name or text, as for `checkpoint_blocks`; `off` for no policy.
         blocks: as for `gradient_checkpointing_enable`.
         reshard_after_forward: whether a block's gathered parameters are freed between the passes.
 
     Raises:
-        InvalidArgumentError: if `mesh` is no mesh, or the model has no such blocks or is sharded already.
+        InvalidArgumentError: if `mesh` is not a mesh, or the model has no such blocks or is already sharded.
         PolicyError: if `policy` is malformed.
 
     >>> import torch, torch.distributed as dist, torch_ref
@@ -119,7 +119,7 @@ def shard_blocks(
             f"model is sharded already at {sharded[0] or 'its root'!r}: give the model itself, before fully_shard."
         )
     applied = None if checked.is_off else gradient_checkpointing_enable(model, checked, blocks=blocks)
-    # Inner blocks first: a module that is sharded by itself is left out of the group around it.
+    # Shard inner blocks first: FSDP leaves an already sharded module out of the group of the module around it.
     for module in [*reversed(found.values()), model]:
         if not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)

@@ -20,24 +20,24 @@ Blocks = type[nn.Module] | tuple[type[nn.Module], ...]
 def gradient_checkpointing_enable(
     model: nn.Module, policy: Policy | str = "full", *, blocks: Blocks | None = None
 ) -> AppliedPolicies:
-    """Switch checkpointing of the model's blocks on; if it is on already, the new policy replaces the old.
+    """Switch checkpointing of the model's blocks on; if it is on already, the new policy replaces the old policy.
 
     The switch acts only in training with gradients enabled: each block checks its own mode when it is called. Parameters,
     their names and the state dict stay the same. Only the outermost lists of modules are used, so blocks are not nested.
-    The counterpart of `remat_jax.enable_gradient_checkpointing`; `torch_ref.faithful.Pi0` has OpenPI's switch, with its
-    quirks.
+    This is the counterpart of `remat_jax.enable_gradient_checkpointing`; `examples/pytorch/faithful/openpi.py` has OpenPI's
+    switch, with its quirks.
 
     Args:
         model: any module.
         policy: a policy, its name or text, as for `checkpoint_blocks`.
-        blocks: a class of modules or a tuple of classes. The default: the modules in a `ModuleList` or `Sequential` of
-            two or more modules of the same class.
+        blocks: a class of modules or a tuple of classes. By default, the blocks are the modules in each `ModuleList` or
+            `Sequential` of two or more modules of the same class.
 
     Returns:
         The policies in force; `.blocks` lists the paths of the blocks.
 
     Raises:
-        InvalidArgumentError: if `model` is no module or has no blocks.
+        InvalidArgumentError: if `model` is not a module or has no blocks.
         PolicyError: if `policy` is malformed.
 
     >>> import torch, torch_ref
@@ -82,11 +82,11 @@ def gradient_checkpointing_enable(
 def gradient_checkpointing_disable(model: nn.Module) -> None:
     """Switch checkpointing off; no effect if it is off already.
 
-    A copy (`copy.deepcopy`) has the model's switch: switching the model off also switches its copies off. Switching a copy
-    off leaves the model on.
+    Copies (`copy.deepcopy`) share the model's switch: switching the model off also switches its copies off. Switching a copy
+    off does not affect the model.
 
     Raises:
-        InvalidArgumentError: if `model` is no module.
+        InvalidArgumentError: if `model` is not a module.
 
     >>> import torch, torch_ref
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
@@ -115,7 +115,7 @@ def is_gradient_checkpointing(model: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the outermost lists whose modules have the same class."""
+    """The modules of the outermost lists of two or more modules of one class."""
     repeated: dict[str, list[nn.Module]] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len(set(map(type, module))) == 1:

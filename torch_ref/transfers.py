@@ -1,8 +1,8 @@
 """Copies between a device and host memory; on CUDA they are asynchronous, on separate streams.
 
-A copy to the host waits for all work already queued on the current stream, which does not wait for the copy. The source
-memory is not reused before the copy is over (`record_stream`); the caller must prevent writes to it until then. A copy
-back can be started early; its user makes the computing stream wait for it.
+A copy to the host waits for all work already queued on the current stream; the current stream does not wait for the copy.
+The allocator reuses the source memory only after the copy (`record_stream`); the caller must prevent writes to it until
+then. A copy back can be started early; `Arrival.wait` makes the computing stream wait for it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Arrival:
         if self.event is not None:
             current = torch.cuda.current_stream(self.tensor.device)
             current.wait_event(self.event)
-            # The copying stream, on which the tensor was allocated, does not know of its use on the current stream.
+            # The tensor was allocated on the copying stream, which does not know of its use on the current stream.
             self.tensor.record_stream(current)
         return self.tensor
 
 
 def copy_out(tensor: torch.Tensor, pin: bool) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Copy a tensor to host memory; for `pin` and CUDA, pinned and asynchronous with an event that marks its end."""
+    """Copy a tensor to host memory. With `pin` on CUDA, the copy is pinned and asynchronous, and an event marks its end."""
     if not pin or tensor.device.type != "cuda":
         return tensor.to("cpu", copy=True), None
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -47,7 +47,7 @@ def copy_out(tensor: torch.Tensor, pin: bool) -> tuple[torch.Tensor, torch.cuda.
 def fetch(host: torch.Tensor, device: torch.device, copied: torch.cuda.Event | None) -> Arrival:
     """Start copying `host` to `device`; asynchronous if `copied`, the event of `copy_out`, is given.
 
-    The tensor requires a gradient if its dtype allows one, and is no leaf.
+    The tensor requires a gradient if its dtype allows one, and is not a leaf.
     """
     differentiable = host.is_floating_point() or host.is_complex()
     with torch.set_grad_enabled(differentiable):
@@ -64,5 +64,5 @@ def fetch(host: torch.Tensor, device: torch.device, copied: torch.cuda.Event | N
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """A stream for each direction, because the link carries both at once."""
+    """A stream for each direction, because the link carries both directions at once."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line on the arguments of this process; exits 0, 1 (a check fails), 2 (bad usage) or 3 (nothing fits)."""
+    """Run the command line on this process's arguments; exits with 0, 1 (a check fails), 2 (bad usage) or 3 (nothing fits)."""
     from remat_jax.cli.output import prepare_streams, written
 
     prepare_streams()

@@ -48,7 +48,7 @@ _RATES = (
 
 
 def policies(as_json: Json = False) -> None:
-    """List the named policies: what each says, and what it does."""
+    """List the named policies with their texts and effects."""
     with answering(as_json) as answer:
         rows = [
             {
@@ -69,7 +69,7 @@ def policies(as_json: Json = False) -> None:
 
 
 def targets(as_json: Json = False) -> None:
-    """List the targets, the hardware that steps can be measured and planned for; none has to be present."""
+    """List the targets: hardware for which steps can be measured and planned. None of it has to be present."""
     with answering(as_json) as answer:
         listed = [target(name) for name in target_names()]
         cells = [
@@ -82,7 +82,7 @@ def targets(as_json: Json = False) -> None:
 
 
 def _rates(described: Target) -> list[str | None]:
-    """The nominal rates of memory, of the link to the host and of products in bfloat16, and the rates of estimates."""
+    """The nominal rates of memory, of the link to the host and of bfloat16 matmuls, each with the rate that estimates use."""
     if described.kind == "cpu":
         return [None, None, None]
     rates = Rates.of(described)

@@ -1,4 +1,4 @@
-"""`remat-jax calibrate`: measure this machine's device, and write it as a target."""
+"""`remat-jax calibrate`: measure the rates of this machine's device, and write them as a target."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def calibrate(
 ) -> None:
     """Measure the rates of the attached GPU, or of this machine's CPU, and write them as a target for time estimates.
 
-    The rates are: products in each dtype, small products too; memory; the start of a kernel; on a GPU also the link to host
-    memory in each direction, and the share of compute that can hide copies. Let nothing else run meanwhile. Afterwards, name
-    the target as FILE.toml:NAME wherever a target is expected.
+    It measures matmuls in each dtype, large and small; memory; the start of a kernel; on a GPU also the link to host memory in
+    each direction, and the share of compute that can hide copies. Run nothing else at the same time. Afterwards, write
+    FILE.toml:NAME wherever a target is expected.
     """
     with answering(as_json) as answer:
         if output.exists() and not overwrite:

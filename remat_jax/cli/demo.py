@@ -37,8 +37,8 @@ def demo(
 ) -> None:
     """Train a byte-level language model in PyTorch and in Flax, in every mode; show that they agree, and the cost of each.
 
-    Real text (the source of the Python standard library), the same initial weights, the same batches. No GPU is needed; it
-    takes two minutes on two cores. Exits with 1 if a check fails.
+    Both frameworks train on real text (the source of the Python standard library), from the same initial weights and with the
+    same batches. No GPU is needed; the demo takes two minutes on two cores. Exits with 1 if a check fails.
     """
     with answering(as_json) as answer:
         driver = _driver()
@@ -65,7 +65,7 @@ def demo(
 
 
 def _driver() -> ModuleType:
-    """The demo's module in the examples, which are inside the package in a wheel and beside it in a checkout."""
+    """The demo's module in the examples, which are inside the package in a wheel and next to the package in a checkout."""
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError(
             "the demo compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'; "
@@ -96,7 +96,7 @@ def _show(driver: ModuleType, outcome: Any, pictures: list[str], answer: Answer)
 
 
 def _point(text: str) -> Table:
-    """`text` behind a bullet, with further lines indented."""
+    """`text` after a bullet, with further lines indented."""
     point = Table.grid(padding=(0, 1))
     point.add_row("•", Text(text))
     return point

@@ -34,7 +34,7 @@ from remat_jax.policy import is_off
 from remat_jax.report import format_bytes, table
 from remat_jax.report.stacked import module_memory_figure
 
-# The most letters of a policy in a progress line.
+# A progress line shows at most this number of letters of a policy.
 _MOST_LETTERS = 60
 
 
@@ -130,7 +130,7 @@ def _distinct(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> l
 
 
 def _called(name: str, report: Any) -> Any:
-    """`report` with the policy `name` if that is a plan's file: the texts of a plan's policies are many lines."""
+    """`report` with `name` as its policy if `name` is a plan's file: the texts of a plan's policies are many lines."""
     return replace(report, policy=name) if is_plan(name) else report
 
 
@@ -160,7 +160,7 @@ def _show(answer: Answer, target: Target, reports: Sequence[MemoryReport]) -> No
 
 
 def _exchanges(reports: Sequence[MemoryReport]) -> list[Any]:
-    """The collectives under each policy as a table; no table for a single device or if they are unknown."""
+    """A table of the collectives under each policy; no table for a single device or if collectives are unknown."""
     sent = {report.policy: executed(report.collectives) for report in reports if report.collectives is not None}
     if not sent:
         return []

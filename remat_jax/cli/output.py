@@ -1,4 +1,4 @@
-"""What all commands share: where output goes, how errors end, and how long work shows that it lives."""
+"""Shared by all commands: where output goes, how errors end a command, and how long work shows progress."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _PLAIN = {"−": "-", "–": "-", "—": "-", "×": "x", "≤": "<=", "≥": ">=
 
 
 def check_picture(plot: Path | None) -> None:
-    """Check that a picture can have this name, before minutes of compiling."""
+    """Check a picture's file name before minutes of compiling."""
     if plot is not None and plot.suffix.lower() not in FORMATS:
         raise ArgumentError(f"plot={str(plot)!r}: pictures are written as SVG; expected a name that ends in .svg")
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Check that a file has a folder, before minutes of compiling."""
+    """Check that a file's folder exists before minutes of compiling."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ArgumentError(
             f"{option}={str(path)!r}: there is no folder {path.absolute().parent}; create it, or give another file"
@@ -48,7 +48,7 @@ def check_folder(option: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Name the option in the error of a file that cannot be written."""
+    """Turn an error of writing a file into an ArgumentError that names the option."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -56,7 +56,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 def prepare_streams() -> None:
-    """Make standard output and error accept every text: letters that their encoding lacks are replaced."""
+    """Make standard output and standard error accept every text: letters that their encodings lack are replaced."""
     codecs.register_error("remat_jax", _otherwise)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -68,7 +68,7 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def written() -> Iterator[None]:
-    """Flush standard output at the end; exit with a message if its disk is full or its device is gone."""
+    """At the end of the context flush standard output; exit with a message if its disk is full or its device is gone."""
     try:
         try:
             yield
@@ -78,7 +78,7 @@ def written() -> Iterator[None]:
         # An error with a file name is about another file.
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EIO) or error.filename is not None:
             raise
-        # Python flushes once more at its end.
+        # Python flushes standard output once more when it exits.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
         sys.exit(f"error: standard output cannot be written ({error.strerror})")
 
@@ -103,22 +103,22 @@ class Answer:
         self._out = sys.stdout
 
     def show(self, *renderables: Any) -> None:
-        """Print for people: on standard output, and not at all with `--json`."""
+        """Print for people on standard output; with `--json` print nothing."""
         if not self.as_json:
             for renderable in renderables:
                 console().print(renderable, markup=False, soft_wrap=False)
 
     def remark(self, text: Any) -> None:
-        """Print what must be seen either way: after the answer for people, on standard error with `--json`."""
+        """Print a remark: on standard output, or on standard error with `--json`."""
         console(stderr=self.as_json).print(text, markup=False)
 
     def data(self, values: dict[str, Any]) -> None:
-        """Print the JSON object; not at all without `--json`."""
+        """Print the JSON object with `--json`; otherwise print nothing."""
         if self.as_json:
             print(json.dumps(finite(values), allow_nan=False), file=self._out, flush=True)
 
     def error(self, message: str, status: int, **more: Any) -> NoReturn:
-        """End the command with a message on standard error, and the same, and `more`, as a JSON object with `--json`."""
+        """End the command with `message` on standard error; with `--json` also print a JSON object of `message` and `more`."""
         print(f"error: {visible(message)}", file=sys.stderr)
         self.data({"error": message, **more})
         raise typer.Exit(status)
@@ -126,12 +126,12 @@ class Answer:
 
 @contextlib.contextmanager
 def answering(as_json: bool) -> Iterator[Answer]:
-    """The command's `Answer`; one of our errors ends the command with a message and an exit status.
+    """The command's `Answer`; an error of this package ends the command with a message and an exit status.
 
     With `--json`, other prints, such as those of a user's file, go to standard error.
     """
     answer = Answer(as_json=as_json)
-    # The commands print our warnings after their tables.
+    # The commands print this package's warnings after their tables.
     with silenced(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
             yield answer
@@ -143,9 +143,9 @@ def answering(as_json: bool) -> Iterator[Answer]:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error; without a terminal, a line for each step that begins.
+    """A progress bar on standard error; without a terminal, a line for each step that begins.
 
-    The context is a function of the step that runs now, of the number of steps done, and of all steps.
+    The context's value is a function to call with the current step's name, the number of steps done, and that of all steps.
     """
     screen = console(stderr=True)
     columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())

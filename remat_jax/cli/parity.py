@@ -46,7 +46,7 @@ def parity(
 
 
 def parity_report(case: str, show_step: Any) -> ParityReport:
-    """The report of the case `case`: the result of a comparison, or the report that the user's function returned."""
+    """The report for `case`: the user's function returns a report, or the arguments of a comparison to run here."""
     given = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
     if isinstance(given, ParityReport):
         return given

@@ -51,7 +51,7 @@ def report(
 ) -> None:
     """Write one HTML page of a workload: policies side by side, memory by module, the plan with its frontier, parity, traps.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. The page loads nothing. No GPU is
+    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. The page loads no other file. No GPU is
     needed; with --target attached, each step also runs on this machine's GPU. Exits 1 if the comparison with PyTorch fails,
     3 if nothing fits the budget.
     """

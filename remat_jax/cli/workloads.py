@@ -1,4 +1,4 @@
-"""The arguments of commands: a workload or a case in a file, policies by name or file, the axes of a mesh."""
+"""Reads the arguments of commands: a workload or a case in a file, policies by name or file, the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MeshOption = Annotated[
 
 
 def load_on_mesh(name: str, mesh: str | None, target: Target | None) -> Workload:
-    """The workload called `name`, on the mesh in the text `mesh`, which must have as many devices as the target."""
+    """The workload that `name` refers to, on the mesh that `mesh` describes, which must have as many devices as the target."""
     divided = None if mesh is None else as_mesh(mesh)
     if divided is not None and target is not None:
         check_size(divided, target, f"mesh={mesh!r}")
@@ -53,7 +53,7 @@ POLICY_HELP = "A name, a text, or the .json file of a plan"
 
 
 def check_policy(given: str) -> Any:
-    """The policy, or the path of the plan, that `given` names; for checks before the user's file runs."""
+    """The policy, or the path of the plan, that `given` names. Called to check `given` before the user's file runs."""
     if not is_plan(given):
         return as_block_policy(given)
     path = Path(given)
@@ -76,15 +76,15 @@ _EXPECTED = "expected path/to/file.py:function or package.module:function"
 
 
 def load_workload(name: str) -> Workload:
-    """The workload called `name`: `name` is a function without arguments that returns a workload, or a workload."""
+    """The workload that `name` refers to: either a workload, or the result of a function without arguments."""
     workload: Workload = load_named(name, "workload", (Workload,), "a remat_jax.Workload")
     return workload
 
 
 def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str) -> Any:
-    """The instance of `kinds` called `name`, or the one that the function called `name` returns without arguments.
+    """The instance of `kinds` that `name` refers to, or the instance that the function `name` returns without arguments.
 
-    An error calls the name `argument` and asks for `expected`.
+    Error messages call this argument `argument` and ask for `expected`.
     """
     where, colon, attribute = name.rpartition(":")
     subject = f"{argument}={name!r}"
@@ -146,7 +146,7 @@ def _module(where: str, subject: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module in a file, imported as part of its package if it has one; it may import its neighbours."""
+    """The module in a file, imported as part of its package if it is in one. It may import modules from its folder."""
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]
@@ -154,7 +154,7 @@ def _from_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(root))
     if len(parts) > 1:
         return importlib.import_module(".".join(parts))
-    # Under its own name a file such as types.py would replace the standard module of that name.
+    # Under its own name, a file such as types.py would replace Python's standard module of this name.
     spec = importlib.util.spec_from_file_location(f"_workload_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -164,12 +164,12 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _guarded(subject: str, run: Callable[[], Any]) -> Any:
-    """`run()`; an error of the user's code becomes an ArgumentError with its type, message and line."""
+    """`run()`; raises an ArgumentError with type, message and line for an error of the user's code."""
     try:
         return run()
     except RematError:
         raise
-    # A script that exits has returned no workload, and its exit status is not that of the command.
+    # A user's script that exits has returned no workload, and must not decide the command's exit status.
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         here = Path(__file__).parent

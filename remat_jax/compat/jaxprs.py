@@ -1,4 +1,4 @@
-"""Jaxprs: reading their parts, binding their equations again as JAX itself would, and batching them."""
+"""Reads the parts of jaxprs, binds their equations again as JAX itself would, and batches jaxprs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
-# Frames of these are not the user's; the empty last part ends a folder's name with a separator.
+# Frames in these files are not the user's. An empty last part ends a folder's name with a separator.
 _LIBRARIES = (
     os.path.join(os.path.dirname(flax.__file__), ""),
     *(os.path.join(_OURS, part, "") for part in ("apply", "compat", "core", "cost", "memory", "train")),
@@ -44,7 +44,7 @@ def closed(jaxpr: Any) -> Any:
 
 
 def like(jaxpr: Any, template: Any) -> Any:
-    """The closed `jaxpr`, open or closed as `template` is."""
+    """The closed `jaxpr`, opened if `template` is open."""
     return jaxpr if isinstance(template, jex.ClosedJaxpr) else jaxpr.jaxpr
 
 
@@ -57,7 +57,7 @@ def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
     """Evaluate `eqn` on `inputs` with some parameters changed, as JAX itself would. Keeps source lines and name stacks."""
     params = {**eqn.params, **changed}
     if is_jaxpr(changed.get("_prim")):
-        # A region of `jax_remat3` is an object that holds its body.
+        # The parameter `_prim` of a `jax_remat3` region is an object that contains the body.
         given = eqn.params["_prim"]
         params["_prim"] = type(given)(**{**given.params, "jaxpr": changed["_prim"]})
     params = eqn.primitive.get_bind_params(params)
@@ -97,12 +97,12 @@ def inner_context(eqn: Any) -> Iterator[None]:
 
 
 def scopes(eqn: Any) -> tuple[str, ...]:
-    """The module path of `eqn`: the named scopes of its name stack, without transformations and `layers_scope`."""
+    """The module path of `eqn`: the named scopes of its name stack, except transformations and scopes of `layers_scope`."""
     return tuple(part for part in _all_scopes(eqn) if not _LAYERS.fullmatch(part))
 
 
 def layers_scope(layers: range | None) -> contextlib.AbstractContextManager[Any]:
-    """Equations traced in this context belong to these layers, which `layers_of` reads. None changes nothing."""
+    """Equations traced in this context belong to `layers`, and `layers_of` reads them. With None the context does nothing."""
     return contextlib.nullcontext() if layers is None else jax.named_scope(f"layers[{layers.start}:{layers.stop}]")
 
 
@@ -121,9 +121,9 @@ def _all_scopes(eqn: Any) -> tuple[str, ...]:
 
 
 def moved_scopes(stack: Any, before: str, path: str) -> Any:
-    """The name stack of an equation, moved from the block at the module path `before` to the identical block at `path`.
+    """The name stack `stack`, with the block's module path `before` replaced by `path`, the path of an identical block.
 
-    Linen opens the block's own scope once, and a second time if the block is lifted.
+    Linen opens the block's own scope once, or twice if the block is lifted, so at most two scopes change.
     """
     old, new = before.rpartition("/")[2], path.rpartition("/")[2]
     scopes, opened = list(stack.stack), 0
@@ -138,7 +138,7 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[Any], renamed: Mapping[Any, Any]) -> Any:
-    """The open or closed `jaxpr` with other equations; the same object if nothing changes. Its outputs may be `renamed`."""
+    """`jaxpr`, open or closed, with the equations `eqns` and `renamed` outputs; the same object if no equation changes."""
     body = closed(jaxpr).jaxpr
     if len(eqns) == len(body.eqns) and all(map(operator.is_, body.eqns, eqns)):
         return jaxpr
@@ -148,7 +148,7 @@ def with_equations(jaxpr: Any, eqns: Sequence[Any], renamed: Mapping[Any, Any]) 
 
 
 def with_params(eqn: Any, changed: dict[str, Any], name_stack: Any = None, invars: Sequence[Any] | None = None) -> Any:
-    """`eqn` with other parameters, name stack or inputs; the same object if nothing changes."""
+    """`eqn` with the `changed` parameters, name stack or inputs; the same object if nothing changes."""
     source, inputs = eqn.source_info, list(eqn.invars) if invars is None else list(invars)
     same_inputs = all(map(operator.is_, eqn.invars, inputs))
     if not changed and same_inputs and (name_stack is None or name_stack == source.name_stack):
@@ -209,11 +209,11 @@ def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def new_primitive(name: str, evaluate: Callable[..., Any], *, multiple_results: bool = True) -> Any:
-    """A primitive that JAX evaluates and compiles as `evaluate`. Its types, derivative and batching are the caller's to add."""
+    """A primitive that JAX evaluates and compiles as `evaluate`. The caller adds its type, derivative and batching rules."""
     primitive = jex.Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_impl(evaluate)
-    # JAX calls this if the program contains a region of `jax_remat3`, once everything is differentiated.
+    # JAX calls this after differentiation, if the program contains a region of `jax_remat3`.
     primitive.to_lojax = evaluate
     mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=multiple_results))
     return primitive
@@ -222,22 +222,22 @@ def new_primitive(name: str, evaluate: Callable[..., Any], *, multiple_results: 
 def optimization_barrier(operands: Any) -> Any:
     """`jax.lax.optimization_barrier`, without a barrier in its derivative.
 
-    JAX's derivative of a barrier is a barrier. For an operand in host memory without a cotangent it creates zeros in device
-    memory, which is an error. In a `shard_map` that checks how values vary over mesh axes, JAX before 0.12 makes all outputs of
-    a barrier vary like the operand that varies most, which changes their types.
+    JAX's derivative of a barrier is a barrier. For an operand in host memory without a cotangent, this derivative creates zeros
+    in device memory, which is an error. In a `shard_map` that checks how values vary over mesh axes, JAX before 0.12 gives all
+    outputs of a barrier the axes of the operand that varies most, which changes their types.
     """
     leaves, treedef = jax.tree.flatten(operands)
     return jax.tree.unflatten(treedef, _barrier_p.bind(*leaves) if leaves else [])
 
 
 def varying_axes(value: Any) -> str:
-    """The mesh axes over which `value` varies in a `shard_map` that checks it, as a text to compare."""
+    """The mesh axes over which `value` varies in a `shard_map` with `check_vma`, as a comparable text."""
     aval = jax.typeof(value)
     return str(getattr(aval, "mat", None) or getattr(aval, "vma", None))
 
 
 def _barriers(*leaves: Any) -> list[Any]:
-    """One barrier for all operands that vary over the same mesh axes."""
+    """A barrier for each group of operands that vary over the same mesh axes."""
     held = list(leaves)
     kinds = list(map(varying_axes, leaves))
     for kind in dict.fromkeys(kinds):
@@ -247,7 +247,7 @@ def _barriers(*leaves: Any) -> list[Any]:
     return held
 
 
-# It has the name of JAX's barrier, so that readers of a program treat it as a barrier.
+# The primitive has the name of JAX's barrier, so that readers of a program treat it as a barrier.
 _barrier_p = new_primitive("optimization_barrier", _barriers)
 _barrier_p.def_abstract_eval(lambda *avals: list(avals))
 ad.primitive_jvps[_barrier_p] = lambda primals, tangents: (_barrier_p.bind(*primals), tangents)
@@ -262,8 +262,8 @@ def batched(
 ) -> tuple[Any, list[Any], list[int | None]]:
     """The closed `jaxpr` under the `vmap` of a batching rule, its operands with the mapped axis in front, and output axes.
 
-    `axis` and `axes` are what JAX passes to the rule. An output that is the same for the whole batch (a mean over it) stays one
-    array, with the axis None, unless `instantiate` says that all outputs, or this one, are mapped.
+    `axis` and `axes` are JAX's arguments to the rule. An output that is equal for the whole batch, such as a mean over it, has
+    no mapped axis (None), unless `instantiate` requires a mapped axis for all outputs or for this output.
     """
     in_front = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
     mapped, which = _batching.batch_jaxpr(jaxpr, axis, [dim is not None for dim in axes], instantiate)
@@ -271,7 +271,7 @@ def batched(
 
 
 def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
-    """Two more arguments since JAX 0.12: the number of residuals, and a name for messages."""
+    """The two arguments that JAX 0.12 added, the number of residuals and a name for messages; empty before 0.12."""
     parameters = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
     return (lambda: num_res, "custom_vjp") if "num_res" in parameters else ()
 
@@ -279,7 +279,7 @@ def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
 def _map_linear(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, num_res: int, bwd: Any, out_avals: Any, in_zeros: Any, **rest: Any
 ) -> tuple[list[Any], list[int]]:
-    """The batched linear part of a `custom_vjp`, as JAX batches its rule: cotangents of unmapped operands are summed."""
+    """The batched linear part of a `custom_vjp`; like JAX's batched rule, it sums the cotangents of unmapped operands."""
     along = iter(dims[num_res:])
     places = [None if zero else next(along) for zero in in_zeros]
     given = [*dims[:num_res], *[0] * len(out_avals)]
@@ -289,8 +289,8 @@ def _map_linear(
     return list(outputs), [0] * len(avals)
 
 
-# JAX batches a function before it differentiates it, but `vmap` of a block batches its derivative rule, which already contains
-# tangents, and JAX's rule raises that a `custom_vjp` has no forward mode. Evaluating the result still raises that error.
+# JAX batches a function before its derivative. `vmap` of a block instead batches the derivative rule, which contains tangents:
+# JAX's rule raises that a `custom_vjp` has no forward mode. With the rule above, only evaluating the result raises this error.
 _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
 
 

@@ -27,7 +27,7 @@ def checkpoint_parts(eqn: Any) -> tuple[Any, dict[str, Any]]:
     """The body of a checkpoint region as a closed jaxpr, and its parameters."""
     params = eqn.params
     if hidden_body(eqn) is not None:
-        # A `jax_remat3` region has no parameter `differentiated`; the name stack of its recomputation shows it.
+        # A `jax_remat3` region has no parameter `differentiated`; its name stack shows whether it is a recomputation.
         differentiated = "rematted_computation" in str(eqn.source_info.name_stack)
         params = {**params["_prim"].params, "differentiated": differentiated}
     return closed(params["jaxpr"]), params
@@ -43,13 +43,13 @@ def given_name(eqn: Any) -> str | None:
 
 
 def names_in(policy: Any) -> frozenset[str]:
-    """The names in a JAX policy of names: the texts in the sets, lists and tuples that it holds.
+    """The names in a JAX policy of names: the strings in its sets, lists and tuples.
 
     >>> sorted(names_in(jax.checkpoint_policies.save_only_these_names("scores", "hidden")))
     ['hidden', 'scores']
     """
     if not (getattr(policy, "__module__", "") or type(policy).__module__ or "").startswith("jax"):
-        return frozenset()  # a function of the user's own may mean anything by its texts
+        return frozenset()  # strings in a user's own function may mean anything
     held = list(getattr(policy, "__dict__", {}).values())
     if inspect.isfunction(policy):
         held += inspect.getclosurevars(policy).nonlocals.values()
@@ -63,7 +63,7 @@ def names_in(policy: Any) -> frozenset[str]:
 
 
 def kept_names_in(policy: Any) -> frozenset[str]:
-    """The names that a JAX policy keeps, if it keeps only named arrays; else empty.
+    """The names that a JAX policy saves, if it saves only named arrays; else empty.
 
     >>> names = jax.checkpoint_policies
     >>> kept_names_in(names.save_only_these_names("hidden")), kept_names_in(names.save_any_names_but_these("hidden"))
@@ -98,9 +98,9 @@ def remat3() -> bool:
 def classic_rematerialisation() -> contextlib.AbstractContextManager[None]:
     """Inside this context `jax.checkpoint` and `checkpoint_name` use the established rematerialisation, despite `jax_remat3`.
 
-    The new one keeps only arrays that were named before differentiation: it recomputes the arrays of derivative rules, and
-    outputs that a rule reads (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions, or calls them
-    only for names (0.11.2).
+    `jax_remat3` saves only arrays that were named before differentiation: it recomputes arrays that derivative rules compute,
+    and outputs that derivative rules read (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions, or
+    calls them only for names (0.11.2).
     """
     context: contextlib.AbstractContextManager[None] = _config.remat3(False)
     return context
@@ -113,7 +113,7 @@ def named(value: Any, name: str) -> Any:
 
 
 def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluate a `jax_remat3` region as an established one, whose derivative is a region too, with the closed jaxpr `body`."""
+    """Evaluate a `jax_remat3` region, with the closed jaxpr `body`, as an established one, whose derivative is a region too."""
     given = eqn.params["_prim"].params
     prevent = given.get("prevent_cse", True)
     with eqn_context(eqn), classic_rematerialisation():
@@ -135,7 +135,7 @@ def _keeps_nothing(*_: Any, **__: Any) -> bool:
 
 
 def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, the body of a loop of chunks, under a checkpoint that keeps nothing and is no region of the model."""
+    """`function`, the body of a loop over chunks, under a checkpoint that saves nothing and is no region of the model."""
 
     def checkpointed(*args: Any) -> Any:
         with classic_rematerialisation():
@@ -153,12 +153,12 @@ _binding_ours: ContextVar[bool] = ContextVar("binding_ours", default=False)
 
 
 def binding_ours() -> contextlib.AbstractContextManager[None]:
-    """Inside this context checkpoint regions that are bound count as regions of `remat_jax`."""
+    """Checkpoint regions that are bound inside this context count as regions of `remat_jax`."""
     return setting(_binding_ours, True)
 
 
 def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
-    """From now on, evaluate a checkpoint region as its plain body, a closed jaxpr, if `gives_way(body)`.
+    """From now on, evaluate a checkpoint region without its checkpoint if `gives_way(body)`; `body` is its closed jaxpr.
 
     JAX has no hook, so this replaces `bind`, which JAX calls for every region (`jax.checkpoint`, `nn.remat` under a scan,
     `nnx.remat`) after tracing it. Regions that are differentiated already, or are of `remat_jax`, are not affected.
@@ -203,25 +203,25 @@ def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
     return names
 
 
-# The name of a checkpointed block's function marks the block in a jaxpr. It says whether the block replaces the model's own
-# checkpoints around it.
+# In a jaxpr, the name of a checkpointed block's function marks the block. The name also says whether the block replaces the
+# model's own checkpoints around it.
 _BLOCK_NAME = "remat_jax_block"
 _REPLACING, _KEEPING = f"{_BLOCK_NAME}_in_place", f"{_BLOCK_NAME}_inside"
 _block_name: ContextVar[str] = ContextVar("block_name", default=_BLOCK_NAME)
 
 
 def block_name() -> str:
-    """The name for the function of a block that is made now."""
+    """The name to give to the function of a new block in this context."""
     return _block_name.get()
 
 
 def blocks_around_which(*, checkpoints_stay: bool) -> contextlib.AbstractContextManager[None]:
-    """Inside this context new blocks keep or replace the model's own checkpoints around them. Outside, this is left open."""
+    """A context in which the names of new blocks say that they keep, or replace, the model's own checkpoints around them."""
     return setting(_block_name, _KEEPING if checkpoints_stay else _REPLACING)
 
 
 def replaces_checkpoints(eqn: Any) -> bool | None:
-    """Whether the block `eqn` replaces the model's own checkpoints around it; None if it is no block, or leaves this open."""
+    """Whether `eqn` is a block that replaces the model's own checkpoints around it; None if its name does not say."""
     return {_REPLACING: True, _KEEPING: False}.get(_name_of_block(eqn))
 
 

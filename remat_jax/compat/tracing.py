@@ -43,7 +43,7 @@ def _traces_inside_differentiation() -> Iterator[Any]:
 
 
 def _is_loop(trace: Any) -> bool:
-    """Whether a trace is of the body of a loop."""
+    """Whether `trace` traces the body of a loop."""
     debug = getattr(getattr(trace, "frame", None), "debug_info", None)
     return getattr(debug, "traced_for", None) in _LOOPS
 
@@ -64,9 +64,9 @@ def in_loop(*, around_gradient: bool = True) -> bool:
 
 
 def is_fixed_in_loops(leaf: Any) -> bool:
-    """Whether every iteration of the loops that are being traced reads the same array `leaf`: one from before the loops.
+    """Whether `leaf` comes from before the loops that are being traced, so that every iteration reads the same array.
 
-    Arrays computed from such arrays alone count too. A loop around the differentiation does not count.
+    Arrays computed only from such arrays count too. A loop around the differentiation does not count.
     """
     traces = list(_traces_inside_differentiation())
     while traces and not _is_loop(traces[-1]):  # up to the body of the outermost loop
@@ -88,7 +88,7 @@ def _is_fixed(leaf: Any, traces_in_loops: Container[int]) -> bool:
         elif tracer.parent is None and _is_broadcast(tracer):
             continue
         elif tracer.parent is None or len(seen) > _MOST_EQUATIONS:
-            # An input of a loop or call has no equation. The search stops after some equations, because most arrays have many.
+            # An input of a loop or call has no equation. Most arrays depend on many equations, so the search stops early.
             return False
         else:
             waiting += tracer.parent.in_tracers
@@ -112,7 +112,7 @@ def program_id(leaf: Any) -> int:
     return id(programs[-1] if programs else None)
 
 
-# `nnx.scan` carries broadcast values through the iterations, in a list of its own: `args[0][3][0].data`.
+# `nnx.scan` passes broadcast values in the carry, in a separate list; such an argument is called `args[0][3][0].data`.
 _BROADCAST = re.compile(r"\w+\[0\]\[3\]\[\d+\]\.data\b")
 
 
@@ -133,7 +133,7 @@ def is_differentiated(leaf: Any) -> bool:
 
 
 def _staged(leaf: Any) -> Any:
-    """The tracer of a program that `leaf` is, or wraps; None without one."""
+    """The tracer of a program that `leaf` is or wraps; None if there is none."""
     return next((tracer for tracer in _wrapped(leaf) if isinstance(tracer, _pe.DynamicJaxprTracer)), None)
 
 
@@ -153,12 +153,12 @@ def is_staged(leaf: Any) -> bool:
 
 
 def type_of(leaf: Any) -> Any:
-    """The type of an array or a tracer; a type is returned unchanged."""
+    """The type (abstract value) of an array or a tracer; a type is returned unchanged."""
     return leaf if isinstance(leaf, _core.AbstractValue) else jax.typeof(leaf)
 
 
 def on_device(leaf: Any) -> Any:
-    """The type of the array `leaf`, moved to device memory."""
+    """The type that the array `leaf` has in device memory."""
     return _core.shaped_abstractify(leaf).update(memory_space=jax.memory.Space.Device)
 
 
@@ -171,7 +171,7 @@ def is_on_host(leaf: Any) -> bool:
 
 
 def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
-    """The equation behind the tracer `leaf`: its index in the trace, the equation, and its output; None without one."""
+    """The equation that computes the tracer `leaf`: its index in the trace, the equation, and its output; None without one."""
     frame: Any = getattr(getattr(leaf, "_trace", None), "frame", None)
     parent = getattr(leaf, "parent", None)
     if parent is None or not hasattr(frame, "tracing_eqns"):
@@ -182,7 +182,7 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
 
 
 def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A context that binds the axes (of `vmap`, of a mesh) that are bound now again, for a body differentiated after them."""
+    """A function for a context that binds the axes (of `vmap`, of a mesh) bound now, to differentiate a body later."""
     axes = _core.get_axis_env().axis_sizes
 
     def bound() -> contextlib.AbstractContextManager[Any]:
@@ -193,14 +193,14 @@ def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
 
 def axes_of_vmaps(vmaps: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """A context that binds the axis of each `vmap` (its `name` and `size`), for collectives of a jaxpr from inside them."""
+    """A context that binds the axis (`name` and `size`) of each `vmap`, for collectives in a jaxpr traced inside them."""
     return _core.extend_axis_env_nd([(vmap.name, vmap.size) for vmap in vmaps])
 
 
 def trace_context(default: Any, *, reaches_blocks: bool = True) -> Any:
-    """A context whose value is a key of JAX's trace caches: under a new value, every `jit` inside is traced again.
+    """A context whose value is part of the keys of JAX's trace caches: under a new value, every `jit` inside is traced again.
 
-    Without `reaches_blocks`, the value does not distinguish blocks with equal jaxprs (`block_settings`).
+    If `reaches_blocks` is False, `block_settings` ignores the value, so that blocks with equal jaxprs stay equal.
     """
     context = jax.make_user_context(default)
     if not reaches_blocks:
@@ -212,12 +212,12 @@ _outside_blocks: list[tuple[Any, Any]] = []
 
 
 def trace_settings() -> Any:
-    """All JAX settings that a trace depends on, as one comparable value."""
+    """All JAX settings on which a trace depends, as one comparable value."""
     return _config.trace_context()
 
 
 def block_settings() -> Any:
-    """`trace_settings` without contexts that do not reach blocks, so that they are equal under all policies."""
+    """`trace_settings` with default values for contexts that do not reach blocks: equal under all policies."""
     with contextlib.ExitStack() as defaults:
         for context, default in _outside_blocks:
             defaults.enter_context(context(default))
@@ -226,7 +226,7 @@ def block_settings() -> Any:
 
 @contextlib.contextmanager
 def not_captured(module: Any, method: str) -> Iterator[None]:
-    """Inside this context `capture_intermediates` skips `method` of this Linen module, but no module inside it."""
+    """Inside this context `capture_intermediates` skips `method` of this Linen module, but not the modules inside it."""
     stack = _linen_module._context.capture_stack
     wanted = stack[-1] if stack else None
     if not wanted:

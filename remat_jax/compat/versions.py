@@ -1,4 +1,4 @@
-"""The version of JAX, and the limits of the installed JAX, its plugin and its flags, found before they cause an error."""
+"""The version of JAX, and checks that find limits of the installed JAX, its plugin and its flags before they cause errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remat_jax.warning import warn
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a release, also of candidates and nightly builds; JAX itself reads two from 0.13.0rc1."""
+    """The numbers of a version, also of a candidate or nightly build; of 0.13.0rc1 JAX itself reads only two numbers."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, numbers.group().split("."))) if numbers else ()
 
@@ -27,7 +27,7 @@ JAX_VERSION: tuple[int, ...] = _numbers(jax.__version__)[:3]
 
 
 # On GPUs, two JAX releases copy the offloaded residuals of a scanned block back from the wrong slot, so that gradients are
-# silently wrong (openxla/xla#46231), as the compiled text shows. Unrolled offload and the CPU are not affected.
+# silently wrong (openxla/xla#46231); the compiled text shows it. Unrolled offload and the CPU are not affected.
 SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
 
 _PASS = "dynamic-slice-annotator"
@@ -42,7 +42,7 @@ def miscompiles_scanned_offload() -> bool:
 
 
 def _miscompiles_scanned_offload_here() -> bool:
-    """`miscompiles_scanned_offload` for this process. XLA read its flags at the start; later changes have no effect."""
+    """`miscompiles_scanned_offload` for this process, where flags changed after XLA's start have no effect."""
     if JAX_VERSION not in SCANNED_OFFLOAD_MISCOMPILED:
         return False
     cured = _cured_here()
@@ -60,7 +60,7 @@ def _cured_here() -> bool | None:
 
 
 def _has_gpu() -> bool:
-    # While a function is traced, it is not known where its arrays will be, so any GPU counts.
+    # During tracing it is unknown on which device the function will run, so any GPU counts.
     try:
         return bool(jax.devices("gpu"))
     except RuntimeError:
@@ -106,7 +106,7 @@ _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def _ignored_plugins() -> list[str]:
-    """CUDA plugins whose version differs from jaxlib's, so that jaxlib ignores them; empty if one plugin has its version."""
+    """Texts on CUDA plugins that jaxlib ignores because their version differs; empty if one plugin has jaxlib's version."""
     texts = []
     jaxlib = importlib.metadata.version("jaxlib")
     for plugin in _PLUGINS:
@@ -144,7 +144,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def warn_of_lost_threads() -> None:
-    """Warn, once for each process, if this process was forked from one in which JAX had started."""
+    """Warn, once per process, if this process was forked after JAX had started."""
     global _lost_threads
     if _lost_threads:
         _lost_threads = False
@@ -154,13 +154,13 @@ def warn_of_lost_threads() -> None:
         )
 
 
-# JAX's errors for an eager move to the host: of one array while others are on a mesh, and inside a `shard_map`.
+# JAX's errors for an eager copy to the host: while other arrays are on a mesh, and inside a `shard_map`.
 _NOT_EAGERLY = re.compile(r"Received incompatible devices for jitted computation|device_put with explicit device not allowed")
 
 
 @contextlib.contextmanager
 def eager_offload_explained() -> Iterator[None]:
-    """A context for an offload: JAX's ValueError if it needs `jax.jit` becomes an UnsupportedError with the remedy."""
+    """A context for an offload: turns JAX's ValueError for an offload that needs `jax.jit` into an UnsupportedError."""
     try:
         yield
     except ValueError as error:

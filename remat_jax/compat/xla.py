@@ -29,8 +29,8 @@ _DISABLED_PASSES = re.compile(r"(?<!\S)--xla_disable_hlo_passes=(\S*)")
 def xla_flags(*more: str) -> str:
     """`XLA_FLAGS` for a process that starts now, followed by `more`.
 
-    XLA takes a value that does not begin with `-` for the name of a file with flags, which is read here, since nothing can be
-    appended to a name. Raises CompileError if the file cannot be read.
+    XLA reads a value that does not begin with `-` as the name of a file with flags. Flags cannot be appended to a file's name,
+    so this function reads the file, and raises CompileError if it cannot.
     """
     given = os.environ.get("XLA_FLAGS", "")
     if given and not given.lstrip(" \t\r\n").startswith("-"):
@@ -39,7 +39,7 @@ def xla_flags(*more: str) -> str:
 
 
 def disabled_passes() -> tuple[str, ...]:
-    """The passes that XLA omits in a process that starts now; two flags add up. Raises CompileError as `xla_flags`."""
+    """The passes that XLA omits in a process that starts now; repeated flags add up. Raises CompileError like `xla_flags`."""
     lists = _DISABLED_PASSES.findall(xla_flags())
     return tuple(name for names in lists for name in names.strip("'\"").split(",") if name)
 
@@ -53,7 +53,7 @@ _QUICK = {
 
 @functools.cache
 def quick_compile_options() -> dict[str, Any]:
-    """Compiler options for programs that run a few times on a CPU, about five times quicker to compile; else none.
+    """On a CPU: options to compile about five times faster, for programs that run only a few times. Elsewhere: no options.
 
     Options that this XLA does not know are omitted.
     """
@@ -88,7 +88,7 @@ GPU_COMPILER_ENVIRONMENT: dict[str, str] = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "
 """Without this variable the CUDA plugin refuses to load if cuDNN is not installed."""
 
 GPU_COMPILER_FLAGS = "--xla_gpu_autotune_level=0"
-"""Autotuning needs a GPU to time kernels on."""
+"""Switches autotuning off, which needs a GPU to time kernels."""
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
@@ -122,7 +122,7 @@ def keep_to_cpu_without_gpu() -> None:
 
 
 def without_source_lines() -> contextlib.AbstractContextManager[None]:
-    """Inside this context lowered programs have no source lines, so that equal programs are equal. Scopes remain."""
+    """Inside this context lowered programs have scopes but no source lines: programs that differ only in lines are equal."""
     context: contextlib.AbstractContextManager[None] = _config.traceback_in_locations_limit(0)
     return context
 
@@ -134,20 +134,20 @@ CUDNN_REMEDY = (
 
 
 def attention_kernel() -> Any:
-    """JAX's own attention kernel for GPUs, a Pallas kernel that compiles without one; ImportError if this JAX has none."""
+    """JAX's Pallas attention kernel for GPUs, which compiles without a GPU. Raises ImportError if this JAX lacks it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return importlib.import_module("jax.experimental.pallas.ops.gpu.attention").mha
 
 
 def wants_cudnn(message: str) -> bool:
-    """Whether an error message of JAX or XLA is about cuDNN: it is missing, or does not support an operation."""
+    """Whether an error message of JAX or XLA is about cuDNN, which is missing or does not support an operation."""
     return "cudnn" in message.lower()
 
 
 @contextlib.contextmanager
 def cudnn_explained() -> Iterator[None]:
-    """A context for tracing: JAX's error about missing cuDNN becomes a CompileError with the operator and the remedy."""
+    """A context for tracing: turns JAX's error about missing cuDNN into a CompileError with the operator and the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -170,7 +170,7 @@ def _asking_for_cudnn(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
-    """Lower for an absent GPU, of the first of `device_kinds` (UnsupportedError without one), which a Pallas kernel reads."""
+    """Lower for an absent GPU of the kind `device_kinds[0]`, which Pallas kernels read; UnsupportedError without a kind."""
     if not device_kinds:
         raise UnsupportedError(
             f"target={target!r} does not state JAX's name for the device, which a Pallas kernel needs to compile: add it to "

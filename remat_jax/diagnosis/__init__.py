@@ -1,7 +1,7 @@
-"""`doctor`: trace a training step, compile it if a GPU is named, and report its known mistakes.
+"""`doctor` traces a training step, compiles it if a GPU is named, and reports known traps in it.
 
-`watch` observes the step; the other modules judge it with a function for each trap. `environment` describes the machine and
-its packages.
+`watch` records the step's checkpointed regions; `policies`, `structure` and `compiled` have a function for each trap.
+`environment` describes the machine and its packages.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Replaces the estimates of advice beyond the blocks by compiled figures, if the change can be made here.
+"""Makes and compiles the changes that `doctor` advises beyond policies on the blocks, to replace the estimated savings.
 
-A head and an attention are changed in the traced loss, with marks in place of its blocks, so that a policy reaches the changed
-blocks. The loss then has other values, but the shapes, and so the memory, of a loss with the change:
+Heads and attentions are changed in the traced loss. Its blocks are still marked there, so a policy reaches the changed blocks.
+The changed loss computes other values. Its arrays have the same shapes, and so need the same memory, as after a user's change:
 
-- **head**: each product that makes logits runs in chunks (`in_chunks`) with optax's cross entropy, in the place
-  of what the loss computes from the logits.
-- **scores**: what a block computes from queries, keys and values is replaced by JAX's own attention kernel for GPUs, without
-  the mask.
+- **head**: each matmul that computes logits runs in chunks (`in_chunks`) with optax's cross entropy. This replaces everything
+  that the loss computes from the logits.
+- **scores**: JAX's attention kernel for GPUs, without the mask, replaces what a block computes from queries, keys and values.
 """
 
 from __future__ import annotations
@@ -52,17 +51,17 @@ from remat_jax.train import in_chunks, offload_optimizer
 from remat_jax.train.streaming import inlined
 from remat_jax.workload import TrainingStep, Workload
 
-# Rows of queries and of keys that JAX's kernel takes at a time.
+# JAX's kernel processes this number of rows of queries and of keys at a time.
 _TILE = 128
 
 Change = Callable[[Any, Sequence[Any]], list[Any]]
-"""Evaluates a closed jaxpr, changed, on arguments."""
+"""Evaluates a closed jaxpr, with a change made in it, on flat arguments."""
 
 
 def compiled_advice(
     workload: Workload, policy: Any, report: MemoryReport, target: Target, timeout: float
 ) -> tuple[Advice, ...]:
-    """The advice of a report with compiled figures, the largest first; advice of less than 2 % is left out."""
+    """The report's advice with compiled savings, the largest first; savings below 2 % of device memory are left out."""
     compiled = [_compiled(workload, policy, advice, report, target, timeout) for advice in report.advice]
     worth = [advice for advice in compiled if advice.bytes >= LEAST * report.device_bytes]
     return tuple(sorted(worth, key=lambda advice: -advice.bytes))
@@ -81,12 +80,12 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
     try:
         sizes = compile_programs([program], target, timeout=timeout)[advice.what]
     except CompileError:
-        return advice  # with its estimate
+        return advice  # keeps its estimate
     return replace(advice, bytes=report.device_bytes - sizes.device, compiled=True)
 
 
 def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingStep | None:
-    """The step with the advised change; None if only the user can make it."""
+    """The step with the advised change; None if only the user can make the change."""
     if advice.what == MICRO:
         return workload.step(policy, micro_batches=MICRO_BATCHES)
     if advice.what == DONATION and not workload.has_loss:
@@ -114,7 +113,7 @@ def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingSt
 
 
 def with_change(workload: Workload, policy: Any, change: Change) -> Callable[..., Any]:
-    """The loss of `workload` under `policy`, traced and evaluated by `change`.
+    """The loss of `workload` under `policy`, with `change` made in the traced loss.
 
     Raises (when the loss is traced):
       UnsupportedError: the loss has nothing that `change` can change.
@@ -146,7 +145,7 @@ def _changed(jaxpr: Any, change: Change) -> Any:
 
 
 def _flat(jaxpr: Any) -> Any:
-    """The closed `jaxpr` with the calls that contain a product inlined."""
+    """The closed `jaxpr` with the calls that contain a matmul inlined."""
     return inlined(
         jaxpr, lambda eqn: eqn.primitive.name in ("jit", "pjit") and any(map(_is_product, equations(bodies(eqn)[0])))
     )
@@ -165,7 +164,7 @@ def _padded(array: Any, axis: int, more: int) -> Any:
 
 
 def _dependents(eqns: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-    """The equations that read a variable of `made`, or of an equation that does."""
+    """The equations that depend on a variable of `made`, directly or through other equations."""
     reached, dependents = set(made), []
     for eqn in eqns:
         if not reached.isdisjoint(variables(eqn.invars)):
@@ -201,7 +200,7 @@ def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     read = dict.fromkeys(atom for eqn in after for atom in variables(eqn.invars))
     beside = [env[atom] for atom in read if atom in env and atom not in operands]
     loss = sum(_cross_entropy(head, eqns, env, beside) for head in heads)
-    # What the loss adds to the losses of the heads, such as a router's, still has a gradient.
+    # Add the other terms of the loss, such as a router's, so that they still have a gradient.
     loss += sum(jnp.sum(value.astype(jnp.float32)) for value in beside if jnp.issubdtype(value.dtype, jnp.floating))
     whole = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
     return [loss.astype(outputs[0].aval.dtype), *whole[1:]]
@@ -218,15 +217,15 @@ _VIEWS = ("convert_element_type", "transpose")
 
 
 def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], beside: Sequence[Any]) -> Any:
-    """A cross entropy of `head`, a product of tokens and a kernel among `eqns`, in chunks of its tokens.
+    """The cross entropy of `head`, a matmul of tokens and a kernel among `eqns`, computed in chunks of the tokens.
 
-    The targets are the integers in `beside` that are as many as the tokens, and 0 without such integers.
+    The targets are the integer array in `beside` with one element per token; zeros if there is no such array.
     """
     contracted = head.params["dimension_numbers"][0]
     free = [
         [dim for dim in range(atom.aval.ndim) if dim not in dims] for atom, dims in zip(head.invars, contracted, strict=True)
     ]
-    place = 0 if len(free[0]) >= len(free[1]) else 1  # of the tokens
+    place = 0 if len(free[0]) >= len(free[1]) else 1  # the position of the tokens among the operands
     if len(free[1 - place]) != 1:
         raise UnsupportedError(f"the logits {list(head.outvars[0].aval.shape)} have no single dimension of classes")
     makers = {view.outvars[0]: view for view in eqns if view.primitive.name in _VIEWS}
@@ -240,7 +239,7 @@ def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], besid
 
     def summed(tokens: Any, targets: Any) -> Any:
         view = kernel
-        for eqn in views:  # each chunk casts and transposes the kernel for itself
+        for eqn in views:  # each chunk casts and transposes the kernel again
             (view,) = compat.bind(eqn, [view])
         logits = jax.lax.dot_general(*((tokens, view) if place == 0 else (view, tokens)), **kinds)
         logits = jnp.moveaxis(logits, -1 if place == 0 else 0, -1).astype(jnp.float32)
@@ -259,7 +258,7 @@ def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], besid
 # --- attention in a kernel ---------------------------------------------------------------------------------------------
 
 
-# The product of queries and keys, the product of the weights and the values, and which of its operands the values are.
+# The matmul of queries and keys, the matmul of attention weights and values, and the values' position in its operands.
 _Attention = tuple[Any, Any, int]
 
 
@@ -286,7 +285,7 @@ def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         if id(eqn) in attentions:
             return [_kernel(*attentions[id(eqn)], env)]
         if (mark := mark_of(eqn)) is not None:
-            # The block's jaxpr without the `vmap`s around it; `layered` puts them around the block under its policy.
+            # The block's jaxpr leaves out the `vmap`s around the block; `layered` adds them when it applies the policy.
             return compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_changed(mark.jaxpr, _with_kernels)))
         if any(map(_has_attention, bodies(eqn))):
             return compat.bind(eqn, inputs, **map_inner(eqn, lambda body: _changed(body, _with_kernels)))
@@ -312,7 +311,7 @@ def _attentions(eqns: Sequence[Any]) -> Iterator[_Attention]:
 
 
 def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:
-    """The result of `mixed` by a kernel, for any number of batch dimensions, and of queries for each key."""
+    """The result of `mixed`, computed by the attention kernel, for any number of batch dimensions and of queries per key."""
     contracted, batch = scores.params["dimension_numbers"]
     rows, dims = (sides[place] for sides in mixed.params["dimension_numbers"])
     with compat.eqn_context(mixed):
@@ -321,7 +320,7 @@ def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:
             _as_heads(value_of(atom, env), of_batch, None, features, length=value.shape[1])
             for atom, of_batch, features in zip(scores.invars, batch, contracted, strict=True)
         ]
-        # `einsum` orders the operands as it likes: the keys are as many as the values.
+        # `einsum` may swap the operands: the keys are the operand with the shape of the values.
         query, key = sides if sides[1].shape[1:] == value.shape and len(sides[1]) == 1 else sides[::-1]
         if key.shape[1:] != value.shape or query.shape[3:] != key.shape[3:]:
             raise UnsupportedError(f"queries {query.shape}, keys {key.shape}, values {value.shape}: no kernel takes them")
@@ -333,7 +332,7 @@ def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:
 
 
 def _in_tiles(array: Any) -> Any:
-    """`array` with its rows, the third dimension from the end, in whole tiles of the kernel."""
+    """`array` with its rows, the third dimension from the end, padded to whole tiles of the kernel if they exceed one tile."""
     rows = array.shape[-3]
     return _padded(array, array.ndim - 3, -rows % _TILE if rows > _TILE else 0)
 
@@ -341,9 +340,10 @@ def _in_tiles(array: Any) -> Any:
 def _as_heads(
     array: Any, batch: Sequence[int], rows: Sequence[int] | None = None, features: Sequence[int] | None = None, *, length: int
 ) -> Any:
-    """`array` as (others, batch, rows, heads, features); the heads are its last batch dimension.
+    """`array` reshaped to (others, batch, rows, heads, features); the heads are its last batch dimension.
 
-    Without `rows` they are the dimension of `length`, or the largest; without `features` they are all other dimensions.
+    Without `rows`, the rows are the remaining dimension of size `length`, else the largest. Without `features`, the features
+    are all remaining dimensions.
     """
     rest = [dim for dim in range(array.ndim) if dim not in (*batch, *(rows or ()), *(features or ()))]
     if rows is None:

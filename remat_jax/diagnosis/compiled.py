@@ -1,4 +1,4 @@
-"""Traps that need a compiled step, or the figures of the hardware."""
+"""Traps that only a compiled step, or the figures of the hardware, can show."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_st
 from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.report.tables import format_bytes, format_seconds
 
-# The code after the last block costs one forward pass, and a backward pass that costs two.
+# The code after the last block runs forward and backward; its backward pass costs about two forward passes.
 _PASSES = 3
 
 
 def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float, float] | None:
-    """The last block's path, bytes, seconds of copying and seconds of compute, if its copies cannot be hidden.
+    """The last block's path, its offloaded bytes, and seconds of copying and of compute, if compute cannot hide the copies.
 
-    None if they may be hidden, if blocks are in a loop, or if only one block offloads. An array is copied out while the rest of
-    its block and later code run, and must be back before its block's backward pass. Compute is overestimated: it counts the
-    whole block, without fusion, with every array read and written.
+    None if compute may hide them, if the last block is in a loop, or if only one block offloads. An array is copied out while
+    the rest of its block and later code run, and must be back before its block's backward pass. The compute time is an
+    overestimate: it is that of the whole block, without fusion, with every array read and written.
     """
     offloading = [region for region in observed.regions if region.ours and region.offloaded]
     last = next((region for region in offloading if observed.order and observed.order[-1] in region.paths), None)
@@ -40,7 +40,7 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
     if rate is None or not target.host_link_bytes_per_s or not target.hbm_bytes_per_s:
         return None
     sizes = [kept.nbytes for kept in last.offloaded]
-    # The directions of the link overlap, but the last array to leave, at least the smallest, returns after it has left.
+    # Copies out and back overlap, but the last array returns only after it has left; it has at least the smallest size.
     copying = (sum(sizes) + min(sizes)) / target.host_link_bytes_per_s
     block = _seconds(last.block.jaxpr.jaxpr.eqns, rate, target.hbm_bytes_per_s)
     computing = block + _PASSES * _seconds(after, rate, target.hbm_bytes_per_s)
@@ -74,9 +74,9 @@ def _seconds(eqns: list[Any], flops_per_s: float, hbm_bytes_per_s: float) -> flo
 _PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 # XLA's default limit of pinned host memory, in GiB (xla/pjrt/gpu/gpu_helpers.cc).
 _PINNED_POOL_DEFAULT = 64
-# The relative difference of two compilations that is ignored: instruction order moves a few buffers.
+# A relative difference between two compilations up to this is ignored: the instruction order moves a few buffers.
 _ALIKE = 0.01
-# The share of a step's memory or time from which the effect of a flag is reported.
+# A flag's effect is reported if it exceeds this share of the step's memory or time.
 _LARGE = 0.1
 
 _SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
@@ -84,7 +84,7 @@ _SCHEDULER_FLAG = re.compile(_SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
 
 
 def compiled_traps(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
-    """The traps that the step compiled for the GPU `target` shows."""
+    """The traps that show in the step compiled for the GPU `target`."""
     yield from offload_came_to_nothing(observed, report)
     yield from pinned_pool(observed, report.host_bytes_per_host)
     yield from host_memory(report)
@@ -159,7 +159,7 @@ def host_memory(report: MemoryReport) -> Iterator[Finding]:
 
 
 def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding]:
-    """Copies of the last block that the code after it is too short to hide."""
+    """Copies of the last block's offloaded arrays that the code after the block is too short to hide."""
     exposed = exposed_copies(observed, target)
     if exposed is not None:
         path, nbytes, copying, computing = exposed
@@ -178,7 +178,7 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
     """XLA's own rematerialization, which recomputes saved arrays if the step is too large for the device."""
     kept = (report.residual_device_bytes or 0) // report.devices
     saved_bytes = report.argument_bytes + report.output_bytes - report.alias_bytes + kept
-    # Far below the device's memory the pass does not run, so a compilation would be wasted.
+    # The pass does not run for a step far below the device's memory, so do not compile such a step again.
     if target.memory_bytes is None or max(saved_bytes, report.device_bytes) < target.memory_bytes / 2:
         return
     passes = ",".join((*compat.disabled_passes(), "rematerialization"))
@@ -214,12 +214,12 @@ def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: T
 
 
 def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
-    """Copies that compute waits for, and that the latency-hiding scheduler, which is off by default, would hide."""
+    """Copies that compute waits for although XLA's latency-hiding scheduler, which is off by default, would hide them."""
     waited = report.overlap
     if waited is None or _SCHEDULER_FLAG.search(compat.xla_flags()):
         return
-    # `coverable` cannot decide: a schedule that waits for each copy at its start has no compute to overlap. Copies that nothing
-    # can hide show no gain below.
+    # `Overlap.coverable` cannot decide this: it describes this schedule, and the other scheduler may hide more. Copies that
+    # nothing can hide show no gain below.
     if waited.step_seconds - waited.compute_seconds < _LARGE * waited.step_seconds:
         return
     other = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": True})
@@ -241,6 +241,6 @@ def _is_faster(first: Overlap | None, second: Overlap | None) -> bool:
 
 
 def _compiled(observed: Observed, target: Target, timeout: float, options: dict[str, Any]) -> Sizes:
-    """The sizes of the step compiled with other options."""
+    """The sizes of the step compiled with `options`."""
     program = export_step("step", observed.workload.step(observed.policy), target)
     return compile_programs([program], target, timeout=timeout, compiler_options=options)["step"]

@@ -46,10 +46,10 @@ TRAPS = (
 )
 
 REFUSED = frozenset({"unmatched_name", "unreached_block", "offload_without_effect", "named_output"})
-"""The traps for which `checkpoint_blocks` refuses a policy, so that there is no step to compile."""
+"""`checkpoint_blocks` raises for a policy with one of these traps, so there is no step to compile."""
 
 
-@silenced()  # the findings report the warnings
+@silenced()  # the findings repeat the warnings
 def doctor(workload: Workload, policy: Any, target: str | Target | None = None, timeout: float = DEFAULT_TIMEOUT) -> Diagnosis:
     """Name every known trap in `workload` under `policy`, where it is, what it does, and the remedy.
 
@@ -63,15 +63,15 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `overruled_policy` | the model's own checkpoint encloses the blocks and drops the arrays that the policy saves |
     | `nested_checkpoint` | a checkpoint encloses all others: everything runs three times and the peak is the same |
     | `remat_scan_of_one_length` | `nn.remat_scan` with one length applies no checkpoint |
-    | `traced_flag` | a Python flag is traced in a checkpoint (`static_argnums` by the wrong index): both sides are computed |
-    | `kernel_run_again` | flash attention's output is kept without its log-sum-exp: the kernel runs again anyway |
+    | `traced_flag` | a checkpoint traces a Python flag (wrong index in `static_argnums`): both branches are computed |
+    | `kernel_run_again` | flash attention's output is saved without its log-sum-exp: the kernel runs again anyway |
     | `parameter_kept` | a policy saves copies of parameters, which are on the device anyway |
     | `keyless_random` | recomputing `lax.rng_uniform` draws different numbers: the gradient is wrong |
     | `pinned_pool` | the step needs more host memory than XLA's pool of pinned memory has |
     | `host_memory` | the step needs more host memory than the target's hosts have for their devices (GPU target) |
     | `last_block_offloaded` | the code after the last block is too short to hide its copies (GPU target) |
     | `miscompiled_offload` | this version of JAX reads the residuals of the wrong layer of a scan (GPU target) |
-    | `xla_rematerialization` | XLA recomputes beyond the policy, to fit the device (GPU target) |
+    | `xla_rematerialization` | XLA recomputes more than the policy asks for, to fit the device (GPU target) |
     | `latency_hiding_scheduler` | the flag costs more than a tenth of the step's memory, and saves no time (GPU target) |
     | `copies_not_hidden` | compute waits for copies that XLA's latency-hiding scheduler would hide (GPU target) |
 
@@ -79,11 +79,11 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     step is traced, and compiled if there is a target, but never run. A `jax.checkpoint` without a policy is no trap: it may
     deliberately recompute everything.
 
-    With a target the diagnosis also has `advice`: changes that save memory which policies on the blocks cannot save. Each
-    change is compiled. Its saving is an estimate (`Advice.compiled`) only if the change cannot be made here.
+    With a target the diagnosis also has `advice`: changes that save memory which policies on the blocks cannot save. `doctor`
+    makes and compiles each change where it can; `Advice.compiled` is False for a saving that is only an estimate.
 
     Args:
-      policy: a policy, its name or text, a policy object of JAX's, or a mapping from block to policy.
+      policy: a policy, its name or text, a JAX policy object, or a mapping from block to policy.
       target: a GPU to compile for, or None to trace only.
       timeout: seconds that each compilation may take.
 

@@ -30,7 +30,7 @@ class Environment:
       python, platform: the Python version and the platform of this process.
       versions: the version of each relevant package; None if it is not installed.
       gpus: name, driver and memory of each GPU, from NVIDIA's driver.
-      attached: JAX's name of the GPU, or why JAX has none; None if the driver finds no GPU.
+      attached: JAX's name of the GPU, or the reason why JAX finds no GPU; None if the driver finds none.
       flags: the environment variables that affect JAX, XLA, PyTorch or remat_jax.
       limits: the features that are unavailable here, with reason and remedy.
     """
@@ -61,7 +61,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Describe this machine, its packages and their limits. This process touches no device.
+    """Describe this machine, its packages and their limits. This process starts no device: a child process looks for the GPU.
 
     >>> found = environment()
     >>> found.python == platform.python_version(), "jax" in found.versions

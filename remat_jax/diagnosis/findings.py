@@ -13,11 +13,11 @@ from remat_jax.report.tables import render, table
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake.
+    """A trap that is in the workload.
 
     Attributes:
-      trap: the mistake's name in the table of `doctor`.
-      block: the checkpointed block (for several blocks, the first ones), or another subject of the finding.
+      trap: the trap's name in the table of `doctor`.
+      block: the checkpointed block (of several blocks, the first three), or what else the finding is about.
       place: the user's `file:line (function)`; empty if there is none.
       problem: what happens, with the figures that show it.
       remedy: what to do.
@@ -40,7 +40,7 @@ class Diagnosis:
 
     Attributes:
       workload, policy, target: the arguments; `target` is None if nothing was compiled.
-      findings: the mistakes.
+      findings: the traps.
       regions: the number of different checkpointed regions; equal blocks, and the layers of a scan, count once.
       replaced_checkpoints: the number of the model's own checkpoints that the policy replaced.
       advice: changes beyond the policy that would save memory; empty without a target.
@@ -56,7 +56,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
     def __bool__(self) -> bool:

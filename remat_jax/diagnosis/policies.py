@@ -1,4 +1,4 @@
-"""Traps of a policy: selectors and names that match nothing, offloads that move nothing, and arrays saved in vain."""
+"""Traps of a policy: selectors and names that match nothing, offloads that move nothing, and arrays saved needlessly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remat_jax.diagnosis.watch import Kept, Observed, Region, is_view
 from remat_jax.errors import nearest
 from remat_jax.policy import Action, JaxPolicy, LayerPolicies, Policy
 
-# The share of a region's saved bytes that is too small to report, such as the scales of its norms.
+# Saved parameters up to this share of a region's saved bytes, such as the scales of norms, are not reported.
 _NEGLIGIBLE = 0.01
 
 _KERNELS = frozenset({"pallas_call", "ffi_call", "custom_call", "triton_kernel_call", "jax_triton", "tpu_custom_call"})
@@ -60,14 +60,14 @@ def _missed(policy: Policy, regions: list[Region]) -> tuple[str, ...]:
     if not regions:
         return ()
     missed = policy.unmatched(candidate for region in regions for candidate in region.block.named.candidates.values())
-    # Arrays of derivative rules show only in the linearisation, which costs another trace.
+    # Arrays that derivative rules compute appear only in the linearisation, which costs another trace.
     return missed and policy.unmatched(candidate for region in regions for candidate in region.block.candidates)
 
 
 def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Finding]:
     names, jaxprs = compat.names_in(policy), [region.block.jaxpr for region in regions]
     if names - {name for jaxpr in jaxprs for name in given_names(jaxpr)}:
-        # Names given in derivative rules (kernels name their residuals there) show only in the linearisation.
+        # Names given in derivative rules (kernels name their residuals there) appear only in the linearisation.
         jaxprs += [region.block.linearised.jaxpr for region in regions if not region.is_opaque]
     given = sorted({name for jaxpr in jaxprs for name in given_names(jaxpr) if ":" not in name})
     for name in sorted(names - set(given)):
@@ -158,7 +158,7 @@ def _outputs(region: Region) -> set[str]:
 
 
 def _distinct_policies(observed: Observed) -> list[Policy]:
-    """The workload's distinct policies, including those of single layers, without JAX's policies."""
+    """The distinct `Policy` objects of the workload, also of single layers; JAX policies are left out."""
     entries = observed.policies.entries if observed.policies else ()
     runs = [policy.runs if isinstance(policy, LayerPolicies) else ((None, policy),) for _, policy in entries]
     return [policy for policy in dict.fromkeys(policy for run in runs for _, policy in run) if isinstance(policy, Policy)]
@@ -168,7 +168,7 @@ def _distinct_policies(observed: Observed) -> list[Policy]:
 
 
 def kernel_run_again(observed: Observed) -> Iterator[Finding]:
-    """Kernels with several results (flash attention and its log-sum-exp) that save one and run again for another."""
+    """Kernels with several results (flash attention's output and log-sum-exp) that save one and run again for another one."""
     for region in observed.regions:
         again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
         makers = region.makers() if again else {}
@@ -192,7 +192,7 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
 
 
 def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
-    """The only kernel with several results that the named array comes from without further expensive work, or None."""
+    """The kernel with several results from which cheap operations compute the named array; None unless there is exactly one."""
     kernels: dict[int, Any] = {}
     seen: set[Any] = set()
     ahead = [(atom, made) for atom in name.invars]
@@ -228,14 +228,14 @@ def _is_kernel(eqn: Any) -> bool:
 
 
 def _is_same(eqn: Any, again: Any) -> bool:
-    """Whether `again` is a recomputation of `eqn`, perhaps without unread results; the transpose of `eqn` is not."""
+    """Whether `again` recomputes `eqn`, perhaps without unread results; a transpose of `eqn` does not count."""
     first, second = ((each.primitive.name, compat.source_line(each), each.params.get("reverse")) for each in (eqn, again))
     avals = [str(var.aval) for var in eqn.outvars]
     return first == second and all(str(var.aval) in avals for var in again.outvars)
 
 
 def parameter_kept(observed: Observed) -> Iterator[Finding]:
-    """Parameters, or copies in another dtype, that a policy saves although they are on the device anyway."""
+    """Parameters, or casts of parameters, that a policy saves although the parameters are on the device anyway."""
     for region in observed.regions:
         copies = _copies_of_parameters(region)
         arrays = [array for array in region.kept if array.name in copies]
@@ -279,7 +279,7 @@ def _copies_of_parameters(region: Region) -> dict[str, bool]:
 
 
 def keyless_random(observed: Observed) -> Iterator[Finding]:
-    """Random numbers without a key in a recomputation: they differ, so the gradients belong to a different mask."""
+    """Random numbers without a key in a recomputation: they differ from the forward pass, so the gradients are wrong."""
     for region in observed.regions:
         for eqn in region.rerun:
             if eqn.primitive.name == "rng_uniform":

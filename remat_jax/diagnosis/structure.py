@@ -1,4 +1,4 @@
-"""Traps of the position of checkpoints: nested, missing, or around a flag."""
+"""Traps from where checkpoints are: nested, missing, or around a Python flag."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, t
 
 
 def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
-    """A checkpoint around all others, which runs everything three times without lowering the peak.
+    """A checkpoint around all others, which runs everything three times without lowering the peak memory.
 
-    It lowers memory only while later code runs, because its backward pass first recomputes all that the inner checkpoints save.
-    So it is reported if the residuals outside of it are smaller than the memory that an inner checkpoint uses.
+    Its backward pass first recomputes everything that the inner checkpoints save, so it saves memory only while later code
+    runs. It is reported if the residuals outside it are no larger than the arrays in use inside the largest inner checkpoint.
     """
     outermost = list(region_equations(observed.jaxpr))
     if len(outermost) != 1 or outermost[0][3]:
@@ -83,14 +83,14 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
 
 
 def _outside(observed: Observed, region: Region) -> float:
-    """The bytes that are saved outside of `region`; infinite if unknown."""
+    """The bytes of device memory that are saved outside of `region`; infinite if unknown."""
     if observed.residuals is None:
         return math.inf
     return observed.residuals.device_bytes - sum(kept.nbytes for kept in region.kept if not kept.on_host)
 
 
 def overruled_policy(observed: Observed) -> Iterator[Finding]:
-    """A checkpoint of the user's own around blocks, which drops the arrays that the workload's policy saves inside."""
+    """The user's own checkpoint around blocks, which drops the arrays that the workload's policy saves inside."""
     wanted = [kept for region in observed.regions if region.ours for kept in region.kept]
     wanted_bytes, names = sum(kept.nbytes for kept in wanted), {kept.name for kept in wanted}
     for region in observed.regions:
@@ -115,7 +115,7 @@ def _count_blocks(jaxpr: Any) -> int:
 
 
 def traced_flag(observed: Observed) -> Iterator[Finding]:
-    """A Python flag that JAX's checkpoint traces, so that both alternatives are computed."""
+    """A Python flag that `jax.checkpoint` traces, so that both alternatives are computed."""
     for eqn, path, inputs in _regions_with_flags(observed.jaxpr, set(), ()):
         body = body_of(eqn)
         for index in inputs:

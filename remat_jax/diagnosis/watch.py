@@ -54,9 +54,9 @@ class Kept:
 class Region:
     """Checkpointed code: a block with the workload's policy (`ours`), or the user's own `jax.checkpoint`.
 
-    Regions with the same code and policy are one, with several `paths`. `place` is the user's source line. The policy None is
-    JAX's default, which recomputes everything. `parameters` says for each input of the code whether it is a parameter, a
-    constant or an RNG key; `looped`, whether the region is in a loop.
+    Regions with the same code and policy are merged into one with several `paths`. `place` is the user's source line. The
+    policy None is JAX's default, which recomputes everything. `parameters` flags the inputs of the code that are parameters,
+    constants or RNG keys. `looped` says whether the region is in a loop.
     """
 
     paths: tuple[str, ...]
@@ -69,7 +69,7 @@ class Region:
 
     @functools.cached_property
     def kept(self) -> tuple[Kept, ...]:
-        """The arrays saved for the backward pass, without parameters and inputs left in place."""
+        """The arrays saved for the backward pass, except parameters and inputs that stay where they are."""
         return _kept(self.block)
 
     @property
@@ -95,7 +95,7 @@ class Region:
         return _flops(compat.jaxpr_function(self.block.jaxpr), self.block.jaxpr)
 
     def makers(self) -> dict[str, tuple[Any, dict[Any, Any]]]:
-        """Name → the equation that gives it, and variable → equation around it."""
+        """For each name: the equation that gives the name, and the equations around it by output variable."""
         if self.is_opaque:
             return {}
         linearised, primals = self.block.linearised.jaxpr, len(self.block.jaxpr.in_avals)
@@ -107,12 +107,12 @@ class Region:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether the region has no linearisation."""
+        """Whether the region has no linearisation, because no input is differentiable."""
         return not any(map(is_smooth, self.block.jaxpr.in_avals))
 
 
 def _traced(run: Callable[..., Any], jaxpr: Any, last: Callable[[Any, list[Any]], Any]) -> Any | None:
-    """The jaxpr of `last(pullback, outputs)` for `run`, a function equal to `jaxpr`; None if it has no derivative."""
+    """The jaxpr of `last(pullback, outputs)` for `run`, which computes `jaxpr`; None if `run` has no derivative."""
     smooth = [index for index, aval in enumerate(jaxpr.in_avals) if is_smooth(aval)]
     if not smooth or not any(map(is_smooth, jaxpr.out_avals)):
         return None
@@ -126,7 +126,7 @@ def _traced(run: Callable[..., Any], jaxpr: Any, last: Callable[[Any, list[Any]]
 
     try:
         return jax.make_jaxpr(of)(*jaxpr.in_avals)
-    except _NO_REVERSE_MODE:  # such as a while loop behind a stop_gradient, which needs no reverse mode
+    except _NO_REVERSE_MODE:  # such as a while loop behind a stop_gradient, which the step does not differentiate
         return None
 
 
@@ -152,14 +152,14 @@ def _flops(run: Callable[..., Any], jaxpr: Any) -> int:
 
 
 def bytes_in_use(body: Any) -> int:
-    """The bytes of all arrays that the closed jaxpr `body` makes and its backward pass reads."""
+    """The bytes of all arrays that the closed jaxpr `body` computes and its backward pass reads."""
     return sum(kept.nbytes for kept in _kept(block_under_policy(body, EVERYTHING, "", [False] * len(body.in_avals))))
 
 
 def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
-    """The makers of names in a linearisation, restricted to values without tangents; `primal` flags such inputs."""
+    """For `Region.makers`: each name with its equation and the tangent-free equations; `primal` flags tangent-free inputs."""
     fixed = flagged(jaxpr, primal, all_inputs)
-    # A differentiated loop is no longer the loop that a backward pass recomputes; calls can be entered.
+    # Leave out loops with tangents, which are not the loops that the backward pass recomputes. Keep calls, to look inside.
     eqns = [eqn for eqn in jaxpr.jaxpr.eqns if compat.kind(eqn) in CALLS or all(var in fixed for var in eqn.outvars)]
     made = {var: eqn for eqn in eqns for var in eqn.outvars if var in fixed}
     for eqn in jaxpr.jaxpr.eqns:
@@ -173,7 +173,7 @@ def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any
 
 
 def _inner(eqn: Any) -> Iterator[tuple[str, Any]]:
-    """The closed jaxprs inside `eqn`, each with the name of its parameter."""
+    """The closed jaxprs in the parameters of `eqn`, each with the parameter's name."""
     for key, value in inner_jaxprs(eqn).items():
         for jaxpr in value if isinstance(value, tuple) else (value,):
             yield key, compat.closed(jaxpr)
@@ -186,8 +186,8 @@ def _inner(eqn: Any) -> Iterator[tuple[str, Any]]:
 class Observed:
     """A workload traced under its policies (None for `off`), and the jaxpr of its loss or finished step.
 
-    `regions` are those of the workload's policies, then the user's own. `order` has the paths of the workload's blocks in the
-    order of execution. `unreached` says for a block why the policy does not reach it.
+    `regions` lists the regions of the workload's policies, then the user's own. `order` lists the paths of the workload's
+    blocks in the order of execution. `unreached` maps a block to the reason why its policy does not reach it.
     """
 
     workload: Workload
@@ -216,7 +216,7 @@ class Observed:
 
 
 def observe(workload: Workload, policies: BlockPolicies | None) -> Observed:
-    """Trace `workload` under `policies`; unreached blocks and offloads without effect are no errors here."""
+    """Trace `workload` under `policies`; unreached blocks and offloads without effect do not raise here."""
     if workload.has_loss:
         function, args = workload.loss, (workload.params, *workload.batch)
     else:
@@ -248,7 +248,7 @@ def _under(workload: Workload, policies: BlockPolicies, function: Callable[..., 
             missed = scope.missed(BlockPolicies((entry,)), records[-1])
             if isinstance(missed, BlockError):
                 observed.unreached[entry[0]] = str(missed)
-    # Flax traces the body of a scan a second time outside of the loop, to find broadcast variables.
+    # Flax also traces the body of a scan outside the loop, to find broadcast variables: leave that trace's regions out.
     in_loops = {region.paths for region in collector.regions if region.looped}
     regions = [region for region in collector.regions if region.looped or region.paths not in in_loops]
     observed.regions = _grouped(regions)
@@ -301,7 +301,7 @@ def _users_own(jaxpr: Any) -> Iterator[Region]:
 def region_equations(
     jaxpr: Any, given: Sequence[bool] | None = None, path: tuple[str, ...] = (), looped: bool = False
 ) -> Iterator[tuple[Any, str, list[bool], bool]]:
-    """The outermost regions of a closed jaxpr: equation, path, whether each operand comes from outside, whether in a loop."""
+    """Each outermost region of a closed jaxpr: equation, path, which operands are (views of) `given` inputs, if in a loop."""
     outside = flagged(jaxpr, [True] * len(jaxpr.in_avals) if given is None else given, is_view)
     for eqn in jaxpr.jaxpr.eqns:
         flags, here = [has(atom, outside) for atom in eqn.invars], path + compat.scopes(eqn)
@@ -314,7 +314,7 @@ def region_equations(
 
 
 def is_spent(eqn: Any) -> bool:
-    """Whether `eqn` is the remainder of a differentiated region."""
+    """Whether `eqn` is a checkpoint region that is already differentiated."""
     return compat.is_checkpoint(eqn) and bool(compat.checkpoint_parts(eqn)[1].get("differentiated"))
 
 

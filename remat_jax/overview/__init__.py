@@ -1,4 +1,4 @@
-"""One page about a workload: the cost of policies, its memory by module, its plan, and its parity with PyTorch."""
+"""One HTML page about a workload: the cost of policies, memory by module, the plan, and parity with PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare policies of a workload: compiled memory, estimated time, and known traps; with a plan and a parity report."""
+"""Compares policies of a workload by compiled memory, estimated time and known traps, with a plan and a parity report."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from remat_jax.warning import silenced
 from remat_jax.workload import Workload
 
 Progress = Callable[[str, int, int], None]
-"""Called with the current activity, the number of finished parts, and the number of all parts."""
+"""A function that is called with the current activity, the number of finished parts, and the number of all parts."""
 
 USUAL = ("off", "full", "dots", "dots_with_no_batch_dims", "offload_inputs", "offload_dot_with_no_batch_dims")
-"""The policies compared by default; a CPU has a single memory, so policies that offload are left out there."""
+"""The policies compared by default. Policies that offload are left out for a CPU, which has a single memory."""
 
 THE_PLAN = "the plan"
 _BYTES = ("device_bytes", "temp_bytes", "host_bytes", "residual_device_bytes", "residual_host_bytes", "measured_peak_bytes")
@@ -55,7 +55,7 @@ class Compared:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the compiler translates the policy correctly."""
+        """Whether the compiler is not known to miscompile the policy."""
         return all(finding.trap != "miscompiled_offload" for finding in self.diagnosis.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,13 +73,13 @@ class Compared:
 
 @dataclass
 class Gathered:
-    """What a page is made from; `plan` and `parity` are None if not given.
+    """The content of a page; `plan` and `parity` are None if not given.
 
     Attributes:
-      policies: the compared policies; the plan's is the last.
+      policies: the compared policies; the plan's policy is the last.
       left_out: the default policies that are not compared, with the reasons.
       notes: remarks on missing figures.
-      described: the workload as a planning problem; None without estimated times.
+      described: the workload as a planning problem; None if no times are estimated.
     """
 
     workload: Workload
@@ -93,7 +93,7 @@ class Gathered:
 
     @property
     def limit(self) -> tuple[str, int] | None:
-        """The name and the bytes of the device memory that policies must fit; None if unknown."""
+        """The name and bytes of the device memory into which policies must fit; None if unknown."""
         if self.plan is not None:
             return "the budget", self.plan.budget
         size, name = self.target.memory_bytes, self.target.name
@@ -106,13 +106,13 @@ class Gathered:
         return self.plan.host_budget if self.plan is not None else None
 
     def fits(self, policy: Compared) -> bool:
-        """Whether a policy is within the limit and the budget of host memory."""
+        """Whether a policy is within `limit` and `host_budget`."""
         within = self.limit is None or policy.memory.device_bytes <= self.limit[1]
         return within and (self.host_budget is None or policy.memory.host_bytes <= self.host_budget)
 
     @property
     def has_comparable_times(self) -> bool:
-        """Whether the plan's times and the policies' times are of the same step with the same rates."""
+        """Whether the plan's times and the policies' times are estimated for the same step with the same rates."""
         plan, described = self.plan, self.described
         if plan is None or described is None:
             return True
@@ -136,9 +136,9 @@ class Gathered:
         }
 
 
-@silenced()  # the page shows the warnings
+@silenced()  # the page repeats the warnings
 def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, tell: Progress) -> None:
-    """Compare the policies and the plan; `policies=None` means the default policies that are possible here."""
+    """Compare the policies and the plan; `policies=None` means the default policies that have an effect here."""
     workload, target, plan, ends = gathered.workload, gathered.target, gathered.plan, time.monotonic() + timeout
     if policies is None:
         asked = [_Asked(policy, required=False) for policy in _usual(gathered, tell)]
@@ -165,7 +165,7 @@ def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A policy to measure, whether a failure to measure it ends the report, and the plan that it comes from."""
+    """A policy to measure; `required`: whether a failure to measure it ends the report; `plan`: the plan that it comes from."""
 
     policy: Any
     required: bool = True
@@ -173,7 +173,7 @@ class _Asked:
 
 
 def _usual(gathered: Gathered, tell: Progress) -> list[str]:
-    """The default policies that have an effect on this workload; the reasons against the others are recorded."""
+    """The default policies that have an effect on this workload; records in `left_out` why the rest is left out."""
     workload, able = gathered.workload, []
     for name in USUAL:
         if NAMED[name].offloads and gathered.target.kind == "cpu":
@@ -231,7 +231,7 @@ def _left(ends: float) -> float:
 
 
 def _as_compiled(policies: list[Compared]) -> list[Compared]:
-    """The same with the times of the compiled schedules, where every one of them is known; over `off`, if it is compared."""
+    """The policies with the times of their compiled schedules, if all are known; extra times are then relative to `off`."""
     times = [policy.memory.seconds for policy in policies]
     if None in times:
         return policies
@@ -255,11 +255,11 @@ def _estimated(
         extra = extra_seconds(described, policy)
         return described.base_seconds + extra, extra - keeping_seconds(described), recompute_flops(described, policy)
     except PlanningError:
-        return None, None, None  # one of JAX's policy objects, unknown before tracing
+        return None, None, None  # the effect of a JAX policy object is unknown before tracing
 
 
 def _with_names(policy: Any) -> Any:
-    """The policy for reading residuals: `off` names no arrays, and `everything` saves the same arrays."""
+    """The policy with which to list residuals: `off` names no arrays, so `everything`, which saves the same, replaces it."""
     if isinstance(policy, Mapping):
         return {block: _with_names(of_block) for block, of_block in policy.items()}
     return "everything" if _is_off(policy) else policy

@@ -23,11 +23,11 @@ _RATES = {
     "hidden_share": "compute beside copies",
 }
 _SHOWN = 6
-"""The number of the batch's arrays that are listed one by one."""
+"""At most this number of the batch's arrays are listed one by one."""
 
 
 def facts(gathered: Gathered) -> list[tuple[str, str]]:
-    """The summary as pairs of a name and a text."""
+    """The summary, as pairs of name and text."""
     workload, target, described = gathered.workload, gathered.target, gathered.described
     pairs = [("workload", workload.name), ("one step", _step(workload)), ("blocks", _blocks(workload, described))]
     pairs += _arguments(workload)

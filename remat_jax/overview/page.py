@@ -1,4 +1,4 @@
-"""The HTML page of a report: policies, memory by module, the plan, parity, and what the figures say."""
+"""The HTML page of a report: a summary, policies, memory by module, the plan, and parity."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _OFFLOAD_COLUMNS = (
 
 @dataclass(frozen=True)
 class Trouble:
-    """A finding: its name, its policies, its place, the problem, and the remedy."""
+    """A trap or a warning: its name, the policies that have it, its place, the problem, and the remedy."""
 
     name: str
     under: str
@@ -62,7 +62,7 @@ class Trouble:
 
 
 def page(gathered: Gathered) -> str:
-    """The page as text."""
+    """The page's HTML text."""
     parity = gathered.parity
     pairs = "".join(f"<dt>{escaped(name)}</dt><dd>{escaped(text)}</dd>" for name, text in facts(gathered))
     sections = {
@@ -87,7 +87,7 @@ def page(gathered: Gathered) -> str:
 
 
 def footer(gathered: Gathered) -> str:
-    """How the figures were made."""
+    """A text that explains the page's figures."""
     return _FOOTER + (_RUN if gathered.target.attached else "and nothing was run.")
 
 
@@ -151,7 +151,7 @@ def _device(policy: Compared) -> Memory:
 
 
 def offload_rows(policies: Sequence[Compared]) -> list[list[Cell]]:
-    """What each policy's offload did, a cell for each of `_OFFLOAD_COLUMNS`."""
+    """The effect of each policy's offload, with a cell for each of `_OFFLOAD_COLUMNS`."""
     rows: list[list[Cell]] = []
     for policy in policies:
         receipt, overlap = policy.memory.receipt, policy.memory.overlap
@@ -185,14 +185,14 @@ def findings(policies: Sequence[Compared]) -> list[Trouble]:
 
 
 def modules(policies: Sequence[Compared]) -> str:
-    """The bars of memory by module; empty if it is unknown."""
+    """The bars of memory by module; empty if memory by module is unknown."""
     memory = _by_module(policies)
     if not memory:
         return ""
     label, hint, hatched = "residuals, by module", _RESIDUALS, _ON_HOST
     if any(policy.memory.live for policy in policies):
         label, hint, hatched = "device memory at the peak, by module", _AT_THE_PEAK, WORKING
-    # Everything that is not KEPT is hatched, under the label of this chart.
+    # Every kind except KEPT is hatched, and gets the name `hatched` in this chart.
     bars = {
         name: {(module, kind if kind == KEPT else hatched): size for (module, kind), size in parts.items()}
         for name, parts in grouped(memory, MOST_MODULES).items()
@@ -201,7 +201,7 @@ def modules(policies: Sequence[Compared]) -> str:
 
 
 def _by_module(policies: Sequence[Compared]) -> dict[str, Memory]:
-    """The arrays alive at the peak by module; for a CPU, where these are unknown, the residuals by module."""
+    """Bytes of the arrays alive at the peak, by module; for a CPU, where these are unknown, bytes of residuals."""
     alive: dict[str, Memory] = {policy.name: policy.memory.live_bytes_by_module for policy in policies if policy.memory.live}
     return alive or {policy.name: kept for policy in policies if (kept := _kept(policy))}
 
@@ -216,7 +216,7 @@ def _kept(policy: Compared) -> Memory:
 
 
 def _with_compiled(gathered: Gathered) -> Plan | None:
-    """The plan, with the bytes compiled for this page in place of its named policies' predicted bytes."""
+    """The plan; its named policies have the bytes compiled for this page in place of predicted bytes."""
     compiled = {policy.name: policy.memory for policy in gathered.policies}
 
     def as_compiled(point: Point) -> Point:
@@ -237,7 +237,7 @@ def _plan(gathered: Gathered) -> str:
 
 
 def notes(gathered: Gathered) -> list[str]:
-    """Remarks on the table, and on what is missing from it."""
+    """Remarks on the table and on missing figures."""
     limit, host = gathered.limit, gathered.host_budget
     on_host = f", and {format_bytes(host)} of host memory" if host is not None else ""
     remarks = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")]
@@ -282,7 +282,7 @@ def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
 
 
 def summary(gathered: Gathered) -> list[str]:
-    """What the figures say, in sentences."""
+    """Sentences that summarise the figures."""
     limit, plan = gathered.limit, _with_compiled(gathered)
     named = [policy for policy in gathered.policies if policy.name != THE_PLAN]
     sentences = [_least_and_most(named)] if named else []

@@ -37,18 +37,18 @@ def save_report(
     """Write a self-contained HTML page about a workload, and return its path.
 
     The page compares policies (compiled memory, estimated time, the offload's actual effect, known traps) and shows memory by
-    module, the plan with a slider over the frontier of memory against time, and the parity report. It loads nothing, and is
-    written completely or not at all. No GPU is needed; for the target `attached` each step also runs on this machine's GPU.
+    module, the plan with a slider over the frontier of memory against time, and the parity report. It loads no other file, and
+    is written completely or not at all. No GPU is needed; for the target `attached` each step also runs on this machine's GPU.
 
     Args:
       path: the file; its folder must exist.
-      policies: policies in the forms that `measure` takes, each of which must have an effect. None compares the default
-        policies; the page says which of these are impossible here, and why.
+      policies: policies in the forms that `measure` takes; each must have an effect. None compares the default policies; the
+        page lists the default policies that are left out, with the reasons.
       target: the name of a target, or a `Target`.
       plan: a `Plan` for this workload and target, or a budget to plan within: bytes, a text (`"40GiB"`, `"80%"`), or a share of
         the target's memory (0.8). None for no plan.
-      parity: the result of `remat_jax.parity.compare`. None leaves the section out.
-      timeout: the limit in seconds for compiling all policies, for the plan, and for each compilation of the doctor.
+      parity: the result of `remat_jax.parity.compare`. None leaves this section out.
+      timeout: a limit in seconds that applies to compiling all policies, to the plan, and to each compilation of the doctor.
       progress: called with the current activity, the number of finished parts, and the number of all parts.
 
     Raises:
@@ -91,7 +91,7 @@ def gather(
     asked = checked_policies(policies)
     check_devices(workload, described)
     tell = progress or (lambda *_: None)
-    # The plan comes first: a budget that nothing fits ends the report before minutes of compiling.
+    # Plan first: a budget that nothing fits ends the report before minutes of compiling.
     gathered = Gathered(workload, described, _plan(workload, plan, described, timeout, tell), parity)
     compare(gathered, asked, timeout, tell)
     return gathered
@@ -107,7 +107,7 @@ def write_page(path: Path, gathered: Gathered, argument: str = "path") -> Path:
 
 
 def checked_path(path: Any, argument: str = "path") -> Path:
-    """The checked `path`, so that a wrong one is reported before minutes of compiling."""
+    """`path` as a `Path`; raises ArgumentError for a wrong path before minutes of compiling."""
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(f"{argument}={path!r}: expected the path of a file, such as 'report.html'")
     file, shown = Path(path), f"{argument}={str(path)!r}"

@@ -1,4 +1,4 @@
-"""Tables, pictures and pages from plain data: this package imports of `remat_jax` only `reading`."""
+"""Tables, pictures and pages from plain data. The only other module of `remat_jax` that this package imports is `reading`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horizontal bars, stacked from parts: panels that share the names of their rows."""
+"""Panels of stacked horizontal bars; all panels have the same row names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat_jax.report.svg import GREY, INK, WIDTH, AxisScale, Key, Picture, lege
 _ROW, _THICKNESS, _NAME = 36.0, 26.0, 16.0
 _TOP, _BELOW = 40.0, 56.0
 _LEAST_WIDTH = 600.0
-"""The least width of a picture with its panels side by side and the names at the left; else both are above the bars."""
+"""In a narrower picture, panels are stacked, with names above the bars; else they are side by side, with names at the left."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class BarSegment:
 
 @dataclass(frozen=True)
 class PanelBar:
-    """A bar, and the text at its end, in grey italics if `missing`; screen readers get `label`, or else the tooltips."""
+    """A bar and the text at its end, in grey italics if `missing`. Screen readers get `label`; if it is empty, the tooltips."""
 
     parts: Sequence[BarSegment]
     text: str = ""
@@ -39,9 +39,9 @@ class PanelBar:
 
 @dataclass(frozen=True)
 class BarPanel:
-    """One system of axes. The bars of a row share its height; a dashed line is drawn at the value `mark`.
+    """One pair of axes. The bars of a row share the row's height; a dashed line is drawn at the value `mark`.
 
-    Without the axis's `end` there is room for the text beside the longest bar.
+    If `end`, the largest value of the axis, is None, the axis leaves room for the text after the longest bar.
     """
 
     title: str
@@ -54,7 +54,7 @@ class BarPanel:
 def bars_picture(
     names: Sequence[str], panels: Sequence[BarPanel], keys: Sequence[Key] = (), title: str = "", width: float = WIDTH
 ) -> Picture:
-    """The panels, with the names of their rows, and the legend below. A row without bars in all panels is a heading.
+    """The panels, with the names of their rows, and the legend below. A row that has no bar in any panel is a heading.
 
     >>> bar = PanelBar([BarSegment(3.0, INK, tooltip="3 MiB")], "3.0")
     >>> picture = bars_picture(["off"], [BarPanel("Bytes", "MiB", rows=[[bar]])])

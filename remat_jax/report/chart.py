@@ -1,4 +1,4 @@
-"""Points and lines over two axes, each point with its name where there is room."""
+"""Points and lines over two axes; the names of points are placed where there is room."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _LETTERS = 12
 class Series:
     """One quantity: the points (x, y) of its line, its marked points, and its ringed points.
 
-    `hollow`, `names` and `tooltips` are empty, or have an entry for each marked point; by default a tooltip is the name and
-    values. A series with an empty `label` has no legend entry. `dashed` and `faint` are the look of the line.
+    `hollow`, `names` and `tooltips` are empty, or have an entry for each marked point; by default a tooltip is the point's name
+    and values. A series with an empty `label` has no legend entry. `dashed` and `faint` apply to the line.
     """
 
     label: str
@@ -49,7 +49,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One system of axes; the first series is at the back.
+    """One pair of axes; the first series is drawn first, behind the others.
 
     Attributes:
         binary_x, binary_y: whether an axis is logarithmic to base 2.
@@ -73,7 +73,7 @@ class Panel:
 def chart(panels: Sequence[Panel], height: float = 460.0, note: str = "", width: float = WIDTH) -> Picture:
     """The panels side by side, each with its legend below, and a note at the foot.
 
-    Raises `ValueError` without a panel, or for a panel without a point.
+    Raises `ValueError` if there is no panel, or if a panel has no point.
 
     >>> picture = chart([Panel("t", "x", "y", [Series("a", "#222222", [(1, 2), (2, 3)], [(1, 2)])])])
     >>> picture.svg().count("<circle"), ">a<" in picture.svg()  # the point and its key
@@ -147,7 +147,7 @@ def _values(series: Series, index: int) -> str:
 
 
 def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, taken: Sequence[Box]) -> None:
-    """Write each name beside its point, clear of points, lines and other names, joined by a line if far."""
+    """Write each name near its point, clear of points, lines and other names; a line connects a distant name to its point."""
     sizes = [(text_width(name, _LETTERS) + 8, _LETTERS * 1.2) for _, name, _ in named]
     boxes = place_labels([place for place, _, _ in named], sizes, area, taken=taken)
     for (place, name, colour), (left, top, right, bottom) in zip(named, boxes, strict=True):
@@ -158,12 +158,12 @@ def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, 
 
 
 def _spread(values: Sequence[float], binary: bool, share: float) -> tuple[float, float]:
-    """The range of the values with a margin of `share` of it."""
+    """The range of the values, widened on both sides by `share` times its length."""
     if binary:
         low, high = _spread([math.log2(value) for value in values], False, share)
         return 2.0**low, 2.0**high
     low, high = min(values), max(values)
-    # Large values that differ in their last digit alone are drawn as equal ones.
+    # Large values that differ only in their last digit are drawn as equal values.
     margin = share * (high - low if high - low > 1e-9 * abs(high) else abs(high) or 1.0)
     return low - margin, high + margin
 
@@ -178,9 +178,9 @@ def place_labels(
     *,
     taken: Sequence[Box] = (),
 ) -> list[Box]:
-    """A box of each size near its point, inside `area`, clear of the other boxes, all points and `taken`.
+    """For each point, a box of the given size near the point, inside `area`, clear of other boxes, all points and `taken`.
 
-    Boxes are tried in rings around each point, the most crowded points first. Without a free place a label gets the box with
+    Boxes are tried in rings around each point, the most crowded points first. If no box is free, the label gets the box with
     the least overlap.
     """
     obstacles = [(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for x, y in points] + list(taken)
@@ -202,7 +202,7 @@ def place_labels(
 
 
 def boxes_along(path: Sequence[Sequence[float]]) -> list[Box]:
-    """Small boxes along the line through `path`, close to each other, as obstacles for labels."""
+    """Small adjacent boxes along the line through `path`, as obstacles for labels."""
     boxes: list[Box] = []
     for (x0, y0), (x1, y1) in itertools.pairwise(path):
         parts = max(1, math.ceil(math.dist((x0, y0), (x1, y1)) / _STEP))
@@ -213,7 +213,7 @@ def boxes_along(path: Sequence[Sequence[float]]) -> list[Box]:
 
 
 def _candidates(point: tuple[float, float], size: tuple[float, float]) -> Iterator[Box]:
-    """Boxes around the point, the nearest first, beginning at the right."""
+    """Boxes around the point, the nearest first; at each distance, the box at the right is the first."""
     (x, y), (width, height) = point, size
     for distance in _DISTANCES:
         for step in range(_DIRECTIONS):
@@ -221,7 +221,7 @@ def _candidates(point: tuple[float, float], size: tuple[float, float]) -> Iterat
             turn = (step + 1) // 2 * (1 if step % 2 else -1)
             angle = 2 * math.pi * turn / _DIRECTIONS
             across, up = math.cos(angle), math.sin(angle)
-            # The box's side that faces the point keeps the distance, whatever the direction.
+            # In every direction, the side of the box that faces the point is at `distance`.
             left = x + across * distance - width * (1 - across) / 2
             bottom = y + up * distance - height * (1 - up) / 2
             yield (left, bottom, left + width, bottom + height)

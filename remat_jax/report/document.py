@@ -1,4 +1,4 @@
-"""The frame of all HTML pages: one file that loads nothing, in the system's or the reader's choice of light or dark."""
+"""The frame of all HTML pages: one file that loads nothing, light or dark as the system or the reader chooses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _THEME = (
 
 
 def document(title: str, body: str) -> str:
-    """A page as text, with the style and the script that every page has.
+    """The HTML text of a page, with the style and the script that all pages share.
 
     >>> text = document("a < b", "<p>c</p>")
     >>> "<title>a &lt; b</title>" in text, text.count("</script>"), "http" in text
@@ -50,7 +50,7 @@ def escaped(value: object) -> str:
 
 
 def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True) -> Path:
-    """Write a file by `written_whole`. Also raises ValueError if `text` cannot be encoded."""
+    """Write `text` to a file through `written_whole`. Also raises ValueError if `text` cannot be encoded."""
     with written_whole(path, replace=replace) as new:
         new.write_text(text, encoding="utf-8")
     return Path(path)
@@ -58,11 +58,11 @@ def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True
 
 @contextlib.contextmanager
 def written_whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
-    """A path to write a file to atomically: readers see the old file or the new one; several writers are allowed.
+    """A path to write a file to atomically: readers see the old or the new file; several writers are allowed.
 
-    At the end of the context the new file replaces the old one; an error or an interrupt leaves nothing behind. The file keeps
-    its mode, a symbolic link keeps its target, and a pipe or a device is written to directly. Raises OSError if the file cannot
-    be written (FileExistsError if it exists and `replace` is False), and ValueError if `path` is not a path.
+    At the end of the context the new file replaces the old file; an error or an interrupt leaves no new file behind. The file
+    keeps its mode, a symbolic link keeps its target, and a pipe or a device is written to directly. Raises OSError if the file
+    cannot be written (FileExistsError if it exists and `replace` is False), and ValueError if `path` is not a path.
     """
     given = Path(path)
     if given.exists() and not given.is_file():
@@ -71,7 +71,7 @@ def written_whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
     target = Path(os.path.realpath(given))
     if not replace and target.exists():
         raise FileExistsError(f"{given} is there already")
-    # A file of `tempfile` would be readable by its owner only. Some writers choose the format by the ending.
+    # `tempfile` would create a file that only its owner can read. Keep the ending: some writers choose the format by it.
     new = target.parent / f".{uuid.uuid4().hex}.new{target.suffix}"
     try:
         yield new
@@ -80,8 +80,8 @@ def written_whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
         if replace:
             new.replace(target)
         else:
-            # Unlike a rename, a link fails if another process has made the file meanwhile.
+            # Unlike a rename, a link fails if another process has created the file in the meantime.
             os.link(new, target)
     finally:
-        # After a rename this name is gone already.
+        # After a rename the temporary name no longer exists.
         new.unlink(missing_ok=True)

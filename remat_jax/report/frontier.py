@@ -1,4 +1,4 @@
-"""Memory against time: the frontier as a line, named policies as points, the plan ringed, the budget as a dashed line."""
+"""Draws memory against time: a line for the frontier, points for named policies, a ring for the plan, and the budget."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from remat_jax.report.svg import BLUE, GREY, INK, VERMILLION, WIDTH, Key, Pictur
 from remat_jax.report.tables import byte_unit, scaled_bytes, time_unit
 
 FRONTIER, THE_PLAN = "frontier", "the plan"
-"""The series that a page's script reads: the slider's points, and the ring around one of them."""
+"""Names of the series that the page's script reads: the slider's points, and the ring around the selected point."""
 _FAR = 1.25
 
 
 class FrontierPoint(NamedTuple):
-    """A step; `name` is that of a named policy."""
+    """A training step; `name` is set if its policy is a named one."""
 
     device_bytes: int
     seconds: float
@@ -46,7 +46,7 @@ def frontier_figure(
     points = [*frontier, chosen, *named]
     unit = byte_unit(max(budget, *(point.device_bytes for point in points)))
     word, second = time_unit(max(point.seconds for point in points))
-    # A point that is far slower would squeeze the rest together: draw it at the upper edge, with its time.
+    # A far slower point would squeeze the other points together: draw it at the upper edge, with its time as text.
     slowest = _FAR * max(point.seconds for point in (*frontier, chosen))
 
     def at(point: FrontierPoint) -> tuple[float, float]:

@@ -26,7 +26,7 @@ _NUMBERS: Mapping[str, Callable[[Any], str]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column: `style` is `text`, `name` (the row's heading), `count`, `bytes`, `seconds`, `flops`, `error` or `ratio`."""
+    """A column; `style` is `text`, `name` (the row's heading), `count`, `bytes`, `seconds`, `flops`, `error` or `ratio`."""
 
     title: str
     style: str = "text"
@@ -54,7 +54,7 @@ def html_table(
     )
     id_attribute = f' id="{name}"' if name else ""
     class_attribute = ' class="sortable"' if sortable else ""
-    # A table that is wider than the window scrolls by itself. Without buttons inside, the keyboard must reach the table.
+    # A table that is wider than the window scrolls separately. `tabindex` makes a table without buttons reachable by keyboard.
     tabindex = "" if sortable else ' tabindex="0"'
     return (
         f'<div class="wide" role="region" aria-label="{escaped(label)}"{tabindex}><table{id_attribute}{class_attribute}>'
@@ -68,13 +68,13 @@ def state(passed: bool) -> str:
 
 
 def html_picture(draw: Callable[[float], Picture], label: str, role: str = "img") -> str:
-    """The picture that `draw` makes for a width; `label` is for screen readers."""
+    """`draw(width)` as HTML, for a wide and for a narrow window; `label` is for screen readers."""
     drawn = (f'<div class="{window}">{draw(width).html()}</div>' for window, width in (("broad", WIDTH), ("narrow", NARROW)))
     return f'<div class="picture" role="{role}" aria-label="{escaped(label)}">{"".join(drawn)}</div>'
 
 
 def stacked_bars(bars: Mapping[str, Memory], label: str, **options: Any) -> str:
-    """The picture of `stacked_figure`, whose arguments these are, and its figures as a table; nothing without bars.
+    """The picture that `stacked_figure` draws from these arguments, and its values as a table; empty without bars.
 
     >>> text = stacked_bars({"full": {("ffn", "kept"): 1024, ("head", "kept"): 512}}, "memory")
     >>> 'aria-label="full: 1.5 KiB: A ffn, kept 1.0 KiB; B head, kept 512 B"' in text

@@ -1,4 +1,4 @@
-"""Stacked bars: memory by module, or other parts of it, one bar for each policy."""
+"""Stacked bars of memory by module, or by other parts; one bar for each policy."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ KEPT, WORKING = "kept", "working set"
 _PHASES = {"argument": KEPT, "forward": KEPT}
 _LONGEST_NAME = 34
 MOST_MODULES = len(_COLOURS)
-"""The most modules with a colour of their own."""
+"""At most this number of modules have their own colour."""
 
 
 def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int = MOST_MODULES) -> Picture:
-    """Device memory at the peak under each policy, by module: `MemoryReport.live_bytes_by_module` by policy, as stacked bars.
+    """Stacked bars of device memory at the peak by module; `memory` has `MemoryReport.live_bytes_by_module` by policy.
 
-    Plain parts are arguments and saved arrays of the forward pass; hatched parts are the working set: recomputed arrays and
-    those of the backward pass. The `modules` with the largest share of any bar have their own colours, at most 7.
+    Plain parts are arguments and saved arrays of the forward pass. Hatched parts are the working set: recomputed arrays and
+    arrays of the backward pass. The `modules` modules (at most 7) with the largest share of any bar have their own colours.
 
-    Raises `ValueError` without a policy, for a policy without bytes, and for `modules` out of range.
+    Raises `ValueError` if there is no policy, if a policy has no bytes, or if `modules` is out of range.
 
     >>> picture = module_memory_figure({"off": {("ffn/up", "forward"): 2048, ("parameters", "argument"): 512}}, "a model")
     >>> "<title>off: A up, kept 2.0 KiB, 80.0 % (2,048 bytes)</title>" in picture.svg()
@@ -59,12 +59,12 @@ def stacked_figure(
     title: str = "",
     width: float = WIDTH,
 ) -> Picture:
-    """Bars of bytes by part and kind, each part with a colour and a letter, and the shares of each bar beside them.
+    """Bars of bytes by part and kind, and a second panel with each bar's shares; each part has a colour and a letter.
 
     Args:
-      label: the name of the bytes, at their axis.
+      label: the label of the axis of bytes.
       hatched: the kinds that are drawn with stripes, and their names in the legend.
-      limit: a name and bytes, drawn as a dashed line unless it is far beyond the bars.
+      limit: a name and bytes, drawn as a dashed line unless the line is far beyond the bars.
     """
     letters, spare = part_letters(bars), itertools.cycle(_COLOURS)
     colours = {part: _GREYS.get(part) or next(spare) for part in letters}
@@ -102,9 +102,9 @@ def part_letters(bars: Mapping[str, Memory]) -> dict[str, str]:
 
 
 def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[str, str], int]]:
-    """The bytes of each bar by (module or argument, `kept` or `working set`), with at most `modules` modules.
+    """The bytes of each bar by (module or argument, `kept` or `working set`); all but `modules` modules are merged into one.
 
-    Layers whose paths differ only in a number are one module; the arrays of one argument are one part.
+    Layers whose paths differ only in a number are merged into one module, and the arrays of an argument into one part.
     """
     paths = dict.fromkeys(path for bar in memory.values() for path, phase in bar if _argument(path, phase) is None)
     names = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
@@ -130,7 +130,7 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
 
 
 def merged_layers(paths: Iterable[str]) -> list[str]:
-    """Each path with `*` for its layer's number, its outermost number, if other paths differ from it only there.
+    """Each path with `*` for its outermost number that varies among the paths with the same parts before it.
 
     >>> merged_layers(["Net/block_0/Dense_0", "Net/block_0/Dense_1", "Net/block_1/Dense_0", "Net/head_0"])
     ['Net/block_*/Dense_0', 'Net/block_*/Dense_1', 'Net/block_*/Dense_0', 'Net/head_0']
@@ -151,7 +151,7 @@ def merged_layers(paths: Iterable[str]) -> list[str]:
 
 
 def without_common_root(paths: Sequence[str]) -> list[str]:
-    """The paths without the model's class: the first part of more than half of them, as some names of a program lack it.
+    """The paths without the model's class: the first part of more than half of the paths (some paths lack the class).
 
     >>> without_common_root(["Net/ffn/up", "Net/head", "Net", "head"]), without_common_root(["a/x", "b/x"])
     (['ffn/up', 'head', 'Net', 'head'], ['a/x', 'b/x'])
@@ -164,13 +164,13 @@ def without_common_root(paths: Sequence[str]) -> list[str]:
 
 
 def _numbered(parts: Sequence[str]) -> list[tuple[int, tuple[str, str, str]]]:
-    """The positions of parts that end in a number, and (stem, number, rest); the rest is an array's suffix (`:input#0`)."""
+    """The position of each part that ends in a number, and (stem, number, rest); the rest is an array's suffix (`:input#0`)."""
     matches = [(place, re.fullmatch(r"(|.*?_)(\d+)(:.*)?", part)) for place, part in enumerate(parts)]
     return [(place, (match[1], match[2], match[3] or "")) for place, match in matches if match is not None]
 
 
 def _argument(path: str, phase: str) -> str | None:
-    """The step's argument that a buffer holds or copies; None for arrays that the step computes."""
+    """The step's argument that a buffer contains or copies; None for arrays that the step computes."""
     name = re.sub(r"\[\d+\]$", "", path)
     if name in _ARGUMENTS:
         return name

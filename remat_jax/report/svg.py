@@ -15,7 +15,7 @@ BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", 
 INK, GREY, EDGE, GRID, WHITE = "#222222", "#757575", "#bbbbbb", "#e6e6e6", "#ffffff"
 
 WIDTH, NARROW = 1000.0, 350.0
-"""The width of a picture in pixels, and that of a picture for a small screen."""
+"""Widths in pixels: of a picture, and of a picture for a small screen."""
 FORMATS = (".svg",)
 SHAPES = ("circle", "square", "diamond", "triangle")
 
@@ -26,7 +26,7 @@ _OUTLINES = {
 }
 _STRIPE, _STRIPES_APART = 2.5, 9.0
 _LETTERED = 15.0
-"""The least width of a bar with a letter inside."""
+"""A bar of at least this width has its letter inside."""
 _ROW = 22.0
 
 Place = tuple[float, float]
@@ -34,7 +34,7 @@ Place = tuple[float, float]
 
 @dataclass(frozen=True)
 class AxisScale:
-    """Values from `low` to `high` as pixels from `start` to `end`; `binary` is a logarithmic scale to base 2.
+    """Maps values from `low` to `high` to pixels from `start` to `end`; `binary` is a logarithmic scale to base 2.
 
     >>> AxisScale(0, 10, 100, 200)(5), AxisScale(0, 10, 100, 200).ticks(5), AxisScale(3, 70, 0, 1, binary=True).ticks(9)
     (150.0, [0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [4.0, 8.0, 16.0, 32.0, 64.0])
@@ -52,7 +52,7 @@ class AxisScale:
         return self.start + (self.end - self.start) * (at - low) / (high - low)
 
     def ticks(self, most: int) -> list[float]:
-        """About `most` round values, or at most so many powers of two."""
+        """About `most` round values; for a binary scale, at most `most` powers of two."""
         if self.binary:
             powers = range(math.ceil(math.log2(self.low)), math.floor(math.log2(self.high)) + 1)
             return [2.0**power for power in powers[:: math.ceil(len(powers) / most) or 1]]
@@ -88,7 +88,7 @@ class Picture:
         return self.html().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
 
     def html(self) -> str:
-        """The element of a page, which needs no namespace and so contains no address."""
+        """The element for an HTML page. It needs no namespace there, so the page contains no web address."""
         return (
             f'<svg viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" height="{self.height:g}" '
             f'font-family="DejaVu Sans, Verdana, sans-serif" font-size="13">\n'
@@ -97,7 +97,7 @@ class Picture:
 
     @contextlib.contextmanager
     def group(self, attributes: str) -> Iterator[None]:
-        """Make one group of what is drawn in this context, with `attributes` in SVG's syntax."""
+        """Put the elements drawn in this context into one group, with `attributes` in SVG's syntax."""
         self.parts.append(f"<g {attributes}>")
         yield
         self.parts.append("</g>")
@@ -124,7 +124,7 @@ class Picture:
     ) -> None:
         """A rectangle, with a letter in its middle if it is wide enough."""
         self._rectangle(x, y, width, height, f'fill="{colour}" stroke="{WHITE}" stroke-width=".5"', _title(tooltip))
-        # The tooltip is the bar's, not that of its stripes and its letter.
+        # Stripes and letter ignore the pointer, so that it reaches the bar with the tooltip.
         through = 'pointer-events="none"'
         if hatched:
             stripes = f'stroke="{WHITE}" stroke-width="{_STRIPE:g}" {through}'
@@ -148,7 +148,7 @@ class Picture:
         fill: str = "",
         tooltip: str = "",
     ) -> None:
-        """A mark of `SHAPES`; a hollow one is white inside unless `fill` says otherwise."""
+        """A mark of one of the `SHAPES`; a hollow mark is white inside unless `fill` is given."""
         x, y = place
         look = f'fill="{fill or (WHITE if hollow else colour)}" stroke="{colour}" stroke-width="1.8"'
         if shape == "circle":
@@ -160,7 +160,7 @@ class Picture:
     def text(
         self, place: Place, text: str, *, size: float = 13, colour: str = INK, anchor: str = "start", look: str = ""
     ) -> None:
-        """Text on the line of `place`; `look` has further attributes."""
+        """Text at `place`, a point of its baseline; `look` has further attributes."""
         if not text:
             return
         x, y = place
@@ -229,7 +229,7 @@ def _flow(keys: Sequence[Key], width: float) -> list[Place]:
 
 
 def _stripes(x: float, y: float, width: float, height: float) -> str:
-    """The path of diagonal stripes in a rectangle. A pattern would not be drawn where its first use is hidden."""
+    """The path of diagonal stripes in a rectangle. An SVG pattern is not drawn if the picture that defines it is hidden."""
     inset = _STRIPE / 2
     x, y, width, height = x + inset, y + inset, max(0.0, width - _STRIPE), max(0.0, height - _STRIPE)
     path = ""

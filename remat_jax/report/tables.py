@@ -69,7 +69,7 @@ def table(
 def format_bytes(n: SupportsIndex | None, unit: str | None = None) -> str:
     """A number of bytes with one decimal in `unit`, by default the smallest binary unit that keeps it below 1024.
 
-    `n` may be negative, as a difference, or `None`, written `n/a`.
+    `n` may be a negative difference. `None` is written `n/a`.
 
     Raises `TypeError` for a number that is not an integer and `ValueError` for an unknown unit.
 
@@ -146,19 +146,19 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The largest unit that is not longer than a time, and its seconds."""
+    """The largest unit of time that is at most `seconds`, and the unit's length in seconds."""
     return next((unit for unit in TIME_UNITS if abs(seconds) >= unit[1]), TIME_UNITS[-1])
 
 
 ASSUMED_RANGE = (0.85, 1.35)
-"""The range of the true time as shares of an estimate from assumed rates.
+"""The range of the true time, in multiples of an estimate that uses assumed rates.
 
-Published large matrix products reach 0.65 to 0.87 of the data sheet's rate; 0.8 is assumed. The rest of a model is slower.
+Published large matmuls reach 0.65 to 0.87 of the data sheet's rate; 0.8 is assumed. The rest of a model is slower.
 """
 
 
 def format_estimate(seconds: float | None, assumed: bool) -> str:
-    """An estimated time, as a range if the rates behind it are assumed.
+    """An estimated time; a range if the estimate uses assumed rates.
 
     >>> format_estimate(0.82, False), format_estimate(0.82, True)
     ('820 ms', '700 ms to 1.1 s')
@@ -193,7 +193,7 @@ class SafeConsole(Console):
     """A console that shows control characters in any name as escapes."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
-        """Rich's segments with visible text; Rich calls this for the parts of `renderable` too."""
+        """Rich's segments with control characters escaped; Rich also calls this for the parts of `renderable`."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 

@@ -17,15 +17,15 @@ from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.train.parameters import path_text
 from remat_jax.train.streaming import FlatTrace, Path, Stream, trace
 
-# The first key of a path, in an update's arguments (gradients, state, …) and in its results (updates, state).
+# First keys of paths in the arguments `(gradients, state, …)` and in the results `(updates, state)` of an update.
 _PARAMETERS, _STATE = jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(1)
 
 
 def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSharding] | None:
-    """A sharding for each array of the state that a traced `init` makes, if a parameter is on a mesh of several devices.
+    """The sharding of each array of the state that a traced `init` returns; None unless a parameter is on several devices.
 
-    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. `zeros_like`
-    would give these shardings op by op; a traced `init` sees only shapes.
+    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. Op by op,
+    `zeros_like` would copy these shardings, but a traced `init` sees only shapes.
     """
     params = traced.values
     # A tracer's sharding is unknown; the compiler or the caller of `jit` decides.
@@ -46,7 +46,7 @@ def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSh
 
 
 def _owners(paths: Sequence[Path]) -> list[int | None]:
-    """For each path of the state, the index of its parameter, whose path it ends in; None for all other paths."""
+    """For each path in the state that ends in a parameter's path, the index of the parameter; None for all other paths."""
     first = {path[1:]: index for index, path in enumerate(paths) if path[0] == _PARAMETERS}
 
     def owner(path: Path) -> int | None:
@@ -60,8 +60,8 @@ def _owners(paths: Sequence[Path]) -> list[int | None]:
 def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list[int]:
     """The order in which to compute an optimizer's outputs `(updates, state)`, as indices, parameter by parameter.
 
-    A parameter's state comes before its update, which reads it. Parameters come in the order in which the backward pass
-    computes their gradients (`made`), so no gradient waits for another parameter's update; the last first if that is equal.
+    A parameter's state comes before its update, which reads the state. Parameters come in the order `made` of the backward
+    pass, so no gradient waits for another parameter's update; parameters with equal `made` come in reverse order of paths.
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []
@@ -74,13 +74,13 @@ def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list
 
 
 def _made_at(leaf: Any) -> tuple[int, ...]:
-    """The position of the equation that computes `leaf` in the current trace, then positions inside calls; empty if none."""
+    """The index of the equation that computes `leaf` in its trace, then indices inside calls; empty without an equation."""
     made = compat.made_by(leaf)
     return () if made is None else (made[0], *_made_inside(*made[1:]))
 
 
 def _made_inside(eqn: Any, var: Any) -> tuple[int, ...]:
-    """The position at which the body of a call (`jit`, `checkpoint`, …) computes the call's output `var`."""
+    """The index at which the body of a call (`jit`, `checkpoint`, …) computes the call's output `var`, then indices inside."""
     bodies = [compat.closed(value).jaxpr for value in eqn.params.values() if compat.is_jaxpr(value)]
     if len(bodies) != 1 or len(bodies[0].outvars) != len(eqn.outvars):
         return ()
@@ -92,7 +92,7 @@ def _made_inside(eqn: Any, var: Any) -> tuple[int, ...]:
 
 
 def _natural(text: str) -> list[Any]:
-    """A key that sorts numbers in a text as numbers; texts and numbers alternate."""
+    """A sort key that compares the numbers in a text as numbers; texts and numbers alternate in it."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
 
 
@@ -131,7 +131,7 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
     def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """`(params, state)` after one step: `update` and `optax.apply_updates` in one, parameter by parameter.
 
-        Needs less memory than the two calls, in which XLA delays applying the updates and keeps all of them to the end.
+        This needs less memory than the two calls: there XLA delays applying the updates, and keeps all of them to the end.
         """
 
         def applied(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
@@ -141,7 +141,7 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
         return _streamed(applied, self._fraction, gradients, state, params, extra)
 
     def placement(self, params: Any) -> StatePlacement:
-        """Where the state for `params` (arrays or shapes) lives between steps; NoEffectError if no array would move."""
+        """Where the state for `params` (arrays or shapes) lives between steps; raises NoEffectError if no array would move."""
         traced, moved = _traced_init(self._inner, self._fraction, params)
         leaves = zip(traced.out_paths, traced.jaxpr.out_avals, strict=True)
         return StatePlacement(
@@ -150,22 +150,22 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
 
 
 def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
-    """`tx` with its state in host memory between steps: the same updates, the same pytree of state.
+    """`tx` with its state in host memory between steps; the updates and the pytree of state are those of `tx`.
 
     In a step, the state comes to the device parameter by parameter: a leaf is fetched after the previous parameter's leaves
     have gone back to the host. Leaves of rank 0 (step counts, hyperparameters) stay on the device. The largest leaves move
-    first, as long as the share of their bytes is at most `fraction`; `placement` lists them. `apply` needs less memory than
-    `update`.
+    first, up to the share `fraction` of the state's bytes; `placement` lists them. `apply` needs less memory than `update`.
 
-    It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are reused), on
-    a mesh (each array of the state has its parameter's sharding), and with state saved from either optimizer. Under `jit` the
-    result is bit-equal to the plain optimizer's; op by op it agrees within rounding, since optax compiles parts of an update.
+    It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are reused),
+    and on a mesh (each array of the state has its parameter's sharding). State saved from either optimizer works in the other.
+    Under `jit` the updates are bit-equal to those of `tx`; op by op they agree within rounding, because optax compiles parts of
+    an update.
 
-    Arrays of one equation come to the device together: all stacked layers of a `scan` are one leaf, `optax.MultiSteps` updates
-    everything in one `cond` (use `accumulate_gradients`), and a norm of all updates needs all of them. With a norm of all
-    gradients and an unrolled stack, XLA's schedule can need more memory than the plain optimizer, unless the blocks offload too
-    (`offload_inputs`): `measure` it. As in ZeRO-Offload and Megatron-LM's `HybridDeviceOptimizer`, but the update stays on the
-    device.
+    All operands of an equation are on the device together: the stacked layers of a `scan` are one leaf, `optax.MultiSteps`
+    updates everything in one `cond` (use `accumulate_gradients`), and a norm of all updates needs all of them. With a norm of
+    all gradients and an unrolled stack, XLA's schedule can need more memory than with `tx`, unless the blocks offload too
+    (`offload_inputs`); check with `measure`. The method is that of ZeRO-Offload and Megatron-LM's `HybridDeviceOptimizer`, but
+    here the update runs on the device.
 
     Args:
       tx: an optax optimizer.
@@ -173,7 +173,7 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
 
     Raises:
       ArgumentError: `tx` is not an optax optimizer, or `fraction` is outside [0, 1].
-      NoEffectError: from `init`: a `fraction` above 0 moves no array, as for plain SGD, which has no state.
+      NoEffectError: from `init`, if a `fraction` above 0 moves no array, as for plain SGD, which has no state.
 
     >>> import jax.numpy as jnp
     >>> tx = offload_optimizer(optax.adam(1e-3))
@@ -221,7 +221,7 @@ def _init(tx: Any, fraction: float, params: Any) -> Any:
 
 
 def _streamed(function: Callable[..., Any], fraction: float, *args: Any) -> Any:
-    """`function(*args)` with the state, the second of `args` and of the results, on the host."""
+    """`function(*args)`, where the state, the second argument and the second result, is in host memory."""
     if not fraction:
         return function(*args)
     traced = trace(function, *args)

@@ -1,4 +1,4 @@
-"""Parameters and other pytrees of a step: their shapes and bytes, their paths, and which are trained."""
+"""Parameters and other pytrees of a step: shapes, bytes and paths of their arrays, and which parameters are trained."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from remat_jax.errors import ArgumentError
 
 
 def struct(leaf: Any, dtype: Any) -> Any:
-    """The shape of the array `leaf` with `dtype`, in the memory of `leaf`."""
+    """A struct with the shape of the array `leaf` and `dtype`, in the memory space of `leaf`."""
     if compat.is_on_host(leaf):
         return jax.core.ShapedArray(leaf.shape, dtype, memory_space=jax.memory.Space.Host)
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def result_structs(function: Callable[..., Any], *args: Any) -> Any:
-    """The shapes of the arrays of `function(*args)`, by tracing alone."""
+    """The structs of the arrays that `function(*args)` returns; only traces the function."""
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     leaves, treedef = jax.tree.flatten(shapes)
     return jax.tree.unflatten(treedef, [struct(aval, leaf.dtype) for aval, leaf in zip(jaxpr.out_avals, leaves, strict=True)])
@@ -50,7 +50,7 @@ def structs(tree: Any, argument: str) -> Any:
 
 
 def split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
-    """The trained leaves, the frozen leaves, and a function that joins them; both are dicts by parameter path."""
+    """The trained leaves, the frozen leaves (dicts by path; `params` and {} if `trainable` is None), and a joining function."""
     if trainable is None:
         return params, {}, lambda trained, _: trained
     leaves, treedef = jax.tree.flatten_with_path(params)

@@ -1,4 +1,4 @@
-"""A loss in equal parts of its arrays: gradients over micro-batches, and a function of sums in chunks of an axis."""
+"""Evaluates a loss in equal parts of its arrays: gradients over micro-batches, and sums over chunks of an axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from remat_jax.errors import ArgumentError
 P = ParamSpec("P")
 R = TypeVar("R")
 NamedArray = tuple[str, Any, int]
-"""An array to cut: its name in an error, the array, and the axis."""
+"""An array to split: its name in an error, the array, and the axis."""
 
 
 # `optax.microbatching` cannot replace the scan below: it is newer than the oldest supported optax, adds gradients up in their
@@ -25,24 +25,25 @@ NamedArray = tuple[str, Any, int]
 def accumulate_gradients(
     loss: Callable[..., Any], n: int, *, has_aux: bool = False, dtype: Any = None
 ) -> Callable[..., tuple[Any, Any]]:
-    """A function `(params, *batch)` that returns the mean loss over all targets of the batch, and its gradient, like
-    `jax.value_and_grad` of the whole batch, with the memory of one micro-batch and one more tree of gradients.
+    """The mean loss and its gradient, computed in `n` micro-batches with the memory of one.
 
-    The batch's leading axis is cut into `n` equal micro-batches that run one after the other; micro-batch i has the rows
-    `x[i::n]`. Sums over targets are divided once, by the number of all targets: a mean of the micro-batches' means would give
-    more weight to targets in micro-batches with few. On a mesh every device keeps its own rows, and the rows of one micro-batch
-    must divide over the devices that the batch is divided over.
+    The batch's leading axis is split into `n` equal micro-batches that run one after the other; micro-batch i has the rows
+    `x[i::n]`. The summed gradients are one more tree of gradients in memory. Sums are divided once, by the number of all
+    targets: a mean of the micro-batches' means would give more weight to targets in micro-batches with few targets. On a mesh
+    every device keeps its own rows, and the rows of a micro-batch must divide evenly over the devices of the batch.
 
     Args:
       loss: `loss(params, *micro_batch)` returns `(sum of the losses over the targets, number of targets)`, two scalars, or
         `((sum, number), aux)` if `has_aux`.
       n: the number of micro-batches; it divides the leading axis of every array in the batch. A scalar `jax.random.key` in the
-        batch is not cut: micro-batch i gets `jax.random.fold_in(key, i)`.
+        batch is not split: micro-batch i gets `jax.random.fold_in(key, i)`.
       has_aux: the result is `((mean, aux), gradients)`; every array of aux has a new leading axis of length `n`.
       dtype: the dtype of the sums of gradients and of the returned gradients. By default gradients are summed in the
         parameter's dtype, in float32 for bfloat16 and float16, and returned in the parameter's dtype.
 
-    A batch without targets has loss and gradients 0 if its sums are 0.
+    Returns:
+      A function `(params, *batch)` that returns `(mean loss over all targets, gradients)`, like `jax.value_and_grad` of the
+      whole batch. For a batch without targets both are 0 if the sums are 0.
 
     Raises:
       ArgumentError: `n` is not a positive integer or does not divide an array of the batch, `loss` returns another form, or on
@@ -115,7 +116,7 @@ def value_and_grad_of_parts(loss: Callable[..., Any], n: int, *, has_aux: bool =
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype of sums: that of an integer, or at least float32."""
+    """The dtype in which to sum arrays of `dtype`: at least float32 for floats, otherwise `dtype`."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
@@ -150,11 +151,11 @@ def _parts(result: Any, has_aux: bool) -> Any:
 
 
 def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] = 0) -> Callable[P, R]:
-    """`fn`, whose results are sums along an axis of its arguments, run in `n` chunks of that axis with the memory of one chunk.
+    """`fn`, which sums along an axis, run in `n` chunks of this axis with the memory of one chunk.
 
-    Use it for a model's head and its loss: in `n` chunks only 1/n of the logits, and of their gradient, is alive at a time.
-    Each chunk is a checkpoint: the backward pass recomputes its logits, which costs the head's forward pass once more, whatever
-    `n` is. Values and gradients are those of `fn`, up to the order of additions.
+    Use it for a model's head and its loss: only 1/n of the logits, and of their gradient, is alive at a time. Each chunk is a
+    checkpoint: the backward pass recomputes its logits. For any `n` this costs one more forward pass of the head. Values and
+    gradients are those of `fn`, up to the order of additions.
 
         def head_loss(params, hidden, targets):  # a sum, and the number of its terms
             losses = optax.softmax_cross_entropy_with_integer_labels(hidden @ params["head"], targets)
@@ -163,25 +164,29 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
         total, count = rj.in_chunks(head_loss, 8, axis=(None, 1, 1))(params, hidden, targets)
         loss = total / count
 
-    **Results are added over the chunks**, so each must be a sum along the axis: a summed loss, a count, but not a mean, whose
-    chunks add up to `n` times the mean. Divide outside, as above. Results of a dtype below float32 are added in float32.
+    **Results are added over the chunks**, so each result must be a sum along the axis, such as a summed loss or a count. Means
+    of `n` chunks would add up to `n` times the mean: divide outside, as above. Results of a dtype below float32 are added in
+    float32.
 
     Chunk i has the positions i, i + n, i + 2n, … of the axis, so an array that is sharded along the axis stays sharded if the
-    positions of one chunk divide over the devices; better choose an axis that is not sharded, usually the sequence. `fn` must
-    treat each position by itself: a shift of the targets by one position belongs outside. `rj.replan` does not change the
-    checkpoints of chunks.
+    positions of one chunk divide evenly over the devices. An axis that is not sharded, usually the sequence, is the better
+    choice. `fn` must treat each position independently: shift targets outside `fn`. `rj.replan` does not change the checkpoints
+    of chunks.
 
     Args:
       fn: a function of arrays and pytrees of arrays. Values that it closes over (parameters, a bound Linen module, an NNX
         module) are the same for every chunk. `fn` cannot write a module's state.
       n: the number of chunks; it divides the axis. With 1 the result is `fn(…)`, without a checkpoint.
-      axis: the axis to cut in every array of every argument; or a tuple with an entry for each argument in the order of `fn`'s
-        signature: an axis, or None for an argument that every chunk gets whole. With a tuple, keyword-only arguments are whole.
-        A random key that is passed whole draws the same numbers in every chunk.
+      axis: the axis to split in every array of every argument; or a tuple with an entry for each argument in the order of
+        `fn`'s signature: an axis, or None for an argument that every chunk gets whole. With a tuple, keyword-only arguments are
+        whole. A random key that is passed whole draws the same numbers in every chunk.
+
+    Returns:
+      A function with the arguments and results of `fn`.
 
     Raises:
-      ArgumentError: `n` is not a positive integer or does not divide the axis; `axis` does not fit the arguments; a result
-        is not a sum along the axis, since its shape depends on the length.
+      ArgumentError: `n` is not a positive integer or does not divide the axis; `axis` does not fit the arguments; the shape of
+        a result depends on the axis' length, so the result is not a sum along the axis.
 
     >>> def summed(w, x):
     ...     return jnp.sum(jnp.exp(x @ w))
@@ -223,7 +228,7 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
 
 
 def _cut_arguments(fn: Any, axis: Any, args: Any, kwargs: Any) -> tuple[list[NamedArray], Callable[[list[Any]], Any]]:
-    """The arrays to cut, with their axes counted from the front, and `fn` as a function of these arrays."""
+    """The arrays to split, with their axes counted from the front, and `fn` as a function of these arrays."""
     if kwargs and isinstance(axis, tuple):
         bound = inspect.signature(fn).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
@@ -276,14 +281,14 @@ def _check_count(n: Any, parts: str) -> None:
 
 def _cut(leaf: Any, n: int, axis: int) -> Any:
     """`leaf` with a new axis of the `n` parts after `axis`: part i has the positions i, i + n, i + 2n, …"""
-    # A new axis before `axis` would take over its sharding, and all devices would compute every part.
+    # A new axis before `axis` would inherit the sharding of `axis`, and all devices would compute every part.
     leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     shape = leaf.shape
     return leaf.reshape(*shape[:axis], shape[axis] // n, n, *shape[axis + 1 :])
 
 
 def _check_lengths(arrays: Sequence[NamedArray], n: int, differ: str, which_axis: str, part: str, positions: str) -> None:
-    """Raise ArgumentError unless `n` divides the common length of `arrays` into parts that their devices can divide."""
+    """Raise ArgumentError unless `n` divides the common length of `arrays` into parts that divide evenly over the devices."""
     lengths = {name: leaf.shape[axis] for name, leaf, axis in arrays}
     if len(set(lengths.values())) > 1:
         raise ArgumentError(differ.format(", ".join(f"{name} has {length}" for name, length in lengths.items())))
@@ -298,7 +303,7 @@ def _check_lengths(arrays: Sequence[NamedArray], n: int, differ: str, which_axis
 
 
 def _check_devices(leaf: Any, n: int, axis: int, part: str, positions: str) -> None:
-    # On mesh axes of type Explicit JAX's own error is about a reshape. Other shardings are unknown while tracing.
+    # Check mesh axes of type Explicit, for which JAX's own error is about a reshape. Other shardings are unknown while tracing.
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     if sharding is None:
         return

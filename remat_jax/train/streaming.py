@@ -1,4 +1,4 @@
-"""Evaluates a traced function of pytrees whose arrays are in host memory, with few of them on the device at a time."""
+"""Evaluates a traced function of pytrees with arrays in host memory, with few of these arrays on the device at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 class FlatTrace:
     """A traced function of pytrees as a closed jaxpr of their arrays, all in device memory.
 
-    `values` are the arguments' arrays, in their own memory. `in_paths` and `out_paths` are the paths of inputs and outputs; the
-    first key of an input's path is the argument's position. `finish` makes the function's result of the jaxpr's outputs.
+    `values` are the arguments' arrays, in the memory as given. `in_paths` and `out_paths` are the paths of inputs and outputs;
+    the first key of an input's path is the argument's position. `finish` builds the function's result from the outputs.
     """
 
     jaxpr: Any
@@ -63,11 +63,11 @@ def trace(function: Callable[..., Any], *args: Any) -> FlatTrace:
 
 
 class Stream:
-    """Evaluates the closed `jaxpr` on `args`: fetches host inputs one by one, and sends outputs to the host once computed.
+    """Evaluates the closed `jaxpr` on `args`: fetches host inputs one by one, and copies each output to the host once computed.
 
-    An equation runs when the next output of `order` needs it, not in the jaxpr's order: `tree.map` interleaves the equations of
-    all leaves, so all leaves would be on the device before the first one leaves it. Under `jit` an `optimization_barrier` makes
-    each fetch wait for the outputs finished before it. Without the barrier XLA would start all fetches at once.
+    An equation runs when the next output of `order` needs it. In the jaxpr's order, in which `tree.map` interleaves the leaves'
+    equations, all leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each
+    fetch wait for the outputs finished before it; otherwise XLA would start all fetches at once.
 
     Args:
       from_host: for each input, whether to fetch it to the device.
@@ -86,7 +86,7 @@ class Stream:
         to_host: Sequence[bool],
         order: Iterable[int],
     ) -> None:
-        # Inline calls with several arrays as results: such an equation would compute several leaves at once.
+        # Inline calls that return several arrays, because such an equation would compute several leaves at once.
         jaxpr = inlined(jaxpr, lambda eqn: eqn.primitive.name in _CALLS and sum(var.aval.ndim > 0 for var in eqn.outvars) > 1)
         inner = jaxpr.jaxpr
         self.to_host, self.order = to_host, order
@@ -100,7 +100,7 @@ class Stream:
             var: inner.invars[other] for var, other in zip(inner.invars, not_before, strict=True) if other is not None
         }
         self.traced = any(map(compat.is_traced, (*args, *jaxpr.consts)))
-        # Outside `jit` an array is freed with its last reference; `readers` counts the uses left.
+        # Outside `jit` an array is freed with its last reference; `readers` counts the remaining uses.
         self.readers = Counter(variables(itertools.chain(inner.outvars, *(eqn.invars for eqn in inner.eqns))))
         self.leaving: dict[Any, list[int]] = {}
         for index, (atom, leaves) in enumerate(zip(inner.outvars, to_host, strict=True)):
@@ -126,7 +126,7 @@ class Stream:
         return [self.results[index] for index in range(len(self.outvars))]
 
     def _compute(self, *atoms: Any) -> None:
-        """Evaluate the equations behind `atoms`, without recursion: an update may be thousands of equations deep."""
+        """Evaluate the equations that `atoms` need, without recursion: an update may be thousands of equations deep."""
         waiting = list(atoms)
         while waiting:
             var = waiting[-1]
@@ -158,7 +158,7 @@ class Stream:
         if self.traced and (self.finished or inputs):
             held = [self.results[index] for index in self.finished] + [self.values[each] for each in inputs]
             value, *held = _together(value, *held)
-            # Read the barrier's outputs from here on: XLA drops operands of a barrier whose outputs have no reader.
+            # From here on, read the barrier's outputs: XLA drops operands of a barrier if nothing reads the matching outputs.
             self.results.update(zip(self.finished, held, strict=False))
             self.values.update(zip(inputs, held[len(self.finished) :], strict=True))
             self.finished.clear()
@@ -182,9 +182,9 @@ class Stream:
 
 
 def _together(*values: Any) -> tuple[Any, ...]:
-    """`values` behind a barrier: XLA uses none before all are computed. On a CPU: `values` unchanged.
+    """`values` behind a barrier, so that XLA uses none of them before all are computed. On a CPU: `values` unchanged.
 
-    On a CPU a barrier would only split the plain optimizer's fusions, and change the last bits.
+    On a CPU a barrier would only split the fusions of the plain optimizer and change the last bits of the results.
     """
     return tuple(
         jax.lax.platform_dependent(
@@ -198,7 +198,7 @@ def _is_literal(atom: Any) -> bool:
 
 
 def inlined(jaxpr: Any, selects: Callable[[Any], bool]) -> Any:
-    """The closed `jaxpr` with the bodies of the calls that `selects` chooses in place of the calls, also in these bodies."""
+    """The closed `jaxpr` with the calls that `selects` chooses replaced by their bodies, also inside these bodies."""
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if not selects(eqn):

@@ -1,7 +1,7 @@
-"""`doctor`: run a model once, observe its checkpointed regions, and report their mistakes.
+"""`doctor` runs a model once, records its checkpointed regions, and reports known mistakes in them.
 
-`watch` observes the regions, and `traps` judges them with a function for each known mistake.
-`Finding` has the fields of `remat_jax`'s, written again on purpose: `torch_ref` imports nothing of `remat_jax`.
+`watch` records the regions, and `traps` has a function for each known mistake.
+`Finding` repeats the fields of `remat_jax`'s class on purpose: `torch_ref` imports nothing of `remat_jax`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -45,21 +45,21 @@ class Diagnosis:
 
 
 def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosis:
-    """Run `module(*args, **kwargs)` once; name the mistakes in its gradient checkpointing, their place and their remedy.
+    """Run `module(*args, **kwargs)` once, and report mistakes in its gradient checkpointing with place and remedy.
 
     | trap | what it does |
     | --- | --- |
     | `hidden_from_offload` | `save_on_cpu` misses tensors in keywords or containers: they stay on the device |
-    | `flag_without_effect` | a flag is set, but nothing reads it or no checkpoint follows from it |
+    | `flag_without_effect` | a flag is set, but nothing reads it or the model makes no checkpoint |
     | `rebound_variable` | a closure reads a loop variable that was rebound: backward recomputes with the wrong layer |
     | `nested_container` | a checkpoint inside a checkpoint holds tensors in a list: the outer checkpoint frees nothing |
     | `mutated_input` | a tensor that a checkpoint keeps was changed in place: backward raises an error or is wrong |
-    | `reentrant_without_gradient` | no input of a reentrant checkpoint requires a gradient: its parameters get none |
+    | `reentrant_without_gradient` | no input of a reentrant checkpoint requires a gradient: its parameters get no gradient |
     | `random_state` | `preserve_rng_state=False` around dropout: backward uses a different mask |
 
     The module runs forward only, with gradients, in its current training or evaluation mode. Buffers such as batch
-    statistics and the random state change as in any call. All calls of `torch.utils.checkpoint.checkpoint` are seen,
-    whatever name it was imported under.
+    statistics and the random state change as in any call. All calls of `torch.utils.checkpoint.checkpoint` are recorded,
+    under whatever name the model imports it.
 
     Raises:
         InvalidArgumentError: if `module` cannot be called, or a profiler written in C is active.
@@ -79,7 +79,7 @@ def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosi
         raise InvalidArgumentError(f"module is a {type(module).__name__}, expected a module or a function.")
     root = module if isinstance(module, nn.Module) else None
     with warnings.catch_warnings():
-        # A finding reports what this warning of a reentrant checkpoint says.
+        # A finding reports the same as this warning of a reentrant checkpoint.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         with torch.enable_grad(), watched_flags(root, kwargs) as flags, Watch(root) as watch:
             output = module(*args, **kwargs)

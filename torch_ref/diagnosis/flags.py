@@ -1,4 +1,4 @@
-"""Flags that request checkpointing, and whether the model reads them."""
+"""Flags that request checkpointing, and a record of whether the model reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Flag:
     Attributes:
         name: the attribute or the keyword.
         owner: module path and class of the submodel with the flag; empty for a keyword of the call.
-        in_training: whether that submodel is in training mode.
+        in_training: whether the submodel is in training mode.
         is_read: whether the run read the flag; a keyword counts as read.
     """
 
@@ -39,9 +39,9 @@ class Flags:
 
 @contextmanager
 def watched_flags(root: nn.Module | None, kwargs: Mapping[str, Any]) -> Iterator[Flags]:
-    """Find the flags of a model and of a call, and record which flags are read inside the context.
+    """Find the set flags of a model and of a call, and record which flags are read inside the context.
 
-    Inside the context, the classes of submodels with flags record attribute reads.
+    Inside the context, the classes of submodels with flags are patched to record attribute reads.
     """
     found = Flags([Flag(name, "", True, True) for name in KEYWORDS if kwargs.get(name) is True])
     watched: dict[int, dict[str, Flag]] = {}

@@ -1,4 +1,4 @@
-"""The known mistakes: each has a function from an observed region to findings."""
+"""The known mistakes: a function for each mistake yields findings on a recorded region."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_ref.errors import ReboundVariableError
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake.
+    """A mistake in the checkpointing of a model.
 
     Attributes:
         trap: the mistake's name in the table of `doctor`.
@@ -49,7 +49,7 @@ def findings(regions: Sequence[Region], flags: Flags) -> list[Finding]:
 
 
 def flags_without_effect(flags: Flags, regions: Sequence[Region]) -> Iterator[Finding]:
-    """Flags that are set, but that nothing reads or that lead to no checkpoint."""
+    """Flags that are set, but that nothing reads, or after which the model makes no checkpoint."""
     for flag in flags.entries:
         block, remedy = flag.owner or "the call", ""
         if not flag.in_training:
@@ -96,7 +96,7 @@ def rebound_variable(region: Region) -> Iterator[Finding]:
 
 
 def nested_container(region: Region) -> Iterator[Finding]:
-    """Tensors that a nested checkpoint holds where the outer checkpoint does not see them."""
+    """Tensors in containers or keywords of a nested checkpoint, which the outer checkpoint does not see."""
     hidden = _hidden(region)
     if region.is_nested and hidden:
         yield _finding(
@@ -109,7 +109,7 @@ def nested_container(region: Region) -> Iterator[Finding]:
 
 
 def mutated_input(region: Region) -> Iterator[Finding]:
-    """Tensors that are saved for the recomputation and changed in place."""
+    """Tensors that a checkpoint saves for the recomputation, but that are changed in place."""
     later = [argument for argument in region.arguments if argument.is_mutated]
     mutated = region.mutated_inside or later
     if mutated:
@@ -123,7 +123,7 @@ def mutated_input(region: Region) -> Iterator[Finding]:
 
 
 def reentrant_without_gradient(region: Region) -> Iterator[Finding]:
-    """A reentrant checkpoint that cuts the graph."""
+    """A reentrant checkpoint without a positional input that requires a gradient, so that its output has no graph."""
     if not region.is_reentrant:
         return
     seen = [argument for argument in region.arguments if argument.requires_grad and not argument.is_hidden]

@@ -1,6 +1,6 @@
-"""The checkpointed regions of a run, their arguments, and later changes to these.
+"""Records the checkpointed regions of a run, their arguments, and later changes to the arguments.
 
-Users import `torch.utils.checkpoint.checkpoint` by name, so it cannot be patched; a profile function sees its frames.
+Users import `torch.utils.checkpoint.checkpoint` by name, so it cannot be patched. A profile function sees its frames.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Argument:
     """A tensor argument of a region.
 
     Attributes:
-        where: its position, such as `argument 0` or `keyword 'x'`.
+        where: the argument's position, such as `argument 0` or `keyword 'x'`.
         is_hidden: whether the tensor is in a container or a keyword, where saved-tensor hooks miss it.
     """
 
@@ -58,7 +58,7 @@ class Argument:
 
     @property
     def is_mutated(self) -> bool:
-        """Whether the tensor is alive and was changed in place since."""
+        """Whether the tensor is alive and was changed in place after the region started."""
         tensor = self._tensor()
         return tensor is not None and version_of(tensor) != self._version
 
@@ -69,7 +69,7 @@ class Region:
 
     Attributes:
         block: name of the checkpointed block.
-        place: `file:line (function)` of the call, and of the call of that function.
+        place: `file:line (function)` of the call, and of the call one frame further out.
         is_reentrant: whether the checkpoint is reentrant.
         keeps_random_state: whether the recomputation uses forward's random state.
         is_nested: whether the region is inside another region.
@@ -145,7 +145,7 @@ class Watch(TorchDispatchMode):
         keywords = dict(given["kwargs"])
         keeps_random_state = keywords.pop("preserve_rng_state", True)
         if isinstance(function, Replay):
-            # A Replay passes every tensor on by itself, whatever container the caller uses.
+            # A Replay takes tensors out of containers and passes them one by one, so none is hidden.
             function, arguments = function.block, _arguments(pytree.tree_leaves(function.arguments), {})
         else:
             arguments = _arguments(given["args"], keywords)
@@ -221,7 +221,7 @@ def _is_trainable(value: Any) -> bool:
 
 
 def _place(frame: types.FrameType) -> str:
-    """The line that made the checkpoint, and its caller's line, because the first is often in a helper."""
+    """The line that calls `checkpoint`, which is often in a helper, and the line that calls this helper."""
     lines: list[str] = []
     at = frame.f_back
     while at is not None and len(lines) < 2:
