@@ -36,9 +36,8 @@ _PLUMBING = (
     os.path.dirname(torch.__file__) + os.sep,
     *(
         os.path.join(_OURS, name)
-        for name in ("checkpoint.py", "offload.py", "selective.py", "blocks.py", "region.py", "replay.py")
+        for name in ("checkpoint.py", "offload.py", "selective.py", "blocks.py", "region.py", "replay.py", "faithful.py")
     ),
-    os.path.join(_OURS, "faithful", "diffsynth.py"),
 )
 
 
