@@ -118,7 +118,8 @@ PLANTED = [
     (
         "hidden_from_offload",
         lambda: Stack(lambda layer, x: torch_ref.faithful.gradient_checkpoint_forward(layer, True, True, input=x)),
-        r"layers.0 \(Linear\) at \S*test_doctor.py:\d+ .*stay on the device.*or use torch_ref.gradient_checkpoint_forward, which moves tensors anywhere",
+        r"layers.0 \(Linear\) at \S*test_doctor.py:\d+ .*stay on the device.*"
+        r"or use torch_ref.gradient_checkpoint_forward, which moves tensors anywhere",
         lambda: Stack(lambda layer, x: torch_ref.gradient_checkpoint_forward(layer, True, True, input=x)),
     ),
     (
