@@ -120,7 +120,7 @@ class _Kind:
         self.codes, self.measures, self.ends = codes, self.table.measures(codes), self._last.legal(codes)
 
     def mixes(self, room: float) -> Array:
-        """Mixes of two policies for the first plan, from the cheapest policies at the prices and those with the least memory."""
+        """Mixes of two policies for the first plan, from the policies that are cheapest at the prices or need least memory."""
         order = self._ordered(int(math.sqrt(_PAIRS / self.layers)))
         lean = np.argsort(self.measures[:, NEED] - self.measures[:, SAVED] + self.layers * self.measures[:, SAVED])
         least = [int(lean[0]), *(int(at) for at in lean if self.ends[at])][:2]
