@@ -50,7 +50,7 @@ class StepCandidate:
       seconds: the estimated time to keep, recompute and copy residuals.
       choices: the choices of a plan of the solver; None for a named policy.
       like: the choices equivalent to a named policy; None if there are none.
-      cuts: where a scan is cut between blocks with equal choices. By the estimate a cut changes memory but not time.
+      cuts: where a scan is cut between blocks with equal choices. A cut changes the compiled memory, but not the estimates.
       inside: for groups of layers, the policy of each layer inside a group; else empty.
       grouped: the number of layers in groups, counted from the first layer.
       expected_bytes: the predicted device bytes; None to predict them from the loads.
