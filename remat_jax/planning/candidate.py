@@ -89,7 +89,7 @@ class StepCandidate:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled memory of a candidate. `sound` is False if the compiled program must not be run."""
+    """The compiled memory of a candidate. `sound` is False if compilation failed or XLA miscompiled the program."""
 
     device_bytes: int
     host_bytes: int
@@ -98,7 +98,7 @@ class Compiled:
 
     @property
     def seconds(self) -> float | None:
-        """The time of the compiled schedule by the GPU model; None if unknown."""
+        """The modelled time of the compiled schedule; None if unknown."""
         return None if self.sizes is None else self.sizes.seconds
 
 

@@ -40,7 +40,7 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
 
 
 def _known_shares(program: BlockProgram, shares: Shares) -> dict[Array, float]:
-    """The compiler's shares of the named arrays, without constants; a parameter without one has share 1."""
+    """The compiler's shares of named arrays that are not constants; parameters that it does not list have share 1."""
     constants = set[Array]()
     for eqn in program.flat.eqns:
         if all(array.literal or array in constants for array in eqn.inputs):
@@ -89,7 +89,7 @@ def _divide(flat: Flat, known: Mapping[Array, float], whole: Set[Array], otherwi
 
     The rules are: its known share; the share of a result of the same size, or of a result of one of `_PARTS`; the share of an
     operand of the same size, else of the largest operand; the share of any array of its shape, for constants that only the
-    backward pass reads; `otherwise`. A whole operand implies nothing about a larger result.
+    backward pass reads; `otherwise`. An unsharded operand implies nothing about a larger result.
     """
     share_of = dict(known)
     _from_results(flat.eqns, share_of)
@@ -109,7 +109,7 @@ def _divide(flat: Flat, known: Mapping[Array, float], whole: Set[Array], otherwi
 
 
 def _from_results(eqns: Sequence[FlatEqn], share_of: dict[Array, float]) -> None:
-    """Give arrays the share of a result, if a result has a share."""
+    """Give each array without a share the share of a result of the same size, or of a result of one of `_PARTS`."""
     for eqn in reversed(eqns):
         in_parts = eqn.primitive in _PARTS
         for array in eqn.inputs:

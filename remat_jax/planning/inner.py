@@ -1,4 +1,4 @@
-"""Checkpoints inside a block's loops: separates the residuals that these recompute from the block's other residuals."""
+"""Checkpoints inside a block's loops: separates residuals that these checkpoints recompute from the others."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def inner_names(jaxpr: Any) -> frozenset[str]:
 def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
     """`flat` with some loops split in two, and the residuals of checkpoints inside loops.
 
-    Such an inner residual has a name in `inside`, and only the backward pass reads it. A loop that computes inner residuals
-    and other arrays is split into one loop for each.
+    The residual of an inner checkpoint has a name in `inside`, and only the backward pass reads it. A loop that computes such
+    residuals and other arrays is split into one loop for the residuals and one for the other arrays.
 
     The backward pass of an inner checkpoint starts from the checkpoint's inputs under every policy. Chunked attention is an
     example: if its result is saved, only the scores are recomputed; if nothing is saved, the result is recomputed, and then
@@ -63,7 +63,7 @@ def _has_other_work(loop: Any, inside: frozenset[str]) -> bool:
 
 
 def _parts(eqn: FlatEqn, own: frozenset[Array]) -> list[FlatEqn]:
-    """An equation split into outputs that are not in `own` and outputs that are; or unsplit if that is impossible."""
+    """An equation split in two: one computes the outputs outside `own`, one those in `own`. Unsplit if that is impossible."""
     places = [[place for place, array in enumerate(eqn.outputs) if (array in own) == wanted] for wanted in (False, True)]
     parts = [_part(eqn, of_part) for of_part in places] if all(places) else [None]
     return [part for part in parts if part is not None] if None not in parts else [eqn]

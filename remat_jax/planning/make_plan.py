@@ -77,7 +77,7 @@ def plan(
 
     Raises:
       InfeasibleBudget: no step fits. The message states the least memory reached and what occupies it.
-      PlanningError: a budget or a rate is wrong.
+      PlanningError: a budget or a rate is invalid.
       TargetError, CompileError, UnsupportedError: as in `measure`.
       BlockError: the loss does not call the blocks.
 
@@ -202,7 +202,7 @@ class _Planner:
         candidates, remarks = [], dict[str, str]()
         for name, policy in NAMED.items():
             if is_off(policy) and self.workload.replaced_checkpoints:
-                continue  # `off` is then the model as written, which `_add_as_written` adds
+                continue  # here `off` is the model as written: `_add_as_written` adds it
             if policy.offloads and no_offload:
                 remarks[name] = no_offload
                 continue
@@ -250,7 +250,7 @@ class _Planner:
         return self.fit.best
 
     def _faster_groups(self, best: Tried) -> list[StepCandidate]:
-        """If the best step offloads, the groups of layers that are expected to fit and to be faster, as over a slow link."""
+        """If the best step offloads, the groups of layers that are expected to fit and to be faster (over a slow link)."""
         least = best.candidate.seconds - self.proposals.worth
         groups = self._grouped(compiled=False) if best.candidate.host_bytes else []
         return [step for step in groups if step.seconds < least and self.fit.expected(step) <= self.budget]
@@ -363,7 +363,7 @@ class _Planner:
         return recompute_flops(self.described, "full") if counted is None else counted
 
     def _add_as_written(self, best: Tried, times: Times) -> None:
-        """If the plan replaces checkpoints of the model, add a note, and the model as written to the named policies."""
+        """If the plan replaces checkpoints of the model, add a note, and list the model as written with the named policies."""
         if not self.workload.replaced_checkpoints:
             return
         self.notes.append(replaced_text(self.workload.replaced_checkpoints))

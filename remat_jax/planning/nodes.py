@@ -72,8 +72,8 @@ def nodes(program: BlockProgram) -> list[Node]:
     - The arrays computed from it have no more bytes in total: keeping these arrays is at least as good.
     - One fusible pass computes it from an array with no more bytes: keeping that array avoids everything except the pass.
 
-    Such an intermediate is left out, and its cost is added to the arrays computed from it. If there are several, and it costs
-    more than a pass, it stays as a node that can only be recomputed, so that its time counts once.
+    Such an intermediate is left out, and its cost is added to the arrays computed from it. But if several arrays are computed
+    from it, and it costs more than a pass, it stays as a node that can only be recomputed, so that its time counts once.
 
     Arrays computed by fusible passes from the same arrays become one node, because they cost the same per byte. An array below
     `SMALL` of the largest array joins an array with the same sources, one of its sources, or one of its results.

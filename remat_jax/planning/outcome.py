@@ -147,15 +147,16 @@ _ALIKE = 1 + 1e-9
 def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | None:
     """A lower bound on a step's seconds under any plan; None if the solver's problem does not contain `best`.
 
-    The problem does not contain groups of layers, XLA's rematerialisation under a memory limit, or some arrays that a named
-    policy may keep. The solver bounds the traced estimate; this bound is scaled to the plan's time.
+    The problem lacks groups of layers, XLA's rematerialisation under a memory limit, and some arrays that a named policy may
+    keep. The solver bounds the traced estimate; this bound is scaled to the plan's time.
     """
     candidate, sizes = best.candidate, best.compiled.sizes
     limited = sizes is not None and bool(sizes.limit_options)
     if limited or (candidate.effective_choices is None and candidate.name != "off"):
         return None
     extra = proposals.bound()
-    # The plan may be below the bound: a whole policy may cost less than its residuals, a step may need less than predicted.
+    # The plan may be faster than the bound, because a whole policy may cost less than the sum of its residuals, or because the
+    # step needs less memory than predicted.
     if extra > candidate.seconds * _ALIKE:
         return None
     seconds, _ = times.of_compiled(best)

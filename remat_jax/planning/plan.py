@@ -43,13 +43,13 @@ class Plan(PlanData):
       workload, target, budget, host_budget: the arguments of `plan`; budgets are in bytes, None means no limit.
       next_gib_seconds: the time that a step would gain from `next_bytes` more memory; None if no plan is faster, or if
         `timeout` ended the search.
-      next_bytes: one GiB, or for a budget below 16 GiB a 32nd to a 16th of the budget.
+      next_bytes: 1 GiB; for a budget below 16 GiB, between 1/32 and 1/16 of the budget.
       tried: the name and device bytes of each compiled step.
       notes: further remarks on the plan and the search.
       model: the model that the plan was made for.
       jax_version: the JAX version that compiled the plan.
-      compiler_options: XLA's memory limit under which the plan was compiled. Pass it to the `jax.jit` of the step: `jax.jit(
-        step, compiler_options=plan.compiler_options)`. Empty if the plan fits without a limit.
+      compiler_options: XLA's memory limit under which the plan was compiled. Pass it to the `jax.jit` of the step as its
+        `compiler_options`. Empty if the plan fits without a limit.
       lower_bound: a lower bound on the estimated seconds of a step, for every plan of this model within the budgets. It bounds
         the estimate, not the time on a GPU. None if the solver's problem does not contain the plan (groups of layers, a memory
         limit, a named policy that keeps other arrays), or if `timeout` ended the search.
@@ -130,7 +130,7 @@ class Plan(PlanData):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], workload: Workload | None = None) -> Plan:
-        """The plan that `save` wrote. With a workload, a plan for another model, batch or blocks raises immediately.
+        """The plan that `save` wrote. With a workload, it raises if the plan is for another model, batch or blocks.
 
         Without a workload, blocks are looked up among the loaded classes and functions, and another model raises only when the
         plan is applied. Nothing that the file names is imported or executed.

@@ -184,7 +184,8 @@ def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], 
     for kind in kinds:
         saved, constant = kind.program.saved_bytes, kind.program.constant_bytes
         inside += len(kind.layers) * saved + (1 if kind.scanned else len(kind.layers)) * constant
-    # `off` gives residuals no names, which shares need, and the model's own checkpoints drop residuals under `off`.
+    # Take `everything` if shares are needed, because `off` gives residuals no names, or if the model's own checkpoints would
+    # drop residuals under `off`.
     named = shares is not None or any(kind.program.dropped for kind in kinds) or workload.replaced_checkpoints > 0
     rows = [row for row in residuals(workload, "everything" if named else "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
@@ -213,7 +214,7 @@ def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
 
 
 def extra_seconds(described: Described, policy: Any) -> float:
-    """Seconds to keep and recompute residuals under `policy`, and of copies that compute does not hide.
+    """Seconds to keep and recompute residuals under `policy`, plus the seconds of copies that compute does not hide.
 
     Args:
       policy: one policy for all layers, or a sequence with one policy per layer; or a mapping from each block to either.
@@ -232,7 +233,7 @@ def keeping_seconds(described: Described) -> float:
 
 
 def block_seconds(link: solver.HostLink | None, block: solver.Block, price: Price, *, last: bool) -> float:
-    """Seconds to keep, recompute and copy the residuals of one block; `last`: it is the last block of the stack."""
+    """Seconds to keep, recompute and copy the residuals of one block; `last`: whether it is the stack's last block."""
     busy = busy_seconds(link, price)
     return busy + copy_seconds(link, block, price.host_bytes, busy, last=last)
 

@@ -197,10 +197,10 @@ class Proposals:
 def grouped_candidates(
     workload: Workload, described: Described, full: StepCandidate, full_bytes: int, budget: int
 ) -> list[StepCandidate]:
-    """Groupings of the layers that are predicted to fit: the fastest, and the one with the least memory, even if none fits.
+    """Two groupings of the layers that are predicted to fit: the fastest, and the grouping with the least memory.
 
-    Layers in a group share one checkpoint. This helps if the inputs of all layers do not fit. The step under `full` predicts
-    the memory. Empty if the blocks are of several kinds or in nested loops.
+    If none fits, only the grouping with the least memory. Layers in a group share one checkpoint, which helps if the inputs of
+    all layers do not fit. The step under `full` predicts the memory. Empty for several kinds of blocks or nested loops.
     """
     (kind, *others), (block, *_) = described.kinds, described.stack.blocks
     if others or kind.program.call.nested or kind.program.call.stride != 1 or full_bytes >= FAILED:

@@ -14,7 +14,7 @@ from remat_jax.planning.propose_candidates import Proposals
 from remat_jax.solver import Stack
 
 Compile = Callable[[Sequence[StepCandidate], Tried | None], list[Compiled]]
-"""Compiles candidates in parallel, given the best so far; an empty list ends the search."""
+"""Compiles candidates in parallel, given the best step so far; an empty result ends the search."""
 
 MOST_COMPILED = 6
 MORE_COMPILED = 4
@@ -106,9 +106,9 @@ class Search:
         return new[:SIDE_BY_SIDE]
 
     def _first(self) -> list[StepCandidate]:
-        """The first candidates: the solver's plan, and `off` or the fastest named policy that is predicted to fit.
+        """The first candidates: `off` or the fastest named policy that is predicted to fit, and the solver's plan.
 
-        If `off` surely fits, it is the only candidate.
+        `off` is taken if it may fit, and without the solver's plan if it surely fits.
         """
         stack, budget = self.fit.stack, self.fit.budget
         off = self.proposals.named_policy("off")

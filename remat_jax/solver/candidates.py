@@ -17,7 +17,7 @@ def unbeaten(points: Array) -> list[int]:
     remaining = np.lexsort(tuple(points.T[::-1]))
     optimal = []
     while remaining.size:
-        # In this order no later row dominates the first, unless it is equal.
+        # In lexicographic order, no later row dominates the first row, unless it is equal.
         first = remaining[0]
         optimal.append(int(first))
         remaining = remaining[(points[remaining] < points[first]).any(axis=1)]
@@ -29,8 +29,8 @@ def grow(block: Block, offloads: bool, most: int) -> Array | None:
 
     The objectives are: bytes saved, bytes that the block needs during its own backward pass, bytes in host memory, and extra
     seconds. Each objective is monotone in four sums over the residuals: bytes saved, needed and offloaded, and seconds of
-    keeping and recomputing. So a partial policy is pruned if another has no larger sums, and if both leave the same parents
-    of undecided residuals unused.
+    keeping and recomputing. So a partial policy is pruned if another partial policy has no larger sums, and if both leave
+    the same parents of undecided residuals unused.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)

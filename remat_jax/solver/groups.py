@@ -1,4 +1,4 @@
-"""Groups of layers: one checkpoint around k equal layers saves only the first layer's input. Finds groups for a budget.
+"""Groups of layers for a memory budget: one checkpoint around k equal layers saves only the first layer's input.
 
 The method is from Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174). A group of layers without
 checkpoints is a segment of that paper; a group of checkpointed layers is its recursion of depth two.
@@ -73,9 +73,9 @@ def grouping(
     """The memory and time of a stack whose first ``grouped`` layers are in groups of ``size``.
 
     Let a layer have input bytes a and saved bytes s. A group of n layers saves its input. Its backward pass also needs the
-    inputs of the other n - 1 layers, and n s. The r ungrouped layers follow the g groups, so their residuals are freed before
-    any group's backward pass. The peak is the larger of g a + (n - 1) a + n s and g a + r (a + s). A scan of two or more
-    groups also needs a copy of one group's input, sliced from the stacked inputs, and the gradients of n layers
+    inputs of the other n - 1 layers, and n s bytes. The r ungrouped layers follow the g groups, so their residuals are freed
+    before any group's backward pass. The peak is the larger of g a + (n - 1) a + n s and g a + r (a + s). A scan of two or
+    more groups also needs a copy of one group's input, sliced from the stacked inputs, and the gradients of n layers
     (`docs/notes/groups_of_layers.md` has the compiled figures).
 
     The backward pass recomputes all n layers of a group if the layers are scanned or are not checkpoints. In an unrolled stack
@@ -116,8 +116,8 @@ def groupings(
 ) -> tuple[Grouping, ...]:
     """The groupings within a budget that are Pareto-optimal in peak memory and time, fastest first; empty if none fits.
 
-    For each group size from 2 to ``layers``, it considers the fewest groups whose peak is within ``budget`` bytes. Without a
-    budget, all layers are in groups.
+    For each group size from 2 to ``layers``, only the grouping with the fewest groups within ``budget`` bytes is considered.
+    Without a budget, all layers are in groups.
 
     >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, extra_seconds=1.0)
     >>> fitting = groupings(64, full, 34.0, fixed_bytes=17.0, scanned=True)

@@ -3,7 +3,7 @@
 The relaxation lets a run of equal layers use several policies in fractions. Its dual values are the prices of a byte. A policy
 that is not yet a column improves the relaxation only if it is cheaper at these prices than the columns. A minimum s-t cut finds
 the cheapest policy (`table`) in milliseconds. If no policy is cheaper, the value of the relaxation is a lower bound on every
-plan (Gilmore and Gomory, Operations Research 9, 1961).
+plan (Gilmore and Gomory, Operations Research 9, 1961). Otherwise the reduced costs are added to it (a Lagrangian bound).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NEAR = 1e-4
 _DEMANDS = 16
 """The number of blocks with a memory constraint, divided equally among the kinds; each kind has at least one."""
 _FEW = 300
-"""The most partial policies with which a block's policies are still enumerated."""
+"""A block's policies are enumerated only while there are at most this many partial policies."""
 _SEEDS, _TRANSIENT = 13, (0.0, 0.03, 0.3, 1.0)
 """For a block's first policies: the number of prices of a saved byte, and the price of a transient byte relative to it."""
 _OVER = 1e3
@@ -46,7 +46,7 @@ class Hull:
     """
 
     def __init__(self, stack: Stack, earlier: Hull | None = None) -> None:
-        """Also start with the policies of ``earlier``, whose stack has the same residuals in other sizes."""
+        """Start with a few policies per block, and those of ``earlier``, whose stack has the same residuals in other sizes."""
         self.stack, self.runs = stack, stack.runs(max(1, _DEMANDS // len(stack.blocks)))
         self.kinds = [[at for at, run in enumerate(self.runs) if run.name == block.name] for block in stack.blocks]
         tables: dict[Block, int] = {}

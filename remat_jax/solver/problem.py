@@ -37,7 +37,7 @@ class HostLink:
         out_bytes_per_s: the achieved rate from device to host, not the nominal rate.
         in_bytes_per_s: the achieved rate from host to device.
         hidden_share: the share of a block's compute time that can overlap its copies, from 0 to 1.
-        memory_bytes_per_s: the bandwidth of device memory, which copies use as well; infinite to ignore that.
+        memory_bytes_per_s: the bandwidth of device memory, which copies use as well; infinity ignores this.
 
     >>> HostLink(50.0, 50.0).exposed_out(100.0, 1.5)
     0.5
@@ -118,8 +118,8 @@ class ResidualCosts:
 class Block:
     """The unit of checkpointing: its residuals, its times, and the memory that its backward pass needs.
 
-    The backward pass of a block needs, besides the saved bytes: ``working_bytes``, ``recomputed_share`` of the bytes of its
-    recomputed residuals, and ``fetched_share`` of the bytes of its offloaded residuals. With a share of 1 all of these
+    In addition to the saved bytes, the backward pass of a block needs ``working_bytes``, ``recomputed_share`` of the bytes of
+    its recomputed residuals, and ``fetched_share`` of the bytes of its offloaded residuals. With a share of 1 all of these
     residuals are live at once. With a smaller share only some are. A larger share adds buffers for the next block.
 
     Attributes:
@@ -251,9 +251,9 @@ class Stack:
 
 
 def check_number(where: str, value: object, *, positive: bool = False, infinite: bool = False) -> None:
-    """Raise `PlanningError` unless ``value`` is a number of at least 0, finite unless ``infinite``."""
+    """Raise `PlanningError` unless ``value`` is a number ≥ 0 (> 0 if ``positive``), finite unless ``infinite``."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and (value > 0 if positive else value >= 0)
-    # An integer may be larger than any float.
+    # An integer may be larger than any float: compare it with the largest float.
     good = good and (value <= sys.float_info.max or (infinite and value == math.inf))  # type: ignore[operator]
     if not good:
         kind = "a number" if infinite else "a finite number"
@@ -269,7 +269,7 @@ def check_count(where: str, value: object, least: int = 1, most: int | None = No
 
 
 def check_budget(name: str, value: object) -> None:
-    """Raise `PlanningError` unless ``value`` is a positive number of bytes, or 0 for the host; infinity means no limit."""
+    """Raise `PlanningError` unless ``value`` is positive, or 0 for a host budget; infinity means no limit."""
     check_number(name, value, positive=name == "budget", infinite=True)
 
 

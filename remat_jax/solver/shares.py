@@ -2,7 +2,7 @@
 
 Each kind uses one mix of two policies. A mix fits if its need plus the memory saved by earlier kinds is within the budget. The
 dynamic program goes through the kinds in forward order and keeps the fastest combinations for each amount of saved memory.
-Nearly equal amounts share a bin (`_BINS`), so it is fast for any number of kinds but not exact.
+Nearly equal amounts share a bin (`_BINS`), so the program is fast for any number of kinds, but not exact.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The fastest plan found for a stack within its memory budgets, and a lower bound on the time of every plan.
 
 `hull` solves the linear relaxation by column generation (Gilmore and Gomory, Operations Research 9, 1961), with a minimum s-t
-cut per block (`table`; Picard, Management Science 22, 1976). This prices memory and gives the lower bound. `shares` finds a
-first plan: a multiple-choice knapsack over the kinds of blocks, solved by a dynamic program (Kellerer, Pferschy and Pisinger,
-*Knapsack Problems*, 2004, chapter 11). Then `mix` improves one kind at a time, in the memory that the other kinds leave, until
-no kind gets faster. ``docs/how/planner.md`` states the guarantees and the measured gaps to the lower bound.
+cut per block (`table`; Picard, Management Science 22, 1976). The relaxation gives the lower bound and the prices of memory, its
+dual values. `shares` then finds a first plan by a dynamic program for a multiple-choice knapsack (Kellerer, Pferschy and
+Pisinger, *Knapsack Problems*, 2004, chapter 11). `mix` improves one kind of block at a time, in the memory that the other kinds
+leave, until no kind gets faster. ``docs/how/planner.md`` states the guarantees and the gaps to the lower bound.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SWEEPS = 6
 _FASTER = 1e-9
 """The relative gain in seconds that a new mix must exceed to replace the current mix."""
 _LEAST = 1e-3
-"""The relative accuracy of the least peak memory in an `InfeasibleBudget` error."""
+"""The relative accuracy of the least peak memory that an `InfeasibleBudget` error states."""
 
 
 class Solver:
@@ -68,12 +68,12 @@ class Solver:
             first += block.repeats
 
     def plan(self, budget: float = math.inf, host_budget: float = math.inf) -> StackPlan:
-        """The fastest plan found within both budgets, in bytes; raises `InfeasibleBudget` if it finds no plan that fits."""
+        """The fastest plan found within both budgets (in bytes); raises `InfeasibleBudget` if it finds no plan that fits."""
         bound, prices = self._relaxed(budget, host_budget)
         return stack_plan(self.stack, self._mixed(budget, host_budget, prices), bound=bound)
 
     def bound(self, budget: float = math.inf, host_budget: float = math.inf) -> float:
-        """A lower bound on the extra seconds (`StackPlan.extra_seconds`) of any plan within both budgets, in bytes."""
+        """A lower bound on `StackPlan.extra_seconds` of every plan within both budgets (in bytes)."""
         return self._relaxed(budget, host_budget)[0]
 
     def _relaxed(self, budget: float, host_budget: float) -> tuple[float, tuple[Prices, ...]]:
@@ -100,7 +100,7 @@ class Solver:
 def solve(
     stack: Stack, budget: float = math.inf, host_budget: float = math.inf, *, most_policies: int = MOST_POLICIES
 ) -> StackPlan:
-    """The fastest plan found for one stack and one pair of budgets, in bytes. See `Solver`."""
+    """The fastest plan found for one stack and one pair of budgets (in bytes). See `Solver`."""
     return Solver(stack, most_policies).plan(budget, host_budget)
 
 
@@ -120,7 +120,7 @@ class _Kind:
         self.codes, self.measures, self.ends = codes, self.table.measures(codes), self._last.legal(codes)
 
     def mixes(self, room: float) -> Array:
-        """Mixes of two policies for the first plan, from the policies that are cheapest at the prices or need least memory."""
+        """Mixes of two policies for the first plan, from the policies that are cheapest or need least memory."""
         order = self._ordered(int(math.sqrt(_PAIRS / self.layers)))
         lean = np.argsort(self.measures[:, NEED] - self.measures[:, SAVED] + self.layers * self.measures[:, SAVED])
         least = [int(lean[0]), *(int(at) for at in lean if self.ends[at])][:2]
@@ -128,13 +128,13 @@ class _Kind:
         return mixes_of_two(self.measures, self.ends, self.layers, chosen, self._most, room, self.host_price)
 
     def _ordered(self, count: int) -> list[int]:
-        """The indices of the ``count`` cheapest policies, then the cheapest ``count // 3`` legal for the last layer."""
+        """The indices of the ``count`` cheapest policies, then of ``count // 3`` cheapest that are legal for the last layer."""
         order = np.argsort(self._distance(self.codes), kind="stable")
         ends = [at for at in order if self.ends[at]]
         return list(dict.fromkeys([*map(int, order[:count]), *map(int, ends[: count // 3])]))
 
     def _distance(self, codes: Array) -> Array:
-        """How much more each policy costs than the cheapest candidate, at the prices with the smallest difference."""
+        """Each policy's cost minus the cheapest candidate's cost, shape (policies,); the minimum over the runs' prices."""
         costs = [(self.table.cost(codes, price), self.table.cost(self.codes, price).min()) for price in self._prices]
         return np.min([cost - least for cost, least in costs], axis=0)
 
@@ -149,12 +149,12 @@ class _Kind:
         return saved, most, host
 
     def mix(self, room: Room) -> bool:
-        """Replace the current mix by the best mix that fits in ``room``, if that is faster; returns whether it was."""
+        """Replace the current mix by the best mix that fits in ``room``, if that is faster; returns whether it was replaced."""
         chosen = list(dict.fromkeys([*(policy for policy, _ in self.runs), *self._ordered(_MIXED)]))
         return self._take_best(room, orders(chosen, self._most))
 
     def mix_beside(self, room: Room) -> bool:
-        """The same for mixes of one neighbour (`BlockTable.neighbours`) and at most two current policies."""
+        """Like `mix`, for mixes of one neighbour (`BlockTable.neighbours`) and at most two current policies."""
         used, codes = list(dict.fromkeys(policy for policy, _ in self.runs)), self.codes
         neighbours = np.unique(np.concatenate([self.table.neighbours(codes[policy]) for policy in used]), axis=0)
         neighbours = neighbours[np.argsort(self._distance(neighbours), kind="stable")[:_BESIDE]]
@@ -177,7 +177,7 @@ def _share(kinds: Sequence[_Kind], budget: float, whole: Room) -> bool:
     """Set each kind's mix by the dynamic program; returns False if it finds no combination within the budgets."""
     room = budget - whole.before
     mixes = [kind.mixes(room) for kind in kinds]
-    # Copies hidden by compute take no time, so host memory has a price only if its budget is scarce.
+    # Copies hidden by compute take no time, so the relaxation's price of host memory is 0 unless its budget is scarce.
     chosen = shared(mixes, room, whole.host, kinds[-1].host_price) if room > 0 else None
     if chosen is None:
         return False

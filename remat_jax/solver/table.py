@@ -43,7 +43,9 @@ class Prices:
 
 
 class BlockTable:
-    """A block as arrays with one entry per residual; `Block.repeats` is ignored. ``codes`` of policies: (policies, residuals).
+    """A block as arrays with one entry per residual. `Block.repeats` is ignored.
+
+    An argument ``codes`` is an integer array of shape (policies, residuals) unless stated otherwise.
 
     Attributes:
         link: the link to host memory; None forbids offload.
@@ -80,7 +82,7 @@ class BlockTable:
         return (codes == RECOMPUTE) @ self.seconds + (codes <= OFFLOAD) @ self.kept_seconds + copied
 
     def _copies(self, host: Array, work: Array) -> tuple[Array, Array, Array]:
-        """How many seconds longer copies out and copies back take than the overlapped compute, and their exposed seconds."""
+        """Seconds by which copies out, and copies back, outlast the overlapped compute; and the exposed seconds of both."""
         rates = self._rates
         out = host / rates.out_bytes_per_s - rates.hidden_share * self.block.forward_seconds
         back = host / rates.in_bytes_per_s - rates.hidden_share * (self.block.backward_seconds + work)
@@ -105,7 +107,7 @@ class BlockTable:
         return good
 
     def neighbours(self, codes: Array) -> Array:
-        """The legal policies that differ in one residual from ``codes``, shape (residuals,)."""
+        """The legal policies that differ in one residual from the policy ``codes`` of shape (residuals,)."""
         count = len(self.block.residuals)
         changed = np.repeat(codes[None], count * len(CHOICES), axis=0)
         at, choice = np.divmod(np.arange(len(changed)), len(CHOICES))
@@ -125,7 +127,8 @@ class BlockTable:
         """The policy found with the least cost (extra seconds + prices × bytes), and a lower bound on the least cost.
 
         The exposed time of a copy is max(0, x), where x is linear in the choices. Replacing it by s · x, with a share s from 0
-        to 1, gives a lower bound that a minimum cut can minimise (Lagrangian relaxation). Each cut also gives a policy.
+        to 1, gives a lower bound that a minimum cut can minimise (Lagrangian relaxation). The returned policy is the cheapest
+        policy of all cuts, after a local search.
         """
         policies: list[Array] = []
         bound, shares = -np.inf, (0.0, 0.0)
@@ -144,9 +147,10 @@ class BlockTable:
         return best, min(bound, cost)
 
     def _next_shares(self, codes: Array, costs: Array) -> tuple[tuple[float, float], float]:
-        """The shares with the highest possible lower bound, given the policies found so far, and that bound.
+        """The next shares to try, and an upper bound on the lower bounds at all shares.
 
-        The lower bound is concave in the shares, and each policy gives a plane above it (Kelley, J. SIAM 8, 1960).
+        The lower bound is concave in the shares, and each policy found gives a plane above it. The next shares maximise the
+        minimum of these planes (Kelley, J. SIAM 8, 1960).
         """
         out, back, exposed = self._copies((codes == OFFLOAD) @ self.bytes, self._work(codes))
         first, second = (axis[:, :, None] for axis in np.meshgrid(_SHARES, _SHARES, indexing="ij"))
@@ -165,7 +169,7 @@ class BlockTable:
         return codes, cost
 
     def _cut(self, prices: Prices, out: float, back: float) -> tuple[Array, float]:
-        """The policy with the least cost if exposed times are replaced by ``out`` · x and ``back`` · x, and that cost."""
+        """The policy with the least cost, and this cost, if ``out`` · x and ``back`` · x replace exposed times (`cheapest`)."""
         block, rates = self.block, self._rates
         hidden = rates.hidden_share * back
         kept_seconds = (1.0 - hidden) * self.kept_seconds
@@ -226,7 +230,7 @@ def _levels(keep: Array, again: Array, optional: Array, parents: Sequence[Sequen
 
 
 def _least_closure(weights: dict[int, float], implied: Sequence[tuple[int, int]]) -> tuple[set[int], float]:
-    """The minimum-weight closure if a requires b for (a, b) in ``implied``, and an upper bound on its rounding error."""
+    """The minimum-weight closure, where a requires b for each (a, b) in ``implied``, and a bound on its rounding error."""
     # Imported here: SciPy takes a quarter of remat_jax's import time.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
