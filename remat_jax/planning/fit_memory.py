@@ -91,14 +91,11 @@ class Fit:
 
     @property
     def stack(self) -> Stack:
-        """The stack fitted to the compiled steps, exact at the step nearest to the budget."""
+        """The stack fitted to the compiled steps except `off` and groups of layers, which are different programs."""
         return self.around(self.budget)
 
     def around(self, size: float, *, uncut: bool = False) -> Stack:
-        """The stack fitted to all compiled steps except `off` and groups of layers, exact at the step nearest to `size`.
-
-        If `uncut`, fit only to steps with one policy per kind.
-        """
+        """`stack`, but exact at the compiled step nearest to `size`. If `uncut`, fit only to steps with one policy per kind."""
         key = len(self.tried), size, uncut
         if key not in self._fitted:
             steps = [

@@ -63,7 +63,7 @@ def _has_other_work(loop: Any, inside: frozenset[str]) -> bool:
 
 
 def _parts(eqn: FlatEqn, own: frozenset[Array]) -> list[FlatEqn]:
-    """An equation split in two: one computes the outputs outside `own`, one those in `own`. Unsplit if that is impossible."""
+    """Two equations, for the outputs outside `own` and in `own`; only the equation itself if it cannot be split."""
     places = [[place for place, array in enumerate(eqn.outputs) if (array in own) == wanted] for wanted in (False, True)]
     parts = [_part(eqn, of_part) for of_part in places] if all(places) else [None]
     return [part for part in parts if part is not None] if None not in parts else [eqn]

@@ -66,7 +66,7 @@ class Plan(PlanData):
     """
 
     def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
-        """`fn` with the plan's policies on its blocks.
+        """`fn`, a loss or another function that runs the model, with the plan's policies on its blocks.
 
         A plan may fit only with a memory limit for XLA. Pass the limit to the outermost `jax.jit`:
 
@@ -79,8 +79,7 @@ class Plan(PlanData):
         another number of tokens, call the plain function.
 
         Args:
-          fn: a loss or another function that runs the model. It takes the parameters and the batch of the plan, and possibly
-            other arguments.
+          fn: takes the parameters and the batch of the plan, and possibly other arguments.
           strict: if False, every call with the model's parameters is accepted, although its memory was not measured.
 
         Raises:

@@ -147,7 +147,7 @@ class BlockProgram:
         return self.rates.seconds({}, sum(array.bytes for array in kept))
 
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
-        """The residuals that `policy` saves, and those it offloads, in an equal block at `path`, by their names in this block.
+        """The residuals that `policy` saves, and those that it offloads, in an equal block at `path`, by their names here.
 
         A block without a checkpoint saves every residual except those that its own checkpoints drop.
         """

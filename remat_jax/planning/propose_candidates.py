@@ -41,11 +41,10 @@ class Proposals:
     """Derives candidates from the fitted stack.
 
     Args:
-      fit: the compiled steps, and the stack fitted to them.
       named: the applicable named policies, including `off`.
       own: returns the candidate for choices, with its estimated time.
       recut: returns a candidate with its scans cut at the given places; None if nothing is scanned.
-      most_runs: the most different policies among the layers of one kind; None for the solver's own limit.
+      most_runs: the maximum number of policies among layers of one kind; None for the solver's own limit.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ UNMOVED_COMPILED = 2
 """Additional compilations, if plans offload, to show whether offload is necessary."""
 SIDE_BY_SIDE = 2
 MOST_RUNS = 3
-"""The most runs of layers of one kind: each run of scanned layers becomes a scan of its own."""
+"""The maximum number of runs of layers of one kind. Each run of scanned layers becomes a scan of its own."""
 
 PREDICTION_SLACK = 1.1
 """A step may be compiled if its predicted memory is at most this multiple of the budget."""
@@ -34,7 +34,7 @@ _FAR_OFF = 0.02
 _AFTER_FAILURE = 0.05
 """If a plan could not be compiled, the next plan must be smaller by this share of the budget."""
 _WORTH_DARING = 5.0
-"""After predictions that were too low, a plan at the whole budget must gain this multiple of the least gain."""
+"""After predictions that were too low, a plan at the whole budget must gain this multiple of `WORTH_COMPILING`."""
 
 
 class Search:

@@ -46,7 +46,7 @@ class Hull:
     """
 
     def __init__(self, stack: Stack, earlier: Hull | None = None) -> None:
-        """Start with a few policies per block, and those of ``earlier``, whose stack has the same residuals in other sizes."""
+        """Start with `_seeds`, and with the policies of ``earlier``, whose stack has the same residuals in other sizes."""
         self.stack, self.runs = stack, stack.runs(max(1, _DEMANDS // len(stack.blocks)))
         self.kinds = [[at for at, run in enumerate(self.runs) if run.name == block.name] for block in stack.blocks]
         tables: dict[Block, int] = {}

@@ -64,7 +64,7 @@ class HostLink:
         return 2 / self.memory_bytes_per_s
 
     def exposed_out(self, size: float, compute_seconds: float) -> float:
-        """The exposed seconds of copying ``size`` bytes to the host: those not hidden by ``compute_seconds`` of compute."""
+        """The exposed seconds of copying ``size`` bytes to the host, which ``compute_seconds`` of compute do not hide."""
         return max(0.0, size / self.out_bytes_per_s - self.hidden_share * compute_seconds)
 
     def exposed_in(self, size: float, compute_seconds: float) -> float:

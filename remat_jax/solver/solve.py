@@ -23,7 +23,7 @@ from remat_jax.solver.shares import mixes_of_two, runs_of, shared
 from remat_jax.solver.table import CHOICES, EXTRA, HOST, NEED, SAVED, Array, Prices
 
 MOST_POLICIES = 3
-"""The most different policies among blocks of one kind. Scanned layers become one scan per policy."""
+"""The maximum number of policies among blocks of one kind. Scanned layers become one scan per policy."""
 _MIXED, _BESIDE = 12, 40
 """How many of the cheapest policies are mixed in every order, and how many neighbours of the current policies are tried."""
 _PAIRS = 20_000
@@ -41,7 +41,7 @@ class Solver:
 
     Args:
         stack: the blocks, the link to host memory, and the fixed bytes.
-        most_policies: the most different policies among blocks of one kind, from 1 to 3.
+        most_policies: the maximum number of policies among blocks of one kind, from 1 to 3.
         earlier: a solver of a stack with the same residuals in other sizes; its policies are candidates from the start.
 
     >>> from remat_jax.solver.problem import Block, ResidualCosts

@@ -43,9 +43,7 @@ class Prices:
 
 
 class BlockTable:
-    """A block as arrays with one entry per residual. `Block.repeats` is ignored.
-
-    An argument ``codes`` is an integer array of shape (policies, residuals) unless stated otherwise.
+    """A block as arrays with one entry per residual. Arguments ``codes`` are integers of shape (policies, residuals).
 
     Attributes:
         link: the link to host memory; None forbids offload.
