@@ -262,7 +262,7 @@ class _Planner:
         return [plan] if plan is not None and self.fit.known(plan) is None else []
 
     def _full_if_near(self, best: Tried) -> list[StepCandidate]:
-        """`full`, if it was not compiled and its traced time is near the best step's."""
+        """`full`, if its traced estimate is near the best step's."""
         full = self.proposals.named_policy("full")
         if full is None or self.fit.known(full) or self.target.kind == "cpu" or best.candidate.name in KEEP_ALL:
             return []
