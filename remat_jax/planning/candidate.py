@@ -89,7 +89,7 @@ class StepCandidate:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled memory of a candidate. `sound` is False if compilation failed or XLA miscompiled the program."""
+    """The compiled memory of a candidate. `sound` is False if compilation failed or the program may be miscompiled."""
 
     device_bytes: int
     host_bytes: int

@@ -17,8 +17,8 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
 
     Residuals have the shares that the compiler gives them. Other arrays have the share of their results or operands. Parameters
     have share 1, because they are gathered where they are read. A constant has the share of its results: the compiler leaves
-    constants unsharded, but writes them where they are read. An equation has the smallest share of its arrays. The time of a
-    kernel follows from the bytes of its own arrays.
+    constants unsharded, but writes them where they are read. An equation has the smallest share of its arrays. Each kernel is
+    priced by the shares of its own arrays.
     """
     program = _copied(program)
     flat, backward, parameters = program.flat, program.backward_program, program.parameters
