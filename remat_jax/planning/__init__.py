@@ -1,4 +1,4 @@
-"""Planning a workload: the residuals of its blocks, the cost to recompute them, and the plan that fits a budget."""
+"""Planning a workload: its blocks' residuals, the cost to recompute them, and the fastest plan within a memory budget."""
 
 from __future__ import annotations
 

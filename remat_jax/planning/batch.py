@@ -28,8 +28,8 @@ class LargestBatch:
     Attributes:
       batch: the argument of `make_workload`.
       plan: the plan for the workload of that batch.
-      tried: the batches tried, in order, with the device bytes of their leanest compiled step. None if parameters and batch
-        alone were too large, so that nothing was compiled.
+      tried: each batch tried, in order, with the least device bytes that its compiled steps reach. None instead of bytes if
+        the step's arguments alone exceed the budget, so that nothing was compiled.
     """
 
     batch: int
@@ -63,22 +63,22 @@ def largest_batch(
     timeout: float = DEFAULT_TIMEOUT,
     progress: Progress | None = None,
 ) -> LargestBatch:
-    """The largest batch for which a training step fits, and the plan for it.
+    """The largest batch whose training step fits a memory budget, and the plan for it.
 
-    The batch is doubled until the leanest step does not fit, then bisected. If the memory of two batches predicts the limit,
-    the next batch tried is the predicted one. Only the leanest step of each batch is compiled; a plan is made for the largest
-    batch alone.
+    The batch is doubled until it does not fit, then bisected. Once two batches are compiled, linear extrapolation of their
+    memory predicts the limit, and the predicted batch is tried next. For each batch, only the policy with the least memory is
+    compiled; a plan is made only for the largest batch.
 
     Args:
-      make_workload: returns the workload of a batch size, a whole number from 1 on. A larger batch must not need less memory.
-        The sizes tried need not be divisible by a mesh: let the argument be the batch of one device, and multiply.
+      make_workload: returns the workload for a batch size of at least 1. A larger batch must not need less memory. Any
+        integer may be tried: on a mesh, take it as the batch per device, and multiply it by the number of devices.
       budget, target, host_budget: as for `plan`.
       start: the first batch to try.
       timeout: seconds that the compilations of one batch may take.
       progress: called with the current activity.
 
     Raises:
-      InfeasibleBudget: a batch of 1 does not fit. The message states the smallest memory reached and what occupies it.
+      InfeasibleBudget: a batch of 1 does not fit. The message states the least memory reached and what occupies it.
       ArgumentError: `make_workload` is not a function, or does not return a workload.
       PlanningError, TargetError, CompileError: as in `plan`.
 
@@ -125,7 +125,7 @@ def largest_batch(
 
 
 def _largest(start: int, fits: Callable[[int], bool], tried: list[tuple[int, int | None]], budget: int) -> int:
-    """The largest batch that fits. `fits` adds each batch with its bytes to `tried`."""
+    """The largest batch that fits. `fits` appends the batch and its bytes to `tried`."""
     low, batch, span = 0, start, 2 * MOST
     high: int | None = None
     while high is None or high - low > 1:
@@ -137,20 +137,20 @@ def _largest(start: int, fits: Callable[[int], bool], tried: list[tuple[int, int
             raise ArgumentError(f"make_workload: a batch of {low} still fits; memory does not seem to grow with the batch")
         aim = _limit(sorted((batch, size) for batch, size in tried if size is not None), budget)
         if high is None:
-            # If the predicted batch fits, the next larger batch decides.
+            # Once the predicted batch fits, try the next larger batch.
             batch = 2 * low if aim is None else max(low + 1, min(aim, 16 * low))
             continue
         span_before, span = span, high - low
         last = [batch for batch, _ in tried[-2:]]
         crept = len(last) == 2 and abs(last[1] - last[0]) == 1
-        # Where memory does not grow linearly, the predictions advance in small steps: bisect instead.
+        # If memory does not grow linearly, the predictions advance in small steps: bisect instead.
         slow = crept if aim is not None and aim <= low else 2 * span > span_before
         batch = max(1, (low + high) // 2) if aim is None or slow else min(max(aim, low + 1), high - 1)
     return low
 
 
 def _limit(sizes: list[tuple[int, int]], budget: int) -> int | None:
-    """The limit by linear extrapolation from the two largest batches; None if their memory does not grow."""
+    """The largest batch within `budget`, extrapolated from the two largest batches; None if their memory does not grow."""
     if len(sizes) < 2:
         return None
     (first, small), (last, large) = sizes[-2:]

@@ -1,4 +1,4 @@
-"""The blocks of a workload in the order in which its loss calls them: their programs and their differentiated inputs."""
+"""The calls of a workload's blocks in its traced loss, in forward order, with their jaxprs and differentiated inputs."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _FOLDED = re.compile(r"\b\d+:u32\[\]")
 
 @dataclass(frozen=True)
 class Call:
-    """One place where the loss calls a block.
+    """One call site of a block in the traced loss.
 
     Attributes:
       key: the block as the workload names it: a class or a glob.
       path: the module path at the start of its residuals' names.
-      block: its program, with every array named.
-      live: for each input of the program, whether the loss is differentiated with respect to it.
-      free: for each input, whether keeping it costs nothing: parameters, the batch, and arrays that several calls read.
-      same: for each input, whether it is the same in all rounds.
-      shared: for each input, whether several blocks or rounds read it, so that it stays on the device.
-      rounds: how often the call runs: the length of the scan around it.
+      block: its jaxpr, with every array named.
+      live: for each input of the jaxpr, whether the loss is differentiated with respect to it.
+      free: for each input, whether saving it needs no memory: parameters, the batch, and arrays that several calls read.
+      same: for each input, whether it is the same in all iterations.
+      shared: for each input, whether several blocks or iterations read it, so that it stays on the device.
+      rounds: how often the call runs: the product of the trip counts of the scans around it.
       scanned: whether the call is in a scan.
-      nested: whether it is in nested scans, so that its rounds cannot have different policies.
-      position: its first position among all calls of its key; each further round adds `stride`.
-      batches: the `vmap`s around it, the innermost first.
-      within: the `shard_map`s around it; each device runs the call on its own part of the arrays.
+      nested: whether it is in nested scans, so that its iterations cannot have different policies.
+      position: its first position among all calls of its key; each further iteration adds `stride`.
+      batches: the `vmap`s around the call, innermost first.
+      within: the `shard_map`s around the call; each device runs it on its own shards.
     """
 
     key: Block
@@ -71,7 +71,7 @@ class Call:
 
     @property
     def in_avals(self) -> list[Any]:
-        """The types of the inputs with the batch axes of the `vmap`s around the call."""
+        """The types of the inputs, with the batch axes of the `vmap`s around the call."""
         avals = list(self.block.jaxpr.in_avals)
         for batch in self.batches:
             pairs = zip(avals, batch.in_axes, strict=True)
@@ -80,18 +80,18 @@ class Call:
 
     @property
     def parts(self) -> int:
-        """The number of parts into which the `shard_map`s divide its arrays."""
+        """The number of shards into which the `shard_map`s around the call partition its arrays."""
         return math.prod(map(compat.manual_devices, self.within))
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Equal for calls that run the same program on the same types, in whatever module."""
+        """A key that is equal for calls of the same jaxpr with the same types, in any module."""
         # Flax folds a hash of the module's path into its random keys.
         program = _FOLDED.sub(":u32[]", str(self.block.jaxpr))
         return self.key, self.live, self.free, self.same, self.shared, self.scanned, self.batches, program
 
     def layers(self) -> range:
-        """Its positions in forward order among all calls of its key."""
+        """The positions of its iterations among all calls of its key, in forward order."""
         return range(self.position, self.position + self.stride * self.rounds, self.stride)
 
 
@@ -99,8 +99,8 @@ def calls(workload: Workload) -> list[Call]:
     """The calls of the workload's blocks in forward order.
 
     Raises:
-      UnsupportedError: the workload was made by `Workload.from_step`; or a block is inside another block, in a `while` loop,
-        or in a checkpoint of the model's own.
+      UnsupportedError: the workload was made by `Workload.from_step`; or a block is inside another block, a `while` loop, or
+        one of the model's own checkpoints.
       BlockError: a block is never called.
     """
     workload.require_loss()
@@ -115,7 +115,7 @@ def calls(workload: Workload) -> list[Call]:
 
 
 def _traced(workload: Workload) -> Any:
-    """The loss as a closed jaxpr, with a mark in place of every block."""
+    """The loss as a closed jaxpr, with a mark in place of every block call."""
     policies = workload.own.policies(dict.fromkeys(workload.blocks, EVERYTHING))
     checked = replace(policies, waits=True).anew()
     loss, trained, frozen = workload.split_loss("off")
@@ -131,7 +131,7 @@ def _traced(workload: Workload) -> Any:
 
 @dataclass(eq=False)
 class _Source:
-    """The origin of a value: an `argument` of the loss or computed in it; `shared` if all rounds of a loop read the same."""
+    """The origin of an array. `argument`: it is an argument of the loss; `shared`: all iterations of a loop read it."""
 
     argument: bool = False
     shared: bool = False
@@ -158,15 +158,15 @@ class _MarkedCall:
     place: _Place
 
 
-# These primitives only view an array: a view of the batch costs no memory of its own.
+# These primitives only view an array: a view of an argument needs no memory of its own.
 _VIEWS = frozenset({"broadcast_in_dim", "copy", "dynamic_slice", "reshape", "slice", "squeeze", "transpose"})
 
 
 def _walk(jaxpr: Any, untrained: Sequence[bool], sources: Sequence[_Source], place: _Place) -> Iterator[_MarkedCall]:
-    """The block calls in the closed `jaxpr`; `untrained` marks the inputs that depend on no trained parameter."""
+    """The block calls in the closed `jaxpr`; `untrained` flags inputs that do not depend on a trained parameter."""
     fixed = flagged(jaxpr, untrained, all_inputs)
     where: dict[Any, _Source] = dict(zip(jaxpr.jaxpr.invars, sources, strict=True))
-    # A constant of the program is the same in all rounds.
+    # A constant of the jaxpr is the same in all iterations.
     where.update((var, _Source(shared=True)) for var in jaxpr.jaxpr.constvars)
     for eqn in jaxpr.jaxpr.eqns:
         inputs = [_Source(argument=True) if hasattr(atom, "val") else where[atom] for atom in eqn.invars]
@@ -187,7 +187,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
     if name == "scan":
         body = compat.closed(eqn.params["jaxpr"])
         consts, carry = compat.scan_layout(eqn)
-        # A row of an argument needs no memory beside the argument.
+        # A slice of a scanned argument needs no memory in addition to the argument.
         rows = [_Source(argument=source.argument) for source in inputs[consts + carry :]]
         same = [_Source(argument=source.argument, shared=True) for source in inputs[:consts]]
         deeper = replace(place, rounds=place.rounds * eqn.params["length"], loops=(*place.loops, id(eqn)))
@@ -212,10 +212,10 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
 def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
     """The calls, each with its block's program and its positions among the calls of its key."""
     blocks: dict[int, BlockUnderPolicy] = {}
-    # A body that two loops share is read once.
+    # Two loops with the same body share its equations: count each equation once.
     by_eqn = {id(one.eqn): one.eqn for one in marked}
     readers = Counter(atom for eqn in by_eqn.values() for atom in set(variables(eqn.invars)))
-    # Calls of one key in one loop alternate.
+    # Several calls of one key in one loop take turns in each iteration.
     alternating = Counter((one.mark.marked.block, one.place.loops) for one in marked)
     first, turn = Counter[Block](), Counter[Block]()
     calls = []
@@ -265,7 +265,7 @@ def _block(one: _MarkedCall) -> BlockUnderPolicy:
 
 @contextlib.contextmanager
 def axes_around(within: Sequence[Any], batches: Sequence[Batch]) -> Iterator[None]:
-    """Inside it the axes of the `shard_map`s and `vmap`s around a call are bound."""
+    """A context that binds the axis names of the `shard_map`s and `vmap`s around a call."""
     with contextlib.ExitStack() as stack:
         for eqn in within:
             stack.enter_context(compat.inner_context(eqn))

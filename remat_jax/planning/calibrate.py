@@ -1,4 +1,4 @@
-"""Measure this machine's device: matrix products, memory, the link to the host, and how far copies overlap compute."""
+"""Measures this machine's device: matmuls, memory, the link to the host, and how much compute copies can overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from remat_jax.report.document import write_whole
 
 DTYPES = ("bfloat16", "float16", "float32", "tensorfloat32", "float64")
 _ENOUGH = 0.05
-"""The least seconds of a timed run: shorter runs measure Python."""
+"""The minimum seconds of a timed run: shorter runs mostly measure Python."""
 _SMALLEST, _LARGEST, _MANY_NUMBERS, _MOST_CALLS = 128, 16384, 2**26, 100
 _KERNELS = 64
 _CHAIN = 4
@@ -31,17 +31,17 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class Calibration:
-    """The rates measured on a device, which JAX names `device_kind`; `name` is the target's name in the file.
+    """The measured rates of the device that JAX calls `device_kind`; `name` is the target's name in the file.
 
     Attributes:
-      flops: operations per second of a large matrix product, by dtype name; `tensorfloat32` is float32 at JAX's default
-        precision, on a GPU only.
-      hbm_bytes_per_s: bytes per second read and written by the addition of two large arrays.
-      out_bytes_per_s, in_bytes_per_s: the rates of copies to and from pinned host memory; None on a CPU, as `hidden_share`.
-      hidden_share: the share of compute that a copy can overlap, from 0 to 1.
-      source: the device, the versions and the date of the measurement.
-      products: the rates of square matrix products by dtype and size.
-      launch_seconds: the time of a kernel that does next to nothing.
+      flops: operations per second of a large matmul, by dtype name; `tensorfloat32` is float32 at JAX's default precision, on
+        a GPU only.
+      hbm_bytes_per_s: bytes per second read and written when two large arrays are added.
+      out_bytes_per_s, in_bytes_per_s: the rates of copies to and from pinned host memory; None on a CPU.
+      hidden_share: the share of compute time that a copy can overlap, from 0 to 1; None on a CPU.
+      source: the device, the JAX version and the date of the measurement.
+      products: operations per second of square matmuls, by dtype and size.
+      launch_seconds: the time of a kernel that does almost no work.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Calibration:
     launch_seconds: float | None = None
 
     def measured(self) -> dict[str, Any]:
-        """The figures for `measured` in a target file, without those that were not measured."""
+        """The table `measured` of a target file; figures that were not measured are left out."""
         figures = {key: value for key, value in asdict(self).items() if key not in ("name", "device_kind")}
         return {key: value for key, value in figures.items() if value not in (None, {})}
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> str:
-        """Write the target as TOML, with what is known of the device, and return the target's name, `FILE:NAME`.
+        """Write the target as TOML, with the known data of its device; returns the target's name, `FILE:NAME`.
 
         Raises:
           TargetError: the file exists and `overwrite` is False, or it cannot be written.
@@ -85,11 +85,11 @@ def calibrate(
 ) -> Calibration:
     """Measure JAX's first device, a GPU or this machine's CPU.
 
-    Every figure is the best of a few runs, each so long that its start-up is negligible. Run nothing else meanwhile.
+    Every figure is the best of a few runs, each so long that its start-up time is negligible. Run nothing else meanwhile.
 
     Args:
       name: the target's name: lower-case letters, digits, `-` and `_`.
-      seconds: the approximate total time, without compiling.
+      seconds: the approximate total time without compilation.
       on_done: called with the part being measured, the number of finished parts, and the number of parts.
 
     Raises:
@@ -130,7 +130,7 @@ def calibrate(
 
 
 def launch_seconds(device: Any) -> float:
-    """Seconds of one tiny kernel, from a chain of additions that the compiler may not fuse."""
+    """Seconds of one tiny kernel, measured on a chain of additions that the compiler cannot fuse."""
 
     def chain(x: Any) -> Any:
         for _ in range(_KERNELS):
@@ -142,13 +142,13 @@ def launch_seconds(device: Any) -> float:
 
 
 def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
-    """Operations per second of square matrix products by size; sizes grow until `seconds` are spent."""
+    """Operations per second of square matmuls by size; the size is doubled until `seconds` are spent."""
     precision = "highest" if dtype in ("float32", "float64") else None
     kind = "float32" if dtype == "tensorfloat32" else dtype
 
     def chain(x: Any, y: Any) -> Any:
         for _ in range(_CHAIN):
-            # Scaled so that no number overflows its dtype.
+            # Scale the result so that no number overflows its dtype.
             x = jnp.dot(x, y, precision=precision) * jnp.asarray(1 / y.shape[0], y.dtype)
         return x
 
@@ -168,9 +168,9 @@ def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
 
 
 def memory_rate(device: Any, seconds: float) -> float:
-    """Bytes per second read and written by the addition of two arrays that exceed any cache.
+    """Bytes per second read and written when two arrays larger than any cache are added.
 
-    A loop writes to the same memory, because the first write to new memory is slower and rare in programs.
+    A loop writes to the same memory each time: the first write to new memory is slower, and rare in real programs.
     """
     rounds = max(2, min(16, round(4 * seconds)))
     x, y = (jax.device_put(jnp.full(_MANY_NUMBERS, value, jnp.float32), device) for value in (1, 2))
@@ -181,8 +181,8 @@ def memory_rate(device: Any, seconds: float) -> float:
 def link_rates(device: Any, seconds: float) -> tuple[float, float, float]:
     """Bytes per second of copies to and from pinned host memory, and the share of compute that the copies can overlap.
 
-    The share is the time saved by running a copy beside compute instead of after it, divided by the shorter of the two times.
-    The smaller share of the two directions counts.
+    The share is the time saved by overlapping a copy with compute, divided by the shorter of the two times. It is the smaller
+    share of the two directions.
     """
     here, there = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host"))
     deadline, size = time.perf_counter() + seconds, 2**22
@@ -222,7 +222,7 @@ def _each(*runs: Callable[[], Any]) -> list[Any]:
 
 
 def fastest(run: Callable[[], Any]) -> float:
-    """Seconds of one call of `run` in a series, until all started work has ended; the best of a few series."""
+    """Seconds per call of `run`: the best of a few series of calls, each timed until all its work has ended."""
     jax.block_until_ready(run())
     took = _timed(run, 1)
     calls = min(_MOST_CALLS, max(1, round(_ENOUGH / max(took, 1e-9))))
@@ -238,7 +238,7 @@ def _timed(run: Callable[[], Any], calls: int) -> float:
 
 
 def _known(device_kind: str) -> dict[str, Any]:
-    """The device's entry in the table of targets, without its name; for an unknown device only its kind."""
+    """The device's entry in the table of targets, without its name; for an unknown device, only its kind and description."""
     for name in targets():
         if device_kind.lower() in (kind.lower() for kind in target_named(name).device_kinds):
             return entry(name)

@@ -1,4 +1,4 @@
-"""Candidates for a step: the choices of their blocks, their bytes and estimated time, and their compiled memory."""
+"""Candidate steps: the choices of their blocks, their bytes and estimated time, and their compiled memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from remat_jax.solver import Block, BlockPolicy, Choice, Stack, StackPlan, stack_plan
 
 Choices = tuple[tuple[Choice, ...], ...]
-"""For every single block in forward order, the choice for each of its residuals."""
+"""For each block in forward order, the choice for each of its residuals."""
 Cuts = tuple[int, ...]
-"""The blocks, counted through the stack, before which a scan is cut although the blocks on both sides have equal choices."""
+"""Indices of blocks in the stack before which a scan is cut in two, although the blocks on both sides have equal choices."""
 
 FAILED = 2**62
 """The device bytes of a candidate that could not be compiled."""
 
 _ORDERS: tuple[Callable[[BlockPolicy, BlockPolicy], Any], ...] = (
-    # Blocks that offload come first: the very last block may not offload.
+    # Blocks that offload come first: the last block of the stack may not offload.
     lambda policy, last: (policy.host_bytes == 0, policy.saved_bytes),
     lambda policy, last: policy.choices == last.choices,
 )
-"""Sort keys for the blocks of a kind, from the policies of a block and of the last block."""
+"""Sort keys for the blocks of one kind: functions of a block's policy and the last block's policy."""
 _ROUNDING = 1 + 1e-9
-"""The tolerance for equal numbers that were summed in another order."""
+"""The relative tolerance between sums of the same numbers in different orders."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,22 @@ class Load:
 
 
 Loads = tuple[Load, ...]
-"""The load of every single block, in forward order."""
+"""The load of each block, in forward order."""
 
 
 @dataclass(frozen=True)
 class StepCandidate:
-    """One way to run the step.
+    """One candidate for the training step.
 
     Attributes:
       name: the named policy, or the text of groups of layers; empty for a plan of the solver.
-      seconds: what the residuals cost, estimated: keeping, recomputing and copying them.
-      choices, like: the choices of a plan, and those equivalent to a named policy; None if there are none.
-      cuts: where a scan is cut between blocks with equal choices. By the estimate a cut changes memory but not time.
+      seconds: the estimated time to keep, recompute and copy residuals.
+      choices: the choices of a plan of the solver; None for a named policy.
+      like: the choices equivalent to a named policy; None if there are none.
+      cuts: where a scan is cut between blocks with equal choices. A cut changes the compiled memory, but not the estimates.
       inside: for groups of layers, the policy of each layer inside a group; else empty.
-      grouped: the number of layers in groups, which are the first layers.
-      expected_bytes: the predicted device bytes, if they are not predicted from the loads.
+      grouped: the number of layers in groups, counted from the first layer.
+      expected_bytes: the predicted device bytes; None to predict them from the loads.
     """
 
     name: str
@@ -67,12 +68,12 @@ class StepCandidate:
 
     @property
     def policy_name(self) -> str:
-        """The named policy of every block, inside of groups if there are any; empty for a plan of the solver."""
+        """The named policy of every block (with groups, of the layers inside them); empty for a plan of the solver."""
         return self.inside or self.name
 
     @property
     def effective_choices(self) -> Choices | None:
-        """The choices of every single block; None if no choices describe the candidate."""
+        """The choices of each block; None if no choices describe the candidate."""
         return self.like if self.choices is None else self.choices
 
     @property
@@ -81,14 +82,14 @@ class StepCandidate:
         return sum(load.offloaded for load in self.loads)
 
     def is_same(self, other: StepCandidate) -> bool:
-        """Whether the estimates cannot distinguish the two programs."""
+        """Whether both candidates count as the same program, because all their estimates are equal."""
         mine, theirs = ((step.name == "off", step.loads, step.cuts, step.inside) for step in (self, other))
         return mine == theirs and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled memory of a candidate. `sound` is False if the compiled program must not be run."""
+    """The compiled memory of a candidate. `sound` is False if compilation failed or the program may be miscompiled."""
 
     device_bytes: int
     host_bytes: int
@@ -97,7 +98,7 @@ class Compiled:
 
     @property
     def seconds(self) -> float | None:
-        """The modelled time of the compiled step; None if unknown."""
+        """The modelled time of the compiled schedule; None if unknown."""
         return None if self.sizes is None else self.sizes.seconds
 
 
@@ -111,29 +112,29 @@ class Tried:
 
 
 def singles(stack: Stack) -> list[Block]:
-    """The block of every single layer."""
+    """The block of each layer, in forward order."""
     return [block for block in stack.blocks for _ in range(block.repeats)]
 
 
 def runs(stack: Stack, actions: Sequence[Any], cuts: Cuts = ()) -> list[tuple[int, int]]:
-    """The start and end of each run of equal blocks with equal actions and no cut, in forward order."""
+    """The start and end of each run of equal blocks with equal actions and no cut inside, in forward order."""
     each = list(zip((block.name for block in singles(stack)), actions, strict=True))
     starts = [index for index, block in enumerate(each) if not index or index in cuts or block != each[index - 1]]
     return list(pairwise([*starts, len(each)]))
 
 
 def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
-    """The policy of every single block of a stack."""
+    """The policy of each block of a stack, in forward order."""
     pairs = list(zip((at for at, block in enumerate(stack.blocks) for _ in range(block.repeats)), choices, strict=True))
-    # Layers with equal choices are checked and summed once.
+    # Layers with equal choices share a policy, which is checked and summed once.
     policies = {(at, chosen): BlockPolicy(stack.blocks[at], chosen) for at, chosen in dict.fromkeys(pairs)}
     return [policies[pair] for pair in pairs]
 
 
 def choices_together(stack: Stack, plan: StackPlan) -> Choices:
-    """The choices of a plan's blocks, with equal choices of a kind made adjacent if that costs neither memory nor time.
+    """A plan's choices, with equal choices of one kind made adjacent if that costs neither memory nor time.
 
-    Blocks that keep least come first if possible: residuals of the last blocks, nearest the loss, live shortest.
+    Blocks that save least come first if possible: residuals of the last blocks have the shortest live ranges.
     """
     for rank in _ORDERS:
         ordered: list[BlockPolicy] = []
@@ -148,7 +149,7 @@ def choices_together(stack: Stack, plan: StackPlan) -> Choices:
 
 
 def one_residual_more(stack: Stack, choices: Choices, cuts: Cuts = ()) -> list[Choices]:
-    """Every way to save one residual more in a run of equal blocks with equal choices."""
+    """All choices that save one more residual in every block of one run (`runs`)."""
     neighbours = []
     blocks = singles(stack)
     for start, stop in runs(stack, choices, cuts):

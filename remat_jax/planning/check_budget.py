@@ -1,4 +1,4 @@
-"""Budgets of memory: reading them, refusing those below a step's arguments, and explaining why no step fits."""
+"""Memory budgets: parsing them, refusing budgets below a step's arguments, and explaining why no step fits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STATE_ON_MESH = (
 
 
 def budget_bytes(budget: Any, target: Target, argument: str = "budget") -> int:
-    """The bytes of device memory that `budget` stands for on `target`, as in `device_amount`.
+    """A budget of device memory on `target` in bytes, parsed by `device_amount`.
 
     Raises:
       PlanningError: the budget is malformed, not positive, above the target's memory, or a share of an unknown memory.
@@ -51,10 +51,10 @@ def budget_bytes(budget: Any, target: Target, argument: str = "budget") -> int:
 
 
 def host_budget_bytes(budget: Any) -> int | None:
-    """The bytes of host memory that `budget` stands for; None means no limit, 0 means no host memory.
+    """A budget of host memory in bytes; None means no limit, 0 means no host memory.
 
     Raises:
-      PlanningError: as `budget_bytes`, and for a share: shares are of device memory only.
+      PlanningError: the budget is malformed, or a share: only device memory allows shares.
 
     >>> host_budget_bytes("1.5 kB"), host_budget_bytes(None)
     (1500, None)
@@ -63,10 +63,10 @@ def host_budget_bytes(budget: Any) -> int | None:
 
 
 def check_arguments_fit(workload: Workload, budget: int) -> None:
-    """Refuse a budget below the step's arguments on the device, before anything is compiled.
+    """Raise if the step's arguments on the device exceed the budget, before anything is compiled.
 
     Raises:
-      InfeasibleBudget: the message lists the arguments' bytes.
+      InfeasibleBudget: the arguments exceed the budget. The message lists their bytes.
     """
     sizes = _arguments(workload)
     if sizes.total() > budget:
@@ -81,7 +81,7 @@ def check_arguments_fit(workload: Workload, budget: int) -> None:
 
 
 def argument_bytes(workload: Workload) -> int:
-    """The bytes of a step's arguments on the device, the same under every policy."""
+    """The bytes of a step's arguments on the device, which are the same under every policy."""
     return _arguments(workload).total()
 
 
@@ -94,7 +94,7 @@ def _arguments(workload: Workload, size_of: Callable[[Any], int] = device_bytes)
 
 
 def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int | None, target: Target) -> InfeasibleBudget:
-    """The error with the least memory reached, by the compiled step `least`, and with what occupies it."""
+    """The error that states the memory of `least`, the compiled step with the least memory, and what occupies it."""
     compiled = least.compiled
     if host_budget is not None and compiled.host_bytes > host_budget:
         return InfeasibleBudget(
@@ -117,10 +117,10 @@ def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int |
 
 
 def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
-    """The bytes on the device at a compiled step's peak, by category, the largest first."""
+    """The device bytes at a compiled step's peak by category, the largest first."""
     if not sizes.live:
         return _without_text(workload, sizes)
-    # The first argument and the frozen parameters.
+    # The trained and the frozen parameters.
     step = workload.step("off")
     parameters = [value for name, value in zip(step.names, step.local_arguments, strict=True) if "parameters" in name]
     shapes = {_xla_shape(leaf) for leaf in jax.tree.leaves(parameters) if _sized(leaf)}
@@ -139,8 +139,8 @@ def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
 
 
 def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
-    """The categories if the compiler lists no single buffers: the step's arguments, and the rest as one."""
-    # With one memory, an array in host memory is on the device too.
+    """The categories if the compiler lists no buffers: the step's arguments, its temporary memory and its outputs."""
+    # A target without separate host memory has all arguments on the device.
     held = _arguments(workload, device_bytes if sizes.host_argument else compat.tree_bytes)
     held["working set and residuals"] = sizes.temp
     held["outputs: gradients, or updated parameters"] = max(0, sizes.output - sizes.alias)
@@ -148,7 +148,7 @@ def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
 
 
 def remedy(held: dict[str, int], *, on_mesh: bool = False) -> str:
-    """How to reduce the largest category."""
+    """A sentence on how to reduce the largest category."""
     largest = next(iter(held), "")
     if on_mesh and largest == "optimizer state":
         return f"{_STATE_ON_MESH}."

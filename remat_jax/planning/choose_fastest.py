@@ -1,4 +1,4 @@
-"""The fastest of the compiled steps that fit, by their compiled schedules; the times of all other steps are estimated."""
+"""Chooses the fastest compiled step that fits, by the compiled schedules; estimates the times of all other steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.workload import Workload
 
 TIME_ERROR = 0.04
-"""The error of modelled time ratios against published ratios of steps with the same computation
-(`docs/notes/published_steps.md`): compiled times that differ by less are not distinguished."""
+"""The error of modelled time ratios, against published ratios of steps with the same computation
+(`docs/notes/published_steps.md`). Compiled times that differ by less count as equal."""
 
 
 @dataclass(frozen=True)
 class Times:
     """The time of a whole step: its compiled time, or the traced estimate scaled by `pace`.
 
-    If the schedule of a compiled step could not be timed, as on a CPU, every time is the traced estimate. The estimate of a
-    step is `traced_base` and what its residuals cost; `keeping_everything` is the cost of keeping all of them.
+    If any compiled step has no compiled time, as on a CPU, every time is the traced estimate. The traced estimate is
+    `traced_base` plus the time to keep, recompute and copy residuals, which is `keeping_everything` if all are kept.
     """
 
     fit: Fit
@@ -35,20 +35,20 @@ class Times:
 
     @property
     def compiled(self) -> bool:
-        """Whether the time of every compiled step is known."""
+        """Whether every compiled step has a compiled time."""
         compiled = [step.compiled for step in self.fit.tried if step.compiled.device_bytes < FAILED]
         return bool(compiled) and all(step.seconds for step in compiled)
 
     @property
     def pace(self) -> float:
-        """Compiled time divided by traced time, the median of the compiled steps; 1 if traced times are shown."""
+        """The median ratio of compiled to traced time over the compiled steps; 1 if traced times are used."""
         if not self.compiled:
             return 1.0
         pairs = [(step.compiled.seconds, self.traced(step.candidate)) for step in self.fit.tried if step.compiled.seconds]
         return statistics.median([seconds / traced for seconds, traced in pairs if traced > 0] or [1.0])
 
     def traced(self, candidate: StepCandidate) -> float:
-        """The seconds of a step by the traced program."""
+        """The traced estimate of a step's seconds."""
         return self.traced_base + candidate.seconds
 
     def of(self, candidate: StepCandidate) -> tuple[float, bool]:
@@ -59,7 +59,7 @@ class Times:
         return self.pace * self.traced(candidate), False
 
     def of_compiled(self, tried: Tried) -> tuple[float, bool]:
-        """As `of`, for a compiled step whose candidate may also have been compiled without a memory limit."""
+        """The same for a compiled step, whose candidate may also have been compiled with another memory limit."""
         if self.compiled and tried.compiled.seconds:
             return tried.compiled.seconds, True
         return self.of(tried.candidate)
@@ -73,10 +73,10 @@ class Times:
 
 
 def choose_fastest(searched: Tried, fitting: Sequence[Tried]) -> tuple[Tried, list[str]]:
-    """The plan among the compiled steps that fit, and notes; `searched` is the search's choice, by the traced estimate.
+    """The step for the plan, and notes; `searched` is the search's best step, by the traced estimate.
 
-    The plan is the fastest step as compiled. Among steps within `TIME_ERROR` of the fastest, the simplest is chosen: a named
-    policy before a mix, no offload before offload. If a step has no compiled time, `searched` is the plan.
+    Of the compiled steps within `TIME_ERROR` of the fastest, the simplest is chosen: a named policy before a mix, no offload
+    before offload. If a step in `fitting` has no compiled time, `searched` is chosen.
     """
     if any(not step.compiled.seconds for step in fitting):
         return searched, []
@@ -116,9 +116,9 @@ def _complexity(candidate: StepCandidate) -> tuple[bool, bool]:
 def as_written(
     workload: Workload, times: Times, full: StepCandidate | None, compile_: Callable[..., list[Compiled]], best: Tried | None
 ) -> Point:
-    """The memory and time of the step as written, for a model with its own checkpoints around the blocks.
+    """The memory and time of the model as written, with its own checkpoints around the blocks.
 
-    Without a compiled time, its time lies between keeping everything and `full`, by the ratio of recomputed operations.
+    Without a compiled time, the time is interpolated between keeping everything and `full`, by the recomputed FLOPs.
     """
     answer = compile_([StepCandidate(AS_WRITTEN, (), 0.0)], best)
     compiled = answer[0] if answer and answer[0].device_bytes != FAILED else None
@@ -134,8 +134,8 @@ def as_written(
 
 
 def counted_flops(workload: Workload, policy: Any) -> int | None:
-    """The FLOPs that the step recomputes under `policy`; None if a loop of unknown length prevents the count."""
-    # Under `off`, a model's own checkpoints around its blocks recompute too.
+    """The FLOPs that the step recomputes under `policy`; None if a loop of unknown trip count prevents the count."""
+    # Under `off`, the model's own checkpoints around its blocks recompute too, so compare with `everything`.
     nothing = dict.fromkeys(workload.blocks, "everything") if workload.replaced_checkpoints else "off"
     counts = []
     for step_policy in (policy, nothing):

@@ -23,21 +23,21 @@ from remat_jax.planning.translate import policies_of
 from remat_jax.report.tables import format_bytes, format_seconds
 from remat_jax.workload import Workload
 
-# Errors of one step, which do not rule out another: layers in nested scans cannot differ, for example.
+# Errors of a single step; other steps may still compile. For example, layers in nested scans cannot have different policies.
 _OF_ONE_STEP = (CompileError, PolicyError, BlockError, UnsupportedError)
 
 _LONGEST = 300
-"""The most characters of an error in a note."""
+"""The maximum number of characters of an error in a note."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the current activity, the number of compiled steps, and the most that may be compiled."""
+"""Called with the current activity, the number of compiled steps, and the maximum number of compiled steps."""
 
 
 @dataclass
 class Compiler:
-    """Compiles the steps of candidates until `deadline`, the end of `timeout` by the monotonic clock; adds `notes` of failures.
+    """Compiles the steps of candidates until `deadline` (of `time.monotonic`), and appends failures to `notes`.
 
-    `count` is the number of steps submitted so far.
+    `timeout` is the seconds for the whole search. `count` is the number of steps submitted so far.
     """
 
     workload: Workload
@@ -54,18 +54,18 @@ class Compiler:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline would pass while a step is traced and the plan's recomputation is counted."""
+        """Whether too little time is left to trace another step and to count the plan's recomputation."""
         return time.monotonic() + 2 * self._tracing > self.deadline
 
     def compile(
         self, candidates: Sequence[StepCandidate], best: Tried | None, *, memory_limit: int | None = None
     ) -> list[Compiled]:
-        """The compiled memory of each candidate; empty if the time is up and `best`, a candidate so far, fits already.
+        """The compiled memory of each candidate; an empty list if the time is up and a step already fits (`best`).
 
-        `memory_limit` is in bytes; None for XLA's own limit.
+        `memory_limit` is in bytes; None means XLA's own limit.
 
         Raises:
-          CompileError, PolicyError, BlockError, UnsupportedError: no step could be compiled so far; this is the first error.
+          CompileError, PolicyError, BlockError, UnsupportedError: no step has compiled so far; the first error is raised.
         """
         if best is not None and self.is_over:
             self.notes.append(f"The search ended after timeout={self.timeout:g} s; a longer timeout may find a faster plan")
@@ -79,7 +79,7 @@ class Compiler:
                 options: dict[str, Any] = {"memory_limit": memory_limit, "kernels": self.kernels, "children": children}
                 return compile_programs([program], self.target, timeout=left, **options)[program.key]
 
-            # Submitted alone, a failing step does not affect the other; the second is traced while the first is compiled.
+            # Each step is submitted by itself: a failing step does not affect others, and tracing overlaps compilation.
             futures = [self._submitted(pool, sizes_of, *pair) for pair in zip(keys, candidates, strict=True)]
             wait(futures)
         errors = {key: error for key, future in zip(keys, futures, strict=True) if (error := future.exception()) is not None}
@@ -95,7 +95,7 @@ class Compiler:
     def _submitted(
         self, pool: ThreadPoolExecutor, sizes_of: Callable[[ExportedProgram], Sizes], key: str, candidate: StepCandidate
     ) -> Future[Sizes]:
-        """Trace a candidate's step here, and submit it for compilation."""
+        """Trace a candidate's step in this thread, and submit it for compilation."""
         begin = time.monotonic()
         try:
             policies = "off" if candidate.name in ("off", AS_WRITTEN) else policies_of(self.described, candidate)
@@ -108,7 +108,7 @@ class Compiler:
         return pool.submit(sizes_of, program)
 
     def _raise_fatal(self, errors: Sequence[BaseException], best: Tried | None, *, all_failed: bool) -> None:
-        """Raise an error that ends the search: it concerns every step, or no step is compiled, or no time is left."""
+        """Raise the first error that ends the search: it concerns all steps, or no step has compiled, or no time is left."""
         fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
         if all_failed and (not self.count or (time.monotonic() > self.deadline and best is None)):
             fatal += errors
@@ -131,7 +131,7 @@ def _compiled(candidate: StepCandidate, sizes: Sizes) -> Compiled:
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first sentence of an error, shortened: XLA lists every type that a loop carries, in thousands of characters.
+    """The first sentence of an error, shortened: XLA may list all types of a loop's carry, in thousands of characters.
 
     >>> len(first_sentence(ValueError("expected " + "f32[39,1,75600,5120] " * 99)))
     300

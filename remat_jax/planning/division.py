@@ -1,4 +1,4 @@
-"""A block's program on one device of a mesh: the device's share of each array and of the work."""
+"""A block's program on one device of a mesh: the fraction of each array and of the work that the device has."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from remat_jax.planning.program import BlockProgram
 def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
     """A copy of `program` with the bytes and the work of one device.
 
-    Residuals take the compiler's shares. An array between residuals is divided like its results or its operands. Parameters
-    are whole, because they are gathered where they are read. A constant is divided like its results, although the compiler
-    leaves it whole: the compiler writes constants where they are read. An equation is divided like its most divided array. A
-    kernel takes the time of its own arrays.
+    Residuals have the shares that the compiler gives them. Other arrays have the share of their results or operands. Parameters
+    have share 1, because they are gathered where they are read. A constant has the share of its results: the compiler leaves
+    constants unsharded, but writes them where they are read. An equation has the smallest share of its arrays. Each kernel is
+    priced by the shares of its own arrays.
     """
     program = _copied(program)
     flat, backward, parameters = program.flat, program.backward_program, program.parameters
     if not flat.eqns:
-        # No backward pass reaches the program: assume the mean share of the other arrays.
+        # The block has no backward pass: assume the mean share of all residuals.
         return replace(program, forward=program.forward.scaled({}, shares.mean))
     before = flat_cost(flat.eqns, flat.outputs)
     _divide(flat, _known_shares(program, shares), parameters, shares.mean)
     after = flat_cost(flat.eqns, flat.outputs)
-    # The forward pass is approximately the program of its residuals, so the program's ratios apply to it.
+    # The forward pass is approximately the residuals' program, so it is scaled by the ratios of that program.
     forward = after.scaled(_ratios(program.forward, before), _ratio(program.forward.bytes, before.bytes))
     residuals = dict(zip(backward.inputs, flat.outputs, strict=False))
-    # A parameter's gradient is whole on each device before the devices sum theirs.
+    # Each device computes whole gradients of the parameters, before a collective sums them.
     shapes = {array.aval.shape for array in parameters}
     gradients = {array for array in backward.outputs if array.aval.shape in shapes} - residuals.keys()
     known = {array: residual.share for array, residual in residuals.items()} | dict.fromkeys(gradients, 1.0)
@@ -40,7 +40,7 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
 
 
 def _known_shares(program: BlockProgram, shares: Shares) -> dict[Array, float]:
-    """The compiler's shares of the named arrays, without constants; parameters without a share are whole."""
+    """The compiler's shares of named arrays that are not constants; parameters that it does not list have share 1."""
     constants = set[Array]()
     for eqn in program.flat.eqns:
         if all(array.literal or array in constants for array in eqn.inputs):
@@ -54,10 +54,10 @@ def _known_shares(program: BlockProgram, shares: Shares) -> dict[Array, float]:
 
 
 def _backward(program: BlockProgram, forward_ratios: Mapping[str, float]) -> Cost:
-    """The backward pass on one device: bytes of its kernels' arrays; operations scaled by the forward ratios of their dtype.
+    """The cost of the backward pass on one device. Operations of a dtype are scaled by the dtype's ratio in the forward pass.
 
-    The division of a gradient between two residuals is unknown, and each product of the forward pass has two in the backward
-    pass, so the forward ratios are used.
+    How gradients are partitioned between two residuals is unknown. The forward ratios are used instead, because each matmul of
+    the forward pass has two in the backward pass.
     """
     divided_cost = flat_cost(program.backward_program.eqns, program.backward_program.outputs)
     left = _operations(divided_cost)
@@ -67,7 +67,7 @@ def _backward(program: BlockProgram, forward_ratios: Mapping[str, float]) -> Cos
 
 
 def _copied(program: BlockProgram) -> BlockProgram:
-    """A copy of the program with its own arrays, so that their shares can be set."""
+    """A copy of the program with new `Array` objects, so that their shares can be set."""
     copies: dict[Array, Array] = {}
     flat, backward = (one.copied(copies) for one in (program.flat, program.backward_program))
     inputs = {name: copies[array] for name, array in program.inputs.items()}
@@ -76,20 +76,20 @@ def _copied(program: BlockProgram) -> BlockProgram:
 
 
 def gathered_bytes(program: BlockProgram) -> int:
-    """The bytes of the whole parameters that one block reads."""
+    """The bytes of the parameters that one block reads, after they are gathered."""
     return sum(replace(array, share=1.0).bytes for array in program.parameters)
 
 
-# These primitives split an array or join parts: the compiler divides the parts like the whole.
+# These primitives split an array or join parts. The compiler partitions the parts like the whole.
 _PARTS = frozenset({"concatenate", "dynamic_slice", "pad", "slice", "split"})
 
 
 def _divide(flat: Flat, known: Mapping[Array, float], whole: Set[Array], otherwise: float) -> None:
-    """Give every array its share.
+    """Set the share of every array, by the first rule that applies.
 
-    In this order: the known share; the share of a result that has the same size, is a part of it or contains it; the share of
-    its largest operand; the share of any array of its shape, for constants that only the backward pass reads; `otherwise`.
-    A whole small operand implies nothing about a larger result.
+    The rules are: its known share; the share of a result of the same size, or of a result of one of `_PARTS`; the share of an
+    operand of the same size, else of the largest operand; the share of any array of its shape, for constants that only the
+    backward pass reads; `otherwise`. An unsharded operand implies nothing about a larger result.
     """
     share_of = dict(known)
     _from_results(flat.eqns, share_of)
@@ -109,7 +109,7 @@ def _divide(flat: Flat, known: Mapping[Array, float], whole: Set[Array], otherwi
 
 
 def _from_results(eqns: Sequence[FlatEqn], share_of: dict[Array, float]) -> None:
-    """Divide arrays like their results, if these have a share."""
+    """Give each array without a share the share of a result of the same size, or of a result of one of `_PARTS`."""
     for eqn in reversed(eqns):
         in_parts = eqn.primitive in _PARTS
         for array in eqn.inputs:
@@ -119,7 +119,7 @@ def _from_results(eqns: Sequence[FlatEqn], share_of: dict[Array, float]) -> None
 
 
 def _ratios(after: Cost, before: Cost) -> dict[str, float]:
-    """The share of the operations that is left, by dtype."""
+    """The ratio of the operations in `after` to the operations in `before`, by dtype."""
     left = _operations(after)
     return {dtype: _ratio(left[dtype], count) for dtype, count in _operations(before).items()}
 

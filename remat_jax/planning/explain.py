@@ -14,11 +14,11 @@ from remat_jax.report.tables import format_bytes, format_estimate, table
 GIB = 2**30
 _SHORT = 3
 _SMALL = 0.01
-"""Residuals below this share of the largest are summarised in one line."""
+"""Residuals with less than this share of the largest residual's bytes are summarised in one line per action."""
 
 
 def plan_table(plan: PlanData) -> Any:
-    """The layers' actions as a table, a line for each run of equal layers."""
+    """The layers' actions as a table, with one row per run of equal layers."""
     columns = ("block and layers", "saved", "offloaded", "recomputed", "recompute", "copies not hidden", "what")
     rows = [
         (
@@ -37,7 +37,7 @@ def plan_table(plan: PlanData) -> Any:
 
 
 def named_table(plan: PlanData) -> Any:
-    """The memory and time of the named policies beside the plan, as a table."""
+    """The memory and time of the plan and of the named policies, as a table."""
     rows = [_named_row(plan_point(plan, "this plan"), plan, "fits")]
     rows += [_named_row(point, plan, _verdict(plan, point)) for point in sorted(plan.named, key=_by_time)]
     columns = ("policy", "device", "", "host", "step", "", "over keeping everything", "")
@@ -71,7 +71,7 @@ def summary(plan: PlanData) -> str:
 
 
 def explanation(plan: PlanData) -> str:
-    """The reason for each residual's action and the gain from the next GiB, as text of several lines."""
+    """The reason for each residual's action and the gain from the next GiB, as multi-line text."""
     lines = [summary(plan), "Bytes and times are of one layer.", ""]
     if plan.is_off:
         lines.append("Nothing is checkpointed: the whole step fits as it is.")
@@ -87,12 +87,12 @@ def explanation(plan: PlanData) -> str:
 
 
 def time_text(plan: PlanData, seconds: float | None) -> str:
-    """A time estimated by the plan; a range if a rate behind it is assumed."""
+    """An estimated time as text; a range if the estimate uses an assumed rate."""
     return format_estimate(seconds, bool(plan.assumed_rates))
 
 
 def _over_everything(plan: PlanData) -> str:
-    """The difference from a step that keeps everything, which may be slower: keeping residuals costs writes and reads."""
+    """The time difference from a step that keeps everything. It may be negative, because keeping residuals takes time."""
     extra = plan.seconds - plan.base_seconds
     share = f" ({100 * abs(extra) / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
     return f"{time_text(plan, abs(extra))} {'over' if extra >= 0 else 'less than'} keeping everything{share}"
@@ -112,13 +112,13 @@ def next_gib(plan: PlanData) -> str:
 
 
 def ranked(rows: Sequence[LayerRow]) -> list[LayerRow]:
-    """Rows in reading order: saved, offloaded, recomputed; the largest first."""
+    """Rows in reading order: saved, offloaded, recomputed; the largest first within each action."""
     order = ("save", "offload", "recompute")
     return sorted(rows, key=lambda row: (order.index(row.action), -row.bytes, row.residual))
 
 
 def _lines(part: Part, plan: PlanData) -> list[str]:
-    """A line for each large residual, and one line for all small residuals of the same action."""
+    """One line per large residual, and one line per action for all small residuals."""
     least = _SMALL * max((row.bytes for row in part.rows), default=0)
     lines, small = [], dict[str, list[LayerRow]]()
     for row in ranked(part.rows):
@@ -132,7 +132,7 @@ def _lines(part: Part, plan: PlanData) -> list[str]:
 
 
 def _what(part: Part) -> str:
-    """The named policy of a run of layers, or the names of the largest residuals that it keeps."""
+    """The named policy of a run of layers, or the largest residuals that it saves and offloads."""
     if part.policy in NAMED:
         return part.policy
     texts = []
@@ -170,7 +170,7 @@ def _verdict(plan: PlanData, point: Point) -> str:
 
 
 def _by_time(point: Point) -> tuple[float, float]:
-    """Sorts the fastest first, then the smallest; unknown values last."""
+    """A sort key: the fastest first, on ties the smallest; unknown values last."""
     seconds, size = point.seconds, point.device_bytes
     return math.inf if seconds is None else seconds, math.inf if size is None else size
 
@@ -184,5 +184,5 @@ def _named_row(point: Point, plan: PlanData, verdict: str) -> tuple[Any, ...]:
 
 
 def signed(plan: PlanData, extra: float | None) -> str:
-    """A difference of two times, with its sign before the text: a range would hide it."""
+    """A time difference as text, with its sign in front, because a range of times shows no sign."""
     return time_text(plan, extra) if extra is None or extra >= 0 else f"-{time_text(plan, -extra)}"

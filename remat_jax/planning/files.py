@@ -1,4 +1,4 @@
-"""Plans as JSON with a version. Every value read is checked; nothing that a file names is imported or run."""
+"""Plans as versioned JSON. Every value read is checked; nothing that a file names is imported or executed."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from remat_jax.workload import Workload
 
 VERSION = 3
 READ = (1, 2, 3)
-"""The versions that can be read. From 2 on, adjacent runs of one policy are separate scans. From 3 on, a file has the mesh and
-the number of the loss's own checkpoints, and blocks may be functions and checkpoints."""
+"""The versions that can be read. Since version 2, adjacent runs of one policy are separate scans. Since version 3, a file has
+the mesh and the number of the loss's own checkpoints, and blocks may be functions or checkpoints."""
 MOST_BYTES = 64 * 2**20
-"""A larger file is not a plan."""
+"""The maximum size of a plan file."""
 MOST_RUNS = 10_000
-"""The most runs of one block: no model has more layers, and reading takes quadratic time."""
+"""The maximum number of runs of one block: no model has more layers, and reading takes quadratic time."""
 MOST_FACTOR = 100
-"""The largest memory limit, in per cent."""
+"""The largest value of XLA's memory-limit option, in per cent."""
 _MOST = 2**127
-"""The largest count: the FLOPs of a large cluster's step exceed 2⁶³."""
+"""Every count is below this. 2⁶³ is too small: the FLOPs of a large cluster's step exceed it."""
 _ACTIONS = ("save", "offload", "recompute")
 _DERIVED = ("version", "texts", "best_named")
-"""Keys of a file that are not read."""
+"""Keys of a file that are not fields of `PlanData`."""
 
 
 def to_dict(plan: PlanData) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _written(policy: Any) -> dict[str, Any]:
     """A policy as runs of equal layers, and the groups of layers if there are any."""
     if isinstance(policy, Policy):
         return {"runs": [[None, policy.to_dict()]]}
-    # `groups` is written only if there are groups: an older reader refuses the file.
+    # Older readers refuse a file with `groups`, so the key is written only if there are groups.
     groups = {"groups": [list(group) for group in policy.groups]} if policy.groups else {}
     return {"runs": [[len(layers), of_run.to_dict()] for layers, of_run in policy.ranges], **groups}
 
@@ -65,7 +65,7 @@ def to_json(plan: PlanData) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a file atomically: a concurrent reader finds the old or the new file, and concurrent writers are safe."""
+    """Write a file atomically: concurrent readers see the old or the new file, and concurrent writers are safe."""
     try:
         return write_whole(path, text)
     except (OSError, TypeError, ValueError) as error:
@@ -73,7 +73,7 @@ def write(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, Any]:
-    """The arguments of a `Plan` from a file that `to_json` wrote."""
+    """The arguments of a `Plan`, from a file with the text that `to_json` returned."""
     file = f"the plan file {str(path)!r}"
     if workload is not None and not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload, or nothing")
@@ -117,11 +117,11 @@ def _arguments(data: Any, workload: Workload | None, file: str) -> dict[str, Any
 
 
 class _Malformed(Exception):
-    """A value of the file is wrong; the message names it."""
+    """Raised for a wrong value in the file; the message names the value."""
 
 
 _Check = Callable[[Any, str], Any]
-"""Returns a value of the file as the plan has it; its second argument is the value's name in messages."""
+"""Converts a value of the file to the plan's value, or raises `_Malformed`; the second argument is the value's name."""
 
 
 def _text(value: Any, name: str) -> str:
@@ -141,7 +141,7 @@ _positive = functools.partial(_count, least=1)
 
 
 def _seconds(value: Any, name: str) -> float:
-    # math.isfinite fails on an integer larger than any float. The comparisons also refuse NaN.
+    # math.isfinite raises for an integer larger than any float. These comparisons do not, and they are false for NaN.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise _Malformed(f"{name}={str(value)[:40]} is not a number of at least 0")
     return float(value)
@@ -160,7 +160,7 @@ def _action(value: Any, name: str) -> str:
 
 
 def _compiler_options(value: Any, name: str) -> dict[str, int]:
-    """The memory limit and no other option, because the options go to the compiler."""
+    """Accept only the memory limit and no other option, because the options are passed to the compiler."""
     if not isinstance(value, dict) or set(value) - {OPTION}:
         raise _Malformed(f"{name}={ascii(value)[:80]} is none of {{}} and {{{OPTION!r}: a factor}}")
     if not all(type(factor) is int and 1 <= factor <= MOST_FACTOR for factor in value.values()):
@@ -199,7 +199,7 @@ def _pair(first: _Check, second: _Check, where: str = "") -> _Check:
 def _object(
     make: Callable[..., Any], checks: Mapping[str, _Check], where: str, newer: Mapping[str, Any] | None = None
 ) -> _Check:
-    """A check for objects with these keys; `newer` has the values of keys that older files lack."""
+    """A check for objects with these keys; `newer` has the defaults of keys that older files lack."""
     return lambda value, name: make(**_fields(value, checks, newer or {}, where))
 
 
@@ -242,7 +242,7 @@ def _run_policy(value: Any, name: str) -> Policy:
 
 
 def _policy(block: tuple[str, str, str], runs: tuple[Any, ...], groups: tuple[Any, ...]) -> tuple[Any, Policy | LayerPolicies]:
-    """A block's key, and its policy or a policy for each layer, from runs of equal layers."""
+    """A block's key, and its `Policy` or `LayerPolicies`, from runs of equal layers."""
     if len(runs) == 1 and runs[0][0] is None:
         return block, runs[0][1]
     ends = list(itertools.accumulate(count or 0 for count, _ in runs))
@@ -262,7 +262,7 @@ _PART: dict[str, _Check] = {
     "rows": _each(_object(LayerRow, _ROW, "a residual")),
     **dict.fromkeys(("forward_seconds", "backward_seconds", "recompute_seconds", "copy_seconds"), _seconds),
 }
-# Older plans have no `every`; the layers were adjacent.
+# Older plans have no `every`: their layers are adjacent.
 _parts = _each(_object(Part, _PART, "a part", {"every": 1}))
 _POINT: dict[str, _Check] = {
     "name": _text,
@@ -299,4 +299,4 @@ _PLAN: dict[str, _Check] = {
     "compiler_options": _compiler_options,
 }
 _NEWER: dict[str, Any] = {"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30}
-"""The values of fields that older files lack: no memory limit, traced times, no bound."""
+"""The defaults of fields that older files lack: no memory limit, no lower bound, times of the traced estimate."""

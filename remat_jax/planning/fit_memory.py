@@ -1,8 +1,8 @@
-"""The memory that compiled steps predict for other candidates: a stack's fixed bytes and shares are fitted to them.
+"""Predicts the device memory of candidates: a stack's fixed bytes and shares are fitted to the compiled steps.
 
-A stack predicts peak = F + (bytes kept up to a block) + W + ρ · (recomputed) + φ · (offloaded). The kept bytes are exact.
-F, ρ and φ are refitted after every compilation, with the first guess of ρ and φ as a weak prior. The fit is then shifted to
-be exact at the compiled step nearest to the budget.
+The predicted peak is the maximum over the blocks of F + (bytes saved so far) + W + ρ · (recomputed) + φ · (offloaded). The
+saved bytes are exact; W is the working set. The fixed bytes F and the shares ρ and φ are refitted after every compilation, with
+the first guess of ρ and φ as a weak prior. The fit is then shifted to be exact at the compiled step nearest to the budget.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _PRIOR = 0.1
 """The weight of the first guess of the shares, relative to one compiled step."""
 _MOST_RECOMPUTED, _MOST_FETCHED = 2.0, 4.0
 _STARTS = ((0.5, 2.0), (1.0, 4.0))
-"""Starting shares of the fit, beside the first guess."""
+"""Starting points of the fit for (ρ, φ), in addition to the first guess."""
 _ROUNDS = 8
 
 _FITTED = 2
-"""The number of compiled steps from which predictions are more than a guess."""
+"""The number of compiled steps after which a prediction counts as fitted rather than guessed."""
 _OVER = 0.01
-"""The least excess of a prediction over the budget, as a share of the budget, that proves a candidate too large."""
+"""A candidate is surely too large only if its prediction exceeds the budget by more than this share of the budget."""
 _OFF_SHARE = 0.5
-"""The least share of the kept bytes that `off` may need, since XLA rematerialises by itself: 0.55 was observed."""
+"""The least share of its saved bytes that `off` may need, because XLA rematerialises by itself: 0.55 was observed."""
 
 
 class Fit:
     """The compiled steps of one search, and the stack fitted to them. `guess` is the stack before any compilation.
 
-    All amounts are in bytes; `arguments` are those of the step, on the device under every policy.
+    All amounts are in bytes. `arguments` is the size of the step's arguments, which are on the device under every policy.
     """
 
     def __init__(self, guess: Stack, budget: float, host_budget: float = math.inf, arguments: float = 0.0) -> None:
@@ -48,15 +48,15 @@ class Fit:
         self._fitted: dict[tuple[int, float, bool], Stack] = {}
 
     def learn(self, candidates: Sequence[StepCandidate], compiled: Sequence[Compiled]) -> None:
-        """Add compiled candidates."""
+        """Add compiled candidates, with the memory that was predicted for them."""
         expected = [self.expected(candidate) for candidate in candidates]
         self.tried += map(Tried, candidates, compiled, expected)
 
     @property
     def best(self) -> Tried | None:
-        """The fastest compiled step that fits; on ties a step without offload, then the step with less memory."""
+        """The fastest compiled step that fits; on ties `off`, then a step without offload, then the step with less memory."""
 
-        # At equal estimates, the step without any checkpoint is surely no slower.
+        # At equal estimates, the step without any checkpoint is certainly no slower.
         def rank(tried: Tried) -> tuple[float, bool, bool, int]:
             candidate = tried.candidate
             return candidate.seconds, candidate.name != "off", candidate.host_bytes > 0, tried.compiled.device_bytes
@@ -65,13 +65,13 @@ class Fit:
 
     @property
     def smallest(self) -> Tried:
-        """The sound step with the least device memory, within the host budget if any is."""
+        """The sound compiled step with the least device memory; steps within the host budget are preferred."""
         sound = [step for step in self.tried if step.compiled.sound]
         within = [step for step in sound if step.compiled.host_bytes <= self.host_budget]
         return min(within or sound or self.tried, key=lambda step: step.compiled.device_bytes)
 
     def fits(self, tried: Tried) -> bool:
-        """Whether a compiled step may be run and is within both budgets."""
+        """Whether a compiled step is sound and within both budgets."""
         compiled = tried.compiled
         return compiled.sound and compiled.device_bytes <= self.budget and compiled.host_bytes <= self.host_budget
 
@@ -81,7 +81,7 @@ class Fit:
 
     @property
     def host_left(self) -> float:
-        """The host budget left for activations, less the state of an offloaded optimizer."""
+        """The host budget for residuals: other bytes in host memory, such as an offloaded optimizer state, are subtracted."""
         others = [step.compiled.host_bytes - step.candidate.host_bytes for step in self._compiled]
         return max(0.0, self.host_budget - max(0, min(others, default=0)))
 
@@ -91,11 +91,11 @@ class Fit:
 
     @property
     def stack(self) -> Stack:
-        """The stack fitted to all compiled steps except `off`, which is a different program."""
+        """The stack fitted to the compiled steps except `off` and groups of layers, which are different programs."""
         return self.around(self.budget)
 
     def around(self, size: float, *, uncut: bool = False) -> Stack:
-        """The stack, exact at the compiled step nearest to `size`. If `uncut`, fit only to steps with one policy per kind."""
+        """`stack`, but exact at the compiled step nearest to `size`. If `uncut`, fit only to steps with one policy per kind."""
         key = len(self.tried), size, uncut
         if key not in self._fitted:
             steps = [
@@ -107,12 +107,12 @@ class Fit:
         return self._fitted[key]
 
     def is_cut(self, candidate: StepCandidate) -> bool:
-        """Whether layers of one kind follow different policies, or a scan is cut between them."""
+        """Whether layers of one kind have different policies, or a scan is cut between them."""
         loads = iter(candidate.loads)
         return bool(candidate.cuts) or any(len(set(islice(loads, block.repeats))) > 1 for block in self.guess.blocks)
 
     def expected(self, candidate: StepCandidate) -> int:
-        """The device bytes of a candidate, compiled if known, else predicted."""
+        """The device bytes of a candidate: compiled if known, otherwise predicted."""
         if (tried := self.known(candidate)) is not None:
             return tried.compiled.device_bytes
         if candidate.expected_bytes is not None:
@@ -120,13 +120,13 @@ class Fit:
         return round(predicted(self.stack, candidate.loads))
 
     def shown(self, candidate: StepCandidate) -> int:
-        """The device bytes, compiled if known, else predicted from the compiled step of the nearest size."""
+        """The device bytes: compiled if known, otherwise predicted by the stack that is exact at the nearest size."""
         if (tried := self.known(candidate)) is not None:
             return tried.compiled.device_bytes
         return round(predicted(self.around(predicted(self.stack, candidate.loads)), candidate.loads))
 
     def least_expected(self, candidate: StepCandidate) -> float:
-        """The expected bytes, less the residuals that XLA may rematerialise by itself under `off`."""
+        """The expected bytes; for an uncompiled `off`, without the residuals that XLA may rematerialise by itself."""
         expected = float(self.expected(candidate))
         if candidate.name == "off" and self.known(candidate) is None:
             expected -= (1 - _OFF_SHARE) * sum(load.saved for load in candidate.loads)
@@ -134,16 +134,16 @@ class Fit:
 
     @property
     def missed(self) -> float:
-        """The error in bytes of the last prediction from compiled steps; infinite if there was none."""
+        """The error in bytes of the last fitted prediction for a plan of the solver; infinite if there was none."""
         plans = [step for step in self.tried[_FITTED:] if not step.candidate.name and step.compiled.device_bytes < FAILED]
         return abs(plans[-1].predicted_bytes - plans[-1].compiled.device_bytes) if plans else math.inf
 
     def is_surely_over(self, candidate: StepCandidate, stack: Stack) -> bool:
-        """Whether `stack` predicts a candidate over the budget by more than twice the prediction error."""
+        """Whether the prediction of `stack` exceeds the budget by more than `_OVER` and by twice the error of predictions."""
         return round(predicted(stack, candidate.loads)) - self.budget > max(2 * self.missed, _OVER * self.budget)
 
     def may_fit(self, candidate: StepCandidate) -> bool:
-        """Whether the arguments and the kept bytes are within the budget; half of `off`'s, since XLA rematerialises much."""
+        """Whether arguments and saved bytes alone are within the budget; for `off`, half the saved bytes (`_OFF_SHARE`)."""
         share = _OFF_SHARE if candidate.name == "off" else 1
         return self.arguments + sum(load.saved for load in candidate.loads) * share <= self.budget
 
@@ -181,7 +181,7 @@ def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> S
         errors = [fixed + _needs(table, shares).max() for table in tables] - sizes
         return sum(error * error for error in (*errors, *(weights * np.subtract(shares, guess))))
 
-    # The position of the peak depends on the shares: a share that is too small hides the blocks that would correct it.
+    # Try several starts: the shares decide which block has the peak, and too small a share hides the blocks that correct it.
     fixed, recomputed, fetched = min((_settled(tables, sizes, guess, start) for start in (guess, *_STARTS)), key=misfit)
     blocks = tuple(replace(block, recomputed_share=recomputed, fetched_share=fetched) for block in stack.blocks)
     fit = replace(stack, blocks=blocks, fixed_bytes=fixed)
@@ -190,7 +190,7 @@ def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> S
 
 
 def _table(stack: Stack, loads: Loads) -> Array:
-    """For each block: the bytes kept up to it with its working set, its recomputed bytes, and its offloaded bytes."""
+    """Shape (blocks, 3): bytes saved so far plus the working set, recomputed bytes, offloaded bytes."""
     blocks = singles(stack)
     kept = np.cumsum([block.input_bytes + load.saved for block, load in zip(blocks, loads, strict=True)])
     working = [block.working_bytes for block in blocks]
@@ -204,8 +204,8 @@ def _needs(table: Array, shares: Sequence[float]) -> Array:
 def _settled(
     tables: Sequence[Array], sizes: Array, guess: Sequence[float], start: Sequence[float]
 ) -> tuple[float, float, float]:
-    """The fixed bytes and the shares: fitted to the peaks' positions, which are then found again, in turns."""
-    # Imported here: it took a quarter of the import time of remat_jax.
+    """The fixed bytes and the two shares: alternates between locating the peak blocks and least squares for these blocks."""
+    # Imported here: SciPy takes a quarter of remat_jax's import time.
     from scipy.optimize import lsq_linear
 
     fixed, shares = 0.0, list(start)
@@ -226,7 +226,7 @@ def _settled(
 
 
 def _shifted(stack: Stack, by: float) -> Stack:
-    """The stack with `by` bytes more or fewer: taken from the fixed bytes first, then from the working sets."""
+    """The stack with its prediction changed by `by` bytes: first in the fixed bytes, then in the working sets."""
     fixed = stack.fixed_bytes + by
     if fixed >= 0:
         return replace(stack, fixed_bytes=fixed)

@@ -1,4 +1,4 @@
-"""Checkpoints in the loops of a block: separates the residuals that they recompute for themselves from those of the block."""
+"""Checkpoints inside a block's loops: separates residuals that these checkpoints recompute from the others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from remat_jax.cost.cost import is_pass
 from remat_jax.cost.flat import Array, Flat, FlatEqn, flatten
 
 _DROPS = (None, jax.checkpoint_policies.nothing_saveable)
-"""The policies of checkpoints that keep only their inputs."""
+"""The policies of checkpoints that save only their inputs."""
 
 
 def inner_names(jaxpr: Any) -> frozenset[str]:
-    """The names inside the checkpoints of the closed `jaxpr` that keep only their inputs, without their results' names."""
+    """The names inside checkpoints of the closed `jaxpr` that save only their inputs, without names of the results."""
     regions = filter(compat.is_checkpoint, equations(jaxpr))
     dropping = (eqn for eqn in regions if compat.checkpoint_parts(eqn)[1].get("policy") in _DROPS)
     inside = [body for eqn in dropping for body in bodies(eqn)]
@@ -27,14 +27,14 @@ def inner_names(jaxpr: Any) -> frozenset[str]:
 
 
 def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
-    """`flat` with loops split in two, and the residuals of the checkpoints inside these loops.
+    """`flat` with some loops split in two, and the residuals of checkpoints inside loops.
 
-    A loop is split if it computes both residuals of an inner checkpoint and other arrays. An inner residual has a name of
-    `inside`, and only the backward pass reads it.
+    The residual of an inner checkpoint has a name in `inside`, and only the backward pass reads it. A loop that computes such
+    residuals and other arrays is split into one loop for the residuals and one for the other arrays.
 
-    The backward pass of an inner checkpoint starts from the checkpoint's inputs, whatever else is kept. Chunked attention is
-    an example: if its result is kept, only the scores are recomputed; if nothing is kept, the result is recomputed, and the
-    scores are computed once more.
+    The backward pass of an inner checkpoint starts from the checkpoint's inputs under every policy. Chunked attention is an
+    example: if its result is saved, only the scores are recomputed; if nothing is saved, the result is recomputed, and then
+    the scores again.
     """
     read = {array for eqn in flat.eqns for array in eqn.inputs}
     made = {array for eqn in flat.eqns if eqn.primitive == "scan" for array in eqn.outputs} - read
@@ -42,7 +42,7 @@ def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
     eqns: list[FlatEqn] = []
     for eqn in flat.eqns:
         parts = _parts(eqn, own)
-        # The other computations of such a loop would be in both parts.
+        # Splitting would repeat the loop's other computations in both parts.
         if len(parts) > 1 and _has_other_work(parts[1].eqn, inside):
             parts = [eqn]
         if len(parts) == 1 and not own.issuperset(eqn.outputs):
@@ -52,7 +52,7 @@ def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
 
 
 def _has_other_work(loop: Any, inside: frozenset[str]) -> bool:
-    """Whether the body of a loop computes arrays without a name of `inside`."""
+    """Whether the body of a loop computes an array without a name in `inside`, other than by a fusible pass."""
     for eqn in flatten(compat.closed(loop.params["jaxpr"])).eqns:
         if eqn.primitive == "scan":
             if _has_other_work(eqn.eqn, inside):
@@ -63,7 +63,7 @@ def _has_other_work(loop: Any, inside: frozenset[str]) -> bool:
 
 
 def _parts(eqn: FlatEqn, own: frozenset[Array]) -> list[FlatEqn]:
-    """The part of an equation that computes no array of `own`, and the other part; the equation if it cannot be split."""
+    """Two equations, for the outputs outside `own` and in `own`; only the equation itself if it cannot be split."""
     places = [[place for place, array in enumerate(eqn.outputs) if (array in own) == wanted] for wanted in (False, True)]
     parts = [_part(eqn, of_part) for of_part in places] if all(places) else [None]
     return [part for part in parts if part is not None] if None not in parts else [eqn]

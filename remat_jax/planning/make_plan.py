@@ -1,4 +1,4 @@
-"""`plan`: price the blocks → solve → compile → refit, until a plan fits; then take the fastest compiled step that fits."""
+"""`plan`: a loop of solving, compiling and refitting the memory model; then the fastest compiled step that fits."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
 _NEAR = 1.1
-"""The largest memory, relative to the budget, of a step that is compiled again with the budget as XLA's memory limit."""
+"""A step up to this multiple of the budget may be compiled again with the budget as XLA's memory limit."""
 _FASTER = 0.999
-"""The largest compiled time of such a step, relative to the best step without a limit."""
+"""A step with a memory limit must be faster than this multiple of the best step's compiled time."""
 _TRACED_ERROR = 0.1
-"""The relative error of the traced estimate, against compiled times, of a policy far from the compiled ones."""
+"""The relative error of the traced time estimate for a policy unlike the compiled policies."""
 
-# Notes about the search, and advice. Notes that begin otherwise affect the plan's step and are warnings too.
+# Notes with these beginnings describe the search or give advice. All other notes affect the plan's step and are warnings too.
 _OF_THE_SEARCH = ("Not shown", "Left out", "The policy replaces", "Beyond the blocks", "As compiled")
 
 
@@ -57,26 +57,26 @@ def plan(
     timeout: float = DEFAULT_TIMEOUT,
     progress: Progress | None = None,
 ) -> Plan:
-    """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
+    """The fastest policy found for `workload` whose training step, compiled for `target`, fits a memory budget.
 
-    The residuals of each block, their bytes, and the time to recompute them are the planning problem. Its solution, a mix of a
-    few policies, is compiled beside the fastest named policy that is predicted to fit. The compiled memory corrects the
-    problem, which is solved again. By the estimate, no named policy that fits is faster than the plan: those that might be are
-    compiled, or a note names them. `docs/how/planner.md` has the exact guarantees. On a mesh every figure except
-    `recompute_flops` is of one device.
+    The planning problem is each block's residuals, their bytes, and the time to recompute them. The solver's mix of a few
+    policies is compiled, and so is the fastest named policy predicted to fit. The compiled memory corrects the problem, which
+    is solved again. By the time estimate, no named policy that fits is faster than the plan: each policy that might be faster
+    is compiled, or a note names it. `docs/how/planner.md` states the exact guarantees. On a mesh, every figure except
+    `recompute_flops` is per device.
 
     Args:
-      workload: a workload with a loss. A finished step does not do, because it takes its gradient inside.
-      budget: memory of one device: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
+      workload: a workload with a loss, not one made by `Workload.from_step`.
+      budget: memory per device: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
       target: the name of a target (`"h200"`), or a `Target`.
-      host_budget: host memory for one device, including the state of an offloaded optimizer: bytes or a text; None for no
-        limit, 0 for no offload.
+      host_budget: host memory per device in bytes or as a text, including an offloaded optimizer state. None means no limit;
+        0 forbids offload.
       timeout: seconds for the whole call. At the timeout, the fastest compiled step that fits is returned, with a note.
-      progress: called with the current activity, the number of compiled steps, and the most that may be compiled.
+      progress: called with the current activity, the number of compiled steps, and the maximum number of compiled steps.
 
     Raises:
-      InfeasibleBudget: nothing fits. The message states the smallest memory reached and what occupies it.
-      PlanningError: a budget or a rate is wrong.
+      InfeasibleBudget: no step fits. The message states the least memory reached and what occupies it.
+      PlanningError: a budget or a rate is invalid.
       TargetError, CompileError, UnsupportedError: as in `measure`.
       BlockError: the loss does not call the blocks.
 
@@ -107,9 +107,9 @@ def plan(
 def leanest(
     workload: Workload, budget: int, target: Target, host_budget: int | None, *, timeout: float = DEFAULT_TIMEOUT
 ) -> tuple[int | None, InfeasibleBudget | None]:
-    """The least device bytes reached with one or two compilations, and the error if they exceed the budget.
+    """The least device bytes that one or two compilations reach, and the error if nothing fits.
 
-    None instead of bytes if the step's arguments alone are too large.
+    The bytes are None if the step's arguments alone exceed the budget.
     """
     _check(workload, timeout, target)
     try:
@@ -121,7 +121,7 @@ def leanest(
 
 
 def _silent(what: str, done: int, of: int) -> None:
-    """The `progress` that reports nothing."""
+    """A `progress` function that does nothing."""
 
 
 def _check(workload: Any, timeout: Any, target: Target) -> None:
@@ -134,7 +134,7 @@ def _check(workload: Any, timeout: Any, target: Target) -> None:
 
 @dataclass
 class _Planner:
-    """The making of one plan."""
+    """Makes one plan."""
 
     workload: Workload
     budget: int
@@ -164,7 +164,7 @@ class _Planner:
     # --- the problem ----------------------------------------------------------------------------------------------------
 
     def _described(self) -> tuple[Described, str]:
-        """The problem, without any offload that cannot run, and why it cannot run."""
+        """The planning problem without offloads that cannot run, and the reason; the reason is empty if all can run."""
         described = describe(self.workload, self.target, timeout=max(1.0, self.deadline - time.monotonic()))
         stack = described.stack
         if self.target.kind == "cpu":
@@ -193,11 +193,11 @@ class _Planner:
         return replace(described, stack=replace(stack, blocks=blocks, link=link)), no_offload
 
     def _named(self, no_offload: str) -> tuple[list[StepCandidate], list[Point]]:
-        """The named policies as candidates, and the inapplicable ones as points with a remark."""
+        """The applicable named policies as candidates, and the inapplicable named policies as points with a remark."""
         candidates, remarks = [], dict[str, str]()
         for name, policy in NAMED.items():
             if is_off(policy) and self.workload.replaced_checkpoints:
-                continue  # the model as its author wrote it: `as_written` adds it
+                continue  # here `off` is the model as written: `_add_as_written` adds it
             if policy.offloads and no_offload:
                 remarks[name] = no_offload
                 continue
@@ -217,7 +217,7 @@ class _Planner:
         return infeasible(self.workload, self.fit.smallest, self.budget, self.host_budget, self.target)
 
     def _chosen(self) -> tuple[Tried, Tried]:
-        """The search's best step by the traced estimate, and the plan by the compiled times."""
+        """The best step by the search's traced estimate, and the plan's step, chosen by compiled times."""
         searched = self.search.run(self.compiler.compile)
         if searched is not None:
             for further in (self._faster_groups, self.proposals.unknown, self._without_copies):
@@ -225,7 +225,7 @@ class _Planner:
             searched = self._with(self._near_named(searched), searched) or searched
         limited = self._with_limit(searched)
         first = searched or min(limited, key=lambda step: step.compiled.seconds or math.inf, default=None)
-        # If the inputs of single layers are too large, the step under `full` predicts groups of layers.
+        # If nothing fits, try groups of layers, which save fewer layer inputs. The step under `full` predicts their memory.
         first = first or self._with(self._grouped(compiled=True), None)
         if first is None:
             raise self._infeasible()
@@ -240,19 +240,19 @@ class _Planner:
         return first, best
 
     def _with(self, candidates: Sequence[StepCandidate], best: Tried | None) -> Tried | None:
-        """The best step after compiling `candidates`, if time is left."""
+        """Compile `candidates` if time is left; returns the best step so far."""
         if candidates and not self.compiler.is_over:
             self.fit.learn(candidates, self.compiler.compile(candidates, best))
         return self.fit.best
 
     def _faster_groups(self, best: Tried) -> list[StepCandidate]:
-        """If the best step offloads: groupings of the layers that are faster and expected to fit, as with a slow link."""
+        """If the best step offloads, the groups of layers that are expected to fit and to be faster (over a slow link)."""
         least = best.candidate.seconds - self.proposals.worth
         groups = self._grouped(compiled=False) if best.candidate.host_bytes else []
         return [step for step in groups if step.seconds < least and self.fit.expected(step) <= self.budget]
 
     def _without_copies(self, best: Tried) -> list[StepCandidate]:
-        """If any step that fits offloads: the fastest plan that offloads nothing. Copies may wait for more than estimated."""
+        """If a step that fits offloads, the fastest plan without offload: copies may take longer than estimated."""
         offloads = any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried))
         plan = self.proposals.without_copies(self.fit.stack, self.budget) if offloads else None
         return [plan] if plan is not None and self.fit.known(plan) is None else []
@@ -268,16 +268,17 @@ class _Planner:
         return self.proposals.near_named(best, slack, always=("full",) if self.target.devices > 1 else ())
 
     def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
-        """Groupings of the layers, predicted from the step under `full`; empty if `compiled` and that step was not compiled."""
+        """Groups of layers, predicted from the step under `full`; empty if `compiled` and that step was not compiled."""
         full = self.proposals.named_policy("full")
         if full is None or (compiled and self.fit.known(full) is None):
             return []
         return grouped_candidates(self.workload, self.described, full, self.fit.expected(full), self.budget)
 
     def _with_limit(self, best: Tried | None) -> list[Tried]:
-        """Steps that are faster than the best when compiled with the budget as XLA's memory limit: it rematerialises by itself.
+        """Steps that fit and beat the best step if XLA rematerialises by itself, with the budget as its memory limit.
 
-        Steps a little over the budget are compiled so, and `off`. XLA hardly rematerialises in a scan: only if nothing fits.
+        Candidates are `off` and the fastest step slightly over the budget. XLA hardly rematerialises inside a scan, so scanned
+        layers are compiled with a limit only if nothing else fits.
         """
         unrolled = not any(kind.scanned for kind in self.described.kinds)
         if (best is not None and not unrolled) or self.target.kind == "cpu":
@@ -333,7 +334,7 @@ class _Planner:
         return time.monotonic() > self.deadline
 
     def _note(self, searched: Tried, best: Tried) -> None:
-        """Note what was not shown about the search's step by the traced estimate, and remarks on the plan's memory."""
+        """Add notes: what compiling did not show about the search's best step, and remarks on the plan's memory."""
         why = "; no compilations were left" if len(self.fit.tried) >= MOST_COMPILED else ""
         sizes = best.compiled.sizes
         if self._is_late():
@@ -352,14 +353,14 @@ class _Planner:
             self.notes.append(beyond)
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
-        """The recomputed FLOPs of all blocks; if layers are in groups, of the traced step, or at least those of `full`."""
+        """The recomputed FLOPs of all blocks. For groups of layers, count the traced step; if that fails, take `full`'s."""
         if not any(isinstance(policy, LayerPolicies) and policy.groups for policy in policies.values()):
             return recompute_flops(self.described, dict(policies))
         counted = None if self._is_late() else counted_flops(self.workload, dict(policies))
         return recompute_flops(self.described, "full") if counted is None else counted
 
     def _add_as_written(self, best: Tried, times: Times) -> None:
-        """Add the author's own checkpoints to the named policies, and a note that the plan replaces them."""
+        """If the plan replaces checkpoints of the model, add a note, and list the model as written with the named policies."""
         if not self.workload.replaced_checkpoints:
             return
         self.notes.append(replaced_text(self.workload.replaced_checkpoints))

@@ -1,4 +1,4 @@
-"""The model that a plan was made for; the plan refuses any other model."""
+"""The model that a plan was made for, as text, and checks that a workload or a call has the same model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Model:
 
     Attributes:
       blocks: the `block_key` of each block.
-      mesh: the axes with more than one device, and their sizes; None if an older file has no mesh.
+      mesh: the axes with more than one device, and their sizes; None if unknown, as in older files.
       checkpoints: the number of `jax.checkpoint` regions in the loss, a scanned region counted once; None if unknown.
     """
 
@@ -54,10 +54,10 @@ class Model:
         return cls(_leaves(workload.params), _leaves(workload.batch), keys, mesh, regions)
 
     def check_workload(self, workload: Workload, plan_name: str) -> None:
-        """Refuse a workload of another model, or with another batch.
+        """Raise if a workload has another model, batch or mesh.
 
         Raises:
-          PlanningError: the message names the plan, and the first difference.
+          PlanningError: the message names the plan and the first difference.
         """
         other = Model.of(workload)
         for name in ("parameters", "batch"):
@@ -74,7 +74,7 @@ class Model:
         self._check_regions(other.checkpoints, plan_name)
 
     def check_arguments(self, arguments: Any, plan_name: str) -> tuple[Leaf, ...]:
-        """Refuse arguments of a loss without the model's parameters; the types of the arrays among them.
+        """Raise if the arguments of a loss lack a parameter of the model; returns the types of all arrays among them.
 
         Raises:
           PlanningError: the message names a missing parameter.
@@ -91,7 +91,7 @@ class Model:
         return types
 
     def check_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan_name: str) -> None:
-        """Refuse a call of `fn` with another model, batch or mesh than planned. Other arguments are ignored.
+        """Raise if a call of `fn` has another model, batch or mesh than planned. Additional arguments are ignored.
 
         Raises:
           PlanningError: the message names the difference.
@@ -109,7 +109,7 @@ class Model:
             raise PlanningError(f"{plan_name} was planned for the mesh {planned}, called under {called}. {_REMEDY}")
 
     def check_checkpoints(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan_name: str) -> None:
-        """Refuse a function with another number of its own checkpoints; traces the function once.
+        """Raise if a function has another number of its own checkpoints than planned; traces the function once.
 
         Raises:
           PlanningError: the message has both numbers.
@@ -136,7 +136,7 @@ _REMEDY = (
 
 
 def _regions(function: Callable[..., Any], arguments: Sequence[Any]) -> int | None:
-    """The number of checkpoint regions in a function; None if the function takes its gradient itself."""
+    """The number of checkpoint regions in a function; None if the function computes gradients inside."""
     try:
         return count_regions(jax.make_jaxpr(function)(*arguments))
     except UnsupportedError:
@@ -144,13 +144,13 @@ def _regions(function: Callable[..., Any], arguments: Sequence[Any]) -> int | No
 
 
 def _axes_of_arrays(tree: Any) -> tuple[tuple[str, int], ...]:
-    """The axes of the mesh that arrays are on, for a step whose mesh is not set (`jax.set_mesh`); () for a single device."""
+    """The axes of the arrays' mesh, for a call without `jax.set_mesh`; () on a single device."""
     shardings = (getattr(compat.type_of(leaf), "sharding", None) for leaf in jax.tree.leaves(tree) if compat.is_array(leaf))
     return next((axes for sharding in shardings if isinstance(sharding, NamedSharding) and (axes := _axes(sharding.mesh))), ())
 
 
 def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
-    """The axes of a mesh that divide arrays, without the axes of an enclosing `shard_map`, whose arrays are of one device."""
+    """The axes that partition arrays. The manual axes of an enclosing `shard_map` do not: arrays inside are local shards."""
     manual = getattr(mesh, "manual_axes", ())
     return tuple((str(axis), int(size)) for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
 
@@ -185,7 +185,7 @@ def _types(arguments: Any) -> tuple[Leaf, ...]:
 
 
 def block_key(block: Block) -> tuple[str, str, str]:
-    """A block as text: its kind (`class`, `function`, `glob` or `checkpoints`), its name, its module (empty for a glob).
+    """A block as text: its kind (`class`, `function`, `glob` or `checkpoints`), its name, and its module (or empty).
 
     >>> block_key("layers_*"), block_key(linen.Dense)[:2]
     (('glob', 'layers_*', ''), ('class', 'Dense'))
@@ -201,14 +201,14 @@ def block_name(block: Block) -> str:
 
 
 def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: str) -> Block:
-    """The block with this `block_key`, from the workload or among the loaded classes. Nothing is imported.
+    """The block with this `block_key`, from the workload or the loaded classes and functions. Nothing is imported.
 
     Raises:
-      PlanningError: no block has the name, or several blocks from other modules have it.
+      PlanningError: no block has the name, or blocks of several modules have it.
     """
     kind, name, module = key
     if workload is not None:
-        # Prefer the class of the same module. Its module's name differs if the file was first run, then imported.
+        # Prefer the block of the same module. The module's name differs if the file was run before and is imported now.
         for block in sorted(workload.blocks, key=lambda block: block_key(block) != key):
             if block_key(block)[:2] == (kind, name):
                 return block
@@ -233,7 +233,7 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: 
             f"{plan_name} puts a policy on the {kind} {name!r} of the module {module!r}, which is not loaded: the {kind} of "
             f"the same name in {modules[0]!r} was used instead. Give the workload, as in Plan.load(path, workload), to be sure"
         )
-    # If a notebook redefines a class, the last counts.
+    # If a notebook redefines a class, take the last definition.
     return (exact or named)[-1]
 
 

@@ -1,4 +1,4 @@
-"""Reduces a block's program to the few residuals that a solver decides on."""
+"""Reduces the arrays of a block's program to the few residuals that the solver decides on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat_jax.cost.flat import Array, FlatEqn, region
 from remat_jax.planning.program import BlockProgram
 
 SMALL = 0.01
-"""Residuals below this share of the largest join other residuals."""
+"""Residuals with less than this share of the largest residual's bytes join other residuals."""
 
 _MOVES = frozenset(
     "bitcast_convert_type broadcast_in_dim convert_element_type copy expand_dims reshape rev slice squeeze transpose".split()
@@ -28,8 +28,8 @@ class Node:
     Attributes:
       needed: whether the backward pass reads a member.
       parents: the nodes from which the members are computed.
-      only_again: whether the node can only be recomputed, because keeping other nodes is at least as good.
-      others: how many earlier nodes have the same name as its largest member; a user gave the name to all of them.
+      only_again: whether the solver may only recompute the node, because keeping other nodes is at least as good.
+      others: how many earlier nodes have the same user-given name as its largest member.
     """
 
     members: list[Array]
@@ -41,19 +41,19 @@ class Node:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all members."""
+        """The total bytes of the members."""
         return sum(array.bytes for array in self.members)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The residual names of the members, the largest member's first."""
+        """The residual names of the members, the largest member first."""
         return tuple(self._kept_name(array) for array in sorted(self.members, key=lambda array: -array.bytes))
 
     def _kept_name(self, array: Array) -> str:
-        """The name by which a policy keeps `array`: the name after a sharding constraint, if it has one.
+        """The name by which a policy keeps `array`: for an array with a sharding constraint, its name after the constraint.
 
-        Saving the array before its sharding constraint would reshard it. The stacked array of a scan's layers has no
-        constraint then, and was resharded as a whole for every layer. An input is kept as it is.
+        Saving the array before its sharding constraint would reshard it. In a scan, the stacked array would have no constraint,
+        and XLA has resharded the whole stack for each layer. An input has its first name.
         """
         placed = [] if self.is_input else [name for name in array.names if _PLACED in name]
         return placed[-1] if placed else array.names[0]
@@ -65,18 +65,18 @@ class Node:
 
 
 def nodes(program: BlockProgram) -> list[Node]:
-    """The residuals of `program` that a policy may choose among, in the order of execution.
+    """The nodes of `program` that the solver chooses actions for, in execution order.
 
     An array that the backward pass does not read is an intermediate. It is not worth keeping in two cases:
 
-    - the arrays computed from it take no more bytes together, so that keeping these is at least as good;
-    - it is one pass over another array that takes no more bytes, so that keeping the other array saves all but the pass.
+    - The arrays computed from it have no more bytes in total: keeping these arrays is at least as good.
+    - One fusible pass computes it from an array with no more bytes: keeping that array avoids everything except the pass.
 
-    Such an array is left out and computed with the arrays that need it. If several arrays need it and it costs more than a
-    pass, it stays as a node that can only be recomputed, so that its time counts once.
+    Such an intermediate is left out, and its cost is added to the arrays computed from it. But if several arrays are computed
+    from it, and it costs more than a pass, it stays as a node that can only be recomputed, so that its time counts once.
 
-    Arrays made by single passes from the same arrays become one node, because they cost the same per byte. An array below
-    `SMALL` of the largest joins an array with the same sources, one of its sources, or one of its results.
+    Arrays computed by fusible passes from the same arrays become one node, because they cost the same per byte. An array below
+    `SMALL` of the largest array joins an array with the same sources, one of its sources, or one of its results.
     """
     graph = _all_nodes(program)
     _join_same_names(graph)
@@ -104,7 +104,7 @@ def _all_nodes(program: BlockProgram) -> list[Node]:
 
 
 def _join_same_names(graph: list[Node]) -> None:
-    """Join nodes to which a user gave one name, since a policy decides on all; nodes that cannot join follow the first."""
+    """Join nodes with the same user-given name: a policy treats them alike. Nodes that cannot join are only recomputed."""
     first: dict[str, Node] = {}
     others: Counter[str] = Counter()
     for node in list(graph):
@@ -116,7 +116,7 @@ def _join_same_names(graph: list[Node]) -> None:
     waiting = list(graph)
     graph.clear()
     while waiting:
-        # A node joined to an earlier node may depend on nodes between the two: order parents first.
+        # After a join, a node may depend on nodes behind it in the list: sort parents before children.
         graph.append(next(node for node in waiting if node.parents.isdisjoint(waiting)))
         waiting.remove(graph[-1])
 
@@ -144,7 +144,7 @@ def _leave_out(program: BlockProgram, graph: list[Node]) -> None:
 
 
 def _is_beaten(node: Node, children: Sequence[Node]) -> bool:
-    """Whether keeping all its results takes no more bytes than keeping the node."""
+    """Whether keeping all children takes no more bytes than keeping the node."""
     return not node.is_input and sum(child.bytes for child in children) <= node.bytes
 
 
@@ -162,7 +162,7 @@ def _is_one_pass(program: BlockProgram, node: Node, graph: Sequence[Node]) -> bo
 
 
 def _is_view_of_parent(program: BlockProgram, node: Node, graph: Sequence[Node]) -> bool:
-    """Whether it is a view of a single parent of its size or smaller, so that keeping both never pays."""
+    """Whether the node is a view of a single parent that is not larger. Then keeping both never helps."""
     if node.is_input or len(node.parents) != 1:
         return False
     (parent,) = node.parents
@@ -170,7 +170,7 @@ def _is_view_of_parent(program: BlockProgram, node: Node, graph: Sequence[Node])
 
 
 def _join_small_and_alike(program: BlockProgram, graph: list[Node]) -> None:
-    """Join nodes that share one decision, unless another node is on the path between them."""
+    """Join large nodes computed by passes from equal sources, and small nodes with their `_hosts`."""
     least = _small(program, graph)
     small = {node for node in graph if node.bytes < least and not node.is_input}
     sources: dict[Node, frozenset[Node]] = {}
@@ -181,12 +181,12 @@ def _join_small_and_alike(program: BlockProgram, graph: list[Node]) -> None:
     able = [node for node in large if node.needed and not node.is_input]
     first: dict[frozenset[Node], Node] = {}
     for node in [node for node in able if all(map(is_pass, _between(program, node, large)))]:
-        # Nodes with equal sources join the first of them.
+        # Nodes with equal sources join the first node with these sources.
         _join(node, first.setdefault(sources[node], node), graph)
     waiting = [node for node in graph if node in small]
     joined = True
     while joined:
-        # Nodes on the path between two others are joined first.
+        # Repeat: a node can join only after the nodes between it and its host have joined.
         left = [node for node in waiting if not any(_join(node, into, graph) for into in _hosts(node, graph, small, sources))]
         joined, waiting = len(left) < len(waiting), left
     for place, node in enumerate(waiting):
@@ -195,13 +195,13 @@ def _join_small_and_alike(program: BlockProgram, graph: list[Node]) -> None:
 
 def _small(program: BlockProgram, graph: Sequence[Node]) -> float:
     """The bytes below which a residual is small."""
-    # Beside the scores of a long attention, which an inner checkpoint recomputes, every other residual would be small.
+    # Residuals of inner checkpoints do not count: compared with the scores of a long attention, everything else is small.
     kept = [node.bytes for node in graph if program.own.isdisjoint(node.members)]
     return SMALL * max(kept or [node.bytes for node in graph], default=0)
 
 
 def _hosts(node: Node, graph: Sequence[Node], small: set[Node], sources: dict[Node, frozenset[Node]]) -> list[Node]:
-    """The large nodes that a small node may join: nodes with the same sources, its results, and its parents."""
+    """The large nodes that a small node may join: nodes with the same sources, its children, and its parents."""
     beside = [other for other in graph if sources[other] == sources[node]]
     parents = [other for other in graph if other in node.parents]
     near = (*beside, *_children(node, graph), *parents)
@@ -209,7 +209,7 @@ def _hosts(node: Node, graph: Sequence[Node], small: set[Node], sources: dict[No
 
 
 def _join(node: Node, into: Node, graph: list[Node]) -> bool:
-    """Join `node` to `into`. Do nothing and return False if a third node is on the path between the two."""
+    """Join `node` to `into`. If a third node is on a path between them, do nothing and return False."""
     if node is into or _leads_by_way(node, into) or _leads_by_way(into, node):
         return False
     into.members += node.members
@@ -237,12 +237,12 @@ def _leads_by_way(start: Node, end: Node) -> bool:
 
 
 def residual(program: BlockProgram, node: Node, graph: Sequence[Node]) -> solver.ResidualCosts:
-    """`node` for the solver, with the cost to recompute it from its parents."""
+    """The solver's residual for `node`, with the time to recompute it from its parents."""
     seconds = None
     if not node.is_input:
         seconds = sum(map(program.seconds.__getitem__, _between(program, node, graph)))
-    # Scalars and empty arrays are never offloaded. Residuals that a checkpoint in a loop of the block drops are not offloaded
-    # either: with scanned layers XLA refuses their copies, "Expected instruction to have shape equal to".
+    # Scalars and empty arrays are never offloaded. Residuals that a checkpoint inside a loop drops are not offloaded either:
+    # with scanned layers, XLA fails on their copies ("Expected instruction to have shape equal to").
     movable = any(getattr(array.aval, "shape", ()) and array.bytes for array in node.members)
     movable &= program.own.isdisjoint(node.members)
     return solver.ResidualCosts(
@@ -251,7 +251,7 @@ def residual(program: BlockProgram, node: Node, graph: Sequence[Node]) -> solver
         seconds,
         tuple(parent.name for parent in graph if parent in node.parents),
         may_save=not node.only_again,
-        # Copying a small array costs more than its bytes.
+        # The copy of a small array costs more than its bytes suggest.
         may_offload=movable and not node.only_again and (node.is_input or node.bytes >= _small(program, graph)),
         needed=node.needed,
         kept_seconds=sum(map(program.kept_seconds, node.members)),

@@ -1,4 +1,4 @@
-"""The result of a search as the plain data of a plan."""
+"""Converts the result of a search to the plain data of a plan."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def outcome(
     remarks: Sequence[Point],
     is_over: Callable[[], bool],
 ) -> dict[str, Any]:
-    """The fields of a `Plan` that a search decides; no further problem is solved once `is_over`.
+    """The fields of a `Plan` that a search decides. Once `is_over` returns True, no further problem is solved.
 
-    `searched` is the best step by the traced estimate; `best` is the plan.
+    `searched` is the best step by the traced estimate; `best` is the plan's step.
     """
     fit = times.fit
     stack = fit.stack
@@ -78,7 +78,7 @@ def outcome(
 
 
 def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tuple[Part, ...]:
-    """The layers' actions, a part for each run of equal layers."""
+    """The layers' actions, with one `Part` per run of equal layers."""
     kinds = {block.name: kind for block, kind in zip(stack.blocks, described.kinds, strict=True)}
     blocks = singles(stack)
     first = {block.name: at for at, block in reversed(list(enumerate(blocks)))}
@@ -87,10 +87,10 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
         block, load = blocks[start], candidate.loads[start]
         kind, layers = kinds[block.name], stop - start
         policy, text, choices = _policy_at(kind, block, candidate, start)
-        # The price of the whole policy: a named policy may keep arrays beside the residuals.
+        # Price the whole policy: a named policy may also keep arrays that are not residuals of the solver.
         price = kind.program.price(policy)
         if start < candidate.grouped:
-            # A group of layers runs forward once more, before its layers do.
+            # The backward pass first recomputes the whole group, then each layer.
             price = replace(price, seconds=price.seconds + block.forward_seconds)
         busy = busy_seconds(stack.link, price)
         each = [copy_seconds(stack.link, block, load.offloaded, busy, last=at == len(blocks) - 1) for at in range(start, stop)]
@@ -114,7 +114,7 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
 
 
 def _policy_at(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> tuple[Policy, str, Sequence[Choice]]:
-    """The policy of the block at a position, its text, and its choices."""
+    """The policy of the block at index `at` of the stack, its text, and its choices."""
     if candidate.choices is None:
         policy = Policy.parse(candidate.policy_name)
         return policy, candidate.name, choices_of(kind, block, policy)
@@ -124,10 +124,10 @@ def _policy_at(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> t
 
 
 def _rows(kind: Kind, block: Block, choices: Sequence[Choice]) -> tuple[LayerRow, ...]:
-    """The action for each residual of a block; residuals neither kept nor recomputed are left out."""
+    """The action for each residual of a block; unused residuals are left out."""
     rows = []
     for residual, choice in zip(block.residuals, choices, strict=True):
-        # The block's path differs in each layer.
+        # Remove the block's path, which differs in each layer.
         name = residual.name.removeprefix(kind.paths[0]).lstrip("/:") or residual.name
         if choice is not Choice.UNUSED:
             rows.append(LayerRow(name, choice.value, round(residual.bytes), residual.seconds))
@@ -135,27 +135,28 @@ def _rows(kind: Kind, block: Block, choices: Sequence[Choice]) -> tuple[LayerRow
 
 
 def _assumed(best: Tried, target: Target) -> tuple[str, ...]:
-    """The assumed rates behind the plan's time; if its schedule was not timed, only rates of products and memory."""
+    """The assumed rates used for the plan's time; if its schedule was not timed, only rates of matmuls and memory."""
     time = best.compiled.sizes.time
     return time.assumed if time is not None else Rates.of(target).assumed(Rates.of(target).flops)[:2]
 
 
 _ALIKE = 1 + 1e-9
-"""The tolerance for equal numbers that were summed in another order."""
+"""The relative tolerance between sums of the same numbers in different orders."""
 
 
 def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | None:
     """A lower bound on a step's seconds under any plan; None if the solver's problem does not contain `best`.
 
-    The problem contains no groups of layers, no rematerialisation by XLA under a memory limit, and not every array that a
-    named policy may keep. The bound is for the traced estimate, and is scaled like the plan's own time.
+    The problem lacks groups of layers, XLA's rematerialisation under a memory limit, and some arrays that a named policy may
+    keep. The solver bounds the traced estimate; this bound is scaled to the plan's time.
     """
     candidate, sizes = best.candidate, best.compiled.sizes
     limited = sizes is not None and bool(sizes.limit_options)
     if limited or (candidate.effective_choices is None and candidate.name != "off"):
         return None
     extra = proposals.bound()
-    # A policy priced as a whole may cost less than the sum of its residuals, and a step may need less than predicted.
+    # The plan may be faster than the bound, because a whole policy may cost less than the sum of its residuals, or because the
+    # step needs less memory than predicted.
     if extra > candidate.seconds * _ALIKE:
         return None
     seconds, _ = times.of_compiled(best)
@@ -163,9 +164,9 @@ def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | Non
 
 
 def _next_gib(proposals: Proposals, times: Times, searched: Tried, best: Tried) -> float | None:
-    """The seconds gained by more memory, from the traced estimate scaled by the pace of the search's step.
+    """The seconds that a step gains from `next_bytes` more memory: traced estimates, scaled to the time of `searched`.
 
-    None if no step is faster, however much memory there is.
+    None if no step is faster with any amount of memory.
     """
     stack, budget = times.fit.stack, times.fit.budget
     of_any_size = [*filter(None, [proposals.solve(stack, math.inf)]), *proposals.named]

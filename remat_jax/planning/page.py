@@ -1,4 +1,4 @@
-"""The HTML page of a plan, with a slider along the frontier of memory against time, and the picture of that frontier."""
+"""The HTML page of a plan with a slider along its frontier of memory and time, and a picture of the frontier."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _HINT = (
 
 
 def page(plan: PlanData) -> str:
-    """The page as text."""
+    """The plan's page as HTML text."""
     return document(f"{plan.workload} on {plan.target}, within {format_bytes(plan.budget)}", body(plan))
 
 
 def body(plan: PlanData, level: int = 2) -> str:
-    """The page below its title; `level` is the level of the headings. The script shows one `data-point` at a time."""
+    """The page below its title, with headings of `level`. A script shows the elements of one `data-point` at a time."""
     points = with_plan(plan)
     chosen = next(index for index, point in enumerate(points) if _is_plan(plan, point))
     label = "device memory against the estimated time of a step; the same figures are in the tables below"
@@ -62,7 +62,7 @@ def body(plan: PlanData, level: int = 2) -> str:
 
 
 def picture(plan: PlanData, title: str | None = None, width: float = WIDTH) -> Picture:
-    """Memory against time: the frontier, the named policies, the plan."""
+    """The picture of memory against time, with the frontier, the named policies and the plan."""
     title = f"{plan.workload} on {plan.target}: one training step" if title is None else title
     frontier, named = ([_place(plan, point) for point in points] for points in (with_plan(plan), _named(plan)))
     chosen = FrontierPoint(plan.device_bytes, plan.seconds, True, "")
@@ -70,7 +70,7 @@ def picture(plan: PlanData, title: str | None = None, width: float = WIDTH) -> P
 
 
 def with_plan(plan: PlanData) -> tuple[Point, ...]:
-    """The frontier including the plan, the smallest first."""
+    """The points of the frontier and the plan, the smallest memory first."""
     frontier = tuple(filter(_has_place, plan.frontier))
     if any(_is_plan(plan, point) for point in frontier):
         return frontier

@@ -33,26 +33,26 @@ class Plan(PlanData):
       policies: block → a policy, or a policy for each of its layers; `off` if the step fits without any checkpoint.
       device_bytes, host_bytes: the memory of one training step as compiled.
       predicted_bytes: the device bytes predicted before compilation.
-      recompute_flops: the recomputed FLOPs of the blocks (of the jaxpr, if layers are in groups), for all devices of a mesh.
+      recompute_flops: the recomputed FLOPs of the blocks (of the jaxpr, if layers are in groups), over all devices of a mesh.
       seconds: the estimated time of a step; `base_seconds` is the time of a step that keeps everything.
-      timed: whether `seconds` come from the compiled schedule, as on a GPU target; else they are the traced estimate.
-      assumed_rates: the rates behind the times that were not measured on such a device, by their names in `Rates`.
-      frontier: the Pareto-optimal points of time and device memory, smallest first, some compiled and some predicted.
+      timed: whether `seconds` come from the compiled schedule, as on a GPU target; otherwise they are the traced estimate.
+      assumed_rates: the names (in `Rates`) of rates that the times use and that were not measured on such a device.
+      frontier: the Pareto-optimal points of time and device memory, smallest memory first, some compiled, some predicted.
       named: the memory and time of the named policies, some compiled and some predicted.
       parts: the layers' actions, in forward order.
-      workload, target, budget, host_budget: the arguments of the plan; budgets in bytes, None for no limit.
+      workload, target, budget, host_budget: the arguments of `plan`; budgets are in bytes, None means no limit.
       next_gib_seconds: the time that a step would gain from `next_bytes` more memory; None if no plan is faster, or if
         `timeout` ended the search.
-      next_bytes: one GiB, or for a budget below 16 GiB a 32nd to a 16th of the budget.
-      tried: the compiled policies with their device bytes.
+      next_bytes: 1 GiB; for a budget below 16 GiB, between 1/32 and 1/16 of the budget.
+      tried: the name and device bytes of each compiled step.
       notes: further remarks on the plan and the search.
       model: the model that the plan was made for.
       jax_version: the JAX version that compiled the plan.
-      compiler_options: the memory limit under which the plan was compiled, for the `jax.jit` of the step: `jax.jit(step,
-        compiler_options=plan.compiler_options)`. Empty if the plan fits without a limit.
+      compiler_options: XLA's memory limit under which the plan was compiled. Pass it to the `jax.jit` of the step as its
+        `compiler_options`. Empty if the plan fits without a limit.
       lower_bound: a lower bound on the estimated seconds of a step, for every plan of this model within the budgets. It bounds
-        the estimate, not the time on a GPU. None if the planner's problem does not contain the plan (groups of layers, a
-        memory limit, a named policy that keeps other arrays), or if `timeout` ended the search.
+        the estimate, not the time on a GPU. None if the solver's problem does not contain the plan (groups of layers, a memory
+        limit, a named policy that keeps other arrays), or if `timeout` ended the search.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -68,22 +68,22 @@ class Plan(PlanData):
     def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
         """`fn`, a loss or another function that runs the model, with the plan's policies on its blocks.
 
-        A plan may fit only with a memory limit for XLA, which belongs to the outermost `jax.jit`:
+        A plan may fit only with a memory limit for XLA. Pass the limit to the outermost `jax.jit`:
 
             loss = plan.apply(loss)
             step = jax.jit(step, compiler_options=plan.compiler_options)
 
-        Without it XLA may use the memory of the whole device.
+        Without the limit, XLA may use the whole device memory.
 
-        A call is refused if the plan was made for another batch, another mesh, or a function with other checkpoints of its
-        own. For an evaluation on another number of tokens, call the plain function.
+        A call raises if its batch, its mesh or the number of `fn`'s own checkpoints differs from the plan's. To evaluate on
+        another number of tokens, call the plain function.
 
         Args:
           fn: takes the parameters and the batch of the plan, and possibly other arguments.
-          strict: False accepts every call with the model's parameters. The memory of such a call was not measured.
+          strict: if False, every call with the model's parameters is accepted, although its memory was not measured.
 
         Raises:
-          ArgumentError: at once, if `fn` is not a function.
+          ArgumentError: immediately, if `fn` is not a function.
           PlanningError: when called; the message names the difference from the planned call.
           BlockError, NoEffectError: when called, as in `checkpoint_blocks`.
         """
@@ -107,7 +107,7 @@ class Plan(PlanData):
                     f"{name} does not fit this function: the plan was made with JAX {self.jax_version}, and since then the "
                     f"model's code, its dtypes or JAX have changed its residuals. Plan again. ({error})"
                 ) from None
-            # Counting checkpoints takes another trace: do it once for each signature, and only if there are checkpoints.
+            # Counting checkpoints traces again: do it once per signature, and only if there are checkpoints.
             if strict and (regions or self.model.checkpoints) and (signature := call_signature(args, kwargs)) not in passed:
                 self.model.check_checkpoints(fn, args, kwargs, name)
                 passed.add(signature)
@@ -129,10 +129,10 @@ class Plan(PlanData):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], workload: Workload | None = None) -> Plan:
-        """The plan that `save` wrote. With a workload, a plan for another model, batch or blocks is refused at once.
+        """The plan that `save` wrote. With a workload, it raises if the plan is for another model, batch or blocks.
 
-        Without a workload, a block's class is looked up among the loaded classes, and another model is refused when the plan
-        is applied. Nothing that the file names is imported or run.
+        Without a workload, blocks are looked up among the loaded classes and functions, and another model raises only when the
+        plan is applied. Nothing that the file names is imported or executed.
 
         Raises:
           PlanningError: the file cannot be read, was not written by `save`, has an unknown version, or is for another model.

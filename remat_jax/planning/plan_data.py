@@ -12,14 +12,14 @@ from remat_jax.planning.point import Part, Point
 from remat_jax.policy import Policy
 
 NOT_MAXIMAL = "Not shown: that no further residual can be saved in a run of layers"
-"""The start of a note from which `PlanData.is_maximal` is read."""
+"""The beginning of the note that makes `PlanData.is_maximal` false."""
 CUT_SHORT = "Not shown: the whole frontier"
-"""The start of the note for a search whose `timeout` came before the frontier."""
+"""The beginning of the note if `timeout` ended the search before the frontier was computed."""
 
 
 @dataclass(frozen=True)
 class PlanData:
-    """The attributes of a `Plan`, documented there, and properties that follow from them alone."""
+    """The attributes of a `Plan`, documented there, and properties derived from them."""
 
     policies: Mapping[Block, Any]
     device_bytes: int
@@ -53,7 +53,7 @@ class PlanData:
 
     @property
     def best_named(self) -> Point | None:
-        """The fastest compiled named policy that fits, else the fastest predicted; None if none fits."""
+        """The fastest named policy that fits, or None. If the plan's time is compiled, compiled times are preferred."""
         timed = (point for point in self.named if point.seconds is not None and not point.remark)
         fits = [point for point in timed if point.device_bytes is not None and not over_budget(self, point)]
         return min(fits, key=lambda point: (point.timed < self.timed, point.seconds, point.device_bytes), default=None)
@@ -65,10 +65,10 @@ class PlanData:
 
     @property
     def is_maximal(self) -> bool:
-        """Whether compiling showed that no residual more can be saved in a run of equal layers within the budget.
+        """Whether compiling showed that no further residual can be saved in a run of equal layers within the budget.
 
-        Only residuals that save 0.3 % of the step's time count. One residual is saved in all layers of one run, and the runs
-        stay the same (`docs/how/planner.md`).
+        A further residual is saved in all layers of one run, and the runs stay the same. It counts only if the step becomes
+        faster by 0.3 % (`docs/how/planner.md`).
         """
         return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
 
@@ -81,5 +81,5 @@ def over_budget(plan: PlanData, point: Point) -> str:
 
 
 def plan_point(plan: PlanData, name: str = "") -> Point:
-    """The plan as a point."""
+    """The plan as a `Point`."""
     return Point(name, plan.device_bytes, plan.host_bytes, plan.seconds, True, plan.parts, timed=plan.timed)

@@ -1,4 +1,4 @@
-"""Plain data for the layers of a plan and for the alternatives to it."""
+"""Plain data for the layers of a plan, and for the alternatives to the plan."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Part:
 
     Attributes:
       block: the block's name in reports.
-      every: the distance between the layers: 2 if two kinds of layers of one block alternate in a scan.
+      every: the distance between consecutive layers of the run: 2 if two kinds of layers of one block alternate in a scan.
       first, layers: the position of the first layer among the calls of the block, in forward order, and the number of layers.
       policy: the policy of each layer, as text.
-      saved_bytes, offloaded_bytes, recomputed_bytes: of all layers of the run together.
+      saved_bytes, offloaded_bytes, recomputed_bytes: the total over all layers of the run.
       rows: the residuals of one layer.
       forward_seconds, backward_seconds: the compute time of one layer that keeps everything.
-      recompute_seconds, copy_seconds: the extra time of one layer, averaged over the run, for recomputation and for copies
-        that its compute does not hide.
+      recompute_seconds, copy_seconds: the time of one layer, averaged over the run, for recomputation and for copies that
+        compute does not hide.
     """
 
     block: str
@@ -53,7 +53,7 @@ class Part:
 
     @property
     def where(self) -> str:
-        """The block and its layers.
+        """The block's name and its layer numbers.
 
         >>> Part("Layer", 8, 4, "full", 0, 0, 0, (), 0.0, 0.0, 0.0, 0.0).where
         'Layer 8–11'
@@ -70,13 +70,13 @@ class Point:
 
     Attributes:
       name: the named policy; empty for a plan of the solver.
-      device_bytes: compiled if `compiled`, else predicted; None if the policy cannot be applied here.
-      host_bytes: bytes in host memory, compiled or predicted likewise.
+      device_bytes: compiled if `compiled`, else predicted; None if the policy is not applicable or its compilation failed.
+      host_bytes: bytes in host memory; compiled if `compiled`, else predicted.
       seconds: the estimated time of a whole step.
       compiled: whether the step was compiled.
       parts: the layers' actions.
-      remark: why the point is not considered; empty if it is.
-      timed: whether `seconds` come from the compiled schedule; else they are the traced estimate.
+      remark: why the step cannot be used; empty if it can.
+      timed: whether `seconds` come from the compiled schedule; otherwise they are the traced estimate.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Point:
 
 
 def next_bytes(budget: float) -> int:
-    """The additional memory whose gain a plan reports: a power of two, a 32nd to a 16th of the budget, at most one GiB.
+    """The additional memory whose gain a plan reports: a power of two between 1/32 and 1/16 of the budget, at most 1 GiB.
 
     >>> next_bytes(40 * 2**30) == 2**30, next_bytes(4 * 2**30) == 2**28
     (True, True)
@@ -99,7 +99,7 @@ def next_bytes(budget: float) -> int:
 
 
 def unbeaten(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The points that no other point beats in both time and device memory, the smallest first.
+    """The points that are Pareto-optimal in time and device memory, the smallest memory first.
 
     >>> [one.device_bytes for one in unbeaten([Point("", n, 0, s, False) for n, s in ((3, 1.0), (1, 2.0), (2, 2.5))])]
     [1, 3]

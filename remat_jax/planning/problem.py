@@ -34,13 +34,13 @@ KEEP_ALL = ("off", "everything")
 
 @dataclass(frozen=True)
 class Kind:
-    """Consecutive equal blocks: they run the same program on the same types.
+    """Consecutive equal blocks, which run the same jaxpr on the same types.
 
     Attributes:
       name: the name of the solver's block.
       block: the key in the workload's blocks, a class or a glob.
       layers: the blocks' positions in forward order among all calls of the key.
-      paths: the module path of each block; rounds of a scan share one path.
+      paths: the module path of each block; iterations of a scan share one path.
       residuals: the names of the solver's residuals, as in the first block.
       members: for each residual, the names of all arrays that share its decision.
     """
@@ -57,7 +57,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Described:
-    """A workload as a planning problem: `stack` for the solver, with a kind for each of its blocks.
+    """A workload as a planning problem: a `stack` for the solver, and one kind for each block of the stack.
 
     `outside_seconds` is the time of the work outside the blocks: embedding, head, loss, optimizer.
     """
@@ -69,7 +69,7 @@ class Described:
 
     @property
     def base_seconds(self) -> float:
-        """The time of a step without what its residuals cost: keeping, recomputing and copying them."""
+        """The time of a step without keeping, recomputing or copying residuals."""
         return self.stack.base_seconds + self.outside_seconds
 
 
@@ -81,15 +81,15 @@ def describe(
     working: float | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Described:
-    """The planning problem of `workload` on `target`. Nothing is compiled without a mesh, and nothing runs.
+    """The planning problem of `workload` on `target`. Nothing is executed, and only with a mesh is a step compiled.
 
-    On a mesh, bytes and times are of one device, and one step is compiled to see how the compiler partitions the residuals.
-    Kinds that alternate in one scan follow each other in the problem. The times are estimates of the cost model
+    On a mesh, bytes and times are per device, and compiling one step shows how the compiler partitions the residuals. Kinds
+    that alternate in one scan are treated as if they followed each other. The times are estimates of the cost model
     (`docs/how/planner.md`).
 
     Args:
-      rates: those of `target`, if not given.
-      working: the bytes that a block's backward pass needs besides its residuals. The first guess is
+      rates: by default, the rates of `target`.
+      working: the bytes that a block's backward pass needs in addition to its residuals; by default estimated by
         `BlockProgram.working_bytes`.
 
     Raises:
@@ -129,21 +129,21 @@ def describe(
     if rates.out_bytes_per_s is not None and rates.in_bytes_per_s is not None:
         link = solver.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share, rates.hbm_bytes_per_s)
     inside = sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in blocks)
-    # Without a policy, the cost would include recomputation by the blocks' own checkpoints.
+    # Under `off`, the cost would include recomputation by checkpoints inside the blocks.
     step = workload.step("everything" if any(kind.program.dropped for kind in kinds) else "off")
     whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(rates)
     stack = solver.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares, target))
-    # The work outside the blocks is assumed to be divided like the blocks.
+    # The work outside the blocks is assumed to be partitioned like the work inside.
     outside = max(0.0, whole - alone - written) * (inside / alone if alone else 1.0)
     return Described(stack, tuple(kinds), outside, rates)
 
 
 def _equal_calls(workload: Workload) -> Iterator[list[Call]]:
-    """The calls of the workload's blocks, of which equal neighbours are together if their positions form one range."""
+    """The calls of the workload's blocks; consecutive equal calls are in one list if their positions form a range."""
     for _, neighbours in groupby(calls(workload), key=lambda call: call.signature):
         same = list(neighbours)
         layers = sorted(layer for call in same for layer in call.layers())
-        # Two equal blocks that alternate with a third in one scan leave out the positions of the third.
+        # If two equal calls alternate with a different call in one scan, their positions are not a range.
         is_range = layers[-1] - layers[0] + 1 == len(layers)
         if is_range:
             yield same
@@ -180,25 +180,26 @@ def _block(kind: Kind, chosen: Sequence[Node], working: float) -> solver.Block:
 
 
 def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], shares: Shares | None, target: Target) -> float:
-    """The bytes of arguments, gradients, and residuals outside the blocks: all residuals less those of the blocks."""
+    """The bytes of arguments, gradients, and residuals outside the blocks (all residuals minus the blocks' residuals)."""
     inside = 0
     for kind in kinds:
         saved, constant = kind.program.saved_bytes, kind.program.constant_bytes
         inside += len(kind.layers) * saved + (1 if kind.scanned else len(kind.layers)) * constant
-    # Shares need the names that only a policy gives; and without a policy the model's own checkpoints keep less.
+    # Take `everything` if shares are needed, because `off` gives residuals no names, or if the model's own checkpoints would
+    # drop residuals under `off`.
     named = shares is not None or any(kind.program.dropped for kind in kinds) or workload.replaced_checkpoints > 0
     rows = [row for row in residuals(workload, "everything" if named else "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
-    # A CPU has one memory: an array in host memory is on the device too.
+    # A CPU has one memory: arrays in host memory count as device memory.
     taken = compat.tree_bytes if target.kind == "cpu" else device_bytes
-    # The first argument holds the trained parameters; their gradients are as large.
+    # The first argument is the trained parameters. It counts twice, because the gradients have the same size.
     return float(taken((step.local_arguments, step.local_arguments[0])) + max(0, kept - inside))
 
 
 def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
     """The solver's choice for a block of `kind` as a policy for every block of the kind.
 
-    If the blocks have different paths, its selectors match any path. A `choice` for other residuals is a `PlanningError`.
+    If the blocks have different paths, the selectors match any path. Raises `PlanningError` if `choice` has other residuals.
     """
     residual_names = [one.name for one in choice.block.residuals]
     if residual_names != list(kind.residuals):
@@ -214,10 +215,10 @@ def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
 
 
 def extra_seconds(described: Described, policy: Any) -> float:
-    """The time that residuals cost under `policy`: keeping, recomputing, and copies that a block's compute does not hide.
+    """Seconds to keep and recompute residuals under `policy`, plus the seconds of copies that compute does not hide.
 
     Args:
-      policy: for all layers of all blocks, or a mapping from block to policy; or a sequence with a policy for each layer.
+      policy: one policy for all layers, or a sequence with one policy per layer; or a mapping from each block to either.
 
     Raises:
       PlanningError: the policy has too few or too many layers, or groups of layers, or is a JAX policy object.
@@ -228,46 +229,46 @@ def extra_seconds(described: Described, policy: Any) -> float:
 
 
 def keeping_seconds(described: Described) -> float:
-    """The time that residuals cost if all are kept, under `off` or `everything`, whichever is faster."""
+    """Seconds to keep all residuals, under `off` or `everything`, whichever is faster."""
     return min(extra_seconds(described, name) for name in KEEP_ALL)
 
 
 def block_seconds(link: solver.HostLink | None, block: solver.Block, price: Price, *, last: bool) -> float:
-    """The time that the residuals of one block cost; `last` if it is the very last block."""
+    """Seconds to keep, recompute and copy the residuals of one block; `last`: whether it is the stack's last block."""
     busy = busy_seconds(link, price)
     return busy + copy_seconds(link, block, price.host_bytes, busy, last=last)
 
 
 def busy_seconds(link: solver.HostLink | None, price: Price) -> float:
-    """Seconds of the device for a block's residuals: keeping and recomputing them, and its memory's part in their copies."""
+    """Device seconds to keep and recompute a block's residuals, and for the memory traffic of their copies."""
     return price.seconds + price.kept_seconds + (0.0 if link is None else link.seconds_per_byte * price.host_bytes)
 
 
 def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, busy: float, *, last: bool) -> float:
-    """Seconds of one block's copies of `away` bytes to the host and back that compute does not hide.
+    """Exposed seconds of copying `away` bytes of one block to the host and back, which compute does not hide.
 
-    The compute of the backward pass includes the `busy` seconds of the block's residuals.
+    The backward compute that can hide copies includes the `busy` seconds (`busy_seconds`).
     """
     if link is None or not away:
         return 0.0
-    # The backward pass of the very last block follows at once, so nothing overlaps its copies back.
+    # The last block's backward pass directly follows its forward pass, so no compute overlaps its copies back.
     beside = 0.0 if last else block.backward_seconds + busy
     return link.exposed_out(away, block.forward_seconds) + link.exposed_in(away, beside)
 
 
 def recompute_flops(described: Described, policy: Any) -> int:
-    """The FLOPs that `policy` recomputes in one step: `cost.count.flops` under `policy`, less that under `everything`."""
+    """The FLOPs that `policy` recomputes in one step: `cost.count.flops` under `policy` minus that under `everything`."""
     return sum(price.flops for _, price in _priced(described, policy))
 
 
 def kept_bytes(described: Described, policy: Any) -> tuple[int, int]:
-    """The bytes of the blocks' residuals that `policy` keeps between the passes, on the device and on the host."""
+    """The bytes of the blocks' residuals that `policy` keeps between the passes: on the device, and on the host."""
     prices = [price for _, price in _priced(described, policy)]
     return sum(price.saved_bytes for price in prices), sum(price.host_bytes for price in prices)
 
 
 def _priced(described: Described, policy: Any) -> list[tuple[solver.Block, Price]]:
-    """The block and the price of each layer's policy."""
+    """For each layer, its block and the price of its policy."""
     priced = []
     for block, kind in zip(described.stack.blocks, described.kinds, strict=True):
         count = sum(len(other.layers) for other in described.kinds if other.block == kind.block)

@@ -1,4 +1,4 @@
-"""The program of one block's residuals: the arrays that its backward pass reads, and how to recompute each from others."""
+"""The program of one block's residuals: the arrays that its backward pass reads, and the equations that recompute them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from remat_jax.policy import Policy
 
 @dataclass(frozen=True)
 class Price:
-    """The cost of a policy in one block, in one step.
+    """The cost of a policy in one block, for one step.
 
     Attributes:
-      seconds, flops: the time of recomputation, and the recomputed operations of matrix products and convolutions.
-      kept_seconds: the time that keeping residuals takes.
-      saved_bytes, host_bytes: kept from the forward to the backward pass, on the device and on the host.
+      seconds, flops: the time of recomputation, and the recomputed FLOPs of matmuls and convolutions.
+      kept_seconds: the time to keep residuals.
+      saved_bytes, host_bytes: the bytes kept from the forward to the backward pass, on the device and on the host.
     """
 
     seconds: float
@@ -40,20 +40,20 @@ class Price:
 
 
 STACKED = 3
-"""The passes over an array that a scan keeps in each round: zeros fill the stack, and the array is read and written to it."""
+"""The memory passes to stack an array in a scan: the stack is filled with zeros, and the array is read and written to it."""
 
 
 @dataclass(eq=False)
 class BlockProgram:
-    """One block's forward computation of the residuals of its backward pass, with everything saved.
+    """One block's forward computation of its residuals, with everything saved.
 
     Attributes:
-      flat: the program: from the block's inputs to the residuals.
+      flat: the forward program from the block's inputs to the residuals.
       forward, backward: the cost of the two passes.
       inputs: the arrays that `@inputs` selects, by name.
-      backward_program: the backward pass as a flat program of the residuals and the cotangents.
-      own: the residuals that checkpoints in the block's loops recompute for themselves; their author does not want them kept.
-      dropped: the names of the residuals that the block's own checkpoints drop, in loops or elsewhere.
+      backward_program: the backward pass as a flat program whose inputs are the residuals and the cotangents.
+      own: the residuals of checkpoints inside the block's loops, which recompute them; the model's author wants them dropped.
+      dropped: the names of the residuals that the block's own checkpoints drop, inside loops or elsewhere.
     """
 
     call: Call
@@ -75,7 +75,7 @@ class BlockProgram:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Every array of the program: inputs, then results in order."""
+        """Every array of the forward program: inputs, then results in execution order."""
         return (*self.flat.inputs, *(array for eqn in self.flat.eqns for array in eqn.outputs))
 
     @cached_property
@@ -87,7 +87,8 @@ class BlockProgram:
     def free(self) -> frozenset[Array]:
         """The arrays that cost nothing to keep: views of parameters, inputs shared with the loss or other blocks, constants.
 
-        JAX hoists loop-invariant values out of a loop, and the compiler writes constants where they are read.
+        Loop-invariant arrays count as constants, because JAX hoists them out of the loop. The compiler writes constants where
+        they are read.
         """
         fixed = {array for array, same in zip(self.flat.inputs, self.call.same, strict=True) if same and self.call.scanned}
         views = set(self.parameters)
@@ -101,9 +102,9 @@ class BlockProgram:
 
     @cached_property
     def seconds(self) -> dict[FlatEqn, float]:
-        """Seconds to recompute each equation: its share of the time to recompute all, and 0 for a pass that fuses.
+        """Seconds to recompute each equation: its share of the time to recompute all equations, or 0 if it fuses.
 
-        A pass whose results are read by passes alone fuses into these. It then reads its operands in place of its results.
+        A pass fuses if only passes read its results. Those passes then read its operands instead.
         """
         again = region(self.flat.eqns, self.needed, self._given)
         seconds = shares(again, [array for array in self.needed if array not in self._given], self.rates)
@@ -112,9 +113,9 @@ class BlockProgram:
 
     @cached_property
     def _in_memory(self) -> frozenset[Array]:
-        """The arrays that are in memory whenever they are computed: kernels other than passes read or write them.
+        """The arrays that are always written to memory, because kernels other than fusible passes read or write them.
 
-        What a product of the backward pass reads is the operand of a product of the forward pass.
+        Kernels of both passes count: an array that a matmul of the backward pass reads is an operand of a forward matmul.
         """
         kept = dict(zip(self.backward_program.inputs, self.flat.outputs, strict=False))
         eqns = (*self.flat.eqns, *self.backward_program.eqns)
@@ -130,9 +131,9 @@ class BlockProgram:
         return frozenset(array for array in (*self.arrays, *self.needed) if not stored.isdisjoint((array, root(array))))
 
     def kept_seconds(self, array: Array) -> float:
-        """Seconds that keeping `array` takes: writing it, unless it is in memory anyway, and stacking it in a scan.
+        """Seconds to keep `array`: writing it, unless it is in memory anyway, and stacking it in a scan.
 
-        The backward pass reads a kept array, or what the array is recomputed from: that costs the same.
+        Reading costs nothing extra: without `array`, the backward pass would read the arrays from which it is recomputed.
         """
         if array in self._uncounted:
             return 0.0
@@ -146,9 +147,9 @@ class BlockProgram:
         return self.rates.seconds({}, sum(array.bytes for array in kept))
 
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
-        """The names in this block of the residuals that `policy` saves, and offloads, in an equal block at `path`.
+        """The residuals that `policy` saves, and those that it offloads, in an equal block at `path`, by their names here.
 
-        A block without a checkpoint keeps every residual except those that its own checkpoints drop.
+        A block without a checkpoint saves every residual except those that its own checkpoints drop.
         """
         if not policy.checkpoint:
             computed = frozenset(name for array in self.arrays for name in array.names) - frozenset(self.inputs)
@@ -157,7 +158,7 @@ class BlockProgram:
         if key not in self._names:
             named, own = self.call.block.linearised, self.call.path
             there = own if path is None else path
-            # The policy sees the names of the block at `path`.
+            # The policy's selectors match the names of the block at `path`.
             moved = {name: replace(one, name=_moved(name, own, there)) for name, one in named.candidates.items()}
             self._names[key] = decide(replace(named, candidates=moved), policy)
         return self._names[key]
@@ -165,8 +166,8 @@ class BlockProgram:
     def price(self, policy: Policy, path: str | None = None) -> Price:
         """The cost of `policy` in an equal block at `path`.
 
-        Keeping costs nothing in a block without a checkpoint outside of scans: XLA fuses there as it likes, and recomputes
-        rather than writes.
+        Outside scans, keeping costs nothing in a block without a checkpoint: XLA fuses freely there, and recomputes an array
+        instead of writing it.
         """
         names = self.names(policy, path)
         if names not in self._prices:
@@ -176,20 +177,20 @@ class BlockProgram:
 
     def _priced(self, saved: frozenset[str], offloaded: frozenset[str]) -> Price:
         """The cost of saving and offloading residuals by name; inputs are always kept."""
-        # Inputs that other blocks or rounds also read stay on the device under every policy.
+        # Inputs that other blocks or iterations also read stay on the device under every policy.
         shared = {array for array, shared in zip(self.flat.inputs, self.call.shared, strict=True) if shared}
         away = {array for array in self.arrays if offloaded.intersection(array.names)} - shared
         here = {array for array in self.arrays if saved.intersection(array.names)} | self._given
         again = region(self.flat.eqns, self.needed, here | away)
         read = {*self.needed, *(array for eqn in again for array in eqn.inputs)}
-        # Each block copies an offloaded constant. JAX hoists the constant out of a loop, and copies it once.
+        # Without a scan, each block copies an offloaded constant. JAX hoists constants out of a scan, and copies them once.
         once = self.free.difference(self.flat.inputs) if self.call.scanned else frozenset[Array]()
         host = sum(array.bytes for array in (read & away) - once)
         kept = (read & here) - away - self._uncounted
         paid = kept | (read & away)
         return Price(
             sum(map(self.seconds.__getitem__, again)),
-            # In the order of the program: a sum in the order of a set differs in its last digit from run to run.
+            # Sum in program order: the order of a set differs between runs, and with it the last digit of the sum.
             sum(self.kept_seconds(array) for array in self.arrays if array in paid),
             sum(_flops(eqn.eqn) for eqn in again),
             sum(array.bytes for array in kept),
@@ -198,7 +199,7 @@ class BlockProgram:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes kept if everything is saved."""
+        """The bytes of residuals that are saved if everything is saved."""
         return sum(array.bytes for array in self.needed if array not in self._uncounted)
 
     @property
@@ -208,9 +209,9 @@ class BlockProgram:
 
     @property
     def working_bytes(self) -> int:
-        """A first guess of the memory of the backward pass beside its inputs: its peak, run in the order of its jaxpr.
+        """An estimate of the backward pass's memory in addition to its residuals: the peak in the order of its jaxpr.
 
-        Arrays in memory between two kernels count, including cotangents and gradients.
+        Arrays that are written to memory between two kernels count, including cotangents and gradients.
         """
         flat = self.backward_program
         cotangents = set(flat.inputs[len(self.flat.outputs) :])
@@ -228,22 +229,22 @@ class BlockProgram:
 
     @cached_property
     def _given(self) -> frozenset[Array]:
-        """The arrays that no policy has to keep: all inputs, and `free`."""
+        """The arrays from which recomputation may start under every policy: all inputs, and `free`."""
         return self.free.union(self.flat.inputs)
 
     @cached_property
     def _uncounted(self) -> frozenset[Array]:
-        """Parameters, keys, and `free`: these are no residuals."""
+        """Parameters, random keys, and `free`, which do not count as residuals."""
         return self.parameters | self.free
 
 
 def _moved(name: str, path: str, to: str) -> str:
-    """A residual name of the block at `path`, renamed for an equal block at `to`; a user's own name stays."""
+    """A residual name of the block at `path`, renamed for an equal block at `to`; a user's own name is unchanged."""
     return to + name[len(path) :] if name.startswith((path + ":", path + "/")) else name
 
 
 def _flops(eqn: Any) -> int:
-    """The operations of the matrix products and convolutions of an equation, loops unrolled; those of a kernel do not count."""
+    """The FLOPs of an equation's matmuls and convolutions, times the trip counts of loops; custom kernels do not count."""
     return eqn_flops(eqn) + over_bodies(eqn, lambda body: sum(_flops(inner.eqn) for inner in flatten(body).eqns))
 
 
@@ -257,7 +258,7 @@ def block_program(call: Call, rates: Rates) -> BlockProgram:
         return BlockProgram(call, rates, only_inputs, _forward_cost(call), Cost(), {}, Flat((), (), ()))
     block = replace(call.block, policy=EVERYTHING)
     with axes_around(call.within, call.batches):
-        # Computed here, where the axes are bound: `linearised` is cached on the block for later readers.
+        # `linearised` is cached on the block. Compute it here, where the axes are bound.
         (forward, backward), linearised = _passes(block, call), call.block.linearised.jaxpr
     names = [array.names for array in flatten(linearised).inputs[: len(call.live)]]
     flat = flatten(compat.dce(forward))
@@ -283,7 +284,7 @@ def _forward_cost(call: Call) -> Cost:
 
 
 def _passes(block: BlockUnderPolicy, call: Call) -> tuple[Any, Any]:
-    """Two closed jaxprs: from the block's inputs to the residuals, and from residuals and cotangents to the gradients."""
+    """Two closed jaxprs: from the block's inputs to its residuals, and from residuals and cotangents to gradients."""
     run, places = call.batched(block.checkpointed(prevent_cse=False)), [nth for nth, flag in enumerate(call.live) if flag]
     outputs = jax.eval_shape(run, *call.in_avals)
     structure: Any = None

@@ -1,4 +1,4 @@
-"""Candidates to compile: the solver's plans, the leanest plan, variants of compiled steps, and groups of layers."""
+"""Candidates to compile: the solver's plans, the plan with least memory, variants of compiled steps, groups of layers."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from remat_jax.solver.solve import MOST_POLICIES
 from remat_jax.workload import Workload
 
 WORTH_COMPILING = 3e-3
-"""The least gain of a plan that is worth a compilation, as a share of the step's time."""
+"""A plan is worth a compilation if it gains at least this share of the step's time."""
 
 _INSIDE = "full"
 """The policy of each layer of a group during the group's backward pass."""
 _MOST_GROUPED = 2
-"""The most groupings that are compiled."""
+"""The maximum number of groupings to compile."""
 
 
 class Proposals:
-    """Candidates derived from a fit.
+    """Derives candidates from the fitted stack.
 
     Args:
       named: the applicable named policies, including `off`.
-      own: makes a priced candidate from choices.
-      recut: moves the cuts of a candidate's scans to the given places; None if nothing is scanned.
-      most_runs: the most different policies among the layers of one kind; None for the solver's own limit.
+      own: returns the candidate for choices, with its estimated time.
+      recut: returns a candidate with its scans cut at the given places; None if nothing is scanned.
+      most_runs: the maximum number of policies among layers of one kind; None for the solver's own limit.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Proposals:
         return next((candidate for candidate in self.named if candidate.name == name), None)
 
     def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> StepCandidate | None:
-        """The solver's fastest plan within `budget`, with at most `most_runs` runs; None if nothing fits."""
+        """The solver's fastest plan within `budget`, with at most `most_runs` policies per kind; None if nothing fits."""
         plan = self._solved_within(stack, budget, self.fit.host_left, most_runs)
         if plan is None or not plan.host_bytes:
             return plan
-        # The solver sums the costs of single residuals; priced as a whole, by kernels, a plan without copies may be faster.
+        # The solver adds up costs of single residuals. Priced as a whole, by kernels, a plan without copies may be faster.
         uncopied = self.without_copies(stack, budget, most_runs)
         return plan if uncopied is None or plan.seconds <= uncopied.seconds else uncopied
 
@@ -87,7 +87,7 @@ class Proposals:
         return self.own(choices_together(stack, plan))
 
     def _solver(self, stack: Stack, most_runs: int) -> Solver:
-        """A solver for each fitted stack; a new solver starts from the previous solver's policies."""
+        """The cached solver of a fitted stack; a new solver starts from the previous solver's policies."""
         if (stack, most_runs) not in self._solvers:
             previous = next(reversed(self._solvers.values()), None)
             solver = self._solvers[stack, most_runs] = Solver(stack, most_runs, previous)
@@ -101,7 +101,7 @@ class Proposals:
         return self._solver(self.fit.stack, self._most_runs).bound(self.fit.budget, self.fit.host_left)
 
     def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[StepCandidate]:
-        """The solver's plans at `points` budgets, from the least memory to keeping everything; fewer once `is_over`."""
+        """The solver's plans at `points` budgets from the least memory to keeping everything; stops if `is_over` is True."""
         if is_over():
             return []
         least = self.least(stack)
@@ -113,7 +113,7 @@ class Proposals:
     def least(self, stack: Stack) -> StepCandidate:
         """The plan with the least predicted memory among a few heuristic plans."""
         count = len(singles(stack))
-        # A kept byte adds to the peak of every later block, so its weight depends on the fitted shares: try several.
+        # A saved byte adds to the memory of every later block. Its best weight depends on the fitted shares: try several.
         offloads = (False,) if stack.link is None else (True,) if math.isinf(self.fit.host_budget) else (True, False)
         weights = dict.fromkeys((1.0, math.sqrt(count), float(count)))
         plans = [self._lean(stack, weight, offload=offload) for weight in weights for offload in offloads]
@@ -155,12 +155,12 @@ class Proposals:
         return [step for step in self.named if self.fit.known(step) is None and step.host_bytes <= self.fit.host_left]
 
     def unknown(self, best: Tried) -> list[StepCandidate]:
-        """The named policies of `faster_named` whose kept bytes alone are within the budget, the smallest first."""
+        """The named policies of `faster_named` that may fit (`Fit.may_fit`), the least predicted memory first."""
         stack = self.fit.stack
         return sorted(filter(self.fit.may_fit, self.faster_named(best)), key=lambda step: predicted(stack, step.loads))
 
     def is_maximal(self, best: Tried) -> bool:
-        """Whether no further residual that is worth saving fits: the variants of `least_more` were compiled and do not fit."""
+        """Whether no further worthwhile residual fits: all variants of `least_more` were compiled and do not fit."""
         if best.candidate.seconds <= 0 or best.candidate.name in KEEP_ALL:
             return True
         if best.candidate.effective_choices is None:
@@ -169,7 +169,10 @@ class Proposals:
         return all(step is not None and step.compiled.device_bytes < FAILED and not self.fit.fits(step) for step in tried)
 
     def least_more(self, best: Tried) -> list[StepCandidate]:
-        """`best` with one worthwhile residual more: with fewest kept bytes, and the smallest predicted, unless surely over."""
+        """`best` with one more worthwhile residual: the variants with the fewest saved bytes and the least predicted memory.
+
+        An uncompiled variant that is surely over the budget is left out.
+        """
         stack, worth = self.fit.around(best.compiled.device_bytes), best.candidate.seconds - self.worth
         faster = [step for step in self.one_more(best.candidate) if step.seconds <= worth]
         if not faster:
@@ -180,16 +183,16 @@ class Proposals:
         return [step for step in variants if self.fit.known(step) is not None or not self.fit.is_surely_over(step, stack)]
 
     def one_more(self, candidate: StepCandidate) -> list[StepCandidate]:
-        """The faster variants with one residual more in one run; the cuts stay the same."""
+        """The faster variants with one more residual saved in one run; the scans stay the same."""
         stack, choices = self.fit.guess, candidate.effective_choices
         assert choices is not None, "one residual more needs the choices"
-        # With a cut at its start, each run stays a run after any change of its choices.
+        # A cut at the start of each run keeps the run a separate scan, even if its choices become equal to its neighbour's.
         starts = tuple(start for start, _ in runs(stack, choices, candidate.cuts))
         variants = [self._cut(self.own(more), starts) for more in one_residual_more(stack, choices, candidate.cuts)]
         return [step for step in variants if step.seconds < candidate.seconds]
 
     def without_host(self, candidate: StepCandidate) -> StepCandidate | None:
-        """The candidate with offloaded residuals saved; None if it offloads none, or a residual that may not be saved."""
+        """The candidate with all offloaded residuals saved; None if it offloads none, or if one of them may not be saved."""
         choices = candidate.effective_choices
         if not candidate.host_bytes or choices is None:
             return None
@@ -207,10 +210,10 @@ class Proposals:
 def grouped_candidates(
     workload: Workload, described: Described, full: StepCandidate, full_bytes: int, budget: int
 ) -> list[StepCandidate]:
-    """The fastest and the leanest grouping of the layers that are predicted to fit; only the leanest if none fits.
+    """Two groupings of the layers that are predicted to fit: the fastest, and the grouping with the least memory.
 
-    Layers in a group share one checkpoint, for when the layers' inputs alone do not fit. The step under `full` predicts the
-    memory. Empty if the blocks are of several kinds or in nested loops.
+    If none fits, only the grouping with the least memory. Layers in a group share one checkpoint, which helps if the inputs of
+    all layers do not fit. The step under `full` predicts the memory. Empty for several kinds of blocks or nested loops.
     """
     (kind, *others), (block, *_) = described.kinds, described.stack.blocks
     if others or kind.program.call.nested or kind.program.call.stride != 1 or full_bytes >= FAILED:
@@ -227,7 +230,7 @@ def grouped_candidates(
 
 def _grouped(full: StepCandidate, grouping: Grouping) -> StepCandidate:
     policies = LayerPolicies.of([Policy.parse(_INSIDE)] * grouping.layers, groups=grouping.groups)
-    # A group keeps one input, which is shared out among its layers.
+    # A group saves one input. Its bytes are divided equally among the layers of the group.
     kept = round(full.loads[0].saved * len(grouping.groups) / grouping.grouped)
     loads = tuple(replace(load, saved=kept) for load in full.loads[: grouping.grouped]) + full.loads[grouping.grouped :]
     return StepCandidate(

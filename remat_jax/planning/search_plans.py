@@ -1,4 +1,4 @@
-"""The search: solve, compile, refit, until a plan fits and no better plan is left, within a limit of compilations.
+"""The search: it solves, compiles and refits until no better plan is left, or until the compilations are used up.
 
 `docs/how/planner.md` ("From a workload to a plan") lists what each round compiles.
 """
@@ -14,31 +14,31 @@ from remat_jax.planning.propose_candidates import Proposals
 from remat_jax.solver import Stack
 
 Compile = Callable[[Sequence[StepCandidate], Tried | None], list[Compiled]]
-"""Compiles candidates in parallel, given the best so far; an empty list ends the search."""
+"""Compiles candidates in parallel, given the best step so far; an empty result ends the search."""
 
 MOST_COMPILED = 6
 MORE_COMPILED = 4
 """Additional compilations to show that no further residual fits into the plan."""
 UNMOVED_COMPILED = 2
-"""Additional compilations, if plans offload, to see whether offload is necessary."""
+"""Additional compilations, if plans offload, to show whether offload is necessary."""
 SIDE_BY_SIDE = 2
 MOST_RUNS = 3
-"""The most runs of layers of one kind: each run of scanned layers becomes a scan of its own."""
+"""The maximum number of runs of layers of one kind. Each run of scanned layers becomes a scan of its own."""
 
 PREDICTION_SLACK = 1.1
-"""The largest prediction, relative to the budget, at which a step is still compiled."""
+"""A step may be compiled if its predicted memory is at most this multiple of the budget."""
 _MUCH_LEFT = 0.01
 """Much memory is left if more than this share of the budget is unused."""
 _FAR_OFF = 0.02
-"""The prediction error, as a share of the budget, above which a safer plan is compiled beside each plan."""
+"""While predictions miss by more than this share of the budget, a safer plan is compiled together with each plan."""
 _AFTER_FAILURE = 0.05
-"""The share of the budget by which the next plan is smaller if the last could not be compiled."""
+"""If a plan could not be compiled, the next plan must be smaller by this share of the budget."""
 _WORTH_DARING = 5.0
-"""The factor on the least gain if earlier predictions were too low."""
+"""After predictions that were too low, a plan at the whole budget must gain this multiple of `WORTH_COMPILING`."""
 
 
 class Search:
-    """One search: `most_compiled` is the limit before the additional compilations; `scanned` layers are cut by a mix."""
+    """One search. `most_compiled` is the limit without additional compilations; `scanned`: a mix of policies cuts a scan."""
 
     def __init__(self, fit: Fit, proposals: Proposals, *, most_compiled: int = MOST_COMPILED, scanned: bool = False) -> None:
         self.fit, self.proposals = fit, proposals
@@ -55,7 +55,7 @@ class Search:
         return self.fit.best
 
     def probe(self, compile_them: Compile) -> bool:
-        """Whether anything fits: compiles the leanest named policy, then the solver's leanest plan if that does not fit."""
+        """Whether anything fits: compiles `full`, then the solver's plan with the least memory if `full` does not fit."""
         for candidate in (self.proposals.named_policy("full"), self.proposals.least(self.fit.stack)):
             if candidate is not None and self.fit.best is None and self.fit.known(candidate) is None:
                 self.fit.learn([candidate], compile_them([candidate], None))
@@ -63,13 +63,13 @@ class Search:
 
     @property
     def _limit(self) -> int:
-        """The most steps that may be compiled, by the present state of the search."""
+        """The maximum number of compiled steps, given the current state of the search."""
         best, count = self.fit.best, len(self.fit.tried)
         if best is None or count < self._most:
             return self._most
         if self._faster_named(best):
             return count + 1
-        # It is still to be shown that the best step needs its offload, or that no further residual fits.
+        # One more compilation may show that the best step needs its offload, or that no further residual fits.
         fillable = best.candidate.effective_choices is not None or self._much_is_left(best)
         if self.unmoved(best) or (fillable and not self.proposals.is_maximal(best)):
             return min(count + 1, self._most + MORE_COMPILED)
@@ -79,7 +79,7 @@ class Search:
         return self.fit.budget - best.compiled.device_bytes > _MUCH_LEFT * self.fit.budget
 
     def unmoved(self, best: Tried) -> list[StepCandidate]:
-        """The best step without its offload, if that may fit: buffers for copies can exceed the memory that offload saves."""
+        """The best step without offload, if that may fit: buffers for copies can need more memory than offload frees."""
         candidate = self.proposals.without_host(best.candidate)
         if candidate is None or self.fit.known(candidate) is not None:
             return []
@@ -106,7 +106,10 @@ class Search:
         return new[:SIDE_BY_SIDE]
 
     def _first(self) -> list[StepCandidate]:
-        """`off` if it may fit, with a plan unless it surely fits; else a plan and the fastest named policy predicted to fit."""
+        """The first candidates: `off` or the fastest named policy that is predicted to fit, and the solver's plan.
+
+        `off` is taken if it may fit, and without the solver's plan if it surely fits.
+        """
         stack, budget = self.fit.stack, self.fit.budget
         off = self.proposals.named_policy("off")
         if off is not None and (needs := predicted(stack, off.loads)) <= PREDICTION_SLACK**2 * budget:
@@ -118,38 +121,38 @@ class Search:
         return [*([fastest] if fastest else []), *self._solved_at_budget(None)] or [self.proposals.least(stack)]
 
     def _better(self, best: Tried | None) -> list[StepCandidate]:
-        """Candidates that would be faster than the best and are expected to fit."""
+        """Candidates that are expected to fit and to be faster than the best step."""
         named = self._faster_named(best)
         if best is None:
             fits = [step for step in named if self.fit.expected(step) <= self.fit.budget]
             return (fits or named)[:1] + self._solved_at_budget(None)
-        # If the best step has choices, compilations beyond this limit are reserved for one residual more (`_one_more`).
+        # If the best step has choices, compilations beyond `_most` are reserved for variants with one more residual.
         over = len(self.fit.tried) - self._most if best.candidate.effective_choices is not None else -1
         if over >= 0 and not (self._much_is_left(best) and over < MORE_COMPILED - 1):
             return named[:1]
         return named[:1] + self._solved_at_budget(best)
 
     def _with_leanest(self, candidates: list[StepCandidate]) -> list[StepCandidate]:
-        """Add the leanest candidates while nothing fits: last, or first if at most two compilations are left."""
+        """Add candidates with the least memory, since nothing fits: last, or first if at most two compilations are left."""
         least = self.proposals.least
         lean = list(filter(None, (least(self.fit.stack), self.proposals.named_policy("full"), least(self.fit.guess))))
         return [*lean, *candidates] if len(self.fit.tried) >= self._most - SIDE_BY_SIDE else [*candidates, *lean]
 
     def _last(self, best: Tried) -> list[StepCandidate]:
-        """Candidates to show that no plan with equal layers, no further residual, and no named policy is faster and fits."""
+        """The last candidates: a plan with equal layers, the best step with more residuals saved, and faster named policies."""
         candidates = (self._uniform(best, worth=0.0) if self._scanned else []) or self._one_more(best)
         if candidates and len(self.fit.tried) >= self._most - 1:
             return candidates
         return [*candidates, *self.proposals.unknown(best)]
 
     def _faster_named(self, best: Tried | None) -> list[StepCandidate]:
-        """The named policies that would be faster than the best and may fit, the fastest first."""
+        """The named policies that may fit and would be faster than the best step, the fastest first."""
         most = PREDICTION_SLACK * self.fit.budget
         named = [step for step in self.proposals.faster_named(best) if self.fit.least_expected(step) <= most]
         return sorted(named, key=lambda step: step.seconds)
 
     def _solved_at_budget(self, best: Tried | None) -> list[StepCandidate]:
-        """The solver's plan at the budget, and a safer plan: without cuts, or smaller while predictions are far off."""
+        """The solver's plan at the budget, and a safer plan: without cuts, or smaller while predictions are inaccurate."""
         stack, budget = self.fit.stack, self.fit.budget
         if not self.fit.tried:
             return self._solved(stack, budget, best)
@@ -158,32 +161,32 @@ class Search:
             bold = self._solved(stack, budget, best, worth=_WORTH_DARING * self.proposals.worth)
         plans = [step.candidate for step in self.fit.tried if not step.candidate.name]
         if self._scanned and all(map(self.fit.is_cut, plans)):
-            # The memory cost of cutting a scan is not predicted: a plan without cuts is the surest to fit.
+            # The memory cost of cutting a scan is not predicted: a plan without cuts is most likely to fit.
             return [*bold, *self._uniform(best)]
         if self.fit.missed > _FAR_OFF * budget:
             return [*bold, *self._solved(stack, self._within(0.5 * self._share), best)]
         return bold
 
     def _uniform(self, best: Tried | None, worth: float | None = None) -> list[StepCandidate]:
-        """The fastest plan with equal layers in each kind, if it is faster and may fit."""
+        """The fastest plan with one policy per kind, if it may fit and is faster than the best step."""
         stack = self.fit.around(self.fit.budget, uncut=True)
         return self._solved(stack, self.fit.budget, best, most_runs=1, worth=worth)
 
     @property
     def _share(self) -> float:
-        """The share of the remaining room to use: halved for each step after the first that exceeded its prediction."""
+        """The share of the unused budget that plans may use: halved for each too low prediction after the first."""
         over = sum(step.compiled.device_bytes > max(self.fit.budget, 1.02 * step.predicted_bytes) for step in self.fit.tried)
         return 0.5 ** max(0, over - 1)
 
     def _within(self, share: float) -> float:
-        """The memory at `share` of the way from the best step (the smallest, if none fits) to the budget."""
+        """The bytes at `share` of the way from the best step (the smallest, if none fits) to the budget."""
         low = min((self.fit.best or self.fit.smallest).compiled.device_bytes, self.fit.budget)
         return low + share * (self.fit.budget - low)
 
     def _solved(
         self, stack: Stack, budget: float, best: Tried | None, *, most_runs: int | None = None, worth: float | None = None
     ) -> list[StepCandidate]:
-        """The fastest uncompiled plan within `budget`, if it would be faster than the best by at least `worth`."""
+        """The fastest uncompiled plan within `budget`, if it is estimated to gain at least `worth` over the best step."""
         most = math.inf if best is None else best.candidate.seconds - (self.proposals.worth if worth is None else worth)
         for _ in range(4):
             plan = self.proposals.solve(stack, budget, most_runs=most_runs) if budget > 0 else None
@@ -201,12 +204,12 @@ class Search:
         return []
 
     def _one_more(self, best: Tried) -> list[StepCandidate]:
-        """The best step with every residual saved that is predicted to fit, or with only one."""
+        """The best step with all further residuals saved that are predicted to fit, or with only one."""
         if best.candidate.effective_choices is None:
             return []
         much = self._much_is_left(best)
         if len(self.fit.tried) < (self._most + MORE_COMPILED if much else self._most) - 1:
-            # If the best step, compiled last, needed less than predicted, allow its variant the difference.
+            # If the best step was compiled last and needed less than predicted, its variant may exceed the budget by that much.
             dares = much and best is self.fit.tried[-1]
             spared = max(0, best.predicted_bytes - best.compiled.device_bytes) if dares else 0
             for room in dict.fromkeys((self.fit.budget + spared, self.fit.budget, self._within(self._share))):
@@ -216,7 +219,7 @@ class Search:
         return [step for step in self.proposals.least_more(best) if self.fit.known(step) is None][:1]
 
     def _filled(self, best: Tried, room: float) -> StepCandidate:
-        """The best with further residuals saved one by one, the fastest result first, within `room`."""
+        """The best step with further residuals saved one by one: each time the fastest variant predicted within `room`."""
         stack, candidate = self.fit.around(best.compiled.device_bytes), best.candidate
         while True:
             within = [step for step in self.proposals.one_more(candidate) if predicted(stack, step.loads) <= room]

@@ -1,4 +1,4 @@
-"""Turns residual names into selectors of a policy for several blocks."""
+"""Turns residual names of one block into the selectors of a policy for several blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from remat_jax.policy import Action, Policy, PolicyRule
 
 
 def selectors(chosen: Mapping[str, Sequence[str]], paths: Sequence[str], names: Sequence[str]) -> Policy:
-    """The policy with the given action for each name in `chosen`; it recomputes the rest.
+    """The policy that applies the given action to each residual in `chosen` and recomputes the rest.
 
     Args:
       chosen: action → residual names in the block at the first of `paths`.
       paths: the module paths of all blocks of the policy.
-      names: all residual names in that first block.
+      names: all residual names in the block at the first of `paths`.
 
     >>> selectors({"save": ["a_0/up:add#0"], "offload": []}, ["a_0", "a_1"], ["a_0/up:add#0", "a_0/b/up:add#0"])
     Policy.parse('recompute: */b/up:add#0; save: */up:add#0')
@@ -28,7 +28,7 @@ def selectors(chosen: Mapping[str, Sequence[str]], paths: Sequence[str], names: 
     if all(path == paths[0] for path in paths):
         return _policy((_escaped(name), action) for name, action in actions.items())
     chosen_selectors = [_selector(name, paths[0]) for name in actions]
-    # A selector that matches any path also matches deeper names with the same ending: their rule must come first.
+    # The selector `*/up` also matches deeper names such as `a/b/up`, so the rules of these names must come first.
     matched = [name for name in names if any(_matches(selector, name) for selector in chosen_selectors)]
     actions = {**actions, **{name: "recompute" for name in matched if name not in actions}}
     rules = [(_selector(name, paths[0]), action) for name, action in actions.items()]
@@ -56,7 +56,7 @@ def _selector(name: str, path: str) -> str:
 
 
 def _escaped(name: str, *, glob: bool = False) -> str:
-    """A selector that matches the name: commas and semicolons would end the selector; in a glob, brackets would be a set."""
+    """A selector that matches the name. Commas and semicolons would end it; a glob also needs `*`, `?` and `[` escaped."""
     if glob:
         name = re.sub(r"([*?[])", r"[\1]", name)
     return name.replace(",", "?").replace(";", "?")

@@ -1,4 +1,4 @@
-"""Translates between the solver's choices, named policies, and applied policies."""
+"""Translates between choices of the solver, named policies, and policies to apply."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def _load(policy: BlockPolicy) -> Load:
 
 
 def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
-    """The same choices with scans cut at those of `cuts` that are in a scan, between blocks with equal choices."""
+    """The candidate with its scans cut at `cuts`; cuts outside a scan or between blocks with different choices are dropped."""
     choices = candidate.choices
     assert choices is not None, "a named policy is one for all layers"
     kept, first = [], 0
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
-        # Kinds that alternate in one scan are cut together, so a single kind cannot be cut.
+        # A cut of a scan in which several kinds alternate would cut all of them, so their kinds cannot be cut.
         if kind.scanned and kind.program.call.stride == 1:
             kept += [at for at in cuts if first < at < first + block.repeats and choices[at - 1] == choices[at]]
         first += block.repeats
@@ -55,12 +55,12 @@ def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCan
 
 
 def named_candidate(described: Described, name: str) -> StepCandidate:
-    """A named policy, `off` included. A policy without effect on the workload is a `PolicyError`."""
+    """The candidate of a named policy or `off`; raises `PolicyError` if the policy has no effect on the workload."""
     meant = Policy.parse(name)
     if meant.checkpoint:
         audit = Audit()
         for kind in described.kinds:
-            # Tracing the loss under the policy would meet the same block in each layer.
+            # One block per kind is enough: all layers of a kind have the same block.
             audit.saw(kind.paths[0], replace(kind.program.call.block, policy=meant))
         audit.check()
     loads = []
@@ -71,7 +71,7 @@ def named_candidate(described: Described, name: str) -> StepCandidate:
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
     named = StepCandidate(name, tuple(loads), extra_seconds(described, meant))
     like = None if name == "off" else _like(described, named, meant)
-    # Intermediates are recomputed under a named policy, too: the same program has the same loads.
+    # Intermediates are also recomputed under a named policy. With the equivalent loads, equal programs compare equal.
     return named if like is None else replace(named, like=like.choices, loads=like.loads)
 
 
@@ -88,7 +88,7 @@ def _like(described: Described, named: StepCandidate, policy: Policy) -> StepCan
     try:
         own = own_candidate(described, tuple(chosen))
     except PlanningError:
-        # The policy keeps an array that the solver is not offered.
+        # The policy keeps an array that is not one of the solver's residuals.
         return None
     kept = [[(load.saved, load.offloaded) for load in candidate.loads] for candidate in (own, named)]
     alike = kept[0] == kept[1] and math.isclose(own.seconds, named.seconds, rel_tol=1e-9, abs_tol=1e-15)
@@ -96,7 +96,7 @@ def _like(described: Described, named: StepCandidate, policy: Policy) -> StepCan
 
 
 def choices_of(kind: Kind, block: Block, policy: Policy) -> list[Choice]:
-    """What a policy does with each residual of a block."""
+    """The choice that a policy makes for each residual of a block."""
     saved, away = kind.program.names(policy)
     choices = []
     for residual, members in zip(block.residuals, kind.members, strict=True):
@@ -110,7 +110,7 @@ def choices_of(kind: Kind, block: Block, policy: Policy) -> list[Choice]:
 
 
 def policies_of(described: Described, candidate: StepCandidate) -> dict[marking.Block, Any]:
-    """Block → policy, or a policy for each layer if the layers differ."""
+    """The policies by block: one policy, or a policy for each layer if layers differ or a scan is cut."""
     if candidate.choices is None:
         return dict.fromkeys((kind.block for kind in described.kinds), as_block_policy(candidate.name))
     layers: dict[marking.Block, dict[int, Policy]] = {kind.block: {} for kind in described.kinds}

@@ -1,4 +1,4 @@
-"""Planning as mathematics: a stack of blocks, and its fastest plan within the budgets. Does not import JAX."""
+"""The planning problem and its solver: the fastest plan of a stack of blocks within memory budgets. Does not import JAX."""
 
 from __future__ import annotations
 

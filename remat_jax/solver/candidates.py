@@ -1,4 +1,4 @@
-"""All policies of one block that could be part of an optimal plan, enumerated residual by residual with pruning."""
+"""All Pareto-optimal policies of one block, enumerated residual by residual; dominated partial policies are pruned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from remat_jax.solver.table import CHOICES, OFFLOAD, RECOMPUTE, SAVE, UNUSED, Ar
 
 
 def unbeaten(points: Array) -> list[int]:
-    """The Pareto-optimal rows (no other row is at most equal in every column), lexicographically; the first of equal rows.
+    """The indices of the Pareto-optimal rows of ``points``, in lexicographic order; of equal rows, only the first.
 
     >>> unbeaten(np.array([[2.0, 1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 2.0]]))
     [1, 0]
@@ -17,7 +17,7 @@ def unbeaten(points: Array) -> list[int]:
     remaining = np.lexsort(tuple(points.T[::-1]))
     optimal = []
     while remaining.size:
-        # In this order no later row dominates the first, unless it is equal.
+        # In lexicographic order, no later row dominates the first row, unless it is equal.
         first = remaining[0]
         optimal.append(int(first))
         remaining = remaining[(points[remaining] < points[first]).any(axis=1)]
@@ -25,12 +25,12 @@ def unbeaten(points: Array) -> list[int]:
 
 
 def grow(block: Block, offloads: bool, most: int) -> Array | None:
-    """The codes of all Pareto-optimal policies, one row each; None above ``most`` partial policies.
+    """The codes of all Pareto-optimal policies, shape (policies, residuals); None if there are over ``most`` partial policies.
 
     The objectives are: bytes saved, bytes that the block needs during its own backward pass, bytes in host memory, and extra
     seconds. Each objective is monotone in four sums over the residuals: bytes saved, needed and offloaded, and seconds of
-    keeping and recomputing. A partial policy can therefore be pruned if another one dominates its sums and leaves the
-    undecided children the same parents.
+    keeping and recomputing. So a partial policy is pruned if another partial policy has no larger sums, and if both leave
+    the same parents of undecided residuals unused.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -54,7 +54,7 @@ def grow(block: Block, offloads: bool, most: int) -> Array | None:
 
 
 def _choose(block: Block, index: int, code: int, codes: Array, sums: Array) -> tuple[Array, Array]:
-    """The partial policies with one more choice, without those that recompute from an absent parent."""
+    """The partial policies and sums after one more choice; a policy that would recompute from an absent parent is dropped."""
     if code == RECOMPUTE:
         legal = (codes[:, list(block.parents[index])] != UNUSED).all(axis=1)
         codes, sums = codes[legal], sums[legal]
@@ -72,7 +72,7 @@ def _choose(block: Block, index: int, code: int, codes: Array, sums: Array) -> t
 
 
 def _last_uses(block: Block) -> list[int]:
-    """For each residual, the step that decides its last child; -1 without children, or if backward reads the residual."""
+    """For each residual, the step that decides its last child; -1 if it has no child or the backward pass reads it."""
     last_use = [-1] * len(block.residuals)
     for step, index in enumerate(block.order):
         for parent in block.parents[index]:
@@ -82,7 +82,7 @@ def _last_uses(block: Block) -> list[int]:
 
 
 def _unbeaten_in_groups(flags: Array, sums: Array) -> list[int]:
-    """The Pareto-optimal rows among those that leave the same residuals unused."""
+    """The Pareto-optimal rows within each group of rows with equal ``flags``."""
     _, groups = np.unique(flags, axis=0, return_inverse=True)
     optimal: list[int] = []
     for group in range(int(groups.max()) + 1):

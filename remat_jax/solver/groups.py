@@ -1,7 +1,7 @@
-"""Groups of layers: one checkpoint around k equal layers, which keeps the first layer's input; the fewest groups for a budget.
+"""Groups of layers for a memory budget: one checkpoint around k equal layers saves only the first layer's input.
 
-The method is from Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174). Groups of layers without
-checkpoints are its segments; groups of checkpointed layers are its recursion of depth two.
+The method is from Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174). A group of layers without
+checkpoints is a segment of that paper; a group of checkpointed layers is its recursion of depth two.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from remat_jax.solver.problem import check_count, check_number
 
 @dataclass(frozen=True)
 class GroupedLayer:
-    """One of a stack's equal layers under its policy, which is the same inside and outside groups.
+    """One layer of a stack of equal layers. All layers have the same policy, inside and outside groups.
 
     Attributes:
         input_bytes: size of the layer's input.
-        saved_bytes: bytes that the policy saves besides the input: nothing for `full`; for `off` all residuals, including the
-            layer's output, which is the next layer's input.
+        saved_bytes: bytes that the policy saves in addition to the input: 0 for `full`; for `off` all residuals, including
+            the layer's output, which is the next layer's input.
         forward_seconds: time of the forward pass.
-        extra_seconds: what the residuals cost under the policy; 0 for `off`.
-        gradient_bytes: size of the parameters' gradients. A scan of groups stacks the gradients of one group separately.
-        checkpointed: whether the layer keeps its input as a checkpoint does; False for `off`.
+        extra_seconds: time to keep and recompute residuals under the policy; 0 for `off`.
+        gradient_bytes: size of the parameters' gradients. A scan of groups needs an additional stack of one group's gradients.
+        checkpointed: whether the layer is a checkpoint, which saves its input; False for `off`.
     """
 
     input_bytes: float
@@ -39,7 +39,7 @@ class GroupedLayer:
 
     @property
     def kept_input_bytes(self) -> float:
-        """The bytes of the layer's input if the layer keeps it."""
+        """The bytes of the layer's input if the layer saves it, else 0."""
         return self.input_bytes if self.checkpointed else 0.0
 
 
@@ -50,9 +50,9 @@ class Grouping:
     Attributes:
         layers: the number of layers in the stack.
         size: the number of layers in a group. If all layers are in groups, the last group may be smaller.
-        grouped: the number of layers in groups. The remaining layers have the same policy without groups.
+        grouped: the number of layers in groups. The remaining layers have the same policy.
         peak_bytes: peak memory, including the fixed bytes.
-        extra_seconds: what the residuals cost.
+        extra_seconds: time to keep and recompute residuals.
     """
 
     layers: int
@@ -63,28 +63,28 @@ class Grouping:
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """For each group its first layer and the layer after it, as in `LayerPolicies.groups`."""
+        """For each group, its first layer and the first layer after it, as in `LayerPolicies.groups`."""
         return tuple((start, min(start + self.size, self.grouped)) for start in range(0, self.grouped, self.size))
 
 
 def grouping(
     layers: int, size: int, grouped: int, layer: GroupedLayer, *, fixed_bytes: float = 0.0, scanned: bool = False
 ) -> Grouping:
-    """Memory and time of a stack whose first ``grouped`` layers are in groups of ``size``.
+    """The memory and time of a stack whose first ``grouped`` layers are in groups of ``size``.
 
-    Let a layer have input bytes a and saved bytes s. A group of n layers keeps its input. Its backward pass needs the inputs of
-    the other n - 1 layers, and n s. The groups come first in the stack, so the later layers' residuals are free by then. With g
-    groups and r ungrouped layers behind them, the peak is the larger of g a + (n - 1) a + n s and g a + r (a + s). A scan of
-    two groups or more also needs a copy of one group's input, sliced from the stacked inputs, and the gradients of n layers
+    Let a layer have input bytes a and saved bytes s. A group of n layers saves its input. Its backward pass also needs the
+    inputs of the other n - 1 layers, and n s bytes. The r ungrouped layers follow the g groups, so their residuals are freed
+    before any group's backward pass. The peak is the larger of g a + (n - 1) a + n s and g a + r (a + s). A scan of two or
+    more groups also needs a copy of one group's input, sliced from the stacked inputs, and the gradients of n layers
     (`docs/notes/groups_of_layers.md` has the compiled figures).
 
-    The backward pass recomputes all n layers of a group in a scan, or if the layers are not checkpoints. In an unrolled stack
-    of checkpoints it recomputes n - 1 layers, because nothing reads the last layer's output. A group of one layer is that layer
-    as a checkpoint.
+    The backward pass recomputes all n layers of a group if the layers are scanned or are not checkpoints. In an unrolled stack
+    of checkpoints it recomputes n - 1 layers, because the backward pass does not read the last layer's output. A group of one
+    layer is a checkpoint around that layer.
 
     Args:
-        fixed_bytes: memory in use besides, such as the working set of a layer's backward pass.
-        scanned: whether the layers are rounds of a scan.
+        fixed_bytes: other memory in use, such as the working set of a layer's backward pass.
+        scanned: whether the layers are iterations of a scan.
 
     >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, extra_seconds=1.0)
     >>> stacks = [grouping(64, size, 64, full, fixed_bytes=17.0) for size in (1, 8)]
@@ -114,10 +114,10 @@ def grouping(
 def groupings(
     layers: int, layer: GroupedLayer, budget: float = math.inf, *, fixed_bytes: float = 0.0, scanned: bool = False
 ) -> tuple[Grouping, ...]:
-    """The groupings within a budget that are Pareto-optimal in peak and time, the fastest first; empty if none fits.
+    """The groupings within a budget that are Pareto-optimal in peak memory and time, fastest first; empty if none fits.
 
-    For each group size from 2 to all layers: the fewest groups whose peak is within the budget in bytes. Without a budget, all
-    layers are in groups.
+    For each group size from 2 to ``layers``, only the grouping with the fewest groups within ``budget`` bytes is considered.
+    Without a budget, all layers are in groups.
 
     >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, extra_seconds=1.0)
     >>> fitting = groupings(64, full, 34.0, fixed_bytes=17.0, scanned=True)
@@ -141,7 +141,7 @@ def groupings(
 
 
 def _inside(length: int, layer: GroupedLayer, *, looped: bool) -> float:
-    """Bytes that the backward pass of a group needs besides the groups' inputs; ``looped`` in a scan of groups."""
+    """Bytes that a group's backward pass needs in addition to the groups' inputs; ``looped``: in a scan of groups."""
     scan_copies = layer.input_bytes + length * layer.gradient_bytes if looped and length > 1 else 0.0
     return (length - 1) * layer.kept_input_bytes + length * layer.saved_bytes + scan_copies
 

@@ -1,9 +1,9 @@
-"""The price of memory: the policies on the hull of each block, and a lower bound of every plan, by column generation.
+"""The linear relaxation by column generation: prices of memory, and a lower bound on the extra seconds of every plan.
 
-The linear relaxation divides layers: each run follows its policies in fractions. Its dual gives every byte a price. A policy
-that is not yet a column improves the relaxation only if it is cheaper at these prices than the columns. A minimum cut finds the
-cheapest policy (`table`), in milliseconds. If no policy is cheaper, the value of the relaxation bounds every plan (Gilmore and
-Gomory, Operations Research 9, 1961).
+The relaxation lets a run of equal layers use several policies in fractions. Its dual values are the prices of a byte. A policy
+that is not yet a column improves the relaxation only if it is cheaper at these prices than the columns. A minimum s-t cut finds
+the cheapest policy (`table`) in milliseconds. If no policy is cheaper, the value of the relaxation is a lower bound on every
+plan (Gilmore and Gomory, Operations Research 9, 1961). Otherwise the reduced costs are added to it (a Lagrangian bound).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from remat_jax.solver.problem import Block, Stack
 from remat_jax.solver.table import EXTRA, HOST, NEED, RECOMPUTE, SAVED, Array, BlockTable, Prices
 
 ROUNDS = 40
-"""The most rounds of column generation."""
+"""The maximum number of iterations of column generation."""
 _NEAR = 1e-4
-"""The relative gap between the relaxation's value and its bound at which the rounds end."""
+"""Column generation ends at this relative gap between the relaxation's value and the lower bound."""
 _DEMANDS = 16
-"""The number of blocks with a memory constraint, shared among the kinds; each kind has at least one."""
+"""The number of blocks with a memory constraint, divided equally among the kinds; each kind has at least one."""
 _FEW = 300
-"""The most partial policies when all policies of a block are enumerated."""
+"""A block's policies are enumerated only while there are at most this many partial policies."""
 _SEEDS, _TRANSIENT = 13, (0.0, 0.03, 0.3, 1.0)
-"""The number of prices of a saved byte for a block's first policies, and the price of a transient byte as its shares."""
+"""For a block's first policies: the number of prices of a saved byte, and the price of a transient byte relative to it."""
 _OVER = 1e3
-"""The cost of a unit of memory over the budget, in largest extra times of a block."""
+"""The penalty per block for one unit of memory over the budget, in units of the largest extra time of a policy."""
 
 
 class Hull:
-    """The policies of a stack's blocks that are cheapest at some price. Each new budget adds policies.
+    """The policies of a stack's blocks that are cheapest at some prices. Each new budget may add policies.
 
-    The blocks of a kind are divided into several runs of equal blocks, and the last block of each is a run of one block. These
-    blocks have the memory constraints: more constraints give a higher bound. `kinds` has the indices of each kind's runs.
+    `Stack.runs` splits each kind into runs and makes the last block of each run a run of its own. Only these single blocks have
+    a memory constraint; more constraints give a higher lower bound. `kinds` has the indices of each kind's runs.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
@@ -46,7 +46,7 @@ class Hull:
     """
 
     def __init__(self, stack: Stack, earlier: Hull | None = None) -> None:
-        """Begin with the policies of `earlier`, whose stack has the same residuals with different bytes."""
+        """Start with `_seeds`, and with the policies of ``earlier``, whose stack has the same residuals in other sizes."""
         self.stack, self.runs = stack, stack.runs(max(1, _DEMANDS // len(stack.blocks)))
         self.kinds = [[at for at, run in enumerate(self.runs) if run.name == block.name] for block in stack.blocks]
         tables: dict[Block, int] = {}
@@ -62,15 +62,15 @@ class Hull:
         return self._tables[self._kind[run]]
 
     def policies(self, run: int) -> Array:
-        """The codes of a run's policies, one row each."""
+        """The codes of a run's policies, shape (policies, residuals)."""
         return self._codes[self._kind[run]]
 
     def add(self, run: int, codes: Array) -> bool:
-        """Add a policy to a run; False if the run has it or it is not legal there."""
+        """Add a policy, shape (residuals,), to a run; returns False if the run already has it or it is not legal there."""
         return self._extend(self._kind[run], codes[None])
 
     def _extend(self, kind: int, codes: Array) -> bool:
-        """Append policies to a kind; False if none is new and legal."""
+        """Append policies, shape (policies, residuals), to a table's policies; returns False if none is new and legal."""
         before = self._codes[kind]
         joined = np.concatenate([before, codes[self._tables[kind].legal(codes)]])
         _, first = np.unique(joined, axis=0, return_index=True)
@@ -78,7 +78,7 @@ class Hull:
         return len(first) > len(before)
 
     def relaxed(self, budget: float, host_budget: float) -> tuple[float, tuple[Prices, ...]]:
-        """A lower bound of every plan's extra seconds, and each run's prices; adds the policies that the optimum needs."""
+        """A lower bound on every plan's extra seconds, and each run's prices; adds the policies that the optimum needs."""
         bound = -math.inf
         for _ in range(ROUNDS):
             value, prices, worth = self._optimum(budget, host_budget)
@@ -95,7 +95,7 @@ class Hull:
         return bound, prices
 
     def _optimum(self, budget: float, host_budget: float) -> tuple[float, tuple[Prices, ...], tuple[float, ...]]:
-        """The relaxation's optimum over the current policies: its value, and each run's prices and dual."""
+        """The relaxation over the current policies: its value, each run's prices, and each run's dual value per block."""
         # Imported here: SciPy takes a quarter of remat_jax's import time.
         from scipy.optimize import linprog
 
@@ -110,7 +110,7 @@ class Hull:
         if math.isfinite(host_budget) and columns[:, HOST].any():
             rows.append(columns[:, HOST] / unit)
             limits.append(host_budget / unit)
-        # The last column exceeds the budgets at a cost above any plan's gain, so the programme is always feasible.
+        # The last column is the excess over the budgets, at a high cost. It makes the linear program always feasible.
         scale = float(columns[:, EXTRA].max()) or 1.0
         solution = linprog(
             np.append(columns[:, EXTRA] / scale, _OVER * sum(run.repeats for run in self.runs)),
@@ -133,7 +133,7 @@ class Hull:
 
 
 def _nameless(block: Block) -> Block:
-    """The block with numbers as names, since equal layers have differently named residuals."""
+    """The block with numbers as names, so that blocks that differ only in names are equal."""
     pairs = zip(block.residuals, block.parents, strict=True)
     residuals = tuple(
         replace(residual, name=str(at), parents=tuple(map(str, parents))) for at, (residual, parents) in enumerate(pairs)
@@ -142,13 +142,13 @@ def _nameless(block: Block) -> Block:
 
 
 def _seeds(table: BlockTable, count: int) -> Array:
-    """All Pareto-optimal policies if they are few; else the cheapest policies at some prices."""
+    """All Pareto-optimal policies of a block if they are few; otherwise the cheapest policies at a range of prices."""
     codes = grow(table.block, table.link is not None, _FEW)
     return _swept(table, count) if codes is None else codes[unbeaten(table.measures(codes))]
 
 
 def _swept(table: BlockTable, count: int) -> Array:
-    """The cheapest policies of a block at prices from free to dearer than any recomputation, and the leanest policies."""
+    """The cheapest policies of a block at prices from 0 to above any recomputation, and the policies with the least memory."""
     recompute_seconds = table.seconds[table.allowed[:, RECOMPUTE]].sum()
     total_seconds = recompute_seconds + table.block.forward_seconds + table.block.backward_seconds
     scale = float(total_seconds or 1.0) / (float(table.bytes.sum()) or 1.0)

@@ -1,9 +1,9 @@
-"""The best mix of a few policies for equal layers: at most three runs of layers, one policy each.
+"""The best mix of policies for equal layers: at most three runs of consecutive layers, with one policy each.
 
-The memory saved up to a layer and the layer's own need must fit the budget at every layer. In a run the last layer needs most,
-so each run gives one constraint. For three policies in a given order and a given number of layers under the third, the
-constraints are linear in the number of layers under the second, and the best number is an end of an interval. All triples are
-evaluated at once as arrays.
+At each layer, the bytes saved by earlier layers plus the bytes that the layer needs must fit the budget. A run needs most
+at its last layer, so each run gives one constraint. Fix three policies in order and the number of layers under the third. Then
+the time and the constraints are linear in the number of layers under the second: an end of the feasible interval is optimal.
+All triples are evaluated at once as arrays.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED, Array
 ROUNDING = 1e-12
 """The relative rounding error that a sum may have when its terms are added in a different order."""
 COUNTS = 65
-"""The most layer counts of a run that are tried at once."""
+"""At most this many layer counts are tried for one run at once."""
 Runs = tuple[tuple[int, int], ...]
-"""The mix of a kind's layers: for each run the index of a policy and the number of its layers."""
+"""A mix: for each run, the index of its policy and its number of layers."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Room:
     """The memory that the other blocks leave to the layers of one kind.
 
     Attributes:
-        budget: bytes on the device.
+        budget: bytes of device memory in total.
         before: bytes in use before the first of these layers.
-        behind: bytes that later blocks need, besides everything saved by these and earlier layers.
-        host: bytes in host memory.
+        behind: bytes that later blocks need in addition to the bytes saved by these and earlier layers.
+        host: bytes of host memory left to these layers.
     """
 
     budget: float
@@ -42,12 +42,13 @@ class Room:
 
 
 def best_mix(measures: Array, ends: Array, layers: int, room: Room, triples: Array) -> tuple[float, Runs] | None:
-    """The fastest mix of `triples` that fits, with its extra seconds; None if none fits.
+    """The extra seconds and the runs of the fastest mix that fits; None if none fits.
 
     Args:
-        measures: policies × (bytes saved, bytes needed, bytes on the host, extra seconds), as `BlockTable.measures` gives them.
-        ends: which policies are legal for the last layer.
-        triples: the policies of the three runs, in the order of the forward pass; equal neighbours are one run.
+        measures: bytes saved, bytes needed, bytes on the host, extra seconds; shape (policies, 4), from `BlockTable.measures`.
+        ends: whether each policy is legal for the last layer, shape (policies,).
+        layers: the number of layers.
+        triples: the policies of three runs in forward order, shape (triples, 3); equal neighbours are one run.
     """
     triples = triples[ends[triples[:, 2]]]
     if not len(triples):
@@ -67,12 +68,12 @@ def best_mix(measures: Array, ends: Array, layers: int, room: Room, triples: Arr
 
 
 def orders(policies: Sequence[int], most: int) -> Array:
-    """All triples with at most ``most`` runs."""
+    """All triples of ``policies`` with at most ``most`` runs, shape (triples, 3)."""
     return _with_at_most(most, itertools.product(policies, repeat=3))
 
 
 def orders_beside(used: Sequence[int], new: Sequence[int], most: int) -> Array:
-    """All triples of one new and two used policies in any place, and each new policy alone, with at most ``most`` runs."""
+    """Triples of one new and two used policies in any order, and each new policy alone, with at most ``most`` runs."""
     places = itertools.product(used, used, new)
     turned = (order for a, b, added in places for order in ((a, b, added), (a, added, b), (added, a, b)))
     return _with_at_most(most, itertools.chain(turned, ((added, added, added) for added in new)))
@@ -84,11 +85,11 @@ def _with_at_most(most: int, listed: Iterable[tuple[int, ...]]) -> Array:
 
 
 def _fastest(measures: Array, triples: Array, layers: int, room: Room, last: Array) -> tuple[float, Runs] | None:
-    """Extra seconds and the three runs of the fastest mix; `last` are the counts of the third policy to try."""
+    """Extra seconds and the three runs of the fastest mix; ``last`` has the layer counts to try for the third policy."""
     budget, host = room.budget * (1 + ROUNDING), room.host * (1 + ROUNDING)
     first, second, third = (measures[triples[:, place]][:, :, None] for place in range(3))
     in_first_two = layers - last[None, :]
-    # n layers have the second policy, in_first_two − n the first: each constraint is constant + n · slope ≤ 0.
+    # With n layers under the second policy and in_first_two − n under the first, each constraint is constant + n · slope ≤ 0.
     slope = second[:, SAVED] - first[:, SAVED]
     kept = room.before + in_first_two * first[:, SAVED]
     saved = kept + last * third[:, SAVED]
@@ -105,7 +106,7 @@ def _fastest(measures: Array, triples: Array, layers: int, room: Room, last: Arr
         slopes = np.broadcast_to(slopes, constant.shape)
         with np.errstate(divide="ignore", invalid="ignore"):
             limit = -constant / slopes
-        # Tolerate rounding errors below a whole number.
+        # A limit that misses a whole number only by rounding counts as that number.
         most = np.where(slopes > 0, np.minimum(most, np.floor(limit * (1 + ROUNDING) + 1e-9)), most)
         least = np.where(slopes < 0, np.maximum(least, np.ceil(limit * (1 - ROUNDING) - 1e-9)), least)
         most = np.where((slopes == 0) & (constant > 0), -1.0, most)

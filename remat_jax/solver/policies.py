@@ -1,4 +1,4 @@
-"""The choices of a block for its residuals, their costs, and the plan of a stack of blocks."""
+"""A block's policy (one choice per residual) with its costs, and the plan of a stack of blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat_jax.solver.problem import Block, Choice, HostLink, Stack, all_of
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """A block and a choice for each of its residuals, in their order; `PlanningError` for a choice that is not allowed.
+    """A block and one choice per residual, in the block's order; raises `PlanningError` for a choice that is not allowed.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -38,7 +38,7 @@ class BlockPolicy:
 
     @cached_property
     def of(self) -> dict[str, Choice]:
-        """The choice for each residual's name."""
+        """From residual name to choice."""
         return {residual.name: choice for residual, choice in zip(self.block.residuals, self.choices, strict=True)}
 
     def _total(self, cost: str, *choices: Choice) -> float:
@@ -49,7 +49,7 @@ class BlockPolicy:
 
     @cached_property
     def saved_bytes(self) -> float:
-        """Device bytes between the forward and the backward pass, including an input that every policy keeps."""
+        """Device bytes live between the forward and the backward pass, including `Block.input_bytes`."""
         return self.block.input_bytes + self._total("bytes", Choice.SAVE)
 
     @cached_property
@@ -59,22 +59,22 @@ class BlockPolicy:
 
     @cached_property
     def transient_bytes(self) -> float:
-        """Further device bytes while the block's backward pass runs."""
+        """Additional device bytes during the block's own backward pass."""
         recomputed = self.block.recomputed_share * self._total("bytes", Choice.RECOMPUTE)
         return self.block.working_bytes + recomputed + self.block.fetched_share * self.host_bytes
 
     @cached_property
     def recompute_seconds(self) -> float:
-        """Seconds of the recomputation."""
+        """Seconds to recompute residuals."""
         return self._total("seconds", Choice.RECOMPUTE)
 
     @cached_property
     def kept_seconds(self) -> float:
-        """Seconds that keeping residuals takes."""
+        """Seconds to save and offload residuals, without the copies to and from the host."""
         return self._total("kept_seconds", Choice.SAVE, Choice.OFFLOAD)
 
     def extra_seconds(self, link: HostLink | None) -> float:
-        """What the residuals cost: keeping them, recomputation, and copies that the block's compute does not hide."""
+        """Seconds to keep and recompute residuals, including copies that the block's compute does not hide."""
         work = self.recompute_seconds + self.kept_seconds
         if not self.host_bytes or link is None:
             return work
@@ -88,12 +88,12 @@ class StackPlan:
     """A plan for a stack.
 
     Attributes:
-        policies: the policy of every single block, in the order of the forward pass.
+        policies: one policy per block, in forward order.
         seconds: time of the whole step.
         peak_bytes: peak device memory, including fixed bytes.
         host_bytes: bytes in host memory.
-        extra_seconds: what the residuals cost: keeping, recomputing and copying them.
-        lower_bound: the solver's lower bound of any plan's seconds.
+        extra_seconds: time to keep, recompute and copy residuals.
+        lower_bound: the solver's lower bound on the seconds of any plan.
     """
 
     policies: tuple[BlockPolicy, ...]
@@ -105,7 +105,7 @@ class StackPlan:
 
 
 def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
-    """A stack's peak device memory: the largest sum of the bytes saved up to a block and the block's own need."""
+    """A stack's peak device memory: the largest sum of the bytes saved so far and a block's transient bytes."""
     kept, peak = stack.fixed_bytes, stack.fixed_bytes
     for policy in policies:
         kept += policy.saved_bytes
@@ -114,11 +114,11 @@ def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
 
 
 def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 0.0) -> StackPlan:
-    """The plan with these policies, one for each single block; ``bound`` is the solver's lower bound of the extra time."""
+    """The plan with these policies, one per block; ``bound`` is the solver's lower bound on the extra seconds."""
     runs = stack.runs()
     run_of_block = [at for at, run in enumerate(runs) for _ in range(run.repeats)]
     chosen = list(zip(run_of_block, (policy.choices for policy in policies), strict=True))
-    # Equal layers under equal policies are checked and added up once.
+    # Equal layers under equal policies share a `BlockPolicy`, which is checked and added up once.
     distinct = {(at, choices): BlockPolicy(runs[at], choices) for at, choices in dict.fromkeys(chosen)}
     checked = tuple(distinct[each] for each in chosen)
     extra = sum(policy.extra_seconds(stack.link) for policy in checked)

@@ -1,7 +1,7 @@
 """A planning problem as plain data: blocks with residuals, stacks of blocks, and the link to host memory.
 
-Bytes are per device, seconds per training step. Both may be fractions in any consistent unit. Malformed data is a
-`PlanningError`. ``docs/how/planner.md`` states the problem and how it is solved.
+Sizes are bytes per device, and times are seconds per training step. Both may be fractions, in any consistent unit. Malformed
+data raises `PlanningError`. ``docs/how/planner.md`` states the problem and how it is solved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from remat_jax.errors import PlanningError, nearest
 
 
 class Choice(StrEnum):
-    """What happens to a residual. ``unused``: neither kept nor recomputed, if the backward pass does not need it."""
+    """What happens to a residual. ``unused`` (neither kept nor recomputed) requires that the backward pass does not read it."""
 
     SAVE = "save"
     OFFLOAD = "offload"
@@ -36,8 +36,8 @@ class HostLink:
     Attributes:
         out_bytes_per_s: the achieved rate from device to host, not the nominal rate.
         in_bytes_per_s: the achieved rate from host to device.
-        hidden_share: the share of a block's compute time that can run beside its copies, from 0 to 1.
-        memory_bytes_per_s: the rate of device memory, which copies use too; infinite if that is not counted.
+        hidden_share: the share of a block's compute time that can overlap its copies, from 0 to 1.
+        memory_bytes_per_s: the bandwidth of device memory, which copies use as well; infinity ignores this.
 
     >>> HostLink(50.0, 50.0).exposed_out(100.0, 1.5)
     0.5
@@ -60,30 +60,30 @@ class HostLink:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds of device memory for each offloaded byte: the copy out reads it, and the copy back writes it."""
+        """Seconds of device-memory traffic per offloaded byte: the copy out reads it, and the copy back writes it."""
         return 2 / self.memory_bytes_per_s
 
     def exposed_out(self, size: float, compute_seconds: float) -> float:
-        """The seconds of a copy of ``size`` bytes to the host that ``compute_seconds`` of compute do not hide."""
+        """The exposed seconds of copying ``size`` bytes to the host, which ``compute_seconds`` of compute do not hide."""
         return max(0.0, size / self.out_bytes_per_s - self.hidden_share * compute_seconds)
 
     def exposed_in(self, size: float, compute_seconds: float) -> float:
-        """The same for the copy back to the device."""
+        """The exposed seconds of copying ``size`` bytes back to the device."""
         return max(0.0, size / self.in_bytes_per_s - self.hidden_share * compute_seconds)
 
 
 @dataclass(frozen=True)
 class ResidualCosts:
-    """An array that a block's backward pass reads, or that another residual is computed from.
+    """An array that a block's backward pass reads, or from which another residual is computed.
 
     Attributes:
         name: unique in its block.
         bytes: its size.
-        seconds: time to recompute it from its parents; None if that is impossible, as for a block's input.
-        parents: the residuals of the same block that it is computed from.
-        may_save, may_offload: whether it may be kept in device memory, in host memory.
-        needed: whether the backward pass reads it. Any other residual is kept or computed only for its children.
-        kept_seconds: time that keeping it takes, on either side: writing it, and copying it into the stack of a scan.
+        seconds: time to recompute it from its parents; None if it cannot be recomputed, like a block's input.
+        parents: the names of the residuals of the same block from which it is computed.
+        may_save, may_offload: whether it may be saved, and whether it may be offloaded.
+        needed: whether the backward pass reads it. If not, it is kept or recomputed only to recompute its children.
+        kept_seconds: time to keep it (save or offload it): writing it, and copying it into a scan's stacked array.
     """
 
     name: str
@@ -109,26 +109,26 @@ class ResidualCosts:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What may happen to it, in the order of `Choice`."""
+        """The allowed choices, in the order of `Choice`."""
         allowed = (self.may_save, self.may_offload, self.seconds is not None, not self.needed)
         return tuple(itertools.compress(Choice, allowed))
 
 
 @dataclass(frozen=True)
 class Block:
-    """The unit of checkpointing: its residuals, its times, and the memory it needs while it runs.
+    """The unit of checkpointing: its residuals, its times, and the memory that its backward pass needs.
 
-    The backward pass of a block needs, besides the saved bytes: ``working_bytes``, ``recomputed_share`` of the bytes of its
-    recomputed residuals, and ``fetched_share`` of the bytes of its offloaded residuals. With a share of 1 all of these
-    residuals are alive at once. With less they are alive one after the other; with more there are buffers for the next block.
+    In addition to the saved bytes, the backward pass of a block needs ``working_bytes``, ``recomputed_share`` of the bytes of
+    its recomputed residuals, and ``fetched_share`` of the bytes of its offloaded residuals. With a share of 1 all of these
+    residuals are live at once. With a smaller share only some are. A larger share adds buffers for the next block.
 
     Attributes:
         name: unique in its stack.
         residuals: in any order.
-        forward_seconds, backward_seconds: times of one block without what its residuals cost.
-        working_bytes: the working set of its backward pass, whatever the policy.
+        forward_seconds, backward_seconds: times of one block, without keeping or recomputing residuals.
+        working_bytes: the working set of its backward pass under any policy.
         input_bytes: size of an input that every policy keeps on the device; 0 if the input is among the residuals.
-        repeats: the number of consecutive blocks.
+        repeats: the number of consecutive equal blocks.
         recomputed_share, fetched_share: see above.
 
     >>> Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=24).order
@@ -153,7 +153,7 @@ class Block:
             check_number(f"{where}: {name}", getattr(self, name))
         check_count(f"{where}: repeats", self.repeats)
         check_names(f"{where}: residuals", (residual.name for residual in self.residuals))
-        _ = self.order  # refuses unknown parents and a circle
+        _ = self.order  # raises for unknown parents and cycles
 
     @cached_property
     def parents(self) -> tuple[tuple[int, ...], ...]:
@@ -180,20 +180,20 @@ class Block:
             ) from None
 
     def without_offload(self) -> Block:
-        """The same block without offload; `PlanningError` for a needed residual that can only be offloaded."""
+        """The same block with offload forbidden; raises `PlanningError` if a needed residual can only be offloaded."""
         return replace(self, residuals=tuple(replace(residual, may_offload=False) for residual in self.residuals))
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A model as a sequence of blocks, the first nearest the input: a vision tower, a language model, a head.
+    """A model as a sequence of blocks in forward order, such as a vision tower, a language model and a head.
 
     Attributes:
-        blocks: the kinds of blocks in the order of the forward pass; ``repeats`` is the number of blocks of a kind.
-        link: the link to host memory; None without offload.
+        blocks: one block per kind, in forward order; ``repeats`` is the number of blocks of the kind.
+        link: the link to host memory; None forbids offload.
         fixed_bytes: device memory in use during the whole step: parameters, gradients, optimizer state.
-        offload_last: whether the very last block may offload. Its backward pass follows its forward pass at once, so no
-            compute hides the copies.
+        offload_last: whether the last block of the stack may offload. Its backward pass directly follows its forward pass,
+            so no compute hides its copies.
     """
 
     blocks: tuple[Block, ...]
@@ -219,9 +219,10 @@ class Stack:
                 )
 
     def runs(self, parts: int = 1) -> tuple[Block, ...]:
-        """The blocks as solvers see them: without offloads that are not allowed, each kind in ``parts`` runs of equal length.
+        """The blocks with each kind split into ``parts`` runs of almost equal length, and forbidden offloads removed.
 
-        The last block of each run is a run by itself: a run needs most memory there, and the very last block may not offload.
+        The last block of each run becomes a run of its own: a run needs most memory at its last block, and the last block of
+        the stack may not be allowed to offload.
         """
         divided: list[Block] = []
         for block in self.blocks:
@@ -237,12 +238,12 @@ class Stack:
         return tuple(divided)
 
     def positions(self) -> tuple[Block, ...]:
-        """Every single block, in the order of the forward pass."""
+        """All blocks one by one, in forward order."""
         return tuple(block for run in self.runs() for block in [replace(run, repeats=1)] * run.repeats)
 
     @property
     def base_seconds(self) -> float:
-        """The time of a step without what its residuals cost."""
+        """The time of a step without keeping or recomputing residuals."""
         return sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in self.blocks)
 
 
@@ -250,9 +251,9 @@ class Stack:
 
 
 def check_number(where: str, value: object, *, positive: bool = False, infinite: bool = False) -> None:
-    """Refuse a value that is not a number, or is NaN, negative, or infinite without ``infinite``."""
+    """Raise `PlanningError` unless ``value`` is a number ≥ 0 (> 0 if ``positive``), finite unless ``infinite``."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and (value > 0 if positive else value >= 0)
-    # An integer may be larger than any float.
+    # An integer may be larger than any float: compare it with the largest float.
     good = good and (value <= sys.float_info.max or (infinite and value == math.inf))  # type: ignore[operator]
     if not good:
         kind = "a number" if infinite else "a finite number"
@@ -260,7 +261,7 @@ def check_number(where: str, value: object, *, positive: bool = False, infinite:
 
 
 def check_count(where: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Refuse a value that is not an integer from ``least`` to ``most``."""
+    """Raise `PlanningError` unless ``value`` is an integer from ``least`` to ``most``."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
         bound = f"at least {least}" if most is None else f"from {least} to {most}"
@@ -268,12 +269,12 @@ def check_count(where: str, value: object, least: int = 1, most: int | None = No
 
 
 def check_budget(name: str, value: object) -> None:
-    """Refuse a budget that is not a positive number of bytes, or 0 for the host; infinity means no limit."""
+    """Raise `PlanningError` unless ``value`` is positive, or 0 for a host budget; infinity means no limit."""
     check_number(name, value, positive=name == "budget", infinite=True)
 
 
 def check_names(where: str, names: Iterable[str]) -> None:
-    """Refuse empty names and names that occur twice."""
+    """Raise `PlanningError` for empty names and duplicate names."""
     listed = list(names)
     wrong = [name for name in listed if not isinstance(name, str) or not name]
     twice = sorted(name for name, count in Counter(map(str, listed)).items() if count > 1)
@@ -282,7 +283,7 @@ def check_names(where: str, names: Iterable[str]) -> None:
 
 
 def all_of(where: str, values: Any, kind: type) -> tuple[Any, ...]:
-    """``values`` as a tuple of instances of ``kind``."""
+    """``values`` as a tuple; raises `PlanningError` unless all are instances of ``kind``."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise PlanningError(f"{where}={values!r}; expected a sequence of {kind.__name__}.")
     checked = tuple(values)

@@ -1,8 +1,8 @@
-"""How kinds of blocks share the memory: a dynamic programme over kinds, each with its mixes of two policies.
+"""Divides the memory among the kinds of blocks: a multiple-choice knapsack, solved approximately by a dynamic program.
 
-A mix fits if its need and the memory kept by earlier kinds are within the budget. The programme goes through the kinds in
-forward order and remembers the fastest mixes for each amount of kept memory. Nearly equal amounts share a bin (`_BINS`): the
-programme is fast for any number of kinds, but not exact.
+Each kind uses one mix of two policies. A mix fits if its need plus the memory saved by earlier kinds is within the budget. The
+dynamic program goes through the kinds in forward order and keeps the fastest combinations for each amount of saved memory.
+Nearly equal amounts share a bin (`_BINS`), so the program is fast for any number of kinds, but not exact.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ from remat_jax.solver.mix import COUNTS, ROUNDING, Runs
 from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED, Array
 
 _FIRST, _SECOND, _COUNT = 4, 5, 6
-"""The further columns of a mix: its two policies, and the number of layers under the first."""
+"""The remaining columns of a mix: its first and second policy, and the number of layers under the first."""
 _BINS = 1024
-"""The number of bins of kept memory."""
+"""The number of bins of saved memory."""
 _NEED_BINS, _SAVED_BINS = 16, 256
-"""The numbers of bins for the mixes of one kind: of needed memory and of saved memory."""
+"""For the mixes of one kind: the numbers of bins of needed memory and of saved memory."""
 
 
 def mixes_of_two(
     measures: Array, ends: Array, layers: int, policies: Sequence[int], most: int, room: float, host_price: float
 ) -> Array:
-    """Mixes of two of these policies that fit in ``room`` by themselves, one row each; single policies if ``most`` is 1.
+    """Mixes of two policies that fit in ``room`` bytes, shape (mixes, 7); only single policies if ``most`` is 1.
 
-    The first columns are those of `BlockTable.measures`, for all layers together. The need is the peak above the memory in use
-    before these layers. Of the mixes that save and need nearly the same memory, only the cheapest is a row.
+    The first four columns are those of `BlockTable.measures` for all layers together. Bytes needed are the peak above the
+    memory in use before these layers. Of mixes that save and need nearly the same memory, only the cheapest is returned.
+
+    Args:
+        measures: shape (policies, 4), from `BlockTable.measures`.
+        ends: whether each policy is legal for the last layer, shape (policies,).
+        policies: the indices of the policies to mix.
+        host_price: seconds per byte in host memory.
     """
     counts = np.unique(np.linspace(0, layers - 1, min(layers, COUNTS)).round()) if most > 1 else np.zeros(1)
     chosen = np.array(policies, int)
@@ -56,24 +62,24 @@ def mixes_of_two(
 
 
 def runs_of(mix: Array, layers: int) -> Runs:
-    """The runs of a mix of two policies."""
+    """The runs of one row of `mixes_of_two`."""
     first, second, count = map(int, mix[_FIRST:])
     return ((second, layers),) if first == second or not count else ((first, count), (second, layers - count))
 
 
 def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price: float) -> list[Array] | None:
-    """A mix for each kind, so that all kinds together fit and are fast; None if no combination fits.
+    """One mix per kind: the cheapest combination found that fits both budgets; None if no combination was found.
 
     Args:
-        kinds: the mixes of each kind, in forward order.
-        budget, host_budget: bytes on the device and in host memory, for all kinds.
-        host_price: the price of a byte in host memory, in seconds.
+        kinds: for each kind in forward order, its mixes, with the columns of `mixes_of_two`.
+        budget, host_budget: bytes on the device and in host memory, for all kinds together.
+        host_price: seconds per byte in host memory.
 
     >>> kind = np.array([[2.0, 3.0, 0.0, 1.0], [4.0, 4.0, 0.0, 0.0]])
     >>> [mix[SAVED].item() for mix in shared([kind, kind], 6.0, np.inf, 0.0)], shared([kind, kind], 4.0, np.inf, 0.0)
     ([2.0, 4.0], None)
     """
-    # Columns of a state: bytes kept, host bytes, cost. The trail has each kind's previous states and chosen mixes.
+    # Columns of a state: bytes saved, host bytes, cost. The trail has, for each kind, the previous states and the chosen mixes.
     states = np.zeros((1, 3))
     trail: list[tuple[Array, Array]] = []
     for mixes in kinds:
@@ -96,7 +102,7 @@ def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price
 
 
 def _fronts(states: Array) -> Array:
-    """The cheapest and the leanest state of each bin of kept memory, without those dominated by a leaner state."""
+    """The cheapest state and the state with the least memory of each bin, without states that another state dominates."""
     bins = _binned(states[:, 0], _BINS)
     order = np.lexsort((states[:, 2], bins))
     _, cheapest = np.unique(bins[order], return_index=True)

@@ -1,9 +1,10 @@
-"""The fastest plan of a stack within its budgets: policies on the hull, mixed by counts, kind after kind.
+"""The fastest plan found for a stack within its memory budgets, and a lower bound on the time of every plan.
 
-The linear relaxation (`hull`) prices memory and bounds every plan from below. A dynamic programme over the kinds (`shares`)
-makes a first plan that fits. Then each kind of block in turn takes the best mix of at most three policies in the memory left by
-the other kinds (`mix`), and tries neighbours of its policies, until no kind gets faster. ``docs/how/planner.md`` states the
-guarantees and the gaps to the bound. `planning.propose_candidates` calls `Solver.plan`.
+`hull` solves the linear relaxation by column generation (Gilmore and Gomory, Operations Research 9, 1961), with a minimum s-t
+cut per block (`table`; Picard, Management Science 22, 1976). The relaxation gives the lower bound and the prices of memory, its
+dual values. `shares` then finds a first plan by a dynamic program for a multiple-choice knapsack (Kellerer, Pferschy and
+Pisinger, *Knapsack Problems*, 2004, chapter 11). `mix` improves one kind of block at a time, in the memory that the other kinds
+leave, until no kind gets faster. ``docs/how/planner.md`` states the guarantees and the gaps to the lower bound.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from remat_jax.solver.shares import mixes_of_two, runs_of, shared
 from remat_jax.solver.table import CHOICES, EXTRA, HOST, NEED, SAVED, Array, Prices
 
 MOST_POLICIES = 3
-"""The most different policies among blocks of one kind. Scanned layers become one scan for each."""
+"""The maximum number of policies among blocks of one kind. Scanned layers become one scan per policy."""
 _MIXED, _BESIDE = 12, 40
-"""The most policies mixed in every order, and the most neighbours of a plan's policies, each tried with two of these."""
+"""How many of the cheapest policies are mixed in every order, and how many neighbours of the current policies are tried."""
 _PAIRS = 20_000
-"""The most mixes of two policies of one kind for the first plan: pairs × counts."""
+"""About how many mixes of two policies the first plan considers for each kind: pairs of policies × layer counts."""
 _SWEEPS = 6
-"""The most sweeps over the kinds."""
+"""The maximum number of sweeps over the kinds."""
 _FASTER = 1e-9
-"""The least relative gain for which a mix is taken."""
+"""The relative gain in seconds that a new mix must exceed to replace the current mix."""
 _LEAST = 1e-3
-"""The relative accuracy of the least memory that an infeasible budget's error reports."""
+"""The relative accuracy of the least peak memory that an `InfeasibleBudget` error states."""
 
 
 class Solver:
-    """Plans for one stack. Policies found for one budget are reused for the next.
+    """Plans one stack for any number of budgets. Policies found for one budget are reused for the next.
 
     Args:
-        stack: the blocks.
-        most_policies: the most different policies of blocks of one kind, 1 to 3.
-        earlier: another solver for the same residuals with other bytes; its policies are the first candidates.
+        stack: the blocks, the link to host memory, and the fixed bytes.
+        most_policies: the maximum number of policies among blocks of one kind, from 1 to 3.
+        earlier: a solver of a stack with the same residuals in other sizes; its policies are candidates from the start.
 
     >>> from remat_jax.solver.problem import Block, ResidualCosts
     >>> residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
@@ -56,9 +57,9 @@ class Solver:
         self._hull: Hull = Hull(stack, None if earlier is None else earlier._hull)
 
     def add(self, policies: Sequence[BlockPolicy]) -> None:
-        """Add the policies of a plan, one for each single block in forward order.
+        """Add a plan's policies as candidates; ``policies`` has one policy per block, in forward order.
 
-        A later plan is no slower than this plan, wherever this plan fits.
+        If this plan fits a later budget, the plan for that budget is no slower.
         """
         first = 0
         for run, block in enumerate(self._hull.runs):
@@ -67,12 +68,12 @@ class Solver:
             first += block.repeats
 
     def plan(self, budget: float = math.inf, host_budget: float = math.inf) -> StackPlan:
-        """The fastest plan found within both budgets, in bytes; `InfeasibleBudget` if no plan was found that fits."""
+        """The fastest plan found within both budgets (in bytes); raises `InfeasibleBudget` if it finds no plan that fits."""
         bound, prices = self._relaxed(budget, host_budget)
         return stack_plan(self.stack, self._mixed(budget, host_budget, prices), bound=bound)
 
     def bound(self, budget: float = math.inf, host_budget: float = math.inf) -> float:
-        """A lower bound on the seconds, beyond saving everything, of any plan within both budgets."""
+        """A lower bound on `StackPlan.extra_seconds` of every plan within both budgets (in bytes)."""
         return self._relaxed(budget, host_budget)[0]
 
     def _relaxed(self, budget: float, host_budget: float) -> tuple[float, tuple[Prices, ...]]:
@@ -99,12 +100,12 @@ class Solver:
 def solve(
     stack: Stack, budget: float = math.inf, host_budget: float = math.inf, *, most_policies: int = MOST_POLICIES
 ) -> StackPlan:
-    """`Solver.plan` for one budget."""
+    """The fastest plan found for one stack and one pair of budgets (in bytes). See `Solver`."""
     return Solver(stack, most_policies).plan(budget, host_budget)
 
 
 class _Kind:
-    """The layers of one kind while a plan is made: their possible policies, and the mix so far."""
+    """One kind of block during the search: its candidate policies and its current mix."""
 
     def __init__(self, hull: Hull, block: Block, runs: Sequence[int], prices: Sequence[Prices], most: int) -> None:
         self.layers, self._most = block.repeats, min(most, block.repeats)
@@ -119,7 +120,7 @@ class _Kind:
         self.codes, self.measures, self.ends = codes, self.table.measures(codes), self._last.legal(codes)
 
     def mixes(self, room: float) -> Array:
-        """Mixes of two among the cheapest policies at these prices and the leanest policies."""
+        """Mixes of two policies for the first plan, from the policies that are cheapest or need least memory."""
         order = self._ordered(int(math.sqrt(_PAIRS / self.layers)))
         lean = np.argsort(self.measures[:, NEED] - self.measures[:, SAVED] + self.layers * self.measures[:, SAVED])
         least = [int(lean[0]), *(int(at) for at in lean if self.ends[at])][:2]
@@ -127,19 +128,19 @@ class _Kind:
         return mixes_of_two(self.measures, self.ends, self.layers, chosen, self._most, room, self.host_price)
 
     def _ordered(self, count: int) -> list[int]:
-        """The ``count`` cheapest policies at these prices, and some more that are legal for the last layer."""
+        """The indices of the ``count`` cheapest policies, then of ``count // 3`` cheapest that are legal for the last layer."""
         order = np.argsort(self._distance(self.codes), kind="stable")
         ends = [at for at in order if self.ends[at]]
         return list(dict.fromkeys([*map(int, order[:count]), *map(int, ends[: count // 3])]))
 
     def _distance(self, codes: Array) -> Array:
-        """For each policy, its cost above the cheapest policy so far, at the layer prices where this difference is least."""
+        """Each policy's cost minus the cheapest candidate's cost, shape (policies,); the minimum over the runs' prices."""
         costs = [(self.table.cost(codes, price), self.table.cost(self.codes, price).min()) for price in self._prices]
         return np.min([cost - least for cost, least in costs], axis=0)
 
     @property
     def totals(self) -> tuple[float, float, float]:
-        """The bytes these layers save, their peak above the bytes saved before them, and their bytes on the host."""
+        """Bytes saved by these layers, their peak above the bytes saved before them, and their bytes in host memory."""
         saved = most = host = 0.0
         for policy, count in self.runs:
             measures = self.measures[policy]
@@ -148,12 +149,12 @@ class _Kind:
         return saved, most, host
 
     def mix(self, room: Room) -> bool:
-        """Take the best mix that fits in the room; whether it is faster than the current one."""
+        """Replace the current mix by the best mix that fits in ``room``, if that is faster; returns whether it was replaced."""
         chosen = list(dict.fromkeys([*(policy for policy, _ in self.runs), *self._ordered(_MIXED)]))
         return self._take_best(room, orders(chosen, self._most))
 
     def mix_beside(self, room: Room) -> bool:
-        """Take the best mix of one neighbour and two current policies; whether it is faster."""
+        """Like `mix`, for mixes of one neighbour (`BlockTable.neighbours`) and at most two current policies."""
         used, codes = list(dict.fromkeys(policy for policy, _ in self.runs)), self.codes
         neighbours = np.unique(np.concatenate([self.table.neighbours(codes[policy]) for policy in used]), axis=0)
         neighbours = neighbours[np.argsort(self._distance(neighbours), kind="stable")[:_BESIDE]]
@@ -173,10 +174,10 @@ class _Kind:
 
 
 def _share(kinds: Sequence[_Kind], budget: float, whole: Room) -> bool:
-    """Give each kind a mix, so that all kinds fit the budget; False if no combination was found that fits."""
+    """Set each kind's mix by the dynamic program; returns False if it finds no combination within the budgets."""
     room = budget - whole.before
     mixes = [kind.mixes(room) for kind in kinds]
-    # Hidden copies cost nothing, so host memory has a price only if it is scarce.
+    # Copies hidden by compute take no time, so the relaxation's price of host memory is 0 unless its budget is scarce.
     chosen = shared(mixes, room, whole.host, kinds[-1].host_price) if room > 0 else None
     if chosen is None:
         return False
@@ -186,7 +187,7 @@ def _share(kinds: Sequence[_Kind], budget: float, whole: Room) -> bool:
 
 
 def _least(kinds: Sequence[_Kind], whole: Room) -> float | None:
-    """The least budget for which a plan is found; None if no plan fits the host budget."""
+    """The least device budget for which a plan is found, by bisection; None if no plan fits the host budget."""
     if not _share(kinds, math.inf, whole):
         return None
     low, high = max(whole.budget, whole.before), _peak(kinds, whole)
@@ -207,7 +208,7 @@ def _peak(kinds: Sequence[_Kind], whole: Room) -> float:
 
 
 def _room(kinds: Sequence[_Kind], at: int, whole: Room) -> Room:
-    """The memory that the other kinds leave to the kind at an index."""
+    """The memory that the other kinds leave to kind number ``at``."""
     totals = [kind.totals for kind in kinds]
     behind = kept = 0.0
     for saved, need, _ in totals[at + 1 :]:
@@ -218,7 +219,7 @@ def _room(kinds: Sequence[_Kind], at: int, whole: Room) -> Room:
 
 
 def _infeasible(budget: float, host_budget: float, least: float | None) -> InfeasibleBudget:
-    """The error for a budget that no plan fits, with the least device memory that was reached."""
+    """The error for a budget that no plan fits, with the least peak memory found."""
     if least is None:
         return InfeasibleBudget(
             f"host_budget={host_budget!r}: the residuals that can only be offloaded do not fit. Allow more host memory."

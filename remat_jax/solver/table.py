@@ -1,8 +1,8 @@
-"""One block as arrays: the bytes and seconds of its policies, and the cheapest policy at given prices, by a minimum cut.
+"""One block as arrays: bytes and seconds of its policies, and the cheapest policy at given prices by a minimum s-t cut.
 
-A policy is a row of codes, one for each residual, which index `CHOICES`. At given prices the cheapest policy is a
-minimum-weight closure: a recomputed residual requires its parents, and an array that the backward pass does not read is present
-only at its own cost. All other residuals are independent of each other (Picard, Management Science 22, 1976).
+A policy is an int8 array of shape (residuals,) whose codes index `CHOICES`. At given prices, the cheapest policy is a
+minimum-weight closure, which a minimum s-t cut finds (Picard, Management Science 22, 1976): recomputing a residual requires its
+parents, and an array that the backward pass does not read may be absent. Other residuals are decided one by one.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ SAVE, OFFLOAD, RECOMPUTE, UNUSED = range(4)
 SAVED, NEED, HOST, EXTRA = range(4)
 """The columns of `BlockTable.measures`."""
 _CAPACITY, _UNCUT = 2**29, 2**30
-"""The largest sum of finite capacities, which SciPy takes as 32-bit integers, and a capacity above every cut."""
+"""The largest sum of finite edge capacities (SciPy takes 32-bit integers), and the capacity of an edge that no cut crosses."""
 _SHARES = np.append(0.0, np.geomspace(1e-3, 1.0, 25))
-"""The shares of a copy's time that a cut may charge: 0 if compute hides the copy, 1 if it does not."""
+"""The grid of shares s in `BlockTable.cheapest`: 0 is exact if compute hides the copy, 1 if the copy is exposed."""
 _CUTS = 12
-"""The most cuts for one list of prices."""
+"""The maximum number of minimum cuts for one `Prices`."""
 _EXACT = 1e-6
-"""The relative gap to its bound at which a cost counts as the least."""
+"""A cost within this relative gap of its lower bound counts as optimal."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of a byte in seconds: saved on the device, in host memory, and in use during the block's backward pass."""
+    """Prices in seconds per byte: of saved bytes, bytes in host memory, and bytes live only in the block's backward pass."""
 
     saved: float = 0.0
     host: float = 0.0
@@ -43,15 +43,15 @@ class Prices:
 
 
 class BlockTable:
-    """A block as arrays with one row for each residual. Its repeats are ignored.
+    """A block as arrays with one entry per residual. Arguments ``codes`` are integers of shape (policies, residuals).
 
     Attributes:
-        link: the link to host memory; None without offload.
-        bytes: the size of each residual.
-        seconds: the time to recompute each residual; 0 where that is impossible.
-        kept_seconds: the time that keeping each residual takes.
-        allowed: the choices that each residual allows by itself: residuals × `CHOICES`.
-        parents: each residual's parents that the backward pass does not read: only these can be absent.
+        link: the link to host memory; None forbids offload.
+        bytes: the size of each residual, shape (residuals,).
+        seconds: the time to recompute each residual, shape (residuals,); 0 if it cannot be recomputed.
+        kept_seconds: the time to save or offload each residual, shape (residuals,).
+        allowed: bool of shape (residuals, choices): whether the residual allows the choice.
+        parents: for each residual, the indices of its parents that the backward pass does not read. Only these can be absent.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -63,7 +63,7 @@ class BlockTable:
 
     def __init__(self, block: Block, link: HostLink | None) -> None:
         self.block, self.link = block, link
-        # Without a link nothing is offloaded, so any rates serve.
+        # Without a link nothing is offloaded, so these rates have no effect.
         self._rates = link or HostLink(1.0, 1.0)
         residuals = block.residuals
         self.bytes = np.array([residual.bytes for residual in residuals], float)
@@ -75,19 +75,19 @@ class BlockTable:
         self.parents = [[parent for parent in parents if not residuals[parent].needed] for parents in block.parents]
 
     def _work(self, codes: Array) -> Array:
-        """The seconds that recomputing, keeping and copying take on the device, for each policy."""
+        """Device seconds to recompute, save, offload and copy the residuals, shape (policies,)."""
         copied = self._rates.seconds_per_byte * ((codes == OFFLOAD) @ self.bytes)
         return (codes == RECOMPUTE) @ self.seconds + (codes <= OFFLOAD) @ self.kept_seconds + copied
 
     def _copies(self, host: Array, work: Array) -> tuple[Array, Array, Array]:
-        """By how much copies out and back outlast the compute beside them, negative if hidden; and the exposed seconds."""
+        """Seconds by which copies out, and copies back, outlast the overlapped compute; and the exposed seconds of both."""
         rates = self._rates
         out = host / rates.out_bytes_per_s - rates.hidden_share * self.block.forward_seconds
         back = host / rates.in_bytes_per_s - rates.hidden_share * (self.block.backward_seconds + work)
         return out, back, np.where(host > 0, np.maximum(out, 0.0) + np.maximum(back, 0.0), 0.0)
 
     def measures(self, codes: Array) -> Array:
-        """Policies × (bytes saved, bytes needed in its own backward pass, bytes on the host, extra seconds)."""
+        """Shape (policies, 4): bytes saved, bytes needed in the block's own backward pass, bytes on the host, extra seconds."""
         codes = np.atleast_2d(codes)
         host, work = (codes == OFFLOAD) @ self.bytes, self._work(codes)
         saved = self.block.input_bytes + (codes == SAVE) @ self.bytes
@@ -96,7 +96,7 @@ class BlockTable:
         return np.stack([saved, saved + transient + self.block.fetched_share * host, host, work + exposed], axis=1)
 
     def legal(self, codes: Array) -> Array:
-        """Which policies are legal: each choice is allowed, and each recomputed residual has its parents."""
+        """Which policies are legal, shape (policies,): choices are allowed, and recomputed residuals have their parents."""
         codes = np.asarray(codes)
         good = self.allowed[np.arange(codes.shape[1]), codes].all(axis=1)
         for at, parents in enumerate(self.parents):
@@ -105,7 +105,7 @@ class BlockTable:
         return good
 
     def neighbours(self, codes: Array) -> Array:
-        """The legal policies that differ from `codes` in one residual."""
+        """The legal policies that differ in one residual from the policy ``codes`` of shape (residuals,)."""
         count = len(self.block.residuals)
         changed = np.repeat(codes[None], count * len(CHOICES), axis=0)
         at, choice = np.divmod(np.arange(len(changed)), len(CHOICES))
@@ -113,19 +113,20 @@ class BlockTable:
         return changed[self.legal(changed) & (changed != codes).any(axis=1)]
 
     def policy(self, codes: Sequence[int]) -> BlockPolicy:
-        """A row of codes as a policy."""
+        """The `BlockPolicy` with these codes, one per residual."""
         return BlockPolicy(self.block, tuple(CHOICES[code] for code in codes))
 
     def cost(self, codes: Array, prices: Prices) -> Array:
-        """Extra seconds + prices × bytes of each policy."""
+        """Extra seconds + prices × bytes of each policy, shape (policies,)."""
         saved, need, host, extra = self.measures(codes).T
         return extra + prices.saved * saved + prices.host * host + prices.transient * (need - saved)
 
     def cheapest(self, prices: Prices) -> tuple[Array, float]:
-        """The policy with the least extra seconds + prices × bytes, and a lower bound of this cost.
+        """The policy found with the least cost (extra seconds + prices × bytes), and a lower bound on the least cost.
 
-        The exposed time of copies is the maximum of 0 and a linear function of the offloaded bytes. A minimum cut that charges
-        a share of the linear function bounds the cost from below. The cheapest policy of these cuts is returned.
+        The exposed time of a copy is max(0, x), where x is linear in the choices. Replacing it by s · x, with a share s from 0
+        to 1, gives a lower bound that a minimum cut can minimise (Lagrangian relaxation). The returned policy is the cheapest
+        policy of all cuts, after a local search.
         """
         policies: list[Array] = []
         bound, shares = -np.inf, (0.0, 0.0)
@@ -144,9 +145,10 @@ class BlockTable:
         return best, min(bound, cost)
 
     def _next_shares(self, codes: Array, costs: Array) -> tuple[tuple[float, float], float]:
-        """The shares for which the policies so far allow the highest bound, and this bound.
+        """The next shares to try, and an upper bound on the lower bounds at all shares.
 
-        The bound is concave in the shares, and each policy is a plane above it (Kelley, J. SIAM 8, 1960).
+        The lower bound is concave in the shares, and each policy found gives a plane above it. The next shares maximise the
+        minimum of these planes (Kelley, J. SIAM 8, 1960).
         """
         out, back, exposed = self._copies((codes == OFFLOAD) @ self.bytes, self._work(codes))
         first, second = (axis[:, :, None] for axis in np.meshgrid(_SHARES, _SHARES, indexing="ij"))
@@ -155,7 +157,7 @@ class BlockTable:
         return (float(_SHARES[out_share]), float(_SHARES[back_share])), float(planes.max())
 
     def _descended(self, codes: Array, prices: Prices) -> tuple[Array, float]:
-        """The policy and its cost after descent: change one residual at a time while that lowers the cost."""
+        """The policy and its cost after local search, which changes one residual at a time while that lowers the cost."""
         cost = float(self.cost(codes[None], prices)[0])
         while self.link is not None and len(neighbours := self.neighbours(codes)):
             costs = self.cost(neighbours, prices)
@@ -165,7 +167,7 @@ class BlockTable:
         return codes, cost
 
     def _cut(self, prices: Prices, out: float, back: float) -> tuple[Array, float]:
-        """The cheapest policy and its cost if exposed copies are replaced by these shares of their linear functions."""
+        """The policy with the least cost, and this cost, if ``out`` · x and ``back`` · x replace exposed times (`cheapest`)."""
         block, rates = self.block, self._rates
         hidden = rates.hidden_share * back
         kept_seconds = (1.0 - hidden) * self.kept_seconds
@@ -189,22 +191,22 @@ class BlockTable:
 
 
 def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> BlockPolicy:
-    """The policy of one block with the least extra seconds + prices × bytes."""
+    """The policy of one block with the least cost that `BlockTable.cheapest` finds."""
     table = BlockTable(block, link)
     return table.policy(table.cheapest(prices)[0])
 
 
 def _levels(keep: Array, again: Array, optional: Array, parents: Sequence[Sequence[int]]) -> tuple[Array, float]:
-    """The cheapest level of each residual, and the most that rounding of the capacities may have missed.
+    """The cheapest level of each residual, shape (residuals,), and an upper bound on the rounding error of the cost.
 
-    Levels are 0 (absent, only if optional), 1 (kept) and 2 (recomputed, with all parents present). An infinite cost forbids a
-    choice.
+    Levels are 0 (absent, only if ``optional``), 1 (kept) and 2 (recomputed, with all parents present). ``keep`` and ``again``
+    are the costs of levels 1 and 2, shape (residuals,); an infinite cost forbids the level.
     """
     level = np.where(again < keep, 2, 1)
     level[optional] = 0
     weights: dict[int, float] = {}
     implied: list[tuple[int, int]] = []
-    # Node 2n is "present", 2n + 1 "recomputed". Residuals that the backward pass reads are always present.
+    # Node 2n means "residual n is present", 2n + 1 "recomputed". Residuals that the backward pass reads are always present.
     for at, above in enumerate(parents):
         present, recomputed = 2 * at, 2 * at + 1
         if optional[at]:
@@ -226,7 +228,7 @@ def _levels(keep: Array, again: Array, optional: Array, parents: Sequence[Sequen
 
 
 def _least_closure(weights: dict[int, float], implied: Sequence[tuple[int, int]]) -> tuple[set[int], float]:
-    """The minimum-weight closure under ``implied``, and the most that rounding may have missed."""
+    """The minimum-weight closure, where a requires b for each (a, b) in ``implied``, and a bound on its rounding error."""
     # Imported here: SciPy takes a quarter of remat_jax's import time.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
