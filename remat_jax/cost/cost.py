@@ -1,4 +1,4 @@
-"""The cost of running a jaxpr, kernel by kernel. `docs/how/planner.md`, "The cost model", says what forms a kernel."""
+"""The cost of running a jaxpr, kernel by kernel. `docs/how/cost_model.md` says what forms a kernel."""
 
 from __future__ import annotations
 
