@@ -12,7 +12,7 @@ from remat_jax.parity.rule import norm, relative_error
 from remat_jax.parity.tolerances import TOLERANCES
 
 _MASKED = -1e9  # additive masks hide a score by adding this number, a lower number, or minus infinity
-_GAP = 1e-3  # an array hides positions only if its other numbers are smaller than this fraction of `_MASKED`
+_GAP = 1e-3  # an array hides positions only if the magnitudes of its other numbers are below this fraction of -_MASKED
 
 
 class Distance(NamedTuple):
@@ -33,7 +33,8 @@ class Distance(NamedTuple):
 def distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
     """The distance between two arrays of equal size, in the order of axes for which it is smallest.
 
-    Two attention masks, boolean or additive, are compared by the positions that they show. A boolean mask may be inverted.
+    Two attention masks, boolean or additive, are compared by the positions that they show. If either is boolean, the two may
+    also be each other's inverses.
 
     >>> distance(np.eye(2, 3), np.eye(3, 2)).error
     0.0
@@ -115,7 +116,9 @@ def pairs(
 ) -> list[tuple[int, int]]:
     """Index pairs (PyTorch, Flax): arrays with equal names, then each other Flax array with the first PyTorch array that fits.
 
-    Paired arrays have equal size and `_sort`. If the calls share any name, integer arrays with different names never pair.
+    `names` are the names of both sides' arrays, PyTorch's first; an array without a name has "". Paired arrays have equal sizes
+    and are of one sort: masks, floating-point numbers or integers. If any name occurs on both sides, integer arrays with two
+    different names never pair.
 
     >>> pairs([np.zeros((2, 3)), np.zeros(4)], [np.zeros(4), np.zeros(5), np.zeros((3, 2))])
     [(1, 0), (0, 2)]

@@ -112,7 +112,7 @@ class ModuleCall:
 
     @property
     def misled(self) -> bool:
-        """Whether the checkpoint recomputed this call from different inputs, because an earlier module is stale."""
+        """Whether a checkpoint recomputed this call from other inputs than in the forward pass, due to an earlier module."""
         return "input" in self.changed
 
     @property
@@ -121,7 +121,7 @@ class ModuleCall:
         return None if self.misled else self.changed.get("output")
 
     def compare(self, slot: Slot, again: np.ndarray) -> None:
-        """Add an array to `changed` if its recomputed value `again` differs."""
+        """Enter the distance of an array from its recomputed value `again` in `changed`, if they differ."""
         before = self.arrays[slot].value
         if not is_close(before, again):
             comparable = before.shape == again.shape and before.dtype.kind == "f"
@@ -186,7 +186,7 @@ def number_calls(calls: Iterable[ModuleCall]) -> None:
 
 
 def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    """The arguments of a call with the names of the function's parameters; the name of `*args` is "".
+    """(parameter name, value) of every argument of a call; the name of `*args` is "".
 
     >>> argument_names(lambda x, *rest, **options: None, (1, 2), {"mask": 3})
     [('x', 1), ('', (2,)), ('mask', 3)]

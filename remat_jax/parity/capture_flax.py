@@ -25,14 +25,14 @@ from remat_jax.porting.variables import Variables
 
 @dataclass(frozen=True, eq=False)
 class TracedPass:
-    """A traced training step of a Flax model, with a tap on every input and output of its modules.
+    """A traced training step of a Flax model, with a tap (`parity.tapped`) on every input and output of its modules.
 
     Attributes:
         jaxpr: the closed jaxpr from `arguments` to the loss and the gradients of the floating-point arguments.
         arguments: the arrays of (variables, inputs), floating-point arrays first.
-        visits: the taps in the order of execution; `recorder.calls` has the calls that the taps belong to.
+        visits: the taps in the order of execution, once per iteration of a loop; `recorder.calls` has their calls.
         numbers: a tree like (variables, inputs) with each array's index in `arguments`, and None for other leaves.
-        hidden: the numbers of the calls whose taps cannot be read, such as those in a `while` loop.
+        hidden: indices in `recorder.calls` of the calls whose taps cannot be read, such as calls in a `while` loop.
     """
 
     jaxpr: Any
@@ -56,9 +56,9 @@ def capture_flax(
 
     `module` is a Linen module with its `variables`, or an NNX module; `variables=None` uses the NNX module's own state.
     `inputs` is a tuple of arguments or a dict of keywords. The default loss is the sum of all outputs, weighted by fixed random
-    numbers. `call(module, variables, *inputs)` replaces a Linen model's `module.apply` (train mode, RNGs, mutable
-    collections); an NNX model is run by `call(module, *inputs)`. `transform` is applied to the function of (variables, inputs)
-    before it is differentiated, such as `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`.
+    numbers. `call(module, variables, *inputs)` replaces a Linen model's `module.apply`, for instance to set train mode, RNGs or
+    mutable collections; an NNX model is run by `call(module, *inputs)`. `transform` is applied to the function of
+    (variables, inputs) before it is differentiated, such as `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`.
 
     Layers in `nn.scan` or `nnx.scan` are listed one by one: `layers/0`, `layers/1`, …. A checkpointed module is listed once.
 

@@ -31,9 +31,9 @@ RUN = "run on inputs"
 class Run:
     """The result of a short training run as NumPy arrays; `gradients` have PyTorch's names, `updates` Flax's paths.
 
-    `state` has the variables that the forward pass wrote; `after` has the parameters after the optimizer's first step. A
-    PyTorch run has state dicts there. `updates` are the parameters' changes in that step; below float64 they are the updated
-    parameters. `unused` are PyTorch's trained parameters that the backward pass did not reach.
+    `state` has the variables that the forward pass wrote; `after` has the parameters after the optimizer's first step. In a
+    PyTorch run, both are whole state dicts. `updates` are the parameters' changes in that step; in dtypes below float64 they
+    are the updated parameters. `unused` are PyTorch's trained parameters that the backward pass did not reach.
     """
 
     outputs: Arrays
@@ -48,7 +48,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of both models: arrays by name, and other values unchanged."""
+    """The arguments of both models by name: `arrays`, and `others`, which are passed on unchanged.
+
+    The name of a positional argument is its index. `positional` has the names in order; None if all arguments are keywords.
+    """
 
     arrays: Arrays
     others: dict[str, Any]

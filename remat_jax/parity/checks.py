@@ -29,7 +29,8 @@ def verdicts(
 ) -> dict[str, tuple[float, str]]:
     """Tensor name → (figure, reason why the tensor fails or "").
 
-    In float64 the figure is the relative error, at most `limit`; otherwise it is the ratio to PyTorch's error (`yardstick`).
+    In float64 the figure is the relative error, and `TOLERANCES[limit]` its limit. In other dtypes the figure is the ratio of
+    `judge`, and `yardstick` has PyTorch's tensors in `dtype`.
     """
     figures = {}
     if dtype == "float64":
@@ -120,7 +121,8 @@ def precision_check() -> Check:
 def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[Sequence[str]], tuple[set[str], str]]) -> Check:
     """Check that no gradient is 0 in PyTorch, because a gradient that is 0 in both frameworks proves nothing.
 
-    `elsewhere` compares the gradients of 0 again with random weights; it returns the names that agree, and what differs.
+    `elsewhere(names)` compares these gradients, which are 0, again with random weights. It returns the names whose gradients
+    are then equal and not 0, and a text of what differs.
     """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
@@ -146,8 +148,9 @@ def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Ar
     """Explain running statistics that differ only in the momentum, or in a biased or unbiased batch variance.
 
     A step moves statistics s by m·(u·b − s), where b are the batch statistics, m is 1 − the momentum in Flax's convention, and
-    u is n / (n − 1) for an unbiased variance, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p and q for all
-    channels. p and q are fitted; if none fit, the difference has another cause. The list is empty if nothing is explained.
+    u is n / (n − 1) for an unbiased variance of n values, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p and
+    q for all channels. p and q are fitted; if none fit, the difference has another cause. The list is empty if nothing is
+    explained.
     """
     fits = {path: _convention(before[path], reference[path], candidate[path]) for path in reference.keys() & candidate.keys()}
     paths_by_text: dict[str, list[str]] = {}
@@ -182,7 +185,7 @@ def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, flo
 
 
 def losses_check(reference: list[float], yardstick: list[float], losses: list[float], dtype: str) -> Check:
-    """Compare the losses of a short training run in both frameworks; below float32 they are reported but not judged."""
+    """Compare the losses of a short training run in both frameworks; in bfloat16 and float16 they must only be finite."""
     measure = reference if dtype == "float64" else yardstick
     differences = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(measure, losses, strict=True)]
     worst = max(differences) if np.isfinite(differences).all() else float("inf")
@@ -196,7 +199,8 @@ def losses_check(reference: list[float], yardstick: list[float], losses: list[fl
 def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str, *, agreed: bool) -> Check:
     """Check that the outputs differ after one Flax weight is transposed or shifted.
 
-    If the outputs agree only after the change (not `agreed`), the weight map has that very fault, which counts as detected.
+    `agreed`: whether the outputs agree without the change. If they agree only with it, the weight map itself has this fault,
+    which counts as detected.
     If a weight has too little influence, such as a query weight of an untrained model, weights of larger norm are tried.
     """
     floating = {name: x for name, x in reference.outputs.items() if is_floating(x)}

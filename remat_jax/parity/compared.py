@@ -51,7 +51,8 @@ class TensorPair:
 
     Attributes:
         around: the pairs whose calls enclose both calls, innermost first.
-        distances: kind ("input", "output", "state", "input cotangent", "output cotangent", "gradient") → label → distance.
+        distances: kind ("input", "output", "state", "input cotangent", "output cotangent", "gradient") → label of an array
+            (such as "output 0") → distance.
         floors: kind → the norm to which an error is relative if the reference's norm is smaller.
     """
 
@@ -94,7 +95,8 @@ def compared(
 ) -> list[TensorPair]:
     """The pairs of calls of matched modules, in the order in which PyTorch's calls ended; the loss is the last.
 
-    `gradients` are Flax's by PyTorch's parameter names, from a weight map; without them, gradients are compared by name.
+    `gradients` are Flax's gradients, which a weight map has converted to PyTorch's names and shapes. Without them, gradients of
+    equal names are compared.
     """
     floors = _floors(torch)
     flax_calls = {(call.path, call.number): call for call in flax.calls}
@@ -195,7 +197,7 @@ def _floors(torch: Trace) -> dict[str, float]:
 
 
 def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
-    """The divergence of the first pair to finish whose inputs agree and whose outputs, or written variables, differ.
+    """The divergence of the first pair, in the order of `pairs`, with equal inputs and different outputs or written variables.
 
     An output counts only if the outputs of all enclosing modules differ too. Otherwise only the structure differs: a residual
     connection, for example, is inside the module in one model and outside in the other.
@@ -215,7 +217,7 @@ def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
 
 
 def _other_inputs_inside(pair: TensorPair, pairs: Sequence[TensorPair]) -> tuple[str, str, Distance] | None:
-    """The first inner module whose inputs differ, such as in a mask, with the input's label and distance."""
+    """The Flax name of the first inner module with an input that differs, such as a mask; the input's label and distance."""
     for inner in sorted(pairs, key=lambda inner: inner.torch.started):
         if pair in inner.around and (wrong := inner.bad("input")):
             return inner.flax.name, *wrong
@@ -237,7 +239,7 @@ def _around_the_model(pairs: Sequence[TensorPair]) -> Divergence | None:
 
 
 def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Divergence | None:
-    """The divergence of the first pair, in backward order, that agrees forward but is stale or computes wrong gradients.
+    """The divergence of the first pair, in backward order, whose outputs agree but whose recomputation or gradients differ.
 
     If no module is at fault and gradients still differ, a cotangent is lost between two modules; their parent is named.
     """

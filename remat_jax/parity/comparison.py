@@ -35,10 +35,10 @@ def compare(
 ) -> ParityReport:
     """Compare a Flax model with a PyTorch model: outputs, gradients, training, and residuals.
 
-    The float64 runs prove the weight map: every tensor of Flax, in every mode, is compared with PyTorch without checkpoints
-    and without casts to float32. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own
-    error in the dtype. Every comparison plants faults; an undetected fault fails the report. Neither model is changed. Active
-    dropout raises an error, because random results cannot be compared.
+    In float64, every Flax tensor, in every mode, is compared with one PyTorch run, which has no checkpoints and whose own casts
+    to float32 are suppressed. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own error
+    in the dtype. Faults are planted in every dtype; a fault that is large enough but not detected fails the report. Neither
+    model is changed. Active dropout raises an error, because random results cannot be compared.
 
     Args:
         torch_module: the PyTorch model, set to training or evaluation mode, or a function that builds it. With a function,
@@ -52,15 +52,16 @@ def compare(
         torch_blocks, flax_blocks: the classes to checkpoint; by default the classes in PyTorch's lists of modules, and the
             Flax classes that have the same weights.
         modes: `off`, `checkpoint`, `offload`, or any policy's name or text.
-        optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: parameters → PyTorch optimizer, and optax's optimizer.
+        optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: a function from PyTorch's parameters to its
+            optimizer, and an optax transformation.
         dtypes: `float64` and the working dtypes: float32, bfloat16, float16.
         steps: the number of training steps with the optimizer.
         torch_call, flax_call: run a model by `call(model, *inputs)` instead of `model(*inputs)`.
         excite: add noise to constant parameters, such as biases of 0, in both models, because constants hide faults.
-        keep_float64: in float64 runs, prevent the Flax model's own casts to float32; by default, such a cast is a fault.
+        keep_float64: in float64 runs, prevent the Flax model's own casts to float32; by default, such a cast fails the report.
         memory: report the residuals and the peak memory of both frameworks.
         target: compile the JAX step for this target to report its peak memory there; slow. Implies `memory`.
-        progress: called with `(what, done, total)`.
+        progress: called when a stage begins, with (text that names it, stages done, stages in all).
 
     Raises:
         ArgumentError, PolicyError, PortingError: the message names the argument or the tensors that do not fit.

@@ -1,4 +1,4 @@
-"""Compile options for the steps of a comparison, and the float64 down-casts in their jaxprs."""
+"""Compile options for the steps of a comparison; unread inputs, and casts from float64, in their jaxprs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def unread_inputs(jaxpr: Any) -> list[bool]:
 
 
 def down_casts(jaxpr: Any) -> list[str]:
-    """The dtypes and name stacks of casts of float64 arrays to a smaller dtype, on the way to a floating-point result.
+    """The dtypes and name stack, as text, of each cast from float64 to a smaller dtype on the way to a floating-point result.
 
-    A cast on the way to integers or booleans, such as a position's bucket, is not listed: the results are compared anyway.
+    A cast whose value then becomes an integer or a boolean, such as a position's bucket, is not listed: a wrong bucket shows in
+    the compared results.
 
     >>> import jax
     >>> def bucket(x):
@@ -49,7 +50,7 @@ def down_casts(jaxpr: Any) -> list[str]:
 
 
 def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list[bool]:
-    """For each argument of a closed jaxpr, whether `results` depend on it through floating-point arrays; adds to `casts`."""
+    """For each argument, whether outputs marked in `results` depend on it through floating-point arrays; adds to `casts`."""
     needed = {var for var, yes in zip(jaxpr.jaxpr.outvars, results, strict=True) if yes and is_floating(var.aval)}
     for eqn in reversed(jaxpr.jaxpr.eqns):
         which = [var in needed for var in eqn.outvars]

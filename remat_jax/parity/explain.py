@@ -29,7 +29,7 @@ from remat_jax.porting.tensors import as_torch
 from remat_jax.porting.variables import Variables
 
 _NAMED = 4
-"""The number of settings that the check's text names."""
+"""The largest number of settings that the text of the settings check names."""
 _DRAWS = 4
 """The number of random sets of weights that are tried if gradients are 0 with the model's own weights."""
 
@@ -50,7 +50,7 @@ def _arguments(case: Case, arrays: Any) -> Any:
 
 
 def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[tuple[dict[str, Any], ...], Check]:
-    """The settings that differ, as plain data, and a check that lists them; both models have the PyTorch model's dtype.
+    """The settings that differ, as plain data, and a check that lists them; both models are read in PyTorch's dtype.
 
     The check always passes, because the compared values decide whether a setting matters.
     """
@@ -129,7 +129,7 @@ def _shows(array: Any) -> int | None:
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], tuple[str, ...], list[Check]]:
-    """(pass → first module that differs, hidden modules, failed checks), in the mode that `transform` applies."""
+    """(pass → first module that differs, modules that cannot be observed, failed checks), in the mode of `transform`."""
     module = case.flax("float64")
     try:
         result = first_divergences(
@@ -152,7 +152,10 @@ def first_difference(
 
 
 def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
-    """A text that names the PyTorch modules whose recomputation differs in a mode, or why that is unknown; "" for none."""
+    """A text that names the PyTorch modules whose recomputation differs in a mode; "" if there are none.
+
+    If the modules cannot be found, the text says why.
+    """
     try:
         model, inputs = torch.make("float64"), _arguments(case, case.inputs.arrays)
         with keep_float64(), torch.in_mode(model, mode), running("torch_module"):
@@ -166,7 +169,10 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
 
 
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
-    """(names in `zero` whose gradients, with random weights, are equal and not 0, text of what differs), in float64."""
+    """Compare the gradients `zero`, which are 0 with the model's own weights, again with random weights in float64.
+
+    Returns the names in `zero` whose gradients are then equal and not 0, and a text of what differs.
+    """
     agreeing = set[str]()
     try:
         calls = (case.by_name(case.torch_call), case.by_name(case.flax_call))

@@ -102,7 +102,7 @@ class FlaxSide:
         return {path: x.astype(dtype) if is_floating(x) else x for path, x in filled.items()}
 
     def tree(self, weights: Leaves) -> Any:
-        """Float64 variables in the model's own structure."""
+        """`weights`, path → float64 array, in the structure of the model's variables."""
         return self._variables("float64").rebuild(weights)
 
     def run(self, dtype: str, mode: str, weights: Leaves, *, steps: int = 0) -> Run:
@@ -135,7 +135,7 @@ class FlaxSide:
 
     @silenced()
     def peak(self, dtype: str, mode: str, target: str | None) -> int:
-        """The device bytes of a training step compiled for `target`; without a target, of the step that `run` compiled."""
+        """The peak device bytes of a training step compiled for `target`; without a target, of the step that `run` compiled."""
         if target:
             return measure(self._workload(dtype), mode, target).device_bytes
         needed = self._step(dtype, mode).memory_analysis()
@@ -190,7 +190,7 @@ class FlaxSide:
         return loss
 
     def _look(self) -> tuple[dict[str, str], Any]:
-        """Trace the model in float64 to find `names` and `blocks`; raises if a float64 output has a smaller dtype."""
+        """Trace the model in float64 to find `names` and `blocks`; raises if a floating-point output is not float64."""
         classes: dict[str, type] = {}
 
         def note_class(call: Any, args: Any, kwargs: Any, context: Any) -> Any:

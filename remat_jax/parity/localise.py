@@ -100,8 +100,8 @@ def first_divergences(
         inputs: a tuple of arguments or a dict of keywords. `flax_inputs` are the Flax model's inputs if they differ.
         loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first; by default the
             sum of all outputs, weighted by fixed random numbers.
-        mapping: a dict, or the path of a JSON file, for modules that names, order and sizes do not match: PyTorch module path
-            → Flax module path, or None for no counterpart.
+        mapping: a dict, or the path of a JSON file, for modules that are not matched automatically (by names, order and sizes):
+            PyTorch module path → Flax module path, or None for no counterpart.
         rules: the weight map (`remat_jax.porting`) for comparing gradients, also of a PyTorch tensor that is split into
             several Flax arrays. Without rules, gradients are compared by name.
         torch_call, flax_call, transform: `call` of `capture_torch`, and `call` and `transform` of `capture_flax`.

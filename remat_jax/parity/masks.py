@@ -1,7 +1,8 @@
 """The signs of attention masks: whether a 1 (in an additive mask a 0) shows a position or hides it.
 
-A mask hides a position by making its score far lower than the others. So a mask's sign is followed through the operations up
-to a softmax; an unknown operation loses it. Flax's signs come from the traced program, PyTorch's from a forward pass.
+A mask hides a position if it makes the position's score, at a softmax, far lower than the others. So a mask's sign is
+followed through the operations up to a softmax; an operation that `through` does not know ends the search. Flax's signs come
+from the traced program, PyTorch's from a forward pass.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from remat_jax.core.walk import bodies
 from remat_jax.parity.tapped import Running, is_tap
 
 Signs = dict[str, dict[int, str]]
-"""Mask name → sign at a softmax (1 if the mask's 1, or additive 0, shows a position; −1 if it hides it) → first module."""
+"""Mask name → sign at a softmax (1 if a 1, or an additive 0, shows a position; −1 if it hides it) → first module with the sign."""
 
 FAR = -1e3  # models hide a score by adding -inf, the dtype's lowest number, or a number of at most -1e4
 
@@ -35,7 +36,7 @@ _SOFTMAXES = frozenset({"exp", "_softmax", "_safe_softmax"})
 class Fact:
     """The known facts about an array: the sign with which it depends on each mask, or its value if it is constant.
 
-    `added`: the array is an additive mask, 0 where it shows and far below 0 where it hides; cast to bool, its 0 is False.
+    `added`: the array is an additive mask, 0 where it shows and far below 0 where it hides, so a cast to bool inverts it.
     """
 
     signs: Mapping[str, int] = field(default_factory=dict)
@@ -170,7 +171,7 @@ class _Equations:
         return [_as_boolean(result) if result.added and eqn.outvars[0].aval.dtype == bool else result]
 
     def _called(self, inside: Sequence[Any], operands: Sequence[Fact], count: int) -> list[Fact]:
-        """The facts of a call's or loop's results. A loop's body is followed once; a body with other arguments is skipped."""
+        """The facts of a call's or loop's results. A loop's body is followed once; bodies with other arguments are skipped."""
         results = [NOTHING] * count
         for body in inside:
             skipped = len(operands) - len(body.jaxpr.invars)

@@ -34,7 +34,7 @@ _SORTS = (
 )
 _MOVED = 0.75
 """The base score of two modules that share only their leaves with weights, or of a linear layer and a convolution."""
-_LEAST = 0.35  # a pair needs twice this score, of at most 2.35: unrelated names at distant positions do not reach it
+_LEAST = 0.35  # a pair needs twice this score, which unrelated names at distant positions do not reach; the best is 2.35
 MOST_BYTES = 64 * 2**20
 """The largest mapping file that is read."""
 
@@ -102,7 +102,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
         return _MOVED if inside[0] and inside[0] == inside[1] else None
 
     def nearly_same(theirs: MatchedModule, ours: MatchedModule) -> float | None:
-        """The score if names are equal and most leaves are common: a table that two modules share is called in only one."""
+        """The score if names are equal and most leaves are common: a leaf that two modules share is listed in only one."""
         inside = within(weighted, theirs, ours)
         most = 2 * len(inside[0] & inside[1]) > len(inside[0] | inside[1])
         return _MOVED if most and words(theirs.path) == words(ours.path) else None

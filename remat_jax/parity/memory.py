@@ -31,8 +31,8 @@ def memory_of(
 def kept_alone(mode: str, saved: Any, residuals: Any) -> list[KeptAlone]:
     """The residuals without a counterpart in the other framework, largest first.
 
-    `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`. Residuals of equal bytes in the same place (device or
-    host) are paired, those of blocks first. A residual stacked by a scan counts once per layer.
+    `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`. Residuals of equal size in the same place (device or
+    host) are paired, residuals of blocks first. A residual stacked by a scan counts once per layer.
     """
     theirs, ours = defaultdict[Any, list[KeptAlone]](list), defaultdict[Any, list[KeptAlone]](list)
     for side, arrays in ((theirs, _of_torch(mode, saved)), (ours, _of_jax(mode, residuals))):

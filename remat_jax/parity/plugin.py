@@ -1,4 +1,4 @@
-"""A fixture for users' own suites: `pytest_plugins = ["remat_jax.parity.plugin"]` in a `conftest.py`.
+"""A pytest fixture for users' own tests: `pytest_plugins = ["remat_jax.parity.plugin"]` in a `conftest.py`.
 
 It is not registered as an entry point: pytest would then import JAX in the test runs of every project.
 """

@@ -34,7 +34,7 @@ class ParityReport:
     """The result of `compare`.
 
     Attributes:
-        rows: a row for each output, parameter, input, state and update.
+        rows: a row for each output, gradient (of a parameter or an input), written variable and update of a parameter.
         checks: the precision of both frameworks, the modes of PyTorch, the planted faults, the training run, …
         memory: residual bytes and peak memory of both frameworks in every mode.
         kept_alone: the residuals that only one framework saves; the bytes of all other residuals are equal in both.

@@ -19,7 +19,7 @@ class TensorRow:
         name, flax: the PyTorch name (for `state` and `update`, the Flax path), and the Flax paths that a parameter fills.
         shape, norm: those of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
         errors: mode → relative error in float64.
-        ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule.
+        ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule (`judge`).
         caught: dtype → whether a sign flip and a doubling of this gradient would be detected.
         problems: why the row fails; empty if it passes.
 
@@ -87,7 +87,7 @@ class MemoryRow:
     """The bytes of a framework's residuals in a mode, without parameters and inputs, and its peak memory.
 
     `peak_bytes` is the peak device memory of both passes, including parameters, inputs and gradients but no optimizer.
-    `peak_from` names its source, or why it is None. docs/memory.md explains which figures may be compared.
+    `peak_from` names the source of this figure, or says why it is None. docs/memory.md explains which figures may be compared.
 
     >>> MemoryRow("offload", "flax", device_bytes=0, host_bytes=4096).peak_bytes is None  # no peak was asked for
     True
@@ -105,8 +105,8 @@ class MemoryRow:
 class KeptAlone:
     """Residuals of one framework, equal in name and shape, that have no counterpart in the other framework.
 
-    `place` is `device` or `host`; `name` is `module/path:operator` in PyTorch, a residual's name in JAX. `shape` is the shape
-    of a single array; `bytes` is the size of all `count` arrays.
+    `place` is `device` or `host`; `name` is `module/path:operator` for PyTorch, the residual's name for JAX. `shape` is the
+    shape of a single array; `bytes` is the size of all `count` arrays.
     """
 
     mode: str

@@ -114,7 +114,7 @@ class Comparison:
         return divergences
 
     def _set_aside(self, exact: Run) -> list[str]:
-        """Exclude and return the weights that neither framework's results depend on; none if PyTorch uses no weight."""
+        """Exclude and return the weights on which neither framework's results depend; no weights if PyTorch uses none."""
         if not exact.unused or len(exact.unused) == len(self.torch.trained):
             return []
         unused = self.flax.set_aside(exact.unused)
@@ -246,7 +246,7 @@ class Comparison:
 
 
 def _updates(after: Any, before: Any, dtype: str) -> Arrays:
-    """The change of each parameter in a step; below float64 the updated parameter, whose rounding error the change has too."""
+    """Each parameter's change in a step; below float64 the updated parameter, whose rounding error the change would share."""
     changes = dtype == "float64"
     return {path: np.asarray(x) - np.asarray(before[path]) if changes else np.asarray(x) for path, x in after.items()}
 
@@ -282,7 +282,10 @@ def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
 
 @contextlib.contextmanager
 def _precision(dtype: str, widens: bool = False) -> Iterator[None]:
-    """Enable 64-bit types for float64 (`widens` then prevents casts), and full matmul precision unless the user chose one."""
+    """Set full matmul precision, unless the user chose another; for float64, also enable 64-bit types.
+
+    If `widens`, also prevent the Flax model's casts from float64 to float32.
+    """
     chosen = jax.config.jax_default_matmul_precision
     kept = keep_jax_float64() if widens and dtype == "float64" else contextlib.nullcontext()
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision(chosen or "highest"), kept:

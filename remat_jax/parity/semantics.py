@@ -53,7 +53,7 @@ def differences(
     running statistics; the form of GELU; padding, strides, dilation and groups of convolutions; dropout rates; whether there
     is a bias; dtypes; and the matmul precision that modules request. A Linen model is traced on `variables` and `inputs` (a
     tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`. For an NNX model `variables` is None.
-    `mapping` is as in `first_divergences`; the `matched` that it returns is more reliable here than names alone.
+    `mapping` is as in `first_divergences`, whose result has `matched`: a mapping that is more reliable than names alone.
 
     Plain function calls in PyTorch, such as `torch.nn.functional.gelu`, are not seen.
 
@@ -155,7 +155,7 @@ def _convolution(module: Any) -> Facts:
 
 
 def _precision(precision: Any) -> str:
-    """JAX's name of a precision or algorithm; for a pair, one precision per operand, both names."""
+    """JAX's name of a matmul precision or algorithm; both names for a pair, which has a precision for each operand."""
     if type(precision) is tuple:
         return " and ".join(dict.fromkeys(map(_precision, precision)))
     try:

@@ -1,4 +1,4 @@
-"""Taps: identities that stay in a jaxpr. Evaluating the jaxpr returns the value and the cotangent at each tap."""
+"""Taps: identity operations that stay in a jaxpr. Evaluating the jaxpr returns the value and the cotangent at each tap."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def visits(jaxpr: Any, paths: Sequence[tuple[str, ...]], depths: dict[tuple[int,
 def _in_every_iteration(eqn: Any, inside: list[TapVisit], depths: dict[tuple[int, int], int]) -> list[TapVisit]:
     """The visits of a scan, given the visits of its body.
 
-    In a path, the loop's index follows the common prefix of all module paths in the body, the path of the repeated module.
+    In a path, the loop's index comes after the prefix that all module paths in the body share.
     `depths` maps (call, number of inner loops) to this position, so that the backward loop uses the same position.
     """
     parts_by_level = zip(*(visit.parts for visit in inside), strict=False)

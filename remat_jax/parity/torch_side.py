@@ -19,7 +19,7 @@ from remat_jax.porting.tensors import as_numpy, as_torch
 
 Tensors = dict[str, Any]
 _FROZEN_BY_PYTHON = 1_000
-"""A larger freeze count shows that the caller has frozen objects; Python 3.12 itself freezes 375 at startup."""
+"""A larger `gc.get_freeze_count()` shows that the caller has frozen objects; Python 3.12 itself freezes 375 at startup."""
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ class TorchSide:
 
     Attributes:
         weights: the state dict from which every run starts, in float64.
-        trained: the names of the parameters that require a gradient, except excluded parameters.
+        trained: the names of the parameters that require a gradient; `Comparison` removes those that neither model uses.
         ties: every further name of a shared parameter → its name in `named_parameters()`.
         blocks, block_paths: the classes to checkpoint, and the paths of their modules.
         shapes: output name → shape.
@@ -245,7 +245,7 @@ def _excite(model: Any) -> None:
 
 
 def _repeated(model: Any) -> tuple[type, ...]:
-    """The classes in the model's outermost lists of several modules of one class; if there are none, in lists of one module."""
+    """The classes of modules in outermost lists of several modules of one class; without such lists, in lists of one module."""
     import torch
 
     def outermost(kinds: Any, least: int) -> tuple[type, ...]:

@@ -78,7 +78,7 @@ def in_order(value: Any) -> list[Any]:
 
 
 def same_names(torch: Mapping[str, tuple[int, ...]], flax: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Flax's name → PyTorch's name, for outputs given as name → shape; two single outputs match under any names."""
+    """Flax's name → PyTorch's name, for outputs given as name → shape; if both have one output, they match under any names."""
     single = len(torch) == len(flax) == 1
     names = dict(zip(flax, torch if single else flax, strict=True))
     problems = [f"{name} {shape}: only PyTorch has it" for name, shape in torch.items() if name not in names.values()]

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 # At most nine digits, so that every number fits into NumPy's integers.
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:\s*([+-])\s*(\d{1,9}))?\}")
-# A limit is needed because the choices of several braces multiply.
+# The most names in one text: the numbers of alternatives in several braces multiply.
 _MOST_NAMES = 10_000
 
 

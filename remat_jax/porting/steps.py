@@ -194,7 +194,7 @@ class Sum(Step):
 
 @dataclass(frozen=True)
 class GruBias(Step):
-    """PyTorch's two GRU biases become four in Flax: their sums for r and z, n of the input, and n of the state."""
+    """PyTorch's two GRU biases, of input and state, become four in Flax: the sums for gates r and z, and both of gate n."""
 
     def __str__(self) -> str:
         return "gru_bias"

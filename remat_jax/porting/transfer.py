@@ -85,8 +85,8 @@ def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: An
 
     `gradients` maps the names of parameters to their gradients. Only the parameters in `variables` are used: the result is
     `{"params": …}` for Linen, and a State of parameters for NNX, as from `nnx.grad`. A parameter that the rules name as
-    missing has the gradient 0. The gradients of tied tensors are added, unless both names have the same tensor, which already
-    is the sum. `scale(x)` multiplies a weight by x and divides its gradient by x.
+    missing has the gradient 0. The gradients of tied tensors are added, unless both names have the same gradient tensor:
+    it already is the sum. `scale(x)` multiplies a weight by x and divides its gradient by x.
 
     Raises:
         PortingError: in the cases of `from_torch`; a gradient that is None counts as missing.

@@ -118,7 +118,7 @@ def _skeleton(rule: Rule) -> object:
 
 
 def _general(rules: Sequence[Rule]) -> Iterator[Rule]:
-    """Few rules that are equivalent to `rules`, which have the same skeleton."""
+    """Rules that are equivalent to `rules`, but fewer if possible; `rules` must have equal skeletons (`_skeleton`)."""
     whole = [_split(rule) for rule in rules]
     varying = [place for place in _places(whole[0][0]) if len({names[0][place] for names in whole}) > 1]
     if len(rules) == 1 or not varying:

@@ -20,13 +20,13 @@ from remat_jax.porting.auto.units import FlaxUnit, TorchUnit
 from remat_jax.porting.float64 import FLOAT32_REMEDY
 from remat_jax.porting.rules import Rules
 
-# Gradients count as equal up to this relative difference: those that are equal by symmetry differ only by rounding.
+# Gradients count as equal up to this relative difference: gradients that a symmetry makes equal differ only by rounding.
 EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
 class MapCandidate:
-    """A possible weight map: for every PyTorch unit, the index of its Flax unit, and of the `Way` to convert it."""
+    """A possible weight map: for every PyTorch unit (one module's weights), the indices of its Flax unit and of its `Way`."""
 
     places: tuple[int, ...]
     choices: tuple[int, ...]

@@ -246,7 +246,7 @@ def _leaves(result: Any) -> list[Any]:
 
 
 def _weights(index: int, shape: Any) -> np.ndarray:
-    """The weights of an output's elements in the loss: all different, so that no gradient is hidden in a sum."""
+    """The weights of an output's elements in the loss: all different, so that no gradient cancels in the sum."""
     return np.random.default_rng((7, index)).normal(size=tuple(shape))
 
 

@@ -41,12 +41,13 @@ def propose(
     `inputs` are arrays for both models: a tuple of positional arguments, or a dictionary of keywords. `torch_call` and
     `flax_call` replace `model(*inputs)` by `call(model, *inputs)`, for instance if only one model takes channels last.
     `torch_module` may be a function that builds the model; `flax_module` may be a function of a dtype, for modules with a fixed
-    dtype. `variables` are a Linen module's variables, if `init` cannot make them. `rules` are used for all that they match.
-    `keep_float64` prevents casts to float32 inside the Flax model.
+    dtype. `variables` are a Linen module's variables, if `init` cannot make them. `rules` decide for the tensors that they
+    match. `keep_float64` prevents casts to float32 inside the Flax model.
 
     Raises:
         PortingError: no map fits the shapes; the models agree under no map, or under several, as in a model with a symmetry
-            (the error lists the maps; give `rules` for their modules); or the inputs leave modules unused.
+            (the error lists the lines in which the maps differ; choose one map and give its lines as `rules`); or the outputs
+            do not depend on a weight whose name, shape and kind allow several rules, or none by name.
 
     >>> import flax.linen as nn
     >>> import numpy as np
@@ -76,7 +77,11 @@ def propose(
 
 
 def _space(pair: ModelPair, given: Rules) -> tuple[Space, MapCandidate]:
-    """All candidates, and the candidate that names suggest, for the first grouping of Flax's arrays into units that fits."""
+    """All weight maps, and the map that names suggest.
+
+    Flax's arrays are grouped into units (the weights of one module) in several ways; the first way that fits PyTorch's units is
+    used.
+    """
     fits, reason = _fitting(pair, given)
     frozen = tuple(name for name, parameter in pair.torch.named_parameters() if not parameter.requires_grad)
     if fits is None and frozen:  # a frozen parameter may be a table from a constructor, which Flax computes at each use
@@ -109,7 +114,10 @@ def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] 
 
 
 def _together(units: Sequence[TorchUnit], names: list[str]) -> list[list[str]]:
-    """Sets of Flax attentions whose query, key and value may be one PyTorch tensor: none, all, or those with similar names."""
+    """Sets of Flax attentions whose query, key and value may be one PyTorch tensor.
+
+    They are: none, all, and for each PyTorch `MultiheadAttention` the Flax attention whose name is most like its name.
+    """
     fused = [unit.name for unit in units if unit.kind == "MultiheadAttention"]
     alike = {max(names, key=lambda name: likeness(unit, name)) for unit in fused} if names else set()
     return [[], names, sorted(alike)]

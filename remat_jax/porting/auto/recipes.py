@@ -14,7 +14,7 @@ from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.rules import Rule
 from remat_jax.porting.transform import Transform
 
-# A way to convert a PyTorch unit to a Flax unit: a rule for every tensor.
+# A way to convert a PyTorch unit (one module's weights) to a Flax unit: a rule for every tensor.
 Way = tuple[Rule, ...]
 # PyTorch unit → Flax unit → the possible ways; empty if the units do not fit.
 Table = list[list[list[Way]]]
@@ -158,7 +158,7 @@ def by_names(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], ways: Table) 
 
 
 def likeness(torch: str, flax: str) -> float:
-    """The similarity of two names, from 0; equal numbers count most, then the last words.
+    """The similarity of two module names, 0 or more; equal numbers count most, then equal last words.
 
     >>> query = "layers_1/attention/query"
     >>> likeness("layers.1.attn.q_proj", query) > likeness("layers.1.attn.k_proj", query) > likeness("head", query)
