@@ -148,8 +148,8 @@ def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Ar
     """Explain running statistics that differ only in the momentum, or in a biased or unbiased batch variance.
 
     A step moves statistics s by m·(u·b − s), where b are the batch statistics, m is 1 − the momentum in Flax's convention, and
-    u is n / (n − 1) for an unbiased variance of n values, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p and
-    q for all channels. p and q are fitted; if none fit, the difference has another cause. The list is empty if nothing is
+    u is n / (n − 1) for an unbiased variance of n values, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p
+    and q for all channels. p and q are fitted; if none fit, the difference has another cause. The list is empty if nothing is
     explained.
     """
     fits = {path: _convention(before[path], reference[path], candidate[path]) for path in reference.keys() & candidate.keys()}
@@ -197,11 +197,11 @@ def losses_check(reference: list[float], yardstick: list[float], losses: list[fl
 
 
 def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str, *, agreed: bool) -> Check:
-    """Check that the outputs differ after one Flax weight is transposed or shifted.
+    """Check that the outputs differ after one Flax weight is transposed, shifted or doubled.
 
     `agreed`: whether the outputs agree without the change. If they agree only with it, the weight map itself has this fault,
-    which counts as detected.
-    If a weight has too little influence, such as a query weight of an untrained model, weights of larger norm are tried.
+    which counts as detected. If a weight has too little influence, such as a query weight of an untrained model, weights of
+    larger norm are tried.
     """
     floating = {name: x for name, x in reference.outputs.items() if is_floating(x)}
     measured = {name: yardstick.outputs[name] for name in floating}

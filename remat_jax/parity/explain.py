@@ -1,4 +1,4 @@
-"""Why two models differ: their settings, the first module that diverges, and gradients that are 0."""
+"""Explain a comparison: which settings differ, which module diverges first, and what gradients of 0 may hide."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from remat_jax.core.walk import bodies
 from remat_jax.parity.tapped import Running, is_tap
 
 Signs = dict[str, dict[int, str]]
-"""Mask name → sign at a softmax (1 if a 1, or an additive 0, shows a position; −1 if it hides it) → first module with the sign."""
+"""Mask name → sign at a softmax (1 if a 1, or an additive 0, shows a position; −1 if it hides one) → first module with it."""
 
 FAR = -1e3  # models hide a score by adding -inf, the dtype's lowest number, or a number of at most -1e4
 

@@ -46,7 +46,11 @@ class RecordedTrace:
 
 @dataclass
 class Recorder:
-    """The calls that were traced inside `recording`, in the order in which they began."""
+    """The calls that were traced inside `recording`, in the order in which they began.
+
+    `running` has the indices of the calls that have not ended, and `loss` is the index of the loss. `outputs` has the shapes of
+    the model's outputs. `differentiated` has the taps whose arrays are differentiated.
+    """
 
     calls: list[RecordedTrace] = field(default_factory=list)
     running: list[int] = field(default_factory=list)

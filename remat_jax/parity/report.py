@@ -38,9 +38,9 @@ class ParityReport:
         checks: the precision of both frameworks, the modes of PyTorch, the planted faults, the training run, …
         memory: residual bytes and peak memory of both frameworks in every mode.
         kept_alone: the residuals that only one framework saves; the bytes of all other residuals are equal in both.
-        divergences: `forward` and `backward` → the first module that differs, or None; empty if nothing differs.
+        divergences: `forward` and `backward` → the first module that differs, or None; empty if no row fails, except updates.
         hidden: Flax modules whose arrays cannot be captured, such as in a `while` loop; `divergences` cannot name these
-            modules. Empty if nothing differs.
+            modules. Empty if `divergences` is empty.
         differences: the settings in which the models differ, such as an epsilon; they do not fail the report by themselves.
         torch, flax: the names of the compared models.
         rules: the weight map, as text.

@@ -1,4 +1,4 @@
-"""The settings in which two models differ, read from their modules without running them."""
+"""The settings in which two models differ, read from their modules without running the models."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ def differences(
     """List the settings in which matching modules differ, without running either model.
 
     The compared settings are: epsilon of norms; momentum of batch norms (Flax's, which is 1 − PyTorch's) and whether they use
-    running statistics; the form of GELU; padding, strides, dilation and groups of convolutions; dropout rates; whether there
-    is a bias; dtypes; and the matmul precision that modules request. A Linen model is traced on `variables` and `inputs` (a
-    tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`. For an NNX model `variables` is None.
-    `mapping` is as in `first_divergences`, whose result has `matched`: a mapping that is more reliable than names alone.
+    running statistics; the form of GELU, for which PyTorch's GELU modules are evaluated; padding, strides, dilation and groups
+    of convolutions; dropout rates; whether there is a bias; dtypes; and the matmul precision that modules request. A Linen
+    model is traced on `variables` and `inputs` (a tuple of arguments or a dict of keywords), which may be
+    `jax.ShapeDtypeStruct`. For an NNX model `variables` is None. `mapping` is as in `first_divergences`, whose result has
+    `matched`: a mapping that is more reliable than names alone.
 
     Plain function calls in PyTorch, such as `torch.nn.functional.gelu`, are not seen.
 

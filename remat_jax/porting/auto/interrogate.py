@@ -109,7 +109,7 @@ class Space:
         return MapCandidate(tuple(places), tuple(choices))
 
     def uniform_choices(self, start: MapCandidate) -> Iterator[MapCandidate]:
-        """`start`, then candidates in which all units of one kind and rank are converted in a different way."""
+        """At most 64 candidates, `start` first, in which all units of one kind and rank are converted in the same way."""
         kinds: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
         for unit, torch_unit in enumerate(self.torch):
             count = len(self.ways(start, unit))
