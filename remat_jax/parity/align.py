@@ -60,7 +60,10 @@ def visible(x: np.ndarray) -> np.ndarray | None:
 
 
 def _layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """`x` in every order of its axes (above four axes, only in the given order), as `shape`; equal shapes come first."""
+    """`x` in every order of its axes, reshaped to `shape`; orders that need no reshape come first.
+
+    If `x` has more than four axes, only their given order is used.
+    """
     orders = list(itertools.permutations(range(x.ndim))) if x.ndim <= 4 else [tuple(range(x.ndim))]
     moved = [np.transpose(x, order) for order in orders]
     for fits in (True, False):

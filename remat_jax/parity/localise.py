@@ -46,7 +46,7 @@ class Divergences:
             diverges. The path `loss` is the loss function.
         backward: the first module, in the order of the backward pass, that agrees in the forward pass but recomputes another
             output, or has wrong input cotangents or parameter gradients although its output cotangents agree. If a cotangent is
-            lost between two modules, their parent. None if no module diverges.
+            lost between two modules, it is their parent. None if no module diverges.
         alone: with `single_step`, every module that is wrong even with PyTorch's inputs and cotangents.
         matched: PyTorch path → Flax path of the compared modules.
         unmatched_torch, unmatched_flax: paths of the modules without a counterpart.

@@ -224,7 +224,7 @@ def _refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, 
 
 
 def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
-    """Convert PyTorch's values or gradients (`direction`) to whole Flax arrays, with stacks assembled from their parts."""
+    """Flax's arrays from PyTorch's values ("forward") or gradients ("gradient"), with stacks assembled from their layers."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     links, misfits = fit(rules, {name: array.shape for name, array in arrays.items()}, shapes)
     problems += misfits
@@ -255,7 +255,7 @@ def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, d
 
 
 def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
-    """Convert Flax's values or gradients (`direction`) to PyTorch's tensors, as arrays."""
+    """PyTorch's tensors, as NumPy arrays, from Flax's values (`direction` "inverse") or gradients ("adjoint")."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     links = list(dict.fromkeys(links_of_places(rules, shapes).values()))
     wanted: dict[str, tuple[int, ...]] = {name: () for link in links for name in link.torch}
