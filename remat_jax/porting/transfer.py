@@ -224,7 +224,7 @@ def _refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, 
 
 
 def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
-    """Flax's arrays from PyTorch's values ("forward") or gradients ("gradient"), with stacks assembled from their layers."""
+    """Whole Flax arrays, also stacks, from PyTorch's values (`direction` "forward") or gradients ("gradient")."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     links, misfits = fit(rules, {name: array.shape for name, array in arrays.items()}, shapes)
     problems += misfits
