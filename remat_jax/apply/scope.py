@@ -1,4 +1,4 @@
-"""The policies that are active while a function runs. They are in JAX's trace context, so cached traces never mix policies."""
+"""The active policies while a function runs. They are in JAX's trace context, so equal policies are needed to reuse a trace."""
 
 from __future__ import annotations
 
