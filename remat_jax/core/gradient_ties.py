@@ -7,8 +7,8 @@ costs more device memory than offloading the block's inputs frees.
 
 So barriers make each matmul that computes a cotangent x̄ wait for earlier results: for the cotangents that earlier matmuls
 computed and later equations read, and for every w̄ that is at least two matmuls old. Waiting for a newer w̄ would keep XLA from
-fusing the element-wise backward pass of an activation function with the recomputation of the function's output, which costs
-device memory for one more array.
+fusing the element-wise backward pass of an activation function with the recomputation of the function's output. Then one more
+array would be in device memory.
 """
 
 from __future__ import annotations

@@ -90,7 +90,9 @@ def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
 
 
 def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | None = None) -> Named:
-    """Name the arrays that derivative rules add to the linearisation of `named`, and move names as in the module's docstring.
+    """Name the arrays that derivative rules add to the linearisation of `named`, and move the names of the block's arrays.
+
+    The move is described at the top of this module.
 
     Args:
       linearised: the closed jaxpr from primals and tangents to outputs and their tangents.

@@ -2,8 +2,8 @@
 
 Reverse over reverse and reverse over forward fail when JAX transposes a `device_put` between memories. JAX's error, «Expected
 cotangent type float32[…] but got float32<host>[…]», does not name the cause. So the tangents that enter and leave an offloading
-block pass through `once_p`, an identity that counts how often it was differentiated (`order`). Transposing it raises no error
-at order 1 and our error at order 2. A second backward pass transposes it at order 2 before anything else in the block.
+block pass through `once_p`, an identity that counts how often it was differentiated (`order`). At order 1 it may be transposed;
+at order 2 transposing it raises our error. A second backward pass does the latter before anything else in the block.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class NamedBlock:
     first: FirstLayer
 
     def linearised(self, key: Any, linearise: Linearise) -> Named:
-        """`linearise(self.named)`. If the first block has a linearisation for this `key`, it is renamed instead."""
+        """`linearise(self.named)`: the first block's linearisation for `key`, renamed, unless arrays are constants in it."""
         of_first = self.first.linearised(key, linearise)
         return linearise(self.named) if of_first is None else self._renaming(of_first.candidates).named(of_first)
 
@@ -102,7 +102,7 @@ _first_layers: tuple[FirstLayer, ...] = ()
 
 
 def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
-    """The block `jaxpr` at `path` with its residuals named (`name_residuals`); an identical earlier block's names are reused."""
+    """The block `jaxpr` at `path` with its residuals named (`name_residuals`), if possible by renaming an identical block."""
     global _first_layers
     path = "/".join(part for part in path.split("/") if part)
     line = compat.source_line(jaxpr.jaxpr.eqns[-1]) if jaxpr.jaxpr.eqns else ""

@@ -71,7 +71,10 @@ def collecting() -> Iterator[list[Reading]]:
 
 
 def readings(values: Sequence[Any], names: Sequence[str | None]) -> dict[int, Reading]:
-    """Record that a block reads the named arrays of `values`, except scalars. Returns index → `Reading`; empty op by op."""
+    """Record that a block reads the arrays of `values` that have a name and are no scalars.
+
+    Returns index → `Reading`; empty if JAX runs op by op.
+    """
     if not compat.is_staging():
         return {}
     by_place: dict[int, Reading] = {}
@@ -117,7 +120,7 @@ def _forget(key: tuple[int, int], _: Any) -> None:
 
 
 def staying(read: Mapping[int, Reading]) -> frozenset[int]:
-    """The indices of the arrays that several of the blocks traced so far read."""
+    """The indices of the arrays that are shared, as far as traced (`Reading.is_shared`)."""
     return frozenset(place for place, reading in read.items() if reading.is_shared)
 
 

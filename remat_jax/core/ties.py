@@ -192,7 +192,7 @@ def _enter_linked(
     """Tie the start of a linked block's backward pass. Returns `(residuals, fetched residuals by index, cotangents, others)`.
 
     The next block fetched the `returned` residuals in its own backward pass. If there was no next block, they are fetched here.
-    The fetches of the `others`, the previous block's residuals on the host, wait for these residuals.
+    The fetches of the `others`, the previous block's residuals on the host, wait for the `returned` residuals.
 
     Args:
       there: residuals that stayed on the device, which need no fetch: index → array.
