@@ -53,7 +53,10 @@ def _selections(
 
 
 def _has_effect(selector: str, block: BlockUnderPolicy, chosen: Sequence[Candidate], along: Sequence[int] | None) -> bool:
-    """Whether the backward pass reads any of the `chosen` arrays, which `selector` matches: under the policy, or alone."""
+    """Whether the backward pass reads any of the `chosen` arrays, which `selector` matches.
+
+    An array counts if it is read under the block's policy, or under a policy that saves only the `chosen` arrays.
+    """
     assert isinstance(block.policy, Policy)
     # JAX keeps every input that is not offloaded.
     if any(candidate.is_input and block.policy.action(candidate) is not Action.OFFLOAD for candidate in chosen):

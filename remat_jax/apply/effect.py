@@ -91,8 +91,8 @@ class Effect:
     """Checks that the calls of one function reach its blocks, and that the policies have an effect there.
 
     A call may trace nothing, because JAX reuses the trace of an inner `jit` under the same policies. So if a call seems to miss
-    a block or an effect, the function is traced again under policies that have no cached traces, once for each signature. An
-    error is raised only if this trial trace misses a block or an effect too.
+    a block or an effect, the function is traced again under policies that have no cached traces, once for each signature. This
+    trial trace decides whether an error is raised.
     """
 
     def __init__(self, fn: Function, policies: BlockPolicies) -> None:

@@ -1,4 +1,7 @@
-"""The active policies while a function runs. They are in JAX's trace context, so equal policies are needed to reuse a trace."""
+"""The policies that are active while a function runs.
+
+They are in JAX's trace context, so JAX reuses a cached trace only under equal policies.
+"""
 
 from __future__ import annotations
 
