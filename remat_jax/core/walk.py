@@ -47,7 +47,7 @@ def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -
 
 
 def retrace(jaxpr: Any, function: Callable[..., Any]) -> Any:
-    """The closed jaxpr of `function` on the types of `jaxpr`'s inputs. Constants that JAX hoists are constants of the new jaxpr."""
+    """The closed jaxpr of `function` on the types of `jaxpr`'s inputs. Constants that JAX hoists are its `consts`."""
     return jax.make_jaxpr(function)(*jaxpr.in_avals)
 
 
