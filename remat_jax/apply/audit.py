@@ -38,7 +38,10 @@ class _Selection:
 def _selections(
     path: str, block: BlockUnderPolicy, along: Sequence[int] | None = None, *, whole: bool = True
 ) -> list[_Selection]:
-    """The selections in a block that is differentiated along some inputs (None: all). If not `whole`, `has_effect` is True."""
+    """The effects in a block of the policy's globs that save or offload (`Policy.kept_globs`).
+
+    `along` has the indices of the differentiated inputs (None: all). If not `whole` (`Audit.saw`), each `has_effect` is True.
+    """
     assert isinstance(block.policy, Policy)
     selections = []
     for selector in block.policy.kept_globs:
@@ -50,7 +53,10 @@ def _selections(
 
 
 def _has_effect(selector: str, block: BlockUnderPolicy, chosen: Sequence[Candidate], along: Sequence[int] | None) -> bool:
-    """Whether the backward pass reads any of the `chosen` arrays, which `selector` matches. Another rule may keep the array."""
+    """Whether the backward pass reads any of the `chosen` arrays, which `selector` matches.
+
+    An array counts if it is read under the block's policy, or under a policy that saves only the `chosen` arrays.
+    """
     assert isinstance(block.policy, Policy)
     # JAX keeps every input that is not offloaded.
     if any(candidate.is_input and block.policy.action(candidate) is not Action.OFFLOAD for candidate in chosen):
@@ -104,7 +110,7 @@ class Audit:
         Args:
           whole: False if the model is being initialised: without parameters the backward pass reads fewer residuals.
           layers: the layers that the policy is for, if other layers have another policy.
-          looped: whether the block is in a loop, for subclasses; None to ask JAX.
+          looped: whether the block is in a loop, for subclasses of `Audit`; None to ask JAX.
         """
         policy, candidates = block.policy, block.named.candidates
         unmatched: tuple[str, ...] = ()
@@ -232,7 +238,7 @@ def _check_effect(selections: Sequence[_Selection], subject: str) -> None:
 
 
 def check_differentiated(blocks: Iterable[tuple[BlockUnderPolicy, Sequence[int]]], policies: Iterable[Policy]) -> None:
-    """Raise unless each selector of automatic names keeps a residual for the gradients that are really taken.
+    """Raise unless each selector in `Policy.kept_globs` keeps a residual for the gradients that are really taken.
 
     Args:
       blocks: every differentiated block, with the indices of its differentiated inputs.

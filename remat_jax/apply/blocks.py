@@ -44,7 +44,7 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
       NoEffectError: when called, if a selector matches no residual, or if there is nothing to offload. With policies by layer,
         each run of layers is checked.
       UnsupportedError: when called, if a block with policies by layer is in a `while` loop or in a gradient that `fn` takes,
-        or if `fn` then writes to an NNX object that is not among its arguments.
+        or if `fn`, with policies by layer, writes to an NNX object that is not among its arguments.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
     >>> from remat_jax.cost.count import matmuls

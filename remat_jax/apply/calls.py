@@ -121,7 +121,7 @@ class _Patch:
     """Replaces the `__call__` of a class by a function that looks up the wrapped call of the current context.
 
     Attributes:
-      own: the `__call__` that the class itself defines; None if it inherits it.
+      own: the `__call__` that the class itself defines; None if the class inherits its `__call__`.
       original: the `__call__` for contexts that have not wrapped it.
       users: how many contexts have wrapped it.
     """

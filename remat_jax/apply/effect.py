@@ -92,7 +92,7 @@ class Effect:
 
     A call may trace nothing, because JAX reuses the trace of an inner `jit` under the same policies. So if a call seems to miss
     a block or an effect, the function is traced again under policies that have no cached traces, once for each signature. This
-    trial trace decides.
+    trial trace decides whether an error is raised.
     """
 
     def __init__(self, fn: Function, policies: BlockPolicies) -> None:

@@ -27,8 +27,9 @@ def gradient_checkpoint_forward(
     Args:
       model: a bound Linen module, an NNX module, or a function.
       use_gradient_checkpointing: policy `full`: keep the block's inputs and recompute everything else.
-      use_gradient_checkpointing_offload: policy `offload_inputs`: the same with the inputs in host memory, arrays anywhere in
-        `args` and `kwargs` included. It has precedence over the other flag. If both are False, no checkpoint is made.
+      use_gradient_checkpointing_offload: policy `offload_inputs`: keep the inputs (the arrays anywhere in `args` and `kwargs`)
+        in host memory and recompute everything else. This flag has precedence over the other. If both flags are False, no
+        checkpoint is made.
       args, kwargs: the arguments of `model`.
 
     Raises:

@@ -47,7 +47,8 @@ def call(module: Any, original: Call, policy: BlockPolicy, args: tuple[Any, ...]
 def path_of(module: Any) -> str:
     """The attribute path of `module` in the arguments; without one, the name of its class.
 
-    A module that is no argument itself (a row of a scanned stack, a cast copy) has the path of the only argument of its class.
+    A module that is not in the arguments (a row of a scanned stack, a cast copy) has the path of the module of its class there,
+    if there is only one.
     """
     alike = _paths_of_class.get().get(type(module), frozenset())
     return _paths.get().get(id(module), next(iter(alike)) if len(alike) == 1 else type(module).__name__)
@@ -142,7 +143,7 @@ def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
 
 
 def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None) -> Any:
-    """Mark a function as a block for `blocks=` and `checkpoint_blocks`. Its results do not change.
+    """Mark a function as a block for `blocks=` and `checkpoint_blocks`. The function's results do not change.
 
     Args:
       fn: the function, called once for each layer with pytrees of arrays. Leave it out in `@rj.block(parameters=…)`.

@@ -31,7 +31,8 @@ def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[st
     Args:
       target: a Linen module class, an NNX module class, or a function of arrays (pytrees of them).
       policy: a policy, its name or text, or a JAX policy object.
-      static_argnames: names of arguments that must not be arrays or traced values; such a value raises an error.
+      static_argnames: names of arguments that must be Python values. A traced value, or an array of rank 1 or more, raises an
+        error.
 
     Raises:
       ArgumentError: `target` is none of these, or has no argument named in `static_argnames`.
@@ -74,7 +75,7 @@ class _StaticArguments:
                 )
 
     def check(self, *args: Any, **kwargs: Any) -> None:
-        """Raise if a static argument is an array or is traced."""
+        """Raise if a static argument is traced or is an array of rank 1 or more."""
         if self.signature is None:
             return
         bound = self.signature.bind_partial(*args, **kwargs).arguments

@@ -37,7 +37,7 @@ class OwnCheckpoints:
         self._count: int | None = 0 if self.keeps else None
 
     def policies(self, policies: dict[Any, Any]) -> BlockPolicies:
-        """`policies` of blocks, checked, with this choice."""
+        """`policies` (block → policy), checked, with the choice about the model's own checkpoints."""
         return BlockPolicies.of(policies, keeps=self.keeps)
 
     def note(self, record: Record) -> None:

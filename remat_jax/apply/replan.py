@@ -55,7 +55,7 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     @functools.wraps(fn)
     def replanned(*args: P.args, **kwargs: P.kwargs) -> R:
         jaxpr, values, outputs_of = traced(fn, args, kwargs)
-        # Blocks of an enclosing `checkpoint_blocks` keep its policy. That call also replaced the checkpoints around them.
+        # Blocks of an enclosing `checkpoint_blocks` keep their policy. That call also replaced the checkpoints around them.
         with leaving_blocks() if scope.active() is not None else contextlib.nullcontext():
             if count_regions(jaxpr):
                 audit = Audit()

@@ -1,4 +1,7 @@
-"""The policies that are active while a function runs. They are in JAX's trace context, so cached traces never mix policies."""
+"""The policies that are active while a function runs.
+
+They are in JAX's trace context, so JAX reuses a cached trace only under equal policies.
+"""
 
 from __future__ import annotations
 

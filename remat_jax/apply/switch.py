@@ -37,16 +37,18 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
     Args:
       model: an NNX module, or a Linen module that is not bound.
       policy: a policy, its name or text.
-      blocks: a module class, a glob on module paths, or a tuple of them. The default for an NNX model is its outermost lists of
-        modules of one class. A Linen model needs `blocks`, because it has no submodules before it is called. For Linen modules
-        inside an NNX model (`nnx.bridge.ToNNX`, as in OpenPI), name Linen classes, or globs on paths inside these modules. If
-        `blocks` is left out and the NNX model has no such list, the blocks are the Linen modules' own checkpoint regions.
+      blocks: a module class, a glob on module paths, or a tuple of them. The default for an NNX model is the modules in its
+        outermost lists of two or more modules of one class. A Linen model needs `blocks`, because it has no submodules before
+        it is called. For Linen modules inside an NNX model (`nnx.bridge.ToNNX`, as in OpenPI), name Linen classes, or globs on
+        paths inside these modules. If `blocks` is left out and the NNX model has no such list, the blocks are the Linen
+        modules' own checkpoint regions.
       own_checkpoints: by default `policy` replaces the model's own checkpoints around the blocks, as in `checkpoint_blocks`.
         `"keep"` keeps them, with a `RematWarning`.
 
     Raises:
       ArgumentError: `model` is no module, or a Linen model without `blocks`.
-      BlockError: the model has no such blocks. For Linen modules inside an NNX model, their calls raise this error.
+      BlockError: the model has no such blocks. If they could be in Linen modules inside an NNX model, only calls of these
+        modules can raise this error.
 
     >>> from flax import nnx
     >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(3)])
@@ -210,7 +212,7 @@ Part = tuple[str, type]
 
 
 def _bridged_parts(model: nnx.Module, blocks: Any, modules: list[nnx.Module]) -> dict[Part, nnx.Module]:
-    """The parts of `model` that may contain the `blocks`; without `blocks`, only if there are no NNX blocks (`modules`)."""
+    """The parts of `model` that may contain the `blocks`; none if `blocks` is None and there are NNX blocks (`modules`)."""
     wanted = _linen_blocks(blocks)
     # A glob that matches NNX modules is not applied to Linen modules.
     if not wanted or (modules and all(isinstance(block, str) for block in wanted)):
@@ -249,7 +251,7 @@ class _Calls:
         `part` is None for a method other than `__call__`, because such a method may reach no block.
 
         Raises:
-          BlockError, NoEffectError: as `scope.missed` says.
+          BlockError, NoEffectError: the error that `scope.missed` returns.
         """
         if self.record is None:
             return
@@ -280,7 +282,7 @@ def _bridged_class(cls: Any, policies: BlockPolicies, part: Part, parts: tuple[P
         returned, record = run_under(policies, pure, (state, *arguments), {})
         is_whole = kwargs.get("method") is None
         if is_whole and part in calls.parts and not record.reached:
-            # A `jit` inside may have been traced before, under the same policies.
+            # If a `jit` inside has a cached trace under the same policies, the call reached blocks without recording them.
             record = traced_under(policies.anew(), pure, (state, *arguments), {})
         calls.add(part if is_whole else None, record, policies)
         return write(returned)

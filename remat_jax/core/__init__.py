@@ -1,4 +1,4 @@
-"""The heart: `block` wraps a linearised block in a checkpoint. Residuals are named by module path; a policy selects names."""
+"""The heart: `block.py` wraps the linearisation of a block in a checkpoint. A policy selects residuals by their names."""
 
 from __future__ import annotations
 

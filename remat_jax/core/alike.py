@@ -12,8 +12,8 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
 
-# Nested derivative rules are compared to this depth. Two deeper rules are not compared: they count as alike if the function is
-# one whose rule is being compared already, and as different otherwise.
+# Nested derivative rules are compared to this depth. Two deeper rules are not compared: they count as alike if their function
+# is like a function whose rule is being compared already, and as different otherwise.
 _DEEPEST = 3
 _RULE = "jvp_jaxpr_fun"
 
@@ -67,6 +67,7 @@ class _Comparison:
     Attributes:
       rules: the traced derivative rules of the first program, by the id of their equation.
       around: the functions whose rules are being compared. A rule may call its own function, as the rule of softmax does.
+      paths: the module paths of the two programs' blocks, which may differ.
     """
 
     def __init__(self, rules: dict[int, Any], around: tuple[Any, ...] = (), paths: tuple[str, str] = ("", "")) -> None:

@@ -11,7 +11,7 @@ For a block f with inputs x:
 
 The checkpoint's policy is two sets of names: saved residuals and offloaded residuals. Only these residuals and the block's
 inputs pass from the forward to the backward pass; the backward pass recomputes the rest. The checkpoint wraps the
-linearisation, not f: JAX linearises `jax.checkpoint(f)` after f is named, so arrays of derivative rules would have no name.
+linearisation, not f: JAX would linearise `jax.checkpoint(f)` after naming, so arrays of derivative rules would have no name.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class BlockUnderPolicy:
     def moves_bytes(self) -> bool:
         """Whether the forward pass moves a residual to the host when the block is differentiated along every input.
 
-        An offloaded array does not move if the backward pass never reads it, such as a matmul's output if its tanh is saved.
+        An array that the policy offloads is not moved if the backward pass does not read it. For example, in tanh(x @ w) the
+        backward pass does not read x @ w if the tanh is saved.
         """
         try:
             jaxpr = self._forward(range(len(self.jaxpr.in_avals)))
@@ -101,7 +102,7 @@ class BlockUnderPolicy:
     def kept(self, inputs: Sequence[int] | None = None) -> frozenset[str] | None:
         """The names of the residuals that the policy keeps when the block is differentiated along `inputs` (None: all inputs).
 
-        Returns None if they are unknown: under a JAX policy object, and if the block has no reverse-mode derivative.
+        Returns None if they are unknown: under a JAX policy object, or if the block has no reverse-mode derivative.
         """
         if not isinstance(self.policy, Policy):
             return None
@@ -130,13 +131,14 @@ class BlockUnderPolicy:
     ) -> Function:
         """The block f under its policy, as a function of the jaxpr's inputs.
 
-        It is a `custom_jvp`, whose rule is `checkpoint(policy)` of the linearisation; under a JAX policy, `jax.checkpoint(f)`.
+        It is a `custom_jvp` function, whose derivative rule runs the linearisation under `checkpoint(policy)`. Under a JAX
+        policy object it is `jax.checkpoint(f)`.
 
         Args:
           rows: indices of inputs that are rows of stacked arrays. The function takes the stacks and one row index after its
             other arguments, and both passes read each row from its stack (`core.stack_rows`).
           once: if true, a reverse-mode derivative of the block's gradient raises an error (`core.once`).
-          staying: called when the block is differentiated; returns the indices of inputs that are not offloaded, even if the
+          staying: called when the block is differentiated; returns the indices of inputs that stay on the device although the
             policy offloads them.
         """
         if not isinstance(self.policy, Policy):
@@ -154,7 +156,7 @@ class BlockUnderPolicy:
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
             if (blocks := _differentiated.get()) is not None:
-                # The tangent of a stack counts as the tangent of its row.
+                # In this list a live stack is noted as its row, by the row's index among the block's inputs.
                 places = [*range(size), *rows]
                 blocks.append((self, [places[index] for index in live if index < len(places)]))
             if not live:
@@ -181,7 +183,7 @@ class BlockUnderPolicy:
     def _linearised_under_policy(
         self, primals: Sequence[Any], directions: Sequence[Any], live: Sequence[int], staying: Iterable[int]
     ) -> tuple[Any, JaxPolicy | None]:
-        """The linearisation along the `live` inputs as a closed jaxpr, and the JAX policy of names for its checkpoint."""
+        """The linearisation along the `live` inputs as a closed jaxpr, and the JAX policy for its checkpoint."""
         assert isinstance(self.policy, Policy)
         linearisation = _linearisation(list(primals), list(directions), live, self.names)
         saved, offloaded = decide(self.names.linearised(*linearisation), self.policy)
@@ -197,9 +199,9 @@ _differentiated: ContextVar[Differentiated | None] = ContextVar("differentiated"
 
 @contextlib.contextmanager
 def noting_differentiated() -> Iterator[Differentiated]:
-    """Collects the blocks differentiated inside this context, each with its live inputs.
+    """Collects the blocks that are differentiated inside this context, each with the indices of its differentiated inputs.
 
-    Blocks inside traces that JAX has cached are not collected.
+    If JAX reuses a cached trace, the blocks inside it are not collected.
     """
     blocks: Differentiated = []
     with compat.setting(_differentiated, blocks):
@@ -223,7 +225,7 @@ def block_under_policy(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs
             f"block {path or 'function'!r} uses a mutable array (jax.new_ref), which JAX cannot differentiate under a "
             "checkpoint. Carry the value as an argument and a result instead."
         )
-    # Dead code is removed before naming: no checkpoint could keep its arrays.
+    # Dead code is removed before naming, so that a policy cannot select arrays that nothing reads.
     jaxpr = compat.dce(established(jaxpr))
     with compat.classic_rematerialisation():
         return BlockUnderPolicy(jaxpr, name_block(jaxpr, path, inputs), policy)
@@ -238,7 +240,7 @@ def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]
         if action is Action.OFFLOAD and shape != () and 0 not in shape:
             offloaded.add(name)
         elif action is not Action.RECOMPUTE and not candidate.is_input:
-            # JAX always keeps a checkpoint's inputs. A scalar or empty array is saved where the policy offloads it.
+            # A checkpoint keeps its inputs anyway. A scalar or an empty array that the policy offloads is saved instead.
             saved.add(name)
     return frozenset(saved), frozenset(offloaded)
 
@@ -272,7 +274,10 @@ def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool)
 
 
 def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
-    """`function` with its inputs `rows` read from stacks. The stacks and the row index follow the first `size` arguments."""
+    """`function`, whose inputs at the indices `rows` are read from stacked arrays.
+
+    The stacked arrays and one row index follow the first `size` arguments.
+    """
 
     def run(*args: Any) -> list[Any]:
         values, (*stacks, index) = list(args[:size]), args[size : size + len(rows) + 1]
@@ -330,7 +335,7 @@ def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names:
 
 
 def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int]) -> Any:
-    """The linear map from tangents of the inputs at `places` to tangents of `function`'s smooth outputs, at `primals`."""
+    """`function` linearised at `primals`: maps tangents of the inputs at `places` to tangents of the smooth outputs."""
 
     def of_places(*changed: Any) -> list[Any]:
         return [out for out in of_some(function, primals, places)(*changed) if is_smooth(out)]

@@ -2,12 +2,13 @@
 
 For a matmul y = x w, JAX traces w̄ = xᵀ ȳ and x̄ = ȳ wᵀ one after the other, while x and ȳ are alive. XLA:GPU delays the weight
 gradients w̄ to the end of the block, where one barrier waits for all of them. It also computes the cotangent of attention values
-after the cotangent of attention scores. Several arrays of the attention weights' size are then alive at once, which costs more
-memory than offloading the block's inputs frees.
+after the cotangent of attention scores. Several arrays of the size of the attention probabilities are then alive at once, which
+costs more device memory than offloading the block's inputs frees.
 
 So barriers make each matmul that computes a cotangent x̄ wait for earlier results: for the cotangents that earlier matmuls
 computed and later equations read, and for every w̄ that is at least two matmuls old. Waiting for a newer w̄ would keep XLA from
-fusing the element-wise backward pass of an activation with the recomputation of its output, which costs one more array.
+fusing the element-wise backward pass of an activation function with the recomputation of the function's output. Then one more
+array would be in device memory.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def in_program_order(
 
 
 def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-    """Inline a checkpoint region, but no region nested in it. The barriers of the pass still prevent CSE of recomputation."""
+    """Inline a checkpoint region, but not the regions nested in it. The pass's barriers still prevent CSE of recomputation."""
     if not compat.is_checkpoint(eqn):
         return None
     body, _ = compat.checkpoint_parts(eqn)
@@ -105,7 +106,7 @@ class _Fetches:
 
 
 def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
-    """One of the `places`, or None for the beginning of the pass → the indices of the `others` whose fetch starts there."""
+    """Maps one of the `places` (None: the beginning of the pass) to the indices of the `others` whose fetch starts there."""
     work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
     sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
     starts: dict[int | None, list[int]] = {}
@@ -118,7 +119,7 @@ def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[in
 
 
 class _Order:
-    """Which variables each matmul of a backward pass waits for. Recomputed matmuls read no cotangent and wait for nothing."""
+    """Which variables each matmul of a backward pass waits for. A recomputed matmul reads no cotangent, so it never waits."""
 
     def __init__(self, jaxpr: Any, num_residuals: int) -> None:
         self._gradients = set(variables(jaxpr.outvars))

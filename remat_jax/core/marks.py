@@ -34,7 +34,7 @@ def name_of(block: Block) -> str:
 
 @dataclass(frozen=True)
 class Marked:
-    """Replaces a block's policy, so that tracing the block makes a mark.
+    """Takes the place of a block's policy, so that tracing the block makes a mark.
 
     Attributes:
       block: the class, function or glob that the policy was given for.
@@ -64,9 +64,9 @@ class Mark:
     Attributes:
       jaxpr: the block as a closed jaxpr, without the `vmap`s around it.
       marked: the class, function or glob that selected the block, and the policy.
-      path: its module path.
+      path: the block's module path.
       inputs: for each input of `jaxpr`, whether `@inputs` selects it.
-      made: whether its parameters exist already; they do not while a Linen module is initialised.
+      made: whether the block's parameters exist already; False while a Linen module is initialised.
       batches: the `vmap`s around the block, the innermost first.
     """
 
@@ -85,7 +85,7 @@ def _evaluate(*values: Any, jaxpr: Any, mark: Mark) -> list[Any]:
     return list(compat.jaxpr_function(jaxpr)(*values))
 
 
-# The parameter `jaxpr` is the block under its `vmap`s; without a policy, a mark evaluates it.
+# The parameter `jaxpr` is the block under its `vmap`s. Evaluating the equation evaluates this jaxpr, without a policy.
 mark_p = compat.new_primitive("remat_jax_mark", _evaluate)
 
 

@@ -5,13 +5,14 @@ A checkpoint policy sees primitives, but no module paths: it can select a single
 
 `name_residuals` names the arrays of the block f, so their names do not depend on how f is differentiated. `name_linearised`
 names the arrays that derivative rules add (the mask of a ReLU, the log-sum-exp of an attention kernel). It also moves names in
-the linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))`, so that rules that read their own output (exp, tanh, softmax) read a named array:
+the linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))`. The derivative rules of exp, tanh and softmax read the output of the function;
+after the move they read the named array:
 
     a = exp(b);  n = checkpoint_name(a, …);  ȧ = a ḃ      as JAX traces it: a policy that saves n still recomputes a
     n = checkpoint_name(exp(b), …);          ȧ = n ḃ      after the name has moved to the equation of exp
 
-The fewer inputs are differentiated, the fewer arrays derivative rules compute. The names are those of the linearisation along
-all inputs, so the first layer, whose input has no gradient, has the same names as the next layer.
+If fewer inputs are differentiated, derivative rules compute fewer arrays. Every linearisation takes its names from the
+linearisation along all inputs, so the first layer, whose input has no gradient, has the same names as the next layer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from remat_jax.core.walk import bodies, interpret, rebind, retrace
 from remat_jax.policy import Candidate
 
 # JAX's partial evaluation applies the policy to the equations inside these primitives, even inside another checkpoint. For any
-# other primitive with a body (`while`, kernels), a policy can keep only the outputs.
+# other primitive with a body (`while`, `pallas_call`), a policy can keep only the outputs.
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"})
 _CONTROL = frozenset({"scan", "cond", "shard_map"})
 # A complex array is named on its real and imaginary parts. The `complex` equation that joins them needs no name.
@@ -48,11 +49,12 @@ class Named:
 
     Attributes:
       made: returns `jaxpr`; it is called once, when `jaxpr` is first read.
+      path: the block's module path, with which every automatic name begins.
       candidates: name → the properties that selectors match, in the order of execution.
       shapes: name → the array's shape; inside a scan, of one iteration.
       counts: how many names each `module/path:primitive` has.
       inputs: the name of each input of the block's jaxpr; None for parameters and RNG keys.
-      values: for a linearisation, the value numbering of its named arrays.
+      values: the value numbering of the named arrays, from which another linearisation takes names; None after a renaming.
     """
 
     made: Callable[[], Any]
@@ -90,9 +92,11 @@ def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
 def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | None = None) -> Named:
     """Name the arrays that derivative rules add to the linearisation of `named`, and move the names of the block's arrays.
 
+    The move is described at the top of this module.
+
     Args:
       linearised: the closed jaxpr from primals and tangents to outputs and their tangents.
-      primals: how many inputs of `linearised`, the first ones, are primals. Only arrays that depend on primals alone get names.
+      primals: the number of primals, the first inputs of `linearised`. Only arrays that depend on primals alone get names.
       whole: the linearisation along all inputs, if `linearised` is along some inputs only. Equal values get the same names.
     """
     values = _Values() if whole is None else _Values(whole.values)
@@ -109,9 +113,9 @@ def can_be_named(value: Any) -> bool:
 
 
 class _Values:
-    """Value numbering of a program: equal operations on equal values have equal numbers. A value with a name is numbered by it.
+    """Value numbering of a program: equal operations on equal values have equal numbers. A named value is numbered by its name.
 
-    With the values of a `whole` program, each value takes the name of an equal value there, and each name is used once.
+    If the values of another program (`whole`) are given, each value takes the name of an equal value there, each name once.
     """
 
     def __init__(self, whole: _Values | None = None) -> None:
@@ -129,7 +133,7 @@ class _Values:
         return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
 
     def of_inner(self, eqn: Any, inputs: Sequence[int], known: Sequence[bool]) -> list[int]:
-        """The numbers of an inner jaxpr's inputs: in a call, the operands' numbers; in a loop or branch, one per position."""
+        """The numbers of an inner jaxpr's inputs: those of a call's operands; in a loop or branch, one per `known` input."""
         if eqn.primitive.name in _CALLS and len(inputs) == len(known):
             return list(inputs)
         places = (place if flag else -1 for place, flag in zip(itertools.accumulate(known), known, strict=True))
@@ -167,7 +171,7 @@ class _Namer:
     def run(
         self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], known: Sequence[bool], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Evaluate `jaxpr` and name its arrays. `known` inputs depend on primals only; `numbers` defaults to positions."""
+        """Evaluate `jaxpr`, naming its arrays. `known`: which inputs depend on primals only. `numbers`: the inputs' numbers."""
         given = _given_names(jaxpr)
         fixed = flagged(jaxpr, known, all_inputs)
         number = dict(zip(jaxpr.jaxpr.invars, numbers or map(self.values.number, itertools.count()), strict=False))
@@ -259,7 +263,10 @@ def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
 
 
 def _user_named(name: str, producer: Any) -> Candidate:
-    """A user's name on an output of `producer` (None: on an input). The primitive is kept, so `@dots` selects named matmuls."""
+    """The candidate for a user's name of an output of the equation `producer`, or of an input if `producer` is None.
+
+    It has the primitive of `producer`, so that `@dots` selects a matmul with a user's name.
+    """
     if producer is None:
         return Candidate(name, "name", user_named=True)
     return replace(_candidate(name, producer), user_named=True)

@@ -2,8 +2,8 @@
 
 Reverse over reverse and reverse over forward fail when JAX transposes a `device_put` between memories. JAX's error, «Expected
 cotangent type float32[…] but got float32<host>[…]», does not name the cause. So the tangents that enter and leave an offloading
-block pass through `once_p`, an identity that counts how often it was differentiated (`order`). The first derivative (order 1)
-may be transposed. Transposing the second raises our error; a second backward pass does this before anything else in the block.
+block pass through `once_p`, an identity that counts how often it was differentiated (`order`). At order 1 it may be transposed;
+at order 2 transposing it raises our error. A second backward pass does the latter before anything else in the block.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TWICE = 2
 
 
 def transposed_once(derivative: Any) -> Any:
-    """`derivative`, a tangent that enters or leaves an offloading block, which may be transposed once."""
+    """The tangent `derivative`, which enters or leaves an offloading block, behind an identity that may be transposed once."""
     return once_p.bind(derivative, order=1)
 
 
 def transposed_no_more(derivative: Any) -> Any:
-    """`derivative`, a result of a backward pass or of forward mode through an offload, which may not be transposed."""
+    """`derivative`, the result of a derivative through an offload, behind an identity that may not be transposed."""
     return once_p.bind(derivative, order=_TWICE) if jnp.issubdtype(derivative.dtype, jnp.inexact) else derivative
 
 

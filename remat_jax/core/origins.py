@@ -29,8 +29,8 @@ class Origin:
       kind: `argument`, `constant`, `named` (it has a residual name), `carry` (the stacked carry of a scan), or `equation`.
       name: the residual name; without one, `module/path:primitive`.
       source: the user's source line.
-      scanned: whether a scan stacked it.
-      layers: the layers to which the array belongs, if it was traced for some layers only.
+      scanned: whether a scan stacked the array from its iterations.
+      layers: the layers to which the array belongs; None unless it was traced for some layers only.
       aliases: other residual names of the same array: a block's input is often the output of the previous block.
     """
 
@@ -61,7 +61,8 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
             under = origin(jaxpr, eqn.invars[0], outer, layers)
             aliases = (under.name, *under.aliases) if under.kind == "named" else ()
             if aliases and ":custom_jvp_call#" in name:
-                # A checkpointed block names its output inside. The name outside says only `custom_jvp_call`.
+                # A checkpointed block names its output inside. The name given outside only says that a `custom_jvp_call`
+                # computes the array.
                 return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
             source = compat.source_line(makers.get(eqn.invars[0]) or eqn)
             return Origin(atom, "named", name, source, layers=here, aliases=aliases)
@@ -121,7 +122,7 @@ def _made_here(eqn: Any, atom: Any, path: tuple[str, ...], layers: range | None)
 
 
 def _through_scan(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
-    """The origin of an output of a scan: computed in its body, carried, or one of its constants or rows."""
+    """The origin of an output of a scan: computed in its body, carried, or one of its constants or scanned operands."""
     body = bodies(eqn)[0].jaxpr
     consts, carry = compat.scan_layout(eqn)
     inner = origin(body, body.outvars[index], path, layers)

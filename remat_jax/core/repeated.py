@@ -1,6 +1,6 @@
 """Names and linearises identical layers once. Later layers reuse the names and the linearisation, with their own module path.
 
-Two blocks are identical if their jaxprs differ only in the module path. Renaming a linearisation traces nothing.
+Two blocks are identical if their jaxprs differ only in the module path. Renaming a linearisation does not retrace it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class FirstLayer:
     """The first of several identical blocks, and its linearisations.
 
     Attributes:
-      conditions: which inputs `@inputs` selects, JAX's settings and the source line. Identical blocks have equal conditions.
-      kept: results of `NamedBlock.kept` by their key, in the names of the first layer.
+      conditions: which inputs `@inputs` selects, JAX's settings, the source line of the last equation, and whether the block
+        has a path. Identical blocks have equal conditions.
+      kept: key of `NamedBlock.kept` → its result, in the names of the first layer.
     """
 
     original: Original
@@ -40,7 +41,7 @@ class FirstLayer:
     kept: dict[Any, frozenset[str] | None] = field(default_factory=dict)
 
     def is_like(self, jaxpr: Any, path: str, conditions: Any) -> bool:
-        """Whether the block `jaxpr` at `path` is identical."""
+        """Whether the block `jaxpr` at `path` is identical to this first layer."""
         return self.conditions == conditions and self.original.is_like(jaxpr, (self.named.path, path))
 
     def linearised(self, key: Any, linearise: Linearise) -> Named | None:
@@ -67,12 +68,12 @@ class NamedBlock:
     first: FirstLayer
 
     def linearised(self, key: Any, linearise: Linearise) -> Named:
-        """`linearise(self.named)`: if possible, the first block's linearisation for an equal `key`, renamed."""
+        """`linearise(self.named)`: the first block's linearisation for `key`, renamed, unless arrays are constants in it."""
         of_first = self.first.linearised(key, linearise)
         return linearise(self.named) if of_first is None else self._renaming(of_first.candidates).named(of_first)
 
     def keeping(self, names: Set[str], key: Any, linearise: Linearise) -> Any:
-        """The closed jaxpr of the linearisation with only these automatic names (`keep_names`): recomputed arrays need none."""
+        """The closed jaxpr of the linearisation, where arrays inside the block have no automatic names except `names`."""
         of_first = self.first.linearised(key, linearise)
         if of_first is None:
             return keep_names(linearise(self.named), names)
@@ -101,7 +102,7 @@ _first_layers: tuple[FirstLayer, ...] = ()
 
 
 def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
-    """The block `jaxpr` at `path` with its residuals named (`name_residuals`). An identical earlier block is reused."""
+    """The block `jaxpr` at `path` with its residuals named (`name_residuals`), if possible by renaming an identical block."""
     global _first_layers
     path = "/".join(part for part in path.split("/") if part)
     line = compat.source_line(jaxpr.jaxpr.eqns[-1]) if jaxpr.jaxpr.eqns else ""

@@ -28,15 +28,18 @@ def _is_view(eqn: Any, flags: list[bool]) -> bool:
 
 
 RunRegion = Callable[[Any, str, list[bool], list[Any], bool], list[Any]]
-"""`run(body, path, inputs, values, looped)` evaluates a region on `values`. `inputs` says which values `@inputs` selects."""
+"""`run(body, path, inputs, values, looped)` evaluates a region on `values`.
+
+`inputs`: for each value, whether `@inputs` selects it. `looped`: whether the region is in a loop.
+"""
 
 
 def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args`, where `run` evaluates every checkpoint region, at any depth.
 
-    An operand of a region is a parameter if it is an argument of the function or a view of an argument (a slice, a cast, a row
-    of a scanned stack). Other operands are inputs of the region. Operands that are the same array in every iteration of a loop
-    are recorded (`shared.note_fixed`).
+    An operand of a region is a parameter if it is an argument of `jaxpr` or a view of an argument (a slice, a cast, a row of a
+    scanned stack). Other operands are inputs of the region. Operands that are the same array in every iteration of a loop are
+    recorded (`shared.note_fixed`).
 
     Raises:
       UnsupportedError: a region has been differentiated already.
@@ -100,7 +103,7 @@ def leaving_blocks() -> contextlib.AbstractContextManager[None]:
 
 
 def region_body(eqn: Any) -> Any | None:
-    """The body of `eqn` if it is a checkpoint region, tied or not; else None.
+    """The body of `eqn` if it is a `jax.checkpoint` region or a block of remat_jax, tied or not; else None.
 
     Raises:
       UnsupportedError: the region has been differentiated already, so a new policy would have no effect.
@@ -158,7 +161,7 @@ def established(jaxpr: Any) -> Any:
         if name is not None and _is_new(eqn):
             with compat.eqn_context(eqn):
                 return [compat.named(inputs[0], name)]
-        # JAX traces custom derivative rules later, under the `jax_remat3` setting of that time.
+        # The bodies of custom derivatives stay: JAX traces their rules later, under the `jax_remat3` setting of that time.
         if eqn.primitive.name.startswith("custom_") or not bodies(eqn):
             return None
         return rebind(eqn, inputs, lambda _, body: established(body))

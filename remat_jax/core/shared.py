@@ -5,7 +5,7 @@ each block would wait for a copy.
 
 When a block is traced, later readers are unknown. A `Reading` counts the readers so far. If more may follow, the backward pass
 takes both the array and its copy on the host (`choice_p`). JAX traces the backward pass after all blocks, when the readers are
-known. It then reads one of the two arrays, and the compiler drops the other.
+known. The backward pass then reads only one of the two arrays, and the compiler drops the other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def collecting() -> Iterator[list[Reading]]:
 
 
 def readings(values: Sequence[Any], names: Sequence[str | None]) -> dict[int, Reading]:
-    """Record that a block reads those `values` that have a name. Returns index → `Reading`; empty if JAX runs op by op."""
+    """Record that a block reads the arrays of `values` that have a name and are no scalars.
+
+    Returns index → `Reading`; empty if JAX runs op by op.
+    """
     if not compat.is_staging():
         return {}
     by_place: dict[int, Reading] = {}
@@ -117,12 +120,12 @@ def _forget(key: tuple[int, int], _: Any) -> None:
 
 
 def staying(read: Mapping[int, Reading]) -> frozenset[int]:
-    """The indices of the arrays that are shared by the blocks traced so far."""
+    """The indices of the arrays that are shared, as far as traced (`Reading.is_shared`)."""
     return frozenset(place for place, reading in read.items() if reading.is_shared)
 
 
-# `choice_p` is an identity. It marks two arrays, the copy `on_host` and the array on the device. The backward pass reads one of
-# them; the `reading` decides which.
+# `choice_p` is an identity, bound twice for one input. With `on_host`, its output is copied to the host; without, its output
+# stays on the device. The backward pass reads one of the two; the `reading` decides which.
 choice_p = compat.new_primitive("shared_input_choice", lambda value, **_: value, multiple_results=False)
 
 
@@ -134,7 +137,7 @@ def is_taken(eqn: Any) -> bool | None:
 
 
 def offloaded_name(eqn: Any) -> str | None:
-    """The residual name of the array that is offloaded by `eqn`, a choice `on_host`; None for other equations."""
+    """The residual name of the input, if `eqn` is a choice whose output is copied to the host; else None."""
     return eqn.params["name"] if eqn.primitive is choice_p and eqn.params["on_host"] else None
 
 
@@ -151,7 +154,7 @@ batching.primitive_batchers[choice_p] = lambda args, axes, **params: (choice_p.b
 #
 # A JAX policy cannot offload a tied block's input: it decides while the block is traced, before the other readers are known. So
 # the block saves its input x, and the tie parks it: among the residuals, a copy on the host replaces x. If more readers may
-# follow, x itself is a `spare` too, and the backward pass reads either the copy or the spare.
+# follow, x itself is passed on too, as a `spare`, and the backward pass reads either the copy or the spare.
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *
     """The residuals of `linear`, the linear function that `jax.linearize` returned for a block at `primals`.
 
     Args:
-      offers: the inputs to park. An input stays if it is no residual, or if another block is known to read it.
+      offers: the inputs to park. An input is not parked if it is no residual, is in host memory already, or is shared.
       waits: whether more readers may follow.
     """
     leaves, treedef = jax.tree.flatten(linear)

@@ -31,8 +31,8 @@ def _read(row: Any, stack: Any, index: Any) -> Any:
 
 
 # read_row(row, stack, index) = stack[index], with the tangent of `row`. So a scan stacks the gradients of its rows, as usual;
-# the derivative of `stack[index]` would add them to an array as large as the stack in every iteration. The value of `row` is
-# not used: the compiler drops its computation as dead code.
+# the derivative of `stack[index]` would add an array as large as the stack in every iteration. The value of `row` is not
+# used, so the compiler drops its computation as dead code.
 read_row_p = compat.new_primitive("read_row", _read, multiple_results=False)
 
 
@@ -43,7 +43,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
 def _batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
     row, stack, index = args
     if dims[1] is None or dims[2] is not None:
-        # `row` itself has the right value.
+        # The batched `row` has the value `stack[index]`.
         return row, dims[0]
     size = stack.shape[dims[1]]
     row = jnp.broadcast_to(row, (size, *row.shape)) if dims[0] is None else jnp.moveaxis(row, dims[0], 0)

@@ -1,8 +1,8 @@
 """Links consecutive tied blocks, so that one block's copies overlap with the next block's compute.
 
-A tied block without a link (`ties`) waits for its own copies to the host at its end, and fetches them when its backward pass
-starts, so few copies overlap with compute. A linked block i instead waits for hᵢ₋₁, the previous block's residuals on the host,
-and fetches hᵢ₋₁ while its own backward pass runs:
+A tied block without a link (`ties`) waits for its own copies to the host at its end, and fetches these copies when its backward
+pass starts, so little copying overlaps with compute. A linked block i instead waits for hᵢ₋₁, the previous block's residuals on
+the host, and fetches hᵢ₋₁ while its own backward pass runs:
 
     yᵢ = barrier(fᵢ(xᵢ), hᵢ₋₁)            forward pass
     x̄ᵢ = fᵢ_linᵀ(rᵢ, ȳᵢ)                  backward pass, in which block i fetches hᵢ₋₁
@@ -41,7 +41,10 @@ Block = Callable[..., list[Any]]
 
 @dataclass
 class _Link:
-    """A linked block's arrays on the host (`values`; None after a block has taken the link), and their readings."""
+    """The arrays that a linked block leaves on the host (`values`), and the `Reading` of each (`readings`, see `Links`).
+
+    `values` is None after the next block has taken the arrays. `serial` numbers the linked blocks that a thread has traced.
+    """
 
     serial: int
     trace: Any
@@ -51,6 +54,8 @@ class _Link:
 
 @dataclass(frozen=True)
 class _Output:
+    """An output of a linked block: tied to the block's copies (`itself`) and untied (`loose`). `link` is the block's link."""
+
     itself: weakref.ref[Any]
     loose: Any
     link: _Link
@@ -63,7 +68,7 @@ _serial: ContextVar[int] = ContextVar("serial", default=0)
 # A block takes a link only from the last two linked blocks. Arrays that it fetches in its backward pass are on the device until
 # the backward passes of all blocks in between are done. One block in between is allowed, for models with two parallel streams.
 _MAX_DISTANCE = 2
-# Kind of block → the arrays that it leaves on the host.
+# Key of a kind of block, made by `_handed` → the arrays that such a block leaves on the host.
 _handed_by_kind: dict[Any, list[_Handed]] = {}
 _MOST_KINDS = 64
 _unlinked: ContextVar[bool] = ContextVar("unlinked", default=False)
@@ -190,13 +195,13 @@ def _shares(block: BlockUnderPolicy, values: Sequence[Any]) -> bool:
 
 
 def _differentiated(value: Any) -> bool:
-    # Inside a `jit` it is unknown whether a derivative will follow; without a derivative, handed arrays are useless copies. If
-    # JAX runs op by op, copies do not overlap with compute.
+    # Only a block that is being differentiated is linked. A block that is only traced, in a `jit`, may never be differentiated,
+    # and its handed arrays would be useless copies. If JAX runs op by op, copies do not overlap with compute anyway.
     return type(value).__name__ in ("LinearizeTracer", "JVPTracer") and compat.is_staged(value)
 
 
 def _take(values: list[Any]) -> tuple[list[Any], list[Any], Links] | None:
-    """Take the last link: `(values with its loose outputs, its arrays on the host, their readings)`; None without a link."""
+    """Take the last link: `(values with its loose outputs, its arrays on the host, their readings)`; None if there is none."""
     here = jex.get_opaque_trace_state()
     outputs = {place: _outputs[id(value)] for place, value in enumerate(values) if id(value) in _outputs}
     outputs = {
@@ -292,7 +297,7 @@ def _jvp(
 def _leave_forward(
     outputs: list[Any], residuals: list[Any], others: list[Any], hands_on: bool
 ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Tie the end of the forward pass: `(loose outputs, outputs tied to the copies, residuals, others)`.
+    """Tie the end of the forward pass. Returns `(loose outputs, outputs tied to the copies, residuals, others)`.
 
     The outputs wait for the `others`, the previous block's arrays on the host. The backward pass must read the `others` that
     are returned here: XLA drops an operand of a barrier if its result is unread, and then the outputs would not wait for it.

@@ -36,7 +36,8 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
 
     Args:
       offers: the inputs to park in host memory.
-      waits: whether later blocks may read these inputs too.
+      waits: whether the choice between an offered input and its copy on the host waits for the backward pass, because later
+        blocks may read the input too.
     """
 
     def run(*primals: Any) -> list[Any]:
@@ -62,7 +63,8 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
 
 
 Links = tuple[Reading | None, ...]
-"""For each array on the host that a linked block hands on: its `Reading` if it is an input of the block, else None."""
+"""For each array that a linked block leaves on the host for the next block: the `Reading` (`core.shared`) of the input of which
+it is the copy; None if it is not the copy of an input."""
 
 
 def bind_linear(
@@ -75,7 +77,11 @@ def bind_linear(
     before: Links = (),
     handed: tuple[Any, ...] = (),
 ) -> tuple[dict[int, Any], list[Any]]:
-    """Bind `tied_linear_p`. Returns the tangents of the smooth `outputs` by index, and the tangents of the block's ghosts."""
+    """Bind `tied_linear_p`. Returns the tangents of the smooth `outputs` by index, and the tangents of the block's ghosts.
+
+    The ghosts' tangents are zeros in device memory, one for each array that the block hands to the next block. `handed` has the
+    types of these arrays.
+    """
     smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
 
     def pushforward(residuals: list[Any], *directions: Any) -> list[Any]:
@@ -109,8 +115,9 @@ def _evaluate(
 # The linear part of a tied block, ẏ = f_lin(r, ẋ). It is a primitive because its transpose x̄ = f_linᵀ(r, ȳ) has ties
 # (`_transpose`): `custom_vjp` has no forward mode, and `linear_call` has no batching.
 #
-# Operands: the residuals r; the tangents ẋ; the spares of the `slots` (parked inputs that may stay on the device); the previous
-# block's arrays on the host (`before` has one entry for each); the tangents of the ghosts of these arrays.
+# Operands: the residuals r; the tangents ẋ; the spares: for each of the `slots` with a reading, the parked input itself, on the
+# device, in case it stays there; the previous block's arrays on the host (`before` has one entry for each); the tangents of the
+# ghosts of these arrays.
 # Outputs: the tangents ẏ; the tangents of the block's own ghosts, which have the types `handed`.
 #
 # A linked block (`tied_chain`) hands its residuals on the host to the next block. The next block fetches them in its backward
@@ -175,17 +182,17 @@ def _stays(reading: Reading | None) -> bool:
 
 
 def can_be_handed(residual: Any) -> bool:
-    """Whether a residual is on the host and is smooth, so that a cotangent can carry it back."""
+    """Whether a residual is on the host and is smooth, so that the next block can return it as a cotangent."""
     return compat.is_on_host(residual) and is_smooth(residual)
 
 
 def _enter_linked(
     residuals: list[Any], there: Mapping[int, Any], cotangents: list[Any], returned: Sequence[Any], others: list[Any]
 ) -> tuple[list[Any], dict[int, Any], list[Any], list[Any]]:
-    """Tie the start of a linked block's backward pass: `(residuals, fetched residuals by index, cotangents, others)`.
+    """Tie the start of a linked block's backward pass. Returns `(residuals, fetched residuals by index, cotangents, others)`.
 
     The next block fetched the `returned` residuals in its own backward pass. If there was no next block, they are fetched here.
-    Only then may the `others`, the previous block's residuals on the host, be fetched.
+    The fetches of the `others`, the previous block's residuals on the host, wait for the `returned` residuals.
 
     Args:
       there: residuals that stayed on the device, which need no fetch: index → array.
@@ -224,7 +231,7 @@ def _batch(
     spares = [
         arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args[size:behind], axes[size:behind], strict=True)
     ]
-    # A batched linear part is not linked: it would only hand on zeros.
+    # A batched linear part takes no link and leaves none. Its ghosts' tangents are made here, as plain zeros.
     numbers = {"num_residuals": params["num_residuals"], "slots": slots, "before": (), "handed": ()}
     outputs = tied_linear_p.bind(*moved, *spares, jaxpr=mapped, **numbers)
     handed = params["handed"]

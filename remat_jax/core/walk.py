@@ -47,7 +47,7 @@ def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -
 
 
 def retrace(jaxpr: Any, function: Callable[..., Any]) -> Any:
-    """The closed jaxpr of `function` on the types of `jaxpr`'s inputs. Constants that JAX hoists stay constants."""
+    """The closed jaxpr of `function` on the types of `jaxpr`'s inputs. Constants that JAX hoists are its `consts`."""
     return jax.make_jaxpr(function)(*jaxpr.in_avals)
 
 
@@ -81,7 +81,7 @@ def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def inner_jaxprs(eqn: Any) -> dict[str, Any]:
-    """The parameters of `eqn` that are jaxprs, hold a jaxpr, or are tuples of jaxprs (the branches of a `cond`)."""
+    """Parameter of `eqn` → its jaxpr or tuple of jaxprs (branches of a `cond`); `_prim` → the body of a `jax_remat3` region."""
     hidden = compat.hidden_body(eqn)
     jaxprs = {} if hidden is None else {"_prim": hidden}
     for key, value in eqn.params.items():

@@ -151,7 +151,7 @@ class Policy:
         return next((rule.action for rule in self.rules if rule.matches(candidate)), self.default)
 
     def unmatched(self, candidates: Iterable[Candidate]) -> tuple[str, ...]:
-        """The selectors that match none of ``candidates``. The order of the rules does not matter.
+        """The selectors that match none of ``candidates``, whether or not an earlier rule takes a candidate.
 
         >>> Policy.parse("save: atention_out, @dots").unmatched([Candidate("q:dot_general#0", "dot_general")])
         ('atention_out',)

@@ -16,7 +16,7 @@ _IN_GROUPS = re.compile(r"(.*\S)\s+in\s+groups\s+of\s+(\S+)\s*", re.DOTALL)
 
 
 def split_groups(text: str, argument: str) -> tuple[str, int | None]:
-    """The policy in a run's text, and the number of layers in each group; None without groups."""
+    """The policy in a run's text, and the number of layers in each group (None without groups)."""
     match = _IN_GROUPS.fullmatch(text)
     if match is None:
         return text, None
@@ -34,7 +34,7 @@ def is_in_groups(text: str) -> bool:
 
 
 def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[int]) -> tuple[Group, ...]:
-    """The groups, sorted. Raises unless each group is inside one run without offload, and has no cut or overlap."""
+    """The groups, sorted. Raises unless each is inside one run that does not offload, contains no cut and overlaps no other."""
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise PolicyError(f"LayerPolicies: groups={groups!r}: expected pairs (first layer, the one after the last).")
     checked = sorted(_checked_pair(pair) for pair in groups)
@@ -68,7 +68,7 @@ def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[
 
 
 def series_borders(groups: Sequence[Group]) -> set[int]:
-    """Where each series of consecutive groups of equal size begins and ends."""
+    """The layers before which a series of consecutive groups of equal size begins or ends."""
     sizes = {first: end - first for first, end in groups}
     size_before = {end: end - first for first, end in groups}
     starts = {first for first, size in sizes.items() if size_before.get(first) != size}

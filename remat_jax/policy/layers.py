@@ -36,14 +36,14 @@ class LayerPolicies:
     layers is cut into one scan for each run of equal policies; parameters and results do not change. The number of policies
     must be the number of calls.
 
-    A text lists the runs, `N × policy` or `N x policy`, separated by bars. Two bars cut a scan between layers under one policy.
+    A text lists the runs, `N × policy` or `N x policy`, separated by bars. `||` cuts a scan between layers under one policy.
     A cut can change memory, because XLA does not treat a scan of a single layer as a loop (`docs/notes/cutting_a_scan.md`).
 
     `N × policy in groups of k` sets one checkpoint around each k consecutive layers, which keeps only the group's input. The
-    backward pass recomputes the group: its layers, under their policy, and the computation between them. Under `full` at most
-    N/k + k inputs and the residuals of one layer are alive, and each layer runs forward three times. Under `off` each layer
-    runs forward twice, and the residuals of k layers are alive (Chen et al., arXiv:1604.06174). The last group of a run may be
-    shorter. A group of one layer is that layer under `full`.
+    backward pass recomputes the group: its layers, under their policy, and the computation between them. If this policy is
+    `full`, at most N/k + k layer inputs and the residuals of one layer are alive, and each layer runs forward three times. If
+    it is `off`, each layer runs forward twice, and the residuals of k layers are alive (Chen et al., arXiv:1604.06174). The
+    last group of a run may be shorter. A group of one layer is that layer under `full`.
 
     Attributes:
         runs: pairs of the number of consecutive layers and their policy; equal neighbours become one run.
@@ -140,7 +140,7 @@ class LayerPolicies:
         return "".join(parts)
 
     def _written(self) -> list[tuple[range, Policy, int | None]]:
-        """`ranges`, each with its group size. The shorter last group of a run is joined with the groups before it."""
+        """`ranges`, each with its group size or None. The shorter last group of a run is joined with the groups before it."""
         written: list[tuple[range, Policy, int | None]] = []
         for layers, policy in self.ranges:
             group = self.group_of(layers.start)
@@ -165,7 +165,7 @@ class LayerPolicies:
 
     @property
     def ranges(self) -> tuple[tuple[range, Policy], ...]:
-        """The layers of each run, counted from 0, and its policy. A run is split at cuts and at borders of series of groups.
+        """The layers of each run, counted from 0, and its policy. A run is split at cuts and at the `series_borders` of groups.
 
         >>> [(positions.start, positions.stop) for positions, _ in LayerPolicies.parse("8 x full | 4 x dots").ranges]
         [(0, 8), (8, 12)]

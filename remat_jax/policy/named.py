@@ -42,7 +42,7 @@ def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Poli
 
 
 def as_block_policy(value: Any, argument: str = "policy") -> Policy | JaxPolicy | LayerPolicies:
-    """The policy for blocks that ``value`` describes: policies by layer or their text, or what `as_policy` takes."""
+    """The policy or the policies by layer that ``value`` describes: `LayerPolicies`, their text, or what `as_policy` takes."""
     if isinstance(value, LayerPolicies):
         return value
     return LayerPolicies.parse(value, argument) if is_by_layer(value) else as_policy(value, argument)

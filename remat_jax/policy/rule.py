@@ -27,7 +27,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """The facts that selectors read about an array that the backward pass could read.
+    """An array that the backward pass could read, described by the facts that selectors match.
 
     Attributes:
         name: the residual name, ``module/path:primitive#k``, or the user's own ``checkpoint_name``.
@@ -35,7 +35,7 @@ class Candidate:
         is_input: whether the array is an input of the block.
         has_batch_dims: for ``dot_general``, whether its dimension numbers have batch dimensions; for
             ``scaled_matmul_wrapper``, whether the first dimension of its first operand is not 1. Unused otherwise.
-        user_named: whether the user gave ``name``. Selectors ignore it.
+        user_named: whether the user gave ``name``. Selectors ignore this flag.
     """
 
     name: str
@@ -113,7 +113,7 @@ _MATCHES: dict[str, Callable[[Candidate], bool]] = {
     DOTS_WITH_NO_BATCH_DIMS: lambda candidate: candidate.primitive in _DOTS - {CONVOLUTION} and not candidate.has_batch_dims,
     CONVS: lambda candidate: candidate.primitive == CONVOLUTION,
 }
-"""What the selectors without arguments match."""
+"""Selector without an argument → whether it matches a candidate."""
 
 
 def is_catch_all(selector: str) -> bool:
@@ -122,7 +122,7 @@ def is_catch_all(selector: str) -> bool:
 
 
 def is_automatic_glob(selector: str) -> bool:
-    """Whether ``selector`` is a glob on automatic residual names. A plain name may be a user's ``checkpoint_name``."""
+    """Whether ``selector`` is a glob on automatic residual names. A plain name is none: it may be a ``checkpoint_name``."""
     return not selector.startswith("@") and not is_catch_all(selector) and any(mark in selector for mark in "*?[/:#")
 
 

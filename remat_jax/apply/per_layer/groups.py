@@ -1,4 +1,4 @@
-"""Finds the equations of a group of layers, or its iterations of a scan, and runs them under one checkpoint.
+"""Finds the equations, or the iterations of a scan, that form a group of layers, and runs them under one checkpoint.
 
     y = checkpoint(full)(x ↦ (gₖ ∘ … ∘ g₁)(x)),   gᵢ = layer i under its own policy (`layered`)
 
@@ -36,8 +36,9 @@ class EquationGroup:
 
     Attributes:
       eqns: the blocks, and the equations between them that depend on them.
-      inputs, outputs: the variables that the group reads, and its own variables that equations outside the group read.
-      groups: the groups of layers; several if blocks of several classes alternate.
+      inputs: the variables that the group reads.
+      outputs: the variables that the group computes and equations outside the group read.
+      groups: the group's layers; one entry for each block if blocks of several classes alternate.
     """
 
     eqns: tuple[Any, ...]
@@ -59,7 +60,7 @@ def in_parts(
     the group. A group inside a single equation (a scan, a `jit`) is formed when that equation is evaluated.
 
     Args:
-      starts, counts: for each equation, the positions of its first blocks, and the number of its blocks.
+      starts, counts: for each equation, how often each block was called before it, and how often it calls each block.
       policies: the policies with groups, by block.
       applied: the groups that contain `jaxpr`, whose checkpoints exist already.
 
@@ -94,7 +95,7 @@ def run_group(
     apart: bool,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """`function(*values)`, the layers of a group, under a checkpoint that keeps the inputs. `bind_block` has the arguments."""
+    """`function(*values)`, the layers of a group, under a checkpoint that keeps the inputs. For the rest see `bind_block`."""
     with unlinked():
         jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(function)(*values))
     block = block_under_policy(jaxpr, FULL, "", [False] * len(jaxpr.in_avals))
@@ -103,7 +104,7 @@ def run_group(
 
 
 def _torn(block: Block, group: range) -> UnsupportedError:
-    """The error for a group that begins or ends inside an indivisible equation."""
+    """The error for a group that begins or ends inside an equation that cannot be divided."""
     return UnsupportedError(
         f"block={name_of(block)}: the group of {layers_text(group)} begins or ends inside a jit, a branch, a loop or a round "
         "of a scan that calls the block several times. Give groups that do not cross the border of such a region."
@@ -129,7 +130,7 @@ def _groups_within(
 def _span(
     eqns: Sequence[Any], starts: Sequence[Positions], counts: Sequence[Counter[Block]], block: Block, group: range
 ) -> tuple[int, int] | None:
-    """The first and the last equation of a group; None if a single equation contains the group."""
+    """The indices of the first and the last equation of a group; None if a single equation contains the group."""
     places = [
         nth
         for nth, count in enumerate(counts)
@@ -180,8 +181,9 @@ class RoundGroups:
 
     Attributes:
       whole: iteration → the first iteration of its group and the iteration after the last, for groups of several iterations.
-      parts: iteration → the groups inside it, as positions in the iteration.
-      groups: the groups of several iterations, by first iteration and iteration after the last.
+      parts: iteration → for each group inside it, the block's name, the group's first call in the iteration and the call after
+        its last.
+      groups: (first iteration, iteration after the last) → the groups of layers there, for groups of several iterations.
 
     Raises:
       UnsupportedError: a group begins or ends inside an iteration, or groups of several blocks have different iterations.
@@ -221,7 +223,7 @@ class RoundGroups:
         return end - start, sorted(self.parts.get(index, ()))
 
     def of(self, first: int, end: int) -> tuple[int | None, Groups]:
-        """The number of iterations of each group in a segment (None without groups), and the groups."""
+        """For the iterations from `first` up to `end`: how many form one group (None without groups), and the groups."""
         if first not in self.whole:
             return None, frozenset()
         starts = {self.whole[index] for index in range(first, end)}
@@ -238,7 +240,8 @@ def scan_of_groups(
 ) -> tuple[list[Any], list[Any]]:
     """Scan over groups of `length` iterations, each a scan under a checkpoint. Returns the final carry and the stacked outputs.
 
-    `stacks` are the scanned operands, the indices first. `apart`: whether each pass has its own loop around the scan.
+    `stacks` are the scanned operands; the first has the indices of the iterations. `apart`: whether the forward and the
+    backward pass have separate loops around the scan.
     """
     number, size = stacks[0].shape[0] // length, len(carry)
 

@@ -49,10 +49,10 @@ class _Surroundings:
 
     Attributes:
       looped: whether the equation is in a loop.
-      apart: whether it is in a loop that the compiler keeps, so that each pass has its own loop.
+      apart: whether the equation is in a loop that the compiler keeps, so that forward and backward pass have separate loops.
       rows: id of a value that is a row of a stack → the stack and the index.
       spans: in a scan: block → the layers of all iterations.
-      idle: whether it is in a loop without iterations, whose blocks do not count as layers.
+      idle: whether the equation is in a loop without iterations, whose blocks do not count as layers.
       groups: the groups of layers that contain the equation.
     """
 
@@ -68,7 +68,7 @@ class _Surroundings:
         return replace(self, looped=self.looped or looped, apart=self.apart or looped, rows={})
 
     def in_group(self, groups: Groups) -> _Surroundings:
-        """The surroundings in these groups of layers. `apart` is False: one loop recomputes both the group and its layers."""
+        """The surroundings in these groups. `apart` is False: the loop that recomputes a group also recomputes its layers."""
         return replace(self, apart=False, rows={}, groups=self.groups | groups)
 
 
@@ -81,7 +81,7 @@ class _Resolver:
     grouped: Mapping[Block, LayerPolicies]
 
     def run(self, jaxpr: Any, args: Sequence[Any], at: Positions, around: _Surroundings) -> list[Any]:
-        """Evaluate `jaxpr`, whose first blocks have the positions `at`. Advances `at` by the blocks of `jaxpr`."""
+        """Evaluate `jaxpr`. `at` counts the calls of each block before `jaxpr`; the calls in `jaxpr` are added to it."""
         eqns = jaxpr.jaxpr.eqns
         counts, starts = [count_in(eqn, self.blocks) for eqn in eqns], []
         for passed in counts:
@@ -98,7 +98,7 @@ class _Resolver:
         return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
 
     def _visitor(self, first: Mapping[int, Positions], around: _Surroundings) -> Visit:
-        """Returns a function that evaluates equations. `first` maps ids of equations with blocks to their first positions."""
+        """Returns a function that evaluates equations. `first`: id of an equation with blocks → the `Positions` before it."""
 
         def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
             if id(eqn) not in first:

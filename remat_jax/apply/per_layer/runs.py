@@ -5,8 +5,8 @@
 A scan is also cut at `LayerPolicies.cuts`. Iterations in groups (`LayerPolicies.groups`) become a scan of groups (`groups`).
 
 Slices of stacked parameters would be copies that are alive during the whole step. So a block reads its parameters from the
-whole stack, by the iteration's index and inside its own checkpoint (`core.stack_rows`). Only the derivatives of the slices are
-used, never their values.
+whole stack, by the iteration's index and inside its own checkpoint (`core.stack_rows`). The scan still takes slices, so that
+gradients flow through them; their values are never read, so the compiler drops them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Segment:
     Attributes:
       at: the positions of the blocks in the first iteration.
       is_loop: whether the compiler keeps the loop. It removes a loop of one iteration, also if unrolling leaves only one.
-      group: the number of iterations of a group; None without groups.
-      groups: the groups of its layers.
+      group: the number of iterations that form one group; None without groups.
+      groups: the groups that the segment's iterations form, each as its block and the range of its layers.
     """
 
     first: int
@@ -54,7 +54,11 @@ RunRound = Callable[[list[Any], Segment, Mapping[int, StackRow], Spans], list[An
 
 
 class Cut:
-    """A scan over blocks, and its segments in forward order: no segment if the scan has no iterations, or if `at` is None."""
+    """A scan over blocks, and its segments in forward order.
+
+    `at` has the positions of the blocks before the scan; it is None in a loop without iterations. There are no segments then,
+    nor if the scan itself has no iterations.
+    """
 
     def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None, groups: Groups) -> None:
         self.eqn, self.blocks = eqn, blocks
@@ -71,7 +75,8 @@ class Cut:
         ]
 
         def segment_key(index: int) -> Any:
-            """Equal for iterations of one segment: equal policies, the same cuts before them, and like groups."""
+            """Equal for iterations of one segment: they have equal policies and the same cuts before them, and are in groups
+            of the same length with the same groups inside."""
             policies_and_cuts = []
             for block, policy in by_layer:
                 first, number = at[block] + index * self.each[block], self.each[block]
@@ -99,7 +104,7 @@ class Cut:
         return layers | {block: outer for block, outer in around.items() if block in layers}
 
     def run(self, inputs: Sequence[Any], around: Spans, run_round: RunRound, *, apart: bool) -> list[Any]:
-        """The outputs of the scan, computed by one scan after another; for `apart` see `bind_block`."""
+        """The outputs of the scan, computed by one scan for each segment; for `apart` see `bind_block`."""
         consts, carried = compat.scan_layout(self.eqn)
         fixed, carry, stacks = inputs[:consts], list(inputs[consts : consts + carried]), inputs[consts + carried :]
         read_again = only_in_blocks(self.body, self.blocks)[consts + carried :]
@@ -123,7 +128,7 @@ class Cut:
         stacks: Sequence[tuple[Any, Any]],
         apart: bool,
     ) -> tuple[list[Any], list[Any]]:
-        """Run one segment: its final carry, and its stacked outputs.
+        """Run one segment. Returns its final carry and its stacked outputs.
 
         Args:
           stacks: the scanned operands, each with the stack from which blocks read its rows (None: they read slices).
