@@ -87,8 +87,8 @@ def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> t
         if mesh is None:
             return None, ()
     if mesh is None or shardings is None:
-        given, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
-        raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
+        present, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
+        raise ArgumentError(f"{present} without {lacking}: they belong together; give both, or neither for a single device")
     if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
         raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
     abstract_mesh = as_mesh(mesh)
@@ -136,16 +136,16 @@ def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: t
     return tuple(_of_argument(mesh, entry, tree, name) for entry, tree, name in arguments)
 
 
-def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
+def _of_argument(mesh: AbstractMesh, shardings: Any, tree: Any, name: str) -> Any:
     leaves, treedef = jax.tree.flatten_with_path(tree)
     arrays = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
-    if callable(given) and not _is_spec(given):
-        specs = [given(path, leaf) for path, leaf in arrays]
+    if callable(shardings) and not _is_spec(shardings):
+        specs = [shardings(path, leaf) for path, leaf in arrays]
     else:
         try:
-            # In `given`, None is a leaf that means replicated; in the argument, None is an empty subtree.
-            given = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, given, is_leaf=_is_spec)
-            specs = jax.tree.leaves(jax.tree_util.tree_broadcast(given, tree, is_leaf=_is_given), is_leaf=_is_given)
+            # In `shardings`, None is a leaf that means replicated; in the argument, None is an empty subtree.
+            shardings = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, shardings, is_leaf=_is_spec)
+            specs = jax.tree.leaves(jax.tree_util.tree_broadcast(shardings, tree, is_leaf=_is_given), is_leaf=_is_given)
         except ValueError as error:
             raise ArgumentError(f"shardings for {name} are not a pytree prefix of it: {error}") from error
     pairs = zip(specs, arrays, strict=True)
@@ -161,21 +161,21 @@ def _is_given(value: Any) -> bool:
     return isinstance(value, PartitionSpec | NamedSharding)
 
 
-def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str) -> NamedSharding:
-    """`given` as a sharding over `mesh` for an array of `shape`."""
-    if not _is_spec(given):
+def _checked(mesh: AbstractMesh, sharding: Any, shape: tuple[int, ...], where: str) -> NamedSharding:
+    """`sharding` as a NamedSharding over `mesh` for an array of `shape`."""
+    if not _is_spec(sharding):
         raise ArgumentError(
-            f"shardings: {given!r} for {where}: expected a PartitionSpec, a NamedSharding, or None for replicated"
+            f"shardings: {sharding!r} for {where}: expected a PartitionSpec, a NamedSharding, or None for replicated"
         )
-    if isinstance(given, NamedSharding) and given.memory_kind not in (None, "device"):
+    if isinstance(sharding, NamedSharding) and sharding.memory_kind not in (None, "device"):
         raise UnsupportedError(
-            f"shardings: {given} for {where} is in {given.memory_kind}; a workload on a mesh supports only device memory"
+            f"shardings: {sharding} for {where} is in {sharding.memory_kind}; a workload on a mesh supports only device memory"
         )
-    if isinstance(given, NamedSharding) and dict(given.mesh.shape) != dict(mesh.shape):
+    if isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) != dict(mesh.shape):
         raise ArgumentError(
-            f"shardings: {given} for {where} has another mesh than mesh={dict(mesh.shape)}; give its PartitionSpec"
+            f"shardings: {sharding} for {where} has another mesh than mesh={dict(mesh.shape)}; give its PartitionSpec"
         )
-    spec = PartitionSpec() if given is None else given.spec if isinstance(given, NamedSharding) else given
+    spec = PartitionSpec() if sharding is None else sharding.spec if isinstance(sharding, NamedSharding) else sharding
 
     def wrong(reason: str) -> ArgumentError:
         return ArgumentError(f"shardings: {spec} for {where} {reason}")

@@ -58,7 +58,7 @@ def allocated_bytes(build: Callable[[], TrainingStep], device: torch.device | st
     step = build()
     if not isinstance(step, TrainingStep):
         raise InvalidArgumentError(f"build returned a {type(step).__name__}, expected a TrainingStep.")
-    elsewhere = {str(one.device) for one in (*step.model.parameters(), *step.batch) if one.device.type != "cuda"}
+    elsewhere = {str(tensor.device) for tensor in (*step.model.parameters(), *step.batch) if tensor.device.type != "cuda"}
     if elsewhere:
         raise InvalidArgumentError(
             f"build: the TrainingStep has tensors on {', '.join(sorted(elsewhere))}, expected all on {where}: make them there."

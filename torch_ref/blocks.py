@@ -92,10 +92,10 @@ class AppliedPolicies:
     ) -> None:
         self._only, self._in_evaluation = only, in_evaluation
         self._records = [_Record(block, policy) for block, policy in policies.items()]
-        found = {
+        records = {
             path: (module, self._record_for(module)) for path, module in model.named_modules() if only is None or module in only
         }
-        placed = {path: (module, record) for path, (module, record) in found.items() if record is not None}
+        placed = {path: (module, record) for path, (module, record) in records.items() if record is not None}
         self._check_placed(model, [record for _, record in placed.values()])
         self._forwards = [_Forward(self, m, record, path.replace(".", "/")) for path, (m, record) in placed.items()]
         for forward in self._forwards:

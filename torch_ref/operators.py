@@ -80,8 +80,8 @@ class Operator:
         if not self.writes:
             return []
         names = [argument.name for argument in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        changed = [given.get(name) for name in self.writes]
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        changed = [arguments.get(name) for name in self.writes]
         flat = [item for value in changed for item in (value if isinstance(value, list | tuple) else (value,))]
         return [value for value in flat if isinstance(value, torch.Tensor)]
 
@@ -97,8 +97,8 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given != 0)
+            dropout = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(dropout != 0)
     return True
 
 
@@ -112,4 +112,4 @@ def _is_tensor(value: Any) -> bool:
 
 def _is_constant(name: str, schema: Any) -> bool:
     # `zeros_like(x)` reads only the shape of x. Constants are free to recompute, and are usually made to be overwritten.
-    return name.endswith("_like") or name.startswith("new_") or not any(_is_tensor(one) for one in schema.arguments)
+    return name.endswith("_like") or name.startswith("new_") or not any(_is_tensor(argument) for argument in schema.arguments)

@@ -136,10 +136,10 @@ def peak_bytes(build: Callable[[], TrainingStep]) -> PeakBytes:
 def _check(step: TrainingStep) -> None:
     if not isinstance(step, TrainingStep):
         raise InvalidArgumentError(f"build returned a {type(step).__name__}, expected a TrainingStep.")
-    for what, tensors in (("model", step.model.parameters()), ("batch", step.batch)):
+    for part, tensors in (("model", step.model.parameters()), ("batch", step.batch)):
         if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
             raise InvalidArgumentError(
-                f"{what} of the TrainingStep has tensors that existed before, expected ones that build makes itself:"
+                f"{part} of the TrainingStep has tensors that existed before, expected ones that build makes itself:"
                 " move their construction into build."
             )
 

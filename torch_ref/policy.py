@@ -203,14 +203,14 @@ def _read_rule(part: str, text: str, argument: str) -> Rule:
 
 
 def _check_selector(selector: str, text: str, argument: str) -> None:
-    known = (INPUTS, "@dots", "@dots_with_no_batch_dims", "@convs")
+    selectors = (INPUTS, "@dots", "@dots_with_no_batch_dims", "@convs")
     named = selector.startswith(PRIMITIVE) and selector.removeprefix(PRIMITIVE)
     # A selector with a blank between the colon and the name would match nothing.
-    if selector and (not selector.startswith("@") or selector in known or (named and named == named.strip())):
+    if selector and (not selector.startswith("@") or selector in selectors or (named and named == named.strip())):
         return
     raise PolicyError(
         f"{argument} is {text!r}, where {selector!r} is not a selector, expected a glob on names such as '*ffn*', or one of "
-        f"{', '.join(known)}, {PRIMITIVE}NAME."
+        f"{', '.join(selectors)}, {PRIMITIVE}NAME."
     )
 
 

@@ -127,22 +127,22 @@ class Receipt:
         """Sentences on requested effects that did not happen; empty if all happened."""
         if not self._calls:
             return ("no block was called through torch_ref inside this receipt.",)
-        found = [f"{call.block}: {call.note}" for call in self._calls if call.note]
+        sentences = [f"{call.block}: {call.note}" for call in self._calls if call.note]
         idle = [c for c in self._calls if c.mode == "offload" and not c.note and not c.bytes_on_host]
         idle = [c for c in idle if not c.tensors_packed]
         if idle:
             offered = sum(c.bytes_offered for c in idle)
             remedy = "the faithful form moves positional tensors only; torch_ref.gradient_checkpoint_forward moves all"
-            found.append(
+            sentences.append(
                 f"{len(idle)} offloaded call(s) moved 0 bytes of the {offered} offered to the host"
                 f" ({', '.join(sorted({c.block for c in idle}))}): {remedy}."
             )
         if self.bytes_on_host and not self.bytes_released:
-            found.append(
+            sentences.append(
                 f"{self.bytes_on_host} bytes are on the host, but no device memory was freed: something else still holds the "
                 "tensors."
             )
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(sentences))
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def shard_blocks(
     if mesh.ndim > 2:
         raise InvalidArgumentError(f"mesh has {mesh.ndim} axes, expected one, or two (repeated, divided): give mesh['…'].")
     checked = Policy.parse(policy)
-    found = _found(model, blocks)
+    block_modules = _found(model, blocks)
     sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if sharded:
         raise InvalidArgumentError(
@@ -120,29 +120,29 @@ def shard_blocks(
         )
     applied = None if checked.is_off else gradient_checkpointing_enable(model, checked, blocks=blocks)
     # Shard inner blocks first: FSDP leaves an already sharded module out of the group of the module around it.
-    for module in [*reversed(found.values()), model]:
+    for module in [*reversed(block_modules.values()), model]:
         if not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return ShardedModel(model, applied, tuple(found))
+    return ShardedModel(model, applied, tuple(block_modules))
 
 
 def _found(model: nn.Module, blocks: Blocks | None) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a module.")
-    if blocks is not None and not all(isinstance(one, type) for one in (blocks if isinstance(blocks, tuple) else (blocks,))):
+    if blocks is not None and not all(isinstance(cls, type) for cls in (blocks if isinstance(blocks, tuple) else (blocks,))):
         raise InvalidArgumentError(f"blocks is {blocks!r}, expected a class of modules or a tuple of them.")
     only = repeated_blocks(model)
-    found = {
+    block_modules = {
         name: module
         for name, module in model.named_modules()
         if (module in only if blocks is None else isinstance(module, blocks))
     }
-    if not found:
+    if not block_modules:
         asked = "a list of two or more modules of one class" if blocks is None else str(blocks)
         raise InvalidArgumentError(
             f"model is a {type(model).__name__} without blocks, expected {asked}. Pass blocks=SomeClass."
         )
-    return found
+    return block_modules
 
 
 def _local(tensor: Any) -> torch.Tensor:

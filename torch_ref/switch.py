@@ -56,8 +56,8 @@ def gradient_checkpointing_enable(
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a module.")
     only = repeated_blocks(model) if blocks is None else None
-    given = tuple(map(type, only)) if only is not None else blocks if isinstance(blocks, tuple) else (blocks,)
-    classes: list[Any] = list(dict.fromkeys(given))
+    block_classes = tuple(map(type, only)) if only is not None else blocks if isinstance(blocks, tuple) else (blocks,)
+    classes: list[Any] = list(dict.fromkeys(block_classes))
     if not classes:
         present = sorted({type(module).__name__ for module in model.modules()})
         raise InvalidArgumentError(

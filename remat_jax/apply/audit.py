@@ -125,8 +125,8 @@ class Audit:
                 candidates = {candidate.name: candidate for candidate in block.candidates}
                 unmatched = policy.unmatched(candidates.values())
             selections = _selections(path, block, whole=whole)
-        given = _given(block, compat.kept_names_in(policy))
-        traced = _TracedBlock(path, candidates, block.offloaded, moves, unmatched, selections, given)
+        names = _given(block, compat.kept_names_in(policy))
+        traced = _TracedBlock(path, candidates, block.offloaded, moves, unmatched, selections, names)
         self._blocks.setdefault((policy, layers), []).append(traced)
 
     def add(self, other: Audit) -> None:
@@ -155,20 +155,20 @@ class Audit:
 
 def _given(block: BlockUnderPolicy, kept: frozenset[str]) -> frozenset[str]:
     """The names that the model gives in a block. Derivative rules are searched only if a name of `kept` is still missing."""
-    given = frozenset(given_names(block.jaxpr) if kept else ())
-    if kept - given:
-        given |= {name for name in given_names(block.linearised.jaxpr) if ":" not in name}
-    return given
+    names = frozenset(given_names(block.jaxpr) if kept else ())
+    if kept - names:
+        names |= {name for name in given_names(block.linearised.jaxpr) if ":" not in name}
+    return names
 
 
 def _check_names(policy: JaxPolicy, blocks: Sequence[_TracedBlock]) -> None:
-    kept, given = compat.kept_names_in(policy), {name for block in blocks for name in block.given}
-    if not kept or kept & given:
+    kept, names = compat.kept_names_in(policy), {name for block in blocks for name in block.given}
+    if not kept or kept & names:
         return  # a list of names may serve several models; `doctor` lists the names that are missing in this one
     raise NoEffectError(
         f"policy={getattr(policy, '__qualname__', policy)}: no checkpoint_name in {_paths(blocks)} gives "
         f"{_some(sorted(map(repr, kept)), 8)}, so the policy keeps nothing. The names that are given: "
-        f"{_some(sorted(map(repr, given)), 8)}.{nearest(min(kept), sorted(given))} Correct the name in the policy "
+        f"{_some(sorted(map(repr, names)), 8)}.{nearest(min(kept), sorted(names))} Correct the name in the policy "
         'or in the model, or use policy="full" to recompute everything.'
     )
 

@@ -103,8 +103,8 @@ class ModelArrays:
         """The model with these arrays."""
         if not self._others:
             return arrays
-        given = iter(jax.tree.leaves(arrays))
-        leaves = [self._others[nth] if nth in self._others else next(given) for nth in range(self._treedef.num_leaves)]
+        array_leaves = iter(jax.tree.leaves(arrays))
+        leaves = [self._others[nth] if nth in self._others else next(array_leaves) for nth in range(self._treedef.num_leaves)]
         return jax.tree.unflatten(self._treedef, leaves)
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +130,7 @@ def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
     """The callable nodes of a pytree that are no Flax modules, with their paths. A node comes before the nodes inside it."""
     if isinstance(tree, nnx.Module):
         return
-    children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda one: one is not tree)[0]
+    children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     if len(children) == 1 and children[0][1] is tree:
         return  # a leaf
     if is_tree_class(type(tree)):
@@ -215,10 +215,10 @@ class _Parameters:
         self.names, self.signature = names, inspect.signature(fn)
         for name in names:
             if name not in self.signature.parameters:
-                known = list(self.signature.parameters)
+                parameters = list(self.signature.parameters)
                 raise ArgumentError(
                     f"parameters={name!r}: no argument of {getattr(fn, '__name__', fn)} has this name."
-                    f"{nearest(name, known)} There are: {', '.join(known)}"
+                    f"{nearest(name, parameters)} There are: {', '.join(parameters)}"
                 )
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

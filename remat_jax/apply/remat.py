@@ -67,11 +67,12 @@ class _StaticArguments:
     def __init__(self, function: Callable[..., Any], names: str | Iterable[str]) -> None:
         self.names = (names,) if isinstance(names, str) else tuple(names)
         self.signature = inspect.signature(function) if self.names else None
-        known = list(self.signature.parameters) if self.signature else []
+        parameters = list(self.signature.parameters) if self.signature else []
         for name in self.names:
-            if name not in known:
+            if name not in parameters:
                 raise ArgumentError(
-                    f"static_argnames={name!r}: no argument has this name.{nearest(name, known)} There are: {', '.join(known)}"
+                    f"static_argnames={name!r}: no argument has this name."
+                    f"{nearest(name, parameters)} There are: {', '.join(parameters)}"
                 )
 
     def check(self, *args: Any, **kwargs: Any) -> None:

@@ -53,9 +53,9 @@ def _cells(calibration: Calibration) -> list[tuple[str, str]]:
     if calibration.launch_seconds is not None:
         rows.append(("starting a kernel", f"{calibration.launch_seconds * 1e6:,.1f} µs"))
     rows.append(("memory, read and written", f"{calibration.hbm_bytes_per_s / 1e9:,.1f} GB/s"))
-    for what, rate in (("to the host", calibration.out_bytes_per_s), ("from the host", calibration.in_bytes_per_s)):
+    for direction, rate in (("to the host", calibration.out_bytes_per_s), ("from the host", calibration.in_bytes_per_s)):
         if rate is not None:
-            rows.append((what, f"{rate / 1e9:,.1f} GB/s"))
+            rows.append((direction, f"{rate / 1e9:,.1f} GB/s"))
     if calibration.hidden_share is not None:
         rows.append(("share of compute that can hide copies", f"{calibration.hidden_share:.2f}"))
     return rows

@@ -54,11 +54,11 @@ def doctor(
 def _show_environment(context: typer.Context, answer: Answer) -> None:
     # Compare sources, not values: a user may give an option its default value.
     sources = {name: context.get_parameter_source(name) for name in ("policy", "target", "mesh", "timeout")}
-    given = [name for name, source in sources.items() if getattr(source, "name", "") == "COMMANDLINE"]
-    if given:
+    options = [name for name, source in sources.items() if getattr(source, "name", "") == "COMMANDLINE"]
+    if options:
         raise ArgumentError(
-            f"--{given[0]} {context.params[given[0]]!r} without a workload: give FILE:FUNCTION as well, such as train.py:job, "
-            "or leave the option out to list this machine and its packages"
+            f"--{options[0]} {context.params[options[0]]!r} without a workload: give FILE:FUNCTION as well, such as "
+            "train.py:job, or leave the option out to list this machine and its packages"
         )
     compat.keep_to_cpu_without_gpu()
     report = environment()

@@ -47,14 +47,14 @@ def parity(
 
 def parity_report(case: str, show_step: Any) -> ParityReport:
     """The report for `case`: the user's function returns a report, or the arguments of a comparison to run here."""
-    given = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
-    if isinstance(given, ParityReport):
-        return given
+    result = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
+    if isinstance(result, ParityReport):
+        return result
     needed = ("torch_module", "flax_module", "inputs")
-    missing = [name for name in needed if name not in given]
+    missing = [name for name in needed if name not in result]
     # `__annotations__` has the parameters' names and "return".
-    unknown = [name for name in given if name not in compare.__annotations__ or name == "return"]
+    unknown = [name for name in result if name not in compare.__annotations__ or name == "return"]
     if missing or unknown:
         faults = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(map(repr, unknown))}"] * bool(unknown)
         raise ArgumentError(f"case={case!r} gave a dictionary that {' and '.join(faults)}: expected {_EXPECTED}")
-    return compare(**{"progress": show_step, **given})
+    return compare(**{"progress": show_step, **result})

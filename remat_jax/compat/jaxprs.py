@@ -58,8 +58,8 @@ def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
     params = {**eqn.params, **changed}
     if is_jaxpr(changed.get("_prim")):
         # The parameter `_prim` of a `jax_remat3` region is an object that contains the body.
-        given = eqn.params["_prim"]
-        params["_prim"] = type(given)(**{**given.params, "jaxpr": changed["_prim"]})
+        prim = eqn.params["_prim"]
+        params["_prim"] = type(prim)(**{**prim.params, "jaxpr": changed["_prim"]})
     params = eqn.primitive.get_bind_params(params)
     with eqn_context(eqn):
         outputs = eqn.primitive.bind(*inputs, **params)
@@ -282,8 +282,8 @@ def _map_linear(
     """The batched linear part of a `custom_vjp`; like JAX's batched rule, it sums the cotangents of unmapped operands."""
     along = iter(dims[num_res:])
     places = [None if zero else next(along) for zero in in_zeros]
-    given = [*dims[:num_res], *[0] * len(out_avals)]
-    mapped = _batching.batch_custom_vjp_bwd(bwd, _core.TraceTag(), axis, given, places, *_known_since_0_12(num_res))
+    in_dims = [*dims[:num_res], *[0] * len(out_avals)]
+    mapped = _batching.batch_custom_vjp_bwd(bwd, _core.TraceTag(), axis, in_dims, places, *_known_since_0_12(num_res))
     avals = [_core.unmapped_aval(axis.size, 0, aval, axis.explicit_mesh_axis) for aval in out_avals]
     outputs = _ad.custom_lin_p.bind(*args, num_res=num_res, bwd=mapped, out_avals=avals, in_zeros=in_zeros, **rest)
     return list(outputs), [0] * len(avals)

@@ -114,11 +114,11 @@ def named(value: Any, name: str) -> Any:
 
 def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate a `jax_remat3` region, with the closed jaxpr `body`, as an established one, whose derivative is a region too."""
-    given = eqn.params["_prim"].params
-    prevent = given.get("prevent_cse", True)
+    params = eqn.params["_prim"].params
+    prevent = params.get("prevent_cse", True)
     with eqn_context(eqn), classic_rematerialisation():
         prevents = prevent if isinstance(prevent, bool) else any(prevent)
-        return list(jax.checkpoint(jaxpr_function(body), policy=given["policy"], prevent_cse=prevents)(*inputs))
+        return list(jax.checkpoint(jaxpr_function(body), policy=params["policy"], prevent_cse=prevents)(*inputs))
 
 
 def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse: bool) -> list[Any]:

@@ -32,10 +32,10 @@ def xla_flags(*more: str) -> str:
     XLA reads a value that does not begin with `-` as the name of a file with flags. Flags cannot be appended to a file's name,
     so this function reads the file, and raises CompileError if it cannot.
     """
-    given = os.environ.get("XLA_FLAGS", "")
-    if given and not given.lstrip(" \t\r\n").startswith("-"):
-        given = _content(given)
-    return " ".join(filter(None, (given.strip(), *more)))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flags and not flags.lstrip(" \t\r\n").startswith("-"):
+        flags = _content(flags)
+    return " ".join(filter(None, (flags.strip(), *more)))
 
 
 def disabled_passes() -> tuple[str, ...]:

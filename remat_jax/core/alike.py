@@ -74,58 +74,58 @@ class _Comparison:
         self.rules, self.around, self.paths = rules, around, paths
         self.scopes = functools.cache(lambda stack: compat.moved_scopes(stack, *paths))
 
-    def programs(self, one: Any, other: Any) -> bool:
+    def programs(self, program: Any, other: Any) -> bool:
         """Whether the closed or open jaxprs are alike."""
-        if one is other:
+        if program is other:
             return True
-        one, other = compat.closed(one), compat.closed(other)
-        if one.consts or other.consts or len(one.jaxpr.eqns) != len(other.jaxpr.eqns):
+        program, other = compat.closed(program), compat.closed(other)
+        if program.consts or other.consts or len(program.jaxpr.eqns) != len(other.jaxpr.eqns):
             return False
         names: dict[Any, Any] = {}
-        if not _named(names, one.jaxpr.invars, other.jaxpr.invars):
+        if not _named(names, program.jaxpr.invars, other.jaxpr.invars):
             return False
-        for eqn, counterpart in zip(one.jaxpr.eqns, other.jaxpr.eqns, strict=True):
+        for eqn, counterpart in zip(program.jaxpr.eqns, other.jaxpr.eqns, strict=True):
             if not self._equations(eqn, counterpart, names) or not _named(names, eqn.outvars, counterpart.outvars):
                 return False
-        return _read_alike(names, one.jaxpr.outvars, other.jaxpr.outvars)
+        return _read_alike(names, program.jaxpr.outvars, other.jaxpr.outvars)
 
-    def _equations(self, one: Any, other: Any, names: dict[Any, Any]) -> bool:
-        if one.primitive is not other.primitive or one.ctx is not other.ctx or set(one.params) != set(other.params):
+    def _equations(self, eqn: Any, other: Any, names: dict[Any, Any]) -> bool:
+        if eqn.primitive is not other.primitive or eqn.ctx is not other.ctx or set(eqn.params) != set(other.params):
             return False
-        if self.scopes(one.source_info.name_stack) != other.source_info.name_stack:
+        if self.scopes(eqn.source_info.name_stack) != other.source_info.name_stack:
             return False
-        if not _read_alike(names, one.invars, other.invars):
+        if not _read_alike(names, eqn.invars, other.invars):
             return False
-        different = [key for key, value in one.params.items() if not self._values(value, other.params[key])]
-        if one.primitive.name == "custom_jvp_call" and different == [_RULE] and not one.params["symbolic_zeros"]:
-            return self._rules_alike(one, other)
+        different = [key for key, value in eqn.params.items() if not self._values(value, other.params[key])]
+        if eqn.primitive.name == "custom_jvp_call" and different == [_RULE] and not eqn.params["symbolic_zeros"]:
+            return self._rules_alike(eqn, other)
         return not different
 
-    def _values(self, one: Any, other: Any) -> bool:
-        if one is other:
+    def _values(self, value: Any, other: Any) -> bool:
+        if value is other:
             return True
-        if compat.is_jaxpr(one):
-            return compat.is_jaxpr(other) and self.programs(one, other)
-        if type(one) is not type(other):
+        if compat.is_jaxpr(value):
+            return compat.is_jaxpr(other) and self.programs(value, other)
+        if type(value) is not type(other):
             return False
-        if isinstance(one, tuple | list):
-            return len(one) == len(other) and all(map(self._values, one, other))
+        if isinstance(value, tuple | list):
+            return len(value) == len(other) and all(map(self._values, value, other))
         # A callable dataclass is compared by its own `==`: its fields alone do not determine what a call computes.
-        if dataclasses.is_dataclass(one) and not callable(one):
-            fields = [field.name for field in dataclasses.fields(one)]
-            return all(self._values(getattr(one, name), getattr(other, name)) for name in fields)
-        if isinstance(one, float | complex):
-            return repr(one) == repr(other)
+        if dataclasses.is_dataclass(value) and not callable(value):
+            fields = [field.name for field in dataclasses.fields(value)]
+            return all(self._values(getattr(value, name), getattr(other, name)) for name in fields)
+        if isinstance(value, float | complex):
+            return repr(value) == repr(other)
         # `==` of two arrays is an array, not True.
-        return (one == other) is True
+        return (value == other) is True
 
-    def _rules_alike(self, one: Any, other: Any) -> bool:
-        function = one.params["call_jaxpr"]
+    def _rules_alike(self, eqn: Any, other: Any) -> bool:
+        function = eqn.params["call_jaxpr"]
         if len(self.around) == _DEEPEST:
             return any(self.programs(outer, function) for outer in self.around)
-        if id(one) not in self.rules:
-            self.rules[id(one)] = _rule(one)
-        first, second = self.rules[id(one)], _rule(other)
+        if id(eqn) not in self.rules:
+            self.rules[id(eqn)] = _rule(eqn)
+        first, second = self.rules[id(eqn)], _rule(other)
         inner = _Comparison(self.rules, (*self.around, function), self.paths)
         return first is not None and second is not None and inner.programs(first, second)
 
@@ -147,20 +147,20 @@ def _named(names: dict[Any, Any], ones: Any, others: Any) -> bool:
     """Whether two lists of variables have the same types. Adds the pairs to `names`: first → second."""
     if len(ones) != len(others):
         return False
-    for one, other in zip(ones, others, strict=True):
-        if one.aval != other.aval or one.aval.weak_type != other.aval.weak_type:
+    for var, other in zip(ones, others, strict=True):
+        if var.aval != other.aval or var.aval.weak_type != other.aval.weak_type:
             return False
-        names[one] = other
+        names[var] = other
     return True
 
 
 def _read_alike(names: dict[Any, Any], ones: Any, others: Any) -> bool:
     """Whether two lists of operands are equal: variables according to `names`, literals by value."""
-    return len(ones) == len(others) and all(_atoms(names, one, other) for one, other in zip(ones, others, strict=True))
+    return len(ones) == len(others) and all(_atoms(names, operand, other) for operand, other in zip(ones, others, strict=True))
 
 
-def _atoms(names: dict[Any, Any], one: Any, other: Any) -> bool:
-    if not hasattr(one, "val") or not hasattr(other, "val"):
-        return not hasattr(one, "val") and names[one] is other
-    values = [np.asarray(atom.val) for atom in (one, other)]
-    return one.aval == other.aval and values[0].dtype == values[1].dtype and values[0].tobytes() == values[1].tobytes()
+def _atoms(names: dict[Any, Any], operand: Any, other: Any) -> bool:
+    if not hasattr(operand, "val") or not hasattr(other, "val"):
+        return not hasattr(operand, "val") and names[operand] is other
+    values = [np.asarray(atom.val) for atom in (operand, other)]
+    return operand.aval == other.aval and values[0].dtype == values[1].dtype and values[0].tobytes() == values[1].tobytes()

@@ -132,11 +132,11 @@ class _Values:
         params = () if bodies(eqn) else tuple((key, _hashable(value)) for key, value in eqn.params.items())
         return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
 
-    def of_inner(self, eqn: Any, inputs: Sequence[int], known: Sequence[bool]) -> list[int]:
-        """The numbers of an inner jaxpr's inputs: those of a call's operands; in a loop or branch, one per `known` input."""
-        if eqn.primitive.name in _CALLS and len(inputs) == len(known):
+    def of_inner(self, eqn: Any, inputs: Sequence[int], primal_only: Sequence[bool]) -> list[int]:
+        """The numbers of an inner jaxpr's inputs: those of a call's operands; in a loop or branch, one per `primal_only` input."""
+        if eqn.primitive.name in _CALLS and len(inputs) == len(primal_only):
             return list(inputs)
-        places = (place if flag else -1 for place, flag in zip(itertools.accumulate(known), known, strict=True))
+        places = (place if flag else -1 for place, flag in zip(itertools.accumulate(primal_only), primal_only, strict=True))
         return [self.number(eqn.primitive.name, "inner", place) for place in places]
 
     def name(self, value: tuple[int, str], new: Callable[[], str]) -> str:
@@ -169,11 +169,11 @@ class _Namer:
         return Named(lambda: jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts, values=self.values)
 
     def run(
-        self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], known: Sequence[bool], numbers: Sequence[int] = ()
+        self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], primal_only: Sequence[bool], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Evaluate `jaxpr`, naming its arrays. `known`: which inputs depend on primals only. `numbers`: the inputs' numbers."""
-        given = _given_names(jaxpr)
-        fixed = flagged(jaxpr, known, all_inputs)
+        """Evaluate `jaxpr`, naming its arrays. `primal_only`: which inputs depend on primals only. `numbers`: the inputs' numbers."""
+        names = _given_names(jaxpr)
+        fixed = flagged(jaxpr, primal_only, all_inputs)
         number = dict(zip(jaxpr.jaxpr.invars, numbers or map(self.values.number, itertools.count()), strict=False))
 
         def number_of(atom: Any) -> int:
@@ -186,12 +186,12 @@ class _Namer:
             flags = [has(atom, fixed) for atom in eqn.invars]
             operands = [number_of(atom) for atom in eqn.invars]
             for var, value in zip(eqn.outvars, self.values.of_outputs(eqn, operands), strict=True):
-                number[var] = self.values.number(*given[var]) if var in given else value
+                number[var] = self.values.number(*names[var]) if var in names else value
 
             def inside(key: str, body: Any) -> Any:
-                known = inner_flags(eqn, key, body, flags, all_inputs)
-                inner_numbers = self.values.of_inner(eqn, operands, known)
-                return retrace(body, lambda *args: self.run(body, args, path, known, inner_numbers))
+                primal_only = inner_flags(eqn, key, body, flags, all_inputs)
+                inner_numbers = self.values.of_inner(eqn, operands, primal_only)
+                return retrace(body, lambda *args: self.run(body, args, path, primal_only, inner_numbers))
 
             if compat.given_name(eqn) is not None:
                 outputs = inputs
@@ -201,17 +201,17 @@ class _Namer:
                 outputs = compat.bind(eqn, inputs)
             with compat.eqn_context(eqn):
                 return [
-                    self._named(eqn, number[var], out, path, given.get(var, ()), var in fixed)
+                    self._named(eqn, number[var], out, path, names.get(var, ()), var in fixed)
                     for var, out in zip(eqn.outvars, outputs, strict=True)
                 ]
 
-        named_args = [self._given(arg, given.get(var, ()), None) for var, arg in zip(jaxpr.jaxpr.invars, args, strict=True)]
+        named_args = [self._given(arg, names.get(var, ()), None) for var, arg in zip(jaxpr.jaxpr.invars, args, strict=True)]
         return interpret(jaxpr, named_args, visit)
 
-    def _named(self, eqn: Any, number: int, value: Any, path: tuple[str, ...], names: Sequence[str], known: bool) -> Any:
+    def _named(self, eqn: Any, number: int, value: Any, path: tuple[str, ...], names: Sequence[str], primal_only: bool) -> Any:
         if names:
             return self._given(value, names, eqn)
-        if not known or eqn.primitive.name in _UNNAMED or compat.given_name(eqn) is not None:
+        if not primal_only or eqn.primitive.name in _UNNAMED or compat.given_name(eqn) is not None:
             return value
         where, primitive = "/".join((*self.path, *path)), eqn.primitive.name
         name = self.values.name((number, where), lambda: self.next(where, primitive))

@@ -200,6 +200,6 @@ def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
     for key, value in inner_jaxprs(eqn).items():
         before = value if isinstance(value, tuple) else (value,)
         after = tuple(map(change, before))
-        if any(one is not other for one, other in zip(before, after, strict=True)):
+        if any(body is not other for body, other in zip(before, after, strict=True)):
             changed[key] = after if isinstance(value, tuple) else after[0]
     return changed

@@ -48,15 +48,20 @@ def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
 
 
 def _rewritten(
-    run: RunRegion, jaxpr: Any, args: Sequence[Any], given: Sequence[bool], path: tuple[str, ...], fixed: Sequence[bool] | None
+    run: RunRegion,
+    jaxpr: Any,
+    args: Sequence[Any],
+    from_arguments: Sequence[bool],
+    path: tuple[str, ...],
+    fixed: Sequence[bool] | None,
 ) -> list[Any]:
     """`rewrite` of a jaxpr inside the scopes `path`.
 
     Args:
-      given: for each input, whether it is an argument of the function or a view of an argument.
+      from_arguments: for each input, whether it is an argument of the function or a view of an argument.
       fixed: in a loop, for each input whether it is the same array in all iterations; None outside loops.
     """
-    parameters = flagged(jaxpr, given, _is_view)
+    parameters = flagged(jaxpr, from_arguments, _is_view)
     same = None if fixed is None else flagged(jaxpr, fixed, all_inputs)
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
@@ -72,8 +77,8 @@ def _rewritten(
             return None
 
         def inside(key: str, body: Any) -> Any:
-            given, fixed = inner_flags(eqn, key, body, flags, _is_view), _fixed_inside(eqn, key, body, kept)
-            return retrace(body, lambda *args: _rewritten(run, body, args, given, scopes, fixed))
+            from_arguments, fixed = inner_flags(eqn, key, body, flags, _is_view), _fixed_inside(eqn, key, body, kept)
+            return retrace(body, lambda *args: _rewritten(run, body, args, from_arguments, scopes, fixed))
 
         return rebind(eqn, inputs, inside)
 

@@ -163,8 +163,8 @@ def _left_on_host(
     if not smooth:
         return []
 
-    def linear(*given: Any) -> list[Any]:
-        primals = [given[place] for place in same]
+    def linear(*arguments: Any) -> list[Any]:
+        primals = [arguments[place] for place in same]
         held = residuals_of(linear_part(run, primals, smooth), primals, offers, waits=False)
         inputs = {id(primals[offer.place]): offer.place for offer in offers}
         parked = {slot.place: inputs[id(held.kept[slot.place])] for slot in held.slots}

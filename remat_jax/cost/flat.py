@@ -120,10 +120,10 @@ def _run(jaxpr: Any, inputs: Sequence[Array], eqns: list[FlatEqn]) -> list[Array
 
 
 def _results(eqn: Any, arguments: list[Array], eqns: list[FlatEqn]) -> list[Array]:
-    given, primitive = compat.given_name(eqn), eqn.primitive.name
-    if given is not None:
-        if given not in arguments[0].names:
-            arguments[0].names.append(given)
+    given_name, primitive = compat.given_name(eqn), eqn.primitive.name
+    if given_name is not None:
+        if given_name not in arguments[0].names:
+            arguments[0].names.append(given_name)
         return arguments[:1]
     if primitive in _SAME or (primitive in _SAME_VALUE and len(arguments) == len(eqn.outvars)):
         return arguments

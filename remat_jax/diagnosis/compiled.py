@@ -137,8 +137,8 @@ def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[F
         if observed.workload.mesh is not None:
             return  # the residuals are summed over all devices
         host_bytes = observed.residuals.host_bytes if observed.residuals else 0
-    given = os.environ.get(_PINNED_POOL, "")
-    limit = (int(given) if given.strip().isdigit() else _PINNED_POOL_DEFAULT) * 2**30
+    setting = os.environ.get(_PINNED_POOL, "")
+    limit = (int(setting) if setting.strip().isdigit() else _PINNED_POOL_DEFAULT) * 2**30
     if host_bytes > limit:
         yield Finding(
             "pinned_pool",
@@ -198,8 +198,8 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
 
 def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
     """The latency-hiding scheduler, which keeps more arrays alive to overlap operations (jax#20763)."""
-    given = _SCHEDULER_FLAG.findall(compat.xla_flags())
-    if not given or given[-1].lower() in ("false", "0"):
+    settings = _SCHEDULER_FLAG.findall(compat.xla_flags())
+    if not settings or settings[-1].lower() in ("false", "0"):
         return
     plain = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": False})
     if report.device_bytes > (1 + _LARGE) * plain.device and not _is_faster(report.overlap, plain.overlap):

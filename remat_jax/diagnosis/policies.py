@@ -69,15 +69,15 @@ def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Findi
     if names - {name for jaxpr in jaxprs for name in given_names(jaxpr)}:
         # Names given in derivative rules (kernels name their residuals there) appear only in the linearisation.
         jaxprs += [region.block.linearised.jaxpr for region in regions if not region.is_opaque]
-    given = sorted({name for jaxpr in jaxprs for name in given_names(jaxpr) if ":" not in name})
-    for name in sorted(names - set(given)):
+    model_names = sorted({name for jaxpr in jaxprs for name in given_names(jaxpr) if ":" not in name})
+    for name in sorted(names - set(model_names)):
         yield Finding(
             "unmatched_name",
             some(path for region in regions for path in region.paths),
             regions[0].place,
             f"the policy selects the name {name!r}, but no checkpoint_name in its regions gives it; the names there are "
-            f"{some(given, 8) or 'none'}",
-            f"Correct the name in the policy or in the model.{nearest(name, given).rstrip('?')}",
+            f"{some(model_names, 8) or 'none'}",
+            f"Correct the name in the policy or in the model.{nearest(name, model_names).rstrip('?')}",
         )
 
 
@@ -141,14 +141,14 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
 
 def _offloaded_by_name(region: Region) -> set[str]:
     """The user's own names that the policy offloads by exact name, not by a glob."""
-    given = set(given_names(region.block.jaxpr))
+    names = set(given_names(region.block.jaxpr))
     if isinstance(region.policy, Policy):
-        exact = given & set(region.policy.selectors)
+        exact = names & set(region.policy.selectors)
         candidates = [candidate for candidate in region.block.named.candidates.values() if candidate.name in exact]
         return {candidate.name for candidate in candidates if region.policy.action(candidate) is Action.OFFLOAD}
     if region.policy is None or region.policy is jax.checkpoint_policies.nothing_saveable:
         return set()
-    return given & set(compat.offloaded_by(region.policy, region.block.jaxpr))
+    return names & set(compat.offloaded_by(region.policy, region.block.jaxpr))
 
 
 def _outputs(region: Region) -> set[str]:

@@ -289,13 +289,13 @@ def _place_of(block: BlockUnderPolicy) -> str:
 
 def _users_own(jaxpr: Any) -> Iterator[Region]:
     """The `jax.checkpoint` regions of a traced function that are not differentiated yet."""
-    for eqn, path, given, looped in region_equations(jaxpr):
+    for eqn, path, from_inputs, looped in region_equations(jaxpr):
         if not compat.is_checkpoint(eqn):
             continue
         body, params = compat.checkpoint_parts(eqn)
         policy = params.get("policy")
-        block = block_under_policy(body, FULL if policy is None else policy, path, [not flag for flag in given])
-        yield Region((path,), _place_of(block), policy, block, tuple(given), looped, False)
+        block = block_under_policy(body, FULL if policy is None else policy, path, [not flag for flag in from_inputs])
+        yield Region((path,), _place_of(block), policy, block, tuple(from_inputs), looped, False)
 
 
 def region_equations(

@@ -68,14 +68,14 @@ def _written(text: str, target: Target | None, argument: str, error: type[RematE
     return int(float(number) * UNITS[_BY_LOWER[unit.lower()]])
 
 
-def _share(given: Any, share: float, target: Target | None, argument: str, error: type[RematError]) -> int:
+def _share(value: Any, share: float, target: Target | None, argument: str, error: type[RematError]) -> int:
     if not 0 < share <= 1:  # also refuses NaN
-        remedy = "; bytes are an integer, such as 40_000_000_000" if isinstance(given, float) and share > 1 else ""
-        raise error(f"{argument}={given!r}: a share of memory is above 0 and at most 1 (100%){remedy}. Give {_FORMS}")
+        remedy = "; bytes are an integer, such as 40_000_000_000" if isinstance(value, float) and share > 1 else ""
+        raise error(f"{argument}={value!r}: a share of memory is above 0 and at most 1 (100%){remedy}. Give {_FORMS}")
     if target is None:
-        raise error(f"{argument}={given!r}: a share means a share of device memory; give bytes of the host, as '64GiB'")
+        raise error(f"{argument}={value!r}: a share means a share of device memory; give bytes of the host, as '64GiB'")
     if target.memory_bytes is None:
         raise error(
-            f"{argument}={given!r}: the target {target.name!r} does not say how much memory it has; give bytes, as '40GiB'"
+            f"{argument}={value!r}: the target {target.name!r} does not say how much memory it has; give bytes, as '40GiB'"
         )
     return math.floor(share * target.memory_bytes)

@@ -126,12 +126,12 @@ def _check_reached(name: str, reached: dict[str, Any]) -> None:
     _check_rates(name, figures)
 
 
-def _check_rates(table: str, given: Mapping[str, Any]) -> None:
+def _check_rates(table: str, figures: Mapping[str, Any]) -> None:
     """Raise for rates that `Rates` would reject, with the table's name in the message."""
-    rates = {f"flops.{dtype}": rate for dtype, rate in given.get("flops", {}).items()}
-    rates |= {key: rate for key, rate in given.items() if key not in ("flops", "hidden_share")}
+    rates = {f"flops.{dtype}": rate for dtype, rate in figures.get("flops", {}).items()}
+    rates |= {key: rate for key, rate in figures.items() if key not in ("flops", "hidden_share")}
     wrong = _not_positive(rates)
-    share = given.get("hidden_share", 1.0)
+    share = figures.get("hidden_share", 1.0)
     if not is_figure(share) or not 0 <= share <= 1:
         wrong["hidden_share"] = share
     if wrong:

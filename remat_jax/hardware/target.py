@@ -201,11 +201,11 @@ def read_table(text: str) -> dict[str, Target]:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # an integer with thousands of digits is a ValueError
         raise TargetError(f"the TOML cannot be read: {error}. Give a file in the form of {TABLE}.") from error
-    return {name: _read_target(name, given) for name, given in tables.items()}
+    return {name: _read_target(name, table) for name, table in tables.items()}
 
 
-def _read_target(name: str, given: object) -> Target:
-    facts = dict(checked_entry(name, given))
+def _read_target(name: str, table: object) -> Target:
+    facts = dict(checked_entry(name, table))
     compiler = facts.pop("compiler", None)
     described = compiler_description(facts, compiler, name) if compiler is not None else None
     return Target(name=name, compiler_description=described, core_count=(compiler or {}).get("core_count"), **facts)

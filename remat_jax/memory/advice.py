@@ -111,7 +111,7 @@ class _Adviser:
     def _saved(self, share: Callable[[LiveBuffer], float]) -> int:
         return self.timeline.peak() - self.timeline.peak(share)
 
-    def _products(self, what: str, arrays: str, products: list[SoftmaxProduct], share: float, how: str) -> Iterator[Advice]:
+    def _products(self, change: str, arrays: str, products: list[SoftmaxProduct], share: float, how: str) -> Iterator[Advice]:
         """Yield advice to store only a `share` of the results of `products`."""
         if not products:
             return
@@ -120,7 +120,7 @@ class _Adviser:
         largest = max(products, key=lambda product: product.elements)
         at = f" made at {largest.source}" if largest.source else ""
         why = f"{format_bytes(held)} at the peak are {arrays}, such as {list(largest.shape)}{at}"
-        yield Advice(what, saved, how, why)
+        yield Advice(change, saved, how, why)
 
     def _is_product(self, buffer: LiveBuffer, products: list[SoftmaxProduct]) -> bool:
         """Whether a buffer is the result of one of the `products`, or is computed elementwise from such a result."""

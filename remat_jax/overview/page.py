@@ -146,8 +146,8 @@ def policy_cells(gathered: Gathered, policy: Compared) -> dict[Column, Cell]:
 
 def _device(policy: Compared) -> Memory:
     temp = policy.memory.temp_bytes
-    given = policy.memory.device_bytes - temp
-    return {(ARGUMENTS, "there anyway"): given, ("temp", "residuals and working memory"): temp}
+    argument_bytes = policy.memory.device_bytes - temp
+    return {(ARGUMENTS, "there anyway"): argument_bytes, ("temp", "residuals and working memory"): temp}
 
 
 def offload_rows(policies: Sequence[Compared]) -> list[list[Cell]]:

@@ -107,8 +107,8 @@ def trace_step(
 
     transformed = run if transform is None else transform(run)
 
-    def scalar(given: list[Any], rest: list[Any]) -> Any:
-        whole = dict(enumerate(leaves)) | dict(zip(floating, given, strict=True)) | dict(zip(others, rest, strict=True))
+    def scalar(floats: list[Any], rest: list[Any]) -> Any:
+        whole = dict(enumerate(leaves)) | dict(zip(floating, floats, strict=True)) | dict(zip(others, rest, strict=True))
         return transformed(*jax.tree.unflatten(treedef, list(whole.values())))
 
     arguments = tuple([leaves[index] for index in which] for which in (floating, others))

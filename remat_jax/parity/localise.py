@@ -124,9 +124,9 @@ def first_divergences(
     """
     losses = loss if isinstance(loss, tuple) else (loss, loss)
     theirs = _torch_trace(torch_module, inputs, losses[0], torch_call)
-    with _wide(flax_module, variables, inputs if flax_inputs is None else flax_inputs) as (module, given, arguments):
+    with _wide(flax_module, variables, inputs if flax_inputs is None else flax_inputs) as (module, wide_variables, arguments):
         with running("flax_module"):
-            step = trace_step(module, given, arguments, losses[1], call=flax_call, transform=transform)
+            step = trace_step(module, wide_variables, arguments, losses[1], call=flax_call, transform=transform)
         ours = read(step)
         _refuse_other_outputs(theirs, ours, probed=loss is None)
         matched = match(modules(theirs), modules(ours), mapping)
@@ -233,8 +233,8 @@ def _each_alone(
 
     def add(pair: TensorPair, wrong: Any, note: str = "") -> None:
         if wrong:
-            what, apart = wrong
-            listed.setdefault(pair.torch.name, pair.divergence(what, apart, note))
+            label, apart = wrong
+            listed.setdefault(pair.torch.name, pair.divergence(label, apart, note))
 
     judged = [pair for pair in compared(theirs, again, matched) if pair.torch.name in before]
     for pair in judged:
@@ -259,14 +259,14 @@ def _substitutes(visits: Sequence[TapVisit], trusted: Sequence[TensorPair]) -> d
     }
 
 
-def _reference(pair: TensorPair, slot: Slot, what: str) -> np.ndarray | None:
+def _reference(pair: TensorPair, slot: Slot, quantity: str) -> np.ndarray | None:
     """PyTorch's array in Flax's layout; None for masks, integers and arrays without a counterpart."""
     role, position = slot[0], pair.flax.slots(slot[0]).index(slot)
     theirs = next((pair.torch.arrays_of(role)[i] for i, j in pairs_of(role, pair.torch, pair.flax) if j == position), None)
     ours = pair.flax.arrays[slot]
     if theirs is None or ours.value.dtype.kind != "f" or visible(ours.value) is not None:
         return None
-    if what == "value":
+    if quantity == "value":
         return best_layout(theirs.value, ours.value)
     is_cut = role == "output" and pair.is_cut_otherwise
     if is_cut or theirs.cotangent is None or ours.cotangent is None:

@@ -112,8 +112,8 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
     return {path: other for path, other in matched.items() if other is not None}
 
 
-def _same_sort(one: MatchedModule, other: MatchedModule) -> float | None:
-    sorts = {sort_of(one.kind), sort_of(other.kind)}
+def _same_sort(module: MatchedModule, other: MatchedModule) -> float | None:
+    sorts = {sort_of(module.kind), sort_of(other.kind)}
     if len(sorts) == 1:
         return 1.0
     # A convolution of single pixels, or of patches that do not overlap, is a linear layer: libraries use either name.
@@ -156,13 +156,13 @@ def _assigned(
     from scipy.optimize import linear_sum_assignment
 
     scores = np.zeros((len(torch), len(flax)))
-    for i, one in enumerate(torch):
+    for i, module in enumerate(torch):
         for j, other in enumerate(flax):
-            start = base(one, other)
-            if start is None or (one.size is not None and other.size is not None and one.size != other.size):
+            start = base(module, other)
+            if start is None or (module.size is not None and other.size is not None and module.size != other.size):
                 continue
             apart = abs((i + 0.5) / len(torch) - (j + 0.5) / len(flax))
-            scores[i, j] = start * _LEAST + similarity(one.path, other.path) + 0.5 * (1 - apart)
+            scores[i, j] = start * _LEAST + similarity(module.path, other.path) + 0.5 * (1 - apart)
     rows, columns = linear_sum_assignment(scores, maximize=True)
     good = [(i, j) for i, j in zip(rows, columns, strict=True) if scores[i, j] > 2 * _LEAST]
     return {torch[i].path: flax[j].path for i, j in good}
@@ -178,9 +178,9 @@ def similarity(one: str, other: str) -> float:
     return _alike(words(one), words(other)) + 0.5 * last
 
 
-def _alike(one: Counter[str], other: Counter[str]) -> float:
-    total = one.total() + other.total()
-    return 2 * (one & other).total() / total if total else 1.0
+def _alike(counts: Counter[str], other: Counter[str]) -> float:
+    total = counts.total() + other.total()
+    return 2 * (counts & other).total() / total if total else 1.0
 
 
 def words(path: str) -> Counter[str]:

@@ -88,8 +88,8 @@ def step_differences(torch_module: Any, step: TracedPass, mapping: Any = None) -
         sorts = sort_of(type(theirs[path]).__name__), sort_of(type(ours[other].module).__name__)
         if path in leaves[0] and other in leaves[1] and sorts[0] == sorts[1] != "other":
             torch, flax = torch_facts(theirs[path]), flax_facts(ours[other])
-            settings = (what for what in torch.keys() & flax.keys() if torch[what] != flax[what])
-            differing += [Difference(other, what, torch[what], flax[what]) for what in settings]
+            settings = (setting for setting in torch.keys() & flax.keys() if torch[setting] != flax[setting])
+            differing += [Difference(other, setting, torch[setting], flax[setting]) for setting in settings]
     return [*differing, *_rates(theirs, ours), *_gelus(theirs, step, matched)]
 
 
@@ -116,7 +116,7 @@ def torch_facts(module: Any) -> Facts:
         facts["precision"] = "highest"
     if parameters:
         facts["dtype"] = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
-    return {what: value for what, value in facts.items() if value is not None}
+    return {setting: value for setting, value in facts.items() if value is not None}
 
 
 def flax_facts(call: RecordedTrace) -> Facts:
@@ -138,7 +138,7 @@ def flax_facts(call: RecordedTrace) -> Facts:
     if call.parameters:
         dtype = getattr(module, "dtype", None)
         facts["dtype"] = np.dtype(next(iter(call.parameters.values())).dtype if dtype is None else dtype).name
-    return {what: value for what, value in facts.items() if value is not None}
+    return {setting: value for setting, value in facts.items() if value is not None}
 
 
 def _convolution(module: Any) -> Facts:

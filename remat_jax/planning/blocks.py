@@ -213,29 +213,29 @@ def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
     """The calls, each with its block's program and its positions among the calls of its key."""
     blocks: dict[int, BlockUnderPolicy] = {}
     # Two loops with the same body share its equations: count each equation once.
-    by_eqn = {id(one.eqn): one.eqn for one in marked}
+    by_eqn = {id(marked_call.eqn): marked_call.eqn for marked_call in marked}
     readers = Counter(atom for eqn in by_eqn.values() for atom in set(variables(eqn.invars)))
     # Several calls of one key in one loop take turns in each iteration.
-    alternating = Counter((one.mark.marked.block, one.place.loops) for one in marked)
+    alternating = Counter((marked_call.mark.marked.block, marked_call.place.loops) for marked_call in marked)
     first, turn = Counter[Block](), Counter[Block]()
     calls = []
-    for one in marked:
-        mark, place, key = one.mark, one.place, one.mark.marked.block
+    for marked_call in marked:
+        mark, place, key = marked_call.mark, marked_call.place, marked_call.mark.marked.block
         if id(mark) not in blocks:
-            blocks[id(mark)] = _block(one)
+            blocks[id(mark)] = _block(marked_call)
         block = blocks[id(mark)]
         shared = (
             source.shared or (not hasattr(atom, "val") and readers[atom] > 1)
-            for atom, source in zip(one.eqn.invars, one.sources, strict=True)
+            for atom, source in zip(marked_call.eqn.invars, marked_call.sources, strict=True)
         )
         stride = alternating[key, place.loops] if place.loops else 1
         call = Call(
             key=key,
             path=mark.path,
             block=block,
-            live=tuple(live and is_smooth(aval) for live, aval in zip(one.live, block.jaxpr.in_avals, strict=True)),
-            free=tuple(source.free for source in one.sources),
-            same=tuple(source.shared for source in one.sources),
+            live=tuple(live and is_smooth(aval) for live, aval in zip(marked_call.live, block.jaxpr.in_avals, strict=True)),
+            free=tuple(source.free for source in marked_call.sources),
+            same=tuple(source.shared for source in marked_call.sources),
             shared=tuple(shared),
             rounds=place.rounds,
             scanned=bool(place.loops),
@@ -253,13 +253,13 @@ def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
     return calls
 
 
-def _block(one: _MarkedCall) -> BlockUnderPolicy:
-    mark = one.mark
+def _block(marked_call: _MarkedCall) -> BlockUnderPolicy:
+    mark = marked_call.mark
     if any(mark_of(inner) is not None for inner in equations(mark.jaxpr)):
         raise UnsupportedError(
             "blocks inside blocks: a plan needs blocks that follow each other; name only the outer or only the inner blocks"
         )
-    with axes_around(one.place.within, mark.batches):
+    with axes_around(marked_call.place.within, mark.batches):
         return block_under_policy(mark.jaxpr, EVERYTHING, mark.path, mark.inputs)
 
 

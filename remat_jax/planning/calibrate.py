@@ -212,8 +212,8 @@ def _compute_of(device: Any, seconds: float) -> tuple[Callable[[], Any], float]:
         return jax.lax.fori_loop(0, rounds, lambda _, x: jnp.dot(x, x) * (1 / x.shape[0]), x)
 
     run = jax.jit(chain)
-    few, many = (fastest(partial(run, x, n)) for n in (1, 9))
-    rounds = max(1, round(seconds / max((many - few) / 8, 1e-9)))
+    time_of_1, time_of_9 = (fastest(partial(run, x, n)) for n in (1, 9))
+    rounds = max(1, round(seconds / max((time_of_9 - time_of_1) / 8, 1e-9)))
     return lambda: run(x, rounds), fastest(lambda: run(x, rounds))
 
 

@@ -34,8 +34,8 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
     # Each device computes whole gradients of the parameters, before a collective sums them.
     shapes = {array.aval.shape for array in parameters}
     gradients = {array for array in backward.outputs if array.aval.shape in shapes} - residuals.keys()
-    known = {array: residual.share for array, residual in residuals.items()} | dict.fromkeys(gradients, 1.0)
-    _divide(backward, known, {array for array, residual in residuals.items() if residual in parameters}, shares.mean)
+    backward_shares = {array: residual.share for array, residual in residuals.items()} | dict.fromkeys(gradients, 1.0)
+    _divide(backward, backward_shares, {array for array, residual in residuals.items() if residual in parameters}, shares.mean)
     return replace(program, forward=forward, backward=_backward(program, _ratios(after, before)))
 
 
@@ -45,12 +45,12 @@ def _known_shares(program: BlockProgram, shares: Shares) -> dict[Array, float]:
     for eqn in program.flat.eqns:
         if all(array.literal or array in constants for array in eqn.inputs):
             constants.update(eqn.outputs)
-    known = {}
+    share_of = {}
     for array in program.arrays:
         name = next((name for name in array.names if name in shares.by_name), None)
         if name is not None and array not in constants:
-            known[array] = shares.by_name[name]
-    return known | dict.fromkeys(program.parameters - known.keys(), 1.0)
+            share_of[array] = shares.by_name[name]
+    return share_of | dict.fromkeys(program.parameters - share_of.keys(), 1.0)
 
 
 def _backward(program: BlockProgram, forward_ratios: Mapping[str, float]) -> Cost:
@@ -69,10 +69,10 @@ def _backward(program: BlockProgram, forward_ratios: Mapping[str, float]) -> Cos
 def _copied(program: BlockProgram) -> BlockProgram:
     """A copy of the program with new `Array` objects, so that their shares can be set."""
     copies: dict[Array, Array] = {}
-    flat, backward = (one.copied(copies) for one in (program.flat, program.backward_program))
+    flat, backward = (part.copied(copies) for part in (program.flat, program.backward_program))
     inputs = {name: copies[array] for name, array in program.inputs.items()}
-    own = frozenset(copies[array] for array in program.own if array in copies)
-    return replace(program, flat=flat, backward_program=backward, inputs=inputs, own=own)
+    inner_residuals = frozenset(copies[array] for array in program.own if array in copies)
+    return replace(program, flat=flat, backward_program=backward, inputs=inputs, own=inner_residuals)
 
 
 def gathered_bytes(program: BlockProgram) -> int:
@@ -84,14 +84,14 @@ def gathered_bytes(program: BlockProgram) -> int:
 _PARTS = frozenset({"concatenate", "dynamic_slice", "pad", "slice", "split"})
 
 
-def _divide(flat: Flat, known: Mapping[Array, float], whole: Set[Array], otherwise: float) -> None:
+def _divide(flat: Flat, known_shares: Mapping[Array, float], whole: Set[Array], otherwise: float) -> None:
     """Set the share of every array, by the first rule that applies.
 
     The rules are: its known share; the share of a result of the same size, or of a result of one of `_PARTS`; the share of an
     operand of the same size, else of the largest operand; the share of any array of its shape, for constants that only the
     backward pass reads; `otherwise`. An unsharded operand implies nothing about a larger result.
     """
-    share_of = dict(known)
+    share_of = dict(known_shares)
     _from_results(flat.eqns, share_of)
     for eqn in flat.eqns:
         sources = [array for array in eqn.inputs if array in share_of and array not in whole and not array.literal]

@@ -38,17 +38,17 @@ def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
     """
     read = {array for eqn in flat.eqns for array in eqn.inputs}
     made = {array for eqn in flat.eqns if eqn.primitive == "scan" for array in eqn.outputs} - read
-    own = frozenset(array for array in made if inside.intersection(array.names))
+    inner_residuals = frozenset(array for array in made if inside.intersection(array.names))
     eqns: list[FlatEqn] = []
     for eqn in flat.eqns:
-        parts = _parts(eqn, own)
+        parts = _parts(eqn, inner_residuals)
         # Splitting would repeat the loop's other computations in both parts.
         if len(parts) > 1 and _has_other_work(parts[1].eqn, inside):
             parts = [eqn]
-        if len(parts) == 1 and not own.issuperset(eqn.outputs):
-            own = own.difference(eqn.outputs)
+        if len(parts) == 1 and not inner_residuals.issuperset(eqn.outputs):
+            inner_residuals = inner_residuals.difference(eqn.outputs)
         eqns += parts
-    return replace(flat, eqns=tuple(eqns)), own
+    return replace(flat, eqns=tuple(eqns)), inner_residuals
 
 
 def _has_other_work(loop: Any, inside: frozenset[str]) -> bool:
@@ -62,9 +62,11 @@ def _has_other_work(loop: Any, inside: frozenset[str]) -> bool:
     return False
 
 
-def _parts(eqn: FlatEqn, own: frozenset[Array]) -> list[FlatEqn]:
-    """Two equations, for the outputs outside `own` and in `own`; only the equation itself if it cannot be split."""
-    places = [[place for place, array in enumerate(eqn.outputs) if (array in own) == wanted] for wanted in (False, True)]
+def _parts(eqn: FlatEqn, inner_residuals: frozenset[Array]) -> list[FlatEqn]:
+    """Two equations, for the outputs outside and inside `inner_residuals`; only the equation itself if it cannot be split."""
+    places = [
+        [place for place, array in enumerate(eqn.outputs) if (array in inner_residuals) == wanted] for wanted in (False, True)
+    ]
     parts = [_part(eqn, of_part) for of_part in places] if all(places) else [None]
     return [part for part in parts if part is not None] if None not in parts else [eqn]
 

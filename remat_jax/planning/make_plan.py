@@ -120,7 +120,7 @@ def leanest(
         return _Planner(workload, budget, target, host_budget, timeout, _silent, kernels).leanest()
 
 
-def _silent(what: str, done: int, of: int) -> None:
+def _silent(activity: str, done: int, of: int) -> None:
     """A `progress` function that does nothing."""
 
 
@@ -154,8 +154,8 @@ class _Planner:
         host_budget = math.inf if self.host_budget is None else float(self.host_budget)
         most_runs = 1 if any(kind.program.call.nested for kind in kinds) else MOST_RUNS
         self.fit = Fit(self.described.stack, float(self.budget), host_budget, argument_bytes(self.workload))
-        own, cut = (functools.partial(make, self.described) for make in (own_candidate, recut))
-        self.proposals = Proposals(self.fit, named, own, cut, most_runs)
+        make_candidate, cut = (functools.partial(make, self.described) for make in (own_candidate, recut))
+        self.proposals = Proposals(self.fit, named, make_candidate, cut, most_runs)
         self.search = Search(self.fit, self.proposals, scanned=most_runs != 1 and any(kind.scanned for kind in kinds))
         self.compiler = Compiler(
             self.workload, self.described, self.target, self.timeout, self.deadline, self.kernels, self.progress, self.notes

@@ -155,11 +155,11 @@ def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
     return tuple((str(axis), int(size)) for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
 
 
-def _planned_for(planned: Leaf, given: Sequence[Leaf], fn: Callable[..., Any]) -> str:
+def _planned_for(planned: Leaf, leaves: Sequence[Leaf], fn: Callable[..., Any]) -> str:
     """`planned for tokens int32[8, 1024], called with int32[16, 1024]`."""
     place, _, path = planned[0].partition("/")
     name = path or _argument_name(fn, int(place) + 1) or f"batch[{place}]"
-    alike = sorted(given, key=lambda leaf: (leaf[2] != planned[2], len(leaf[1]) != len(planned[1])))
+    alike = sorted(leaves, key=lambda leaf: (leaf[2] != planned[2], len(leaf[1]) != len(planned[1])))
     called = f"called with {_type_text(alike[0])}" if alike else "called without it"
     return f"planned for {name} {_type_text(planned)}, {called}"
 
@@ -259,12 +259,12 @@ def _leaves(tree: Any) -> tuple[Leaf, ...]:
     return tuple((jax.tree_util.keystr(path, simple=True, separator="/"), tuple(x.shape), str(x.dtype)) for path, x in leaves)
 
 
-def _difference(planned: Sequence[Leaf], given: Sequence[Leaf]) -> str:
+def _difference(planned: Sequence[Leaf], leaves: Sequence[Leaf]) -> str:
     """The first difference in words; empty if there is none."""
-    for one, other in zip(planned, given, strict=False):
-        if one != other:
-            mine, theirs = (f"{leaf[0] or 'an array'} {_type_text(leaf)}" for leaf in (one, other))
+    for planned_leaf, other in zip(planned, leaves, strict=False):
+        if planned_leaf != other:
+            mine, theirs = (f"{leaf[0] or 'an array'} {_type_text(leaf)}" for leaf in (planned_leaf, other))
             return f"the plan has {mine}, the workload has {theirs}"
-    if len(planned) != len(given):
-        return f"the plan has {len(planned)} arrays, the workload has {len(given)}"
+    if len(planned) != len(leaves):
+        return f"the plan has {len(planned)} arrays, the workload has {len(leaves)}"
     return ""

@@ -150,8 +150,8 @@ def _is_beaten(node: Node, children: Sequence[Node]) -> bool:
 
 def _between(program: BlockProgram, node: Node, graph: Sequence[Node]) -> list[FlatEqn]:
     """The equations that compute `node` from the other nodes."""
-    given = {array for other in graph if other is not node for array in other.members}
-    return region(program.flat.eqns, node.members, given | program.free | set(program.flat.inputs))
+    other_arrays = {array for other in graph if other is not node for array in other.members}
+    return region(program.flat.eqns, node.members, other_arrays | program.free | set(program.flat.inputs))
 
 
 def _is_one_pass(program: BlockProgram, node: Node, graph: Sequence[Node]) -> bool:

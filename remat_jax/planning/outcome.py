@@ -52,13 +52,13 @@ def outcome(
             timed,
         )
 
-    tried = [point(one.candidate) for one in fit.tried]
-    named = [point(one) for one in proposals.named]
+    tried = [point(step.candidate) for step in fit.tried]
+    named = [point(candidate) for candidate in proposals.named]
     bound = None if is_over() else _lower_bound(proposals, times, best)
     next_gib = None if is_over() else _next_gib(proposals, times, searched, best)
     predicted = proposals.frontier(stack, POINTS, is_over)
     seconds, timed = times.of_compiled(best)
-    compiled = [one for one in fit.tried if one.compiled.device_bytes != FAILED]
+    compiled = [step for step in fit.tried if step.compiled.device_bytes != FAILED]
     return {
         "device_bytes": best.compiled.device_bytes,
         "predicted_bytes": best.predicted_bytes,
@@ -67,13 +67,13 @@ def outcome(
         "timed": timed,
         "base_seconds": times.base,
         "lower_bound": bound,
-        "frontier": unbeaten([one for one in (*tried, *named, *map(point, predicted)) if not one.remark]),
+        "frontier": unbeaten([step_point for step_point in (*tried, *named, *map(point, predicted)) if not step_point.remark]),
         "named": (*named, *remarks),
         "parts": parts_of(described, stack, best.candidate),
         "assumed_rates": _assumed(best, target),
         "next_bytes": next_bytes(fit.budget),
         "next_gib_seconds": next_gib,
-        "tried": tuple((one.candidate.name or "a plan", one.compiled.device_bytes) for one in compiled),
+        "tried": tuple((step.candidate.name or "a plan", step.compiled.device_bytes) for step in compiled),
     }
 
 
@@ -170,7 +170,7 @@ def _next_gib(proposals: Proposals, times: Times, searched: Tried, best: Tried) 
     """
     stack, budget = times.fit.stack, times.fit.budget
     of_any_size = [*filter(None, [proposals.solve(stack, math.inf)]), *proposals.named]
-    if all(one.seconds * _ALIKE >= best.candidate.seconds for one in of_any_size):
+    if all(candidate.seconds * _ALIKE >= best.candidate.seconds for candidate in of_any_size):
         return None
     larger = proposals.solve(stack, budget + next_bytes(budget))
     if larger is None:

@@ -155,5 +155,5 @@ def _named_table(plan: PlanData) -> str:
 
 
 def _row(plan: PlanData, point: Point, note: str = "") -> list[Cell]:
-    known = ("compiled" if point.compiled else "predicted") + note
-    return [point.device_bytes, point.host_bytes, point.seconds, known, _BUDGET[over_budget(plan, point)]]
+    status = ("compiled" if point.compiled else "predicted") + note
+    return [point.device_bytes, point.host_bytes, point.seconds, status, _BUDGET[over_budget(plan, point)]]

@@ -105,8 +105,8 @@ def unbeaten(points: Sequence[Point]) -> tuple[Point, ...]:
     [1, 3]
     """
     frontier: list[Point] = []
-    placed = [one for one in points if one.device_bytes is not None and one.seconds is not None]
-    for point in sorted(placed, key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)):
+    placed = [point for point in points if point.device_bytes is not None and point.seconds is not None]
+    for point in sorted(placed, key=lambda point: (point.device_bytes or 0, point.seconds or 0.0)):
         if not frontier or (point.seconds or 0.0) < (frontier[-1].seconds or 0.0):
             frontier.append(point)
     return tuple(frontier)

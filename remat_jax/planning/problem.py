@@ -201,7 +201,7 @@ def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
 
     If the blocks have different paths, the selectors match any path. Raises `PlanningError` if `choice` has other residuals.
     """
-    residual_names = [one.name for one in choice.block.residuals]
+    residual_names = [block_residual.name for block_residual in choice.block.residuals]
     if residual_names != list(kind.residuals):
         raise PlanningError(
             f"policy_of: the choice is for a block of {residual_names}, and {kind.name!r} has {list(kind.residuals)}; take the "

@@ -156,10 +156,12 @@ class BlockProgram:
             return computed - self.dropped, frozenset()
         key = policy, path
         if key not in self._names:
-            named, own = self.call.block.linearised, self.call.path
-            there = own if path is None else path
+            named, own_path = self.call.block.linearised, self.call.path
+            there = own_path if path is None else path
             # The policy's selectors match the names of the block at `path`.
-            moved = {name: replace(one, name=_moved(name, own, there)) for name, one in named.candidates.items()}
+            moved = {
+                name: replace(candidate, name=_moved(name, own_path, there)) for name, candidate in named.candidates.items()
+            }
             self._names[key] = decide(replace(named, candidates=moved), policy)
         return self._names[key]
 
@@ -262,10 +264,10 @@ def block_program(call: Call, rates: Rates) -> BlockProgram:
         (forward, backward), linearised = _passes(block, call), call.block.linearised.jaxpr
     names = [array.names for array in flatten(linearised).inputs[: len(call.live)]]
     flat = flatten(compat.dce(forward))
-    for array, given in zip(flat.inputs, names, strict=True):
-        array.names[:] = dict.fromkeys((*given, *array.names))
+    for array, linearised_names in zip(flat.inputs, names, strict=True):
+        array.names[:] = dict.fromkeys((*linearised_names, *array.names))
     dropped = inner_names(linearised)
-    flat, own = apart(flat, dropped)
+    flat, inner_residuals = apart(flat, dropped)
     inputs = {
         name: array
         for array in flat.inputs
@@ -273,7 +275,7 @@ def block_program(call: Call, rates: Rates) -> BlockProgram:
         if name in block.named.candidates and block.named.candidates[name].is_input
     }
     costs = _forward_cost(call), jaxpr_cost(backward)
-    return BlockProgram(call, rates, flat, *costs, inputs, flatten(compat.dce(backward)), own, dropped)
+    return BlockProgram(call, rates, flat, *costs, inputs, flatten(compat.dce(backward)), inner_residuals, dropped)
 
 
 def _forward_cost(call: Call) -> Cost:
@@ -298,9 +300,9 @@ def _passes(block: BlockUnderPolicy, call: Call) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(pullback)
         return leaves
 
-    known = jax.make_jaxpr(forward)(*call.in_avals)
+    forward_jaxpr = jax.make_jaxpr(forward)(*call.in_avals)
     cotangents = [out for out in outputs if is_smooth(out)]
     backward = jax.make_jaxpr(lambda leaves, outs: jax.tree.unflatten(structure, leaves)(outs))(
-        list(known.out_avals), cotangents
+        list(forward_jaxpr.out_avals), cotangents
     )
-    return known, backward
+    return forward_jaxpr, backward

@@ -86,13 +86,13 @@ def _like(described: Described, named: StepCandidate, policy: Policy) -> StepCan
                 choices |= {parent: Choice.RECOMPUTE for parent in residual.parents if choices[parent] is Choice.UNUSED}
         chosen += [tuple(choices.values())] * block.repeats
     try:
-        own = own_candidate(described, tuple(chosen))
+        equivalent = own_candidate(described, tuple(chosen))
     except PlanningError:
         # The policy keeps an array that is not one of the solver's residuals.
         return None
-    kept = [[(load.saved, load.offloaded) for load in candidate.loads] for candidate in (own, named)]
-    alike = kept[0] == kept[1] and math.isclose(own.seconds, named.seconds, rel_tol=1e-9, abs_tol=1e-15)
-    return own if alike else None
+    kept = [[(load.saved, load.offloaded) for load in candidate.loads] for candidate in (equivalent, named)]
+    alike = kept[0] == kept[1] and math.isclose(equivalent.seconds, named.seconds, rel_tol=1e-9, abs_tol=1e-15)
+    return equivalent if alike else None
 
 
 def choices_of(kind: Kind, block: Block, policy: Policy) -> list[Choice]:

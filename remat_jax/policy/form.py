@@ -239,12 +239,12 @@ def _join(first: Policy, second: Policy) -> Policy:
     return Policy(first.rules + rest)
 
 
-def _check_keys(data: object, keys: tuple[str, ...], what: str) -> None:
+def _check_keys(data: object, keys: tuple[str, ...], subject: str) -> None:
     if not isinstance(data, dict):
-        raise PolicyError(f"{what}: {data!r} is a {type(data).__name__}, expected an object with {', '.join(keys)}.")
+        raise PolicyError(f"{subject}: {data!r} is a {type(data).__name__}, expected an object with {', '.join(keys)}.")
     unknown, missing = [key for key in data if key not in keys], [key for key in keys if key not in data]
     if unknown or missing:
         wrong = [
             f"{word} {', '.join(map(repr, names))}" for word, names in (("unknown", unknown), ("missing", missing)) if names
         ]
-        raise PolicyError(f"{what}: {' and '.join(wrong)} in {data!r}; the keys are {', '.join(keys)}.")
+        raise PolicyError(f"{subject}: {' and '.join(wrong)} in {data!r}; the keys are {', '.join(keys)}.")

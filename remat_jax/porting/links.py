@@ -106,8 +106,8 @@ def _misfits(
             problems.append(f"{name}: missing, wanted for {to} by the rule '{link.rule}'.{nearest(name, free[0])}")
     for place in link.flax:
         if place.path not in arrays:
-            given = ", ".join(f"{name} {tensors[name] or ''}".strip() for name in link.torch if name in tensors)
-            problems.append(f"{place.path}: not in the Flax model, where {given} should go.{nearest(place.path, free[1])}")
+            sources = ", ".join(f"{name} {tensors[name] or ''}".strip() for name in link.torch if name in tensors)
+            problems.append(f"{place.path}: not in the Flax model, where {sources} should go.{nearest(place.path, free[1])}")
         elif not place.inside(arrays[place.path]):
             problems.append(
                 f"{place}: outside the stack, whose shape is {_text(arrays[place.path])}; from {', '.join(link.torch)}"

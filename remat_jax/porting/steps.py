@@ -283,9 +283,9 @@ class Rearrange(Step):
             raise PortingError(f"{self.pattern!r}: {', '.join(strange)}: no axis has this name, or the size is not positive.")
         for group in self._sides[1]:
             if sum(name not in dict(self.sizes) for name in group) > 1:
-                given = ", ".join(f"{name}=…" for name in group[1:])
+                assignments = ", ".join(f"{name}=…" for name in group[1:])
                 raise PortingError(
-                    f"{self.pattern!r}: the size of ({' '.join(group)}) can be divided in many ways; give {given}."
+                    f"{self.pattern!r}: the size of ({' '.join(group)}) can be divided in many ways; give {assignments}."
                 )
 
     @functools.cached_property
@@ -309,13 +309,13 @@ class Rearrange(Step):
 
     def _measure(self, shape: Shape) -> dict[str, int]:
         """The size of every named axis, read from the right side's shape."""
-        right, given = self._sides[1], dict(self.sizes)
+        right, fixed_sizes = self._sides[1], dict(self.sizes)
         if len(shape) != len(right):
             raise PortingError(f"{self.pattern!r} ends in {len(right)} axes, but the shape {tuple(shape)} has {len(shape)}")
-        sizes = dict(given)
+        sizes = dict(fixed_sizes)
         for group, total in zip(right, shape, strict=True):
-            product = math.prod(given[name] for name in group if name in given)
-            rest = [name for name in group if name not in given]
+            product = math.prod(fixed_sizes[name] for name in group if name in fixed_sizes)
+            rest = [name for name in group if name not in fixed_sizes]
             if total % product if rest else total != product:
                 raise PortingError(
                     f"{str(self)!r}: an axis of {tuple(shape)}, of size {total}, does not divide into ({' '.join(group)})"

@@ -230,12 +230,14 @@ def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, d
     problems += misfits
     parts: dict[str, dict[Place, np.ndarray]] = {}
     for link in links:
-        given = [arrays[name] for name in link.torch]
-        if len({array.dtype for array in given}) > 1:
-            problems.append(f"{', '.join(link.torch)}: several dtypes, {', '.join(str(x.dtype) for x in given)}, expected one")
+        tensors = [arrays[name] for name in link.torch]
+        if len({array.dtype for array in tensors}) > 1:
+            problems.append(
+                f"{', '.join(link.torch)}: several dtypes, {', '.join(str(x.dtype) for x in tensors)}, expected one"
+            )
             continue
         try:
-            results = getattr(link.rule.transform, direction)(given, link.flax_shapes(shapes))
+            results = getattr(link.rule.transform, direction)(tensors, link.flax_shapes(shapes))
         except PortingError as error:
             problems.append(f"{', '.join(link.torch)}: {error}")
             continue
@@ -271,8 +273,8 @@ def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -
     arrays = {path: np.asarray(leaf) for path, leaf in leaves.items()}
     result: Arrays = {}
     for link in good:
-        given = [arrays[place.path][place.key] for place in link.flax]
-        tensors = getattr(link.rule.transform, direction)(given, len(link.torch))
+        parts = [arrays[place.path][place.key] for place in link.flax]
+        tensors = getattr(link.rule.transform, direction)(parts, len(link.torch))
         result |= {name: np.array(tensor) for name, tensor in zip(link.torch, tensors, strict=True)}
     return result
 

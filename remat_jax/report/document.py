@@ -64,13 +64,13 @@ def written_whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
     keeps its mode, a symbolic link keeps its target, and a pipe or a device is written to directly. Raises OSError if the file
     cannot be written (FileExistsError if it exists and `replace` is False), and ValueError if `path` is not a path.
     """
-    given = Path(path)
-    if given.exists() and not given.is_file():
-        yield given
+    requested = Path(path)
+    if requested.exists() and not requested.is_file():
+        yield requested
         return
-    target = Path(os.path.realpath(given))
+    target = Path(os.path.realpath(requested))
     if not replace and target.exists():
-        raise FileExistsError(f"{given} is there already")
+        raise FileExistsError(f"{requested} is there already")
     # `tempfile` would create a file that only its owner can read. Keep the ending: some writers choose the format by it.
     new = target.parent / f".{uuid.uuid4().hex}.new{target.suffix}"
     try:

@@ -83,6 +83,6 @@ def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosi
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         with torch.enable_grad(), watched_flags(root, kwargs) as flags, Watch(root) as watch:
             output = module(*args, **kwargs)
-    found = findings(watch.regions, flags)
+    mistakes = findings(watch.regions, flags)
     del output
-    return Diagnosis(tuple(found), len(watch.regions))
+    return Diagnosis(tuple(mistakes), len(watch.regions))

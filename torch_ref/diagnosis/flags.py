@@ -43,7 +43,7 @@ def watched_flags(root: nn.Module | None, kwargs: Mapping[str, Any]) -> Iterator
 
     Inside the context, the classes of submodels with flags are patched to record attribute reads.
     """
-    found = Flags([Flag(name, "", True, True) for name in KEYWORDS if kwargs.get(name) is True])
+    flags = Flags([Flag(name, "", True, True) for name in KEYWORDS if kwargs.get(name) is True])
     watched: dict[int, dict[str, Flag]] = {}
     classes: dict[type, None] = {}
     for path, module in root.named_modules() if root is not None else ():
@@ -53,19 +53,19 @@ def watched_flags(root: nn.Module | None, kwargs: Mapping[str, Any]) -> Iterator
             if vars(module).get(name) is True
         }
         if mine:
-            found.entries += mine.values()
+            flags.entries += mine.values()
             watched[id(module)] = mine
             classes[type(module)] = None
     with ExitStack() as stack:
         for cls in classes:
             stack.enter_context(_reading(cls, watched))
-        yield found
+        yield flags
 
 
 @contextmanager
 def _reading(cls: type, watched: Mapping[int, Mapping[str, Flag]]) -> Iterator[None]:
     """Record attribute reads by patching the class, so that `type(module)` stays the same."""
-    own: Any = vars(cls).get("__getattribute__")
+    own_method: Any = vars(cls).get("__getattribute__")
     original: Any = cls.__getattribute__
 
     def __getattribute__(self: Any, name: str) -> Any:
@@ -77,7 +77,7 @@ def _reading(cls: type, watched: Mapping[int, Mapping[str, Flag]]) -> Iterator[N
     try:
         yield
     finally:
-        if own is None:
+        if own_method is None:
             del cls.__getattribute__
         else:
-            cls.__getattribute__ = own  # type: ignore[method-assign]
+            cls.__getattribute__ = own_method  # type: ignore[method-assign]

@@ -38,14 +38,14 @@ class Finding:
 
 def findings(regions: Sequence[Region], flags: Flags) -> list[Finding]:
     """All mistakes; a mistake that recurs at the same place is listed once."""
-    found: dict[tuple[str, str], Finding] = {}
+    by_place: dict[tuple[str, str], Finding] = {}
     for finding in flags_without_effect(flags, regions):
-        found[finding.trap, finding.block + finding.problem] = finding
+        by_place[finding.trap, finding.block + finding.problem] = finding
     for region in regions:
         for trap in TRAPS:
             for finding in trap(region):
-                found.setdefault((finding.trap, finding.place), finding)
-    return list(found.values())
+                by_place.setdefault((finding.trap, finding.place), finding)
+    return list(by_place.values())
 
 
 def flags_without_effect(flags: Flags, regions: Sequence[Region]) -> Iterator[Finding]:

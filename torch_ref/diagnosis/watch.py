@@ -139,20 +139,20 @@ class Watch(TorchDispatchMode):
             self._hooks -= 1
 
     def _region(self, frame: types.FrameType) -> Region:
-        given = frame.f_locals
-        function: Any = given["function"]
-        keywords = dict(given["kwargs"])
+        frame_locals = frame.f_locals
+        function: Any = frame_locals["function"]
+        keywords = dict(frame_locals["kwargs"])
         keeps_random_state = keywords.pop("preserve_rng_state", True)
         if isinstance(function, Replay):
             # A Replay takes tensors out of containers and passes them one by one, so none is hidden.
             function, arguments = function.block, _arguments(pytree.tree_leaves(function.arguments), {})
         else:
-            arguments = _arguments(given["args"], keywords)
+            arguments = _arguments(frame_locals["args"], keywords)
         reached = list(_reached(function))
         return Region(
             block=self._name(reached, function),
             place=_place(frame),
-            is_reentrant=given["use_reentrant"] is not False,
+            is_reentrant=frame_locals["use_reentrant"] is not False,
             keeps_random_state=keeps_random_state,
             is_nested=bool(self._open),
             is_hooked=self._hooks > 0,
@@ -171,12 +171,12 @@ class Watch(TorchDispatchMode):
 def _arguments(positional: Any, keywords: dict[str, Any]) -> list[Argument]:
     places = [(f"argument {k}", value, False) for k, value in enumerate(positional)]
     places += [(f"keyword {key!r}", value, True) for key, value in keywords.items()]
-    found = []
+    arguments = []
     for where, value, is_keyword in places:
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
             if isinstance(leaf, torch.Tensor):
-                found.append(Argument(leaf, where + pytree.keystr(path), is_keyword or bool(path)))
-    return found
+                arguments.append(Argument(leaf, where + pytree.keystr(path), is_keyword or bool(path)))
+    return arguments
 
 
 def _reached(function: Callable[..., Any]) -> Iterator[Any]:
@@ -197,7 +197,7 @@ def _reached(function: Callable[..., Any]) -> Iterator[Any]:
                 yield value
             waiting += value.__defaults__ or ()
             waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell)]
-            waiting += [one for one in captured(value).values() if isinstance(one, nn.Module)]
+            waiting += [module for module in captured(value).values() if isinstance(module, nn.Module)]
         elif isinstance(value, list | tuple):
             waiting += value
         elif isinstance(value, nn.Module | torch.Tensor):

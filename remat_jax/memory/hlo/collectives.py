@@ -86,9 +86,9 @@ def _sent(collective: Instruction) -> tuple[Instruction | None, ...]:
 
 
 def _bytes(collective: Instruction) -> int:
-    given = sum(array.bytes for operand in _sent(collective) if operand is not None for array in operand.arrays)
+    sent = sum(array.bytes for operand in _sent(collective) if operand is not None for array in operand.arrays)
     whole = sum(array.bytes for array in collective.arrays)
-    return max(given, whole - given if collective.opcode in _WITH_OPERANDS else whole)
+    return max(sent, whole - sent if collective.opcode in _WITH_OPERANDS else whole)
 
 
 # --- the time of a collective ------------------------------------------------------------------------------------------

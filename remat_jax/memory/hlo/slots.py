@@ -108,19 +108,19 @@ def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
     return {int(each["tuple_index"]): int(each["init"]) + iteration * int(each["step"]) for each in variables or ()}
 
 
-def _value(instruction: Instruction, counters: dict[int, int], given: Callable[[int], int] | None) -> int:
-    """The integer value of a scalar instruction, from the loop's `counters` by tuple index and the `given` parameters."""
+def _value(instruction: Instruction, counters: dict[int, int], parameter: Callable[[int], int] | None) -> int:
+    """The integer value of a scalar instruction, from the loop's `counters` by tuple index and `parameter` by number."""
     opcode = instruction.opcode
     if opcode == "constant":
         return int({"true": 1, "false": 0}.get(instruction.argument, instruction.argument))
-    if opcode == "parameter" and given is not None:
-        return given(int(instruction.argument))
+    if opcode == "parameter" and parameter is not None:
+        return parameter(int(instruction.argument))
     if opcode == "get-tuple-element" and instruction.index in counters:
         return counters[instruction.index]
     operands = [operand for operand in instruction.inputs if operand is not None]
 
     def of(index: int) -> int:
-        return _value(operands[index], counters, given)
+        return _value(operands[index], counters, parameter)
 
     if opcode == "compare":
         return int(_COMPARE[instruction.attribute("direction") or "EQ"](of(0), of(1)))

@@ -36,8 +36,8 @@ def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Sh
     def is_same(candidate: Sequence[Rule]) -> bool:
         return links(candidate) == wanted
 
-    given = [rule for rule in rules.rules if rule.torch[0].placeholders]
-    shorter = _with_words(_with_numbers(rules.rules, is_same), given, is_same)
+    with_placeholders = [rule for rule in rules.rules if rule.torch[0].placeholders]
+    shorter = _with_words(_with_numbers(rules.rules, is_same), with_placeholders, is_same)
     return replace(rules, rules=tuple(shorter), extra=_globs(rules.extra, tensors))
 
 
@@ -67,13 +67,13 @@ def _with_numbers(rules: Sequence[Rule], is_same: Callable[[Sequence[Rule]], boo
     return [rule for group in groups.values() for rule in group]
 
 
-def _with_words(rules: list[Rule], given: Sequence[Rule], is_same: Callable[[Sequence[Rule]], bool]) -> list[Rule]:
+def _with_words(rules: list[Rule], with_placeholders: Sequence[Rule], is_same: Callable[[Sequence[Rule]], bool]) -> list[Rule]:
     """Merge groups of rules that differ in one word, the largest group first, if the map stays the same."""
     refused = set[str]()
     while True:
         groups: dict[str, list[Rule]] = {}
         for rule in rules:
-            for general in () if rule in given else _with_a_word(rule):
+            for general in () if rule in with_placeholders else _with_a_word(rule):
                 groups.setdefault(general, []).append(rule)
         groups = {general: group for general, group in groups.items() if len(group) > 1 and general not in refused}
         if not groups:

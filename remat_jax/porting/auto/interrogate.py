@@ -48,7 +48,7 @@ class Space:
     def rules(self, candidate: MapCandidate) -> Rules:
         """The candidate as rules, unit by unit."""
         ways = [self.way(candidate, unit) for unit in range(len(self.torch))]
-        return self.given | Rules(tuple(rule for way in ways for rule in way))
+        return self.given | Rules(tuple(rule for unit_rules in ways for rule in unit_rules))
 
     def ways(self, candidate: MapCandidate, unit: int) -> list[Way]:
         """The possible ways to convert a unit at its place in the candidate."""

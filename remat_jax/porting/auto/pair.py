@@ -221,11 +221,11 @@ class ModelPair:
                 result = self.flax_call(nnx.merge(graph, tree), *args, **kwargs)
             return [x for x in _leaves(result) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
 
-    def _variables(self, given: Any) -> Any:
+    def _variables(self, variables: Any) -> Any:
         if isinstance(self.module, nnx.Module):
             return nnx.split(self.module)[1]
-        if given is not None:
-            return given
+        if variables is not None:
+            return variables
         init: Callable[..., Any] = nn.init(self.flax_call, self.module)
         with _running("flax_module", self.module):
             return jax.eval_shape(lambda: init(jax.random.key(0), *self.args, **self.kwargs))

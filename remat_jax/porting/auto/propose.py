@@ -76,40 +76,40 @@ def propose(
         return compress(space.rules(answer), {n: x.shape for n, x in pair.initial.items()}, pair.shapes)
 
 
-def _space(pair: ModelPair, given: Rules) -> tuple[Space, MapCandidate]:
+def _space(pair: ModelPair, rules: Rules) -> tuple[Space, MapCandidate]:
     """All weight maps, and the map that names suggest.
 
     Flax's arrays are grouped into units (the weights of one module) in several ways; the first way that fits PyTorch's units is
     used.
     """
-    fits, reason = _fitting(pair, given)
+    fits, reason = _fitting(pair, rules)
     frozen = tuple(name for name, parameter in pair.torch.named_parameters() if not parameter.requires_grad)
     if fits is None and frozen:  # a frozen parameter may be a table from a constructor, which Flax computes at each use
         pair.written -= set(frozen)
-        fits, _ = _fitting(pair, given | Rules((), (), frozen))
+        fits, _ = _fitting(pair, rules | Rules((), (), frozen))
     if fits is None:
         raise PortingError(reason)
     return fits
 
 
-def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] | None, str]:
+def _fitting(pair: ModelPair, rules: Rules) -> tuple[tuple[Space, MapCandidate] | None, str]:
     """(result of `_space`, ""), or (None, why nothing fits)."""
-    covered = links_of_tensors(given, pair.initial)
-    taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if given.allows_extra(n)}
-    filled = {place.path for place in links_of_places(given, pair.shapes)}
-    shapes = {path: s for path, s in pair.shapes.items() if path not in filled and not given.allows_missing(path)}
+    covered = links_of_tensors(rules, pair.initial)
+    taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if rules.allows_extra(n)}
+    filled = {place.path for place in links_of_places(rules, pair.shapes)}
+    shapes = {path: s for path, s in pair.shapes.items() if path not in filled and not rules.allows_missing(path)}
     units, ties, buffers = torch_parts(pair.torch, taken)
-    new_ties = tuple(tie for tie in ties if tie not in [(first.text, second.text) for first, second in given.ties])
-    given = given | Rules((), new_ties, tuple(buffers))  # type: ignore[arg-type]  # texts are accepted
+    new_ties = tuple(tie for tie in ties if tie not in [(first.text, second.text) for first, second in rules.ties])
+    rules = rules | Rules((), new_ties, tuple(buffers))  # type: ignore[arg-type]  # texts are accepted
     if not units and not shapes:
-        return (Space([], [], [], given), MapCandidate((), ())), ""
+        return (Space([], [], [], rules), MapCandidate((), ())), ""
     for stack in ("", *stack_candidates(shapes)):
         for together in _together(units, attentions(shapes, stack)):
             flax = flax_units(shapes, stack=stack, together=together)
             ways = table(units, flax) if len(flax) == len(units) else []
             places = by_names(units, flax, ways) if ways else None
             if places is not None:
-                return (Space(units, flax, ways, given), MapCandidate(tuple(places), (0,) * len(places))), ""
+                return (Space(units, flax, ways, rules), MapCandidate(tuple(places), (0,) * len(places))), ""
     return None, _no_match(units, flax_units(shapes))
 
 
