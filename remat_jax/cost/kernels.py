@@ -135,7 +135,7 @@ def named_kernels(jaxpr: Any) -> dict[str, float]:
 
 
 def kernel_flops(jaxpr: Any) -> int:
-    """The operations of the matmuls in a kernel's body.
+    """The operations of the matmuls in the body of a Pallas kernel, for one program of its grid.
 
     A loop of unknown length is assumed to run until it has read its arrays once. It is assumed to stop halfway if its bounds
     depend on the program's index in the grid, as in causal attention.

@@ -17,7 +17,7 @@ WHOLE = ("memory_bytes", "host_memory_bytes")
 SIZES_AND_RATES = (*WHOLE, "hbm_bytes_per_s", "host_link_bytes_per_s", *LINKS)
 SECONDS = ("launch_seconds", "copy_seconds", "device_link_seconds", "network_seconds")
 REACHED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", *LINKS, *SECONDS, "hidden_share")
-"""The keys of the tables `reached` (published measurements) and `measured` (by `remat-jax calibrate`)."""
+"""The rates and latencies in the tables `reached` (published measurements) and `measured` (by `remat-jax calibrate`)."""
 MEASURED = (*REACHED, "products", "source")
 COMPILER_NUMBERS = (
     *("core_count", "fpus_per_core", "clock_rate_ghz", "threads_per_core_limit"),

@@ -72,8 +72,8 @@ class Links:
         """The seconds of one collective among `devices` on `hosts`; None if the network rate is needed but unknown.
 
         `size` is the bytes on one device of the operand or the result, whichever is larger. The slowest link sets the rate. The
-        network between hosts has the combined rate of a host's participating devices. The latency is that of a tree
-        of messages: log₂ of the devices of one host between devices, log₂ of the hosts between hosts.
+        network between hosts has the combined rate of a host's participating devices. The latency is that of
+        log₂ (devices of a host) messages inside the host, one after another, and then log₂ (hosts) messages between hosts.
         """
         if devices < 2:
             return 0.0
@@ -102,8 +102,8 @@ class Rates:
         launch_seconds: the latency of a kernel launch.
         copy_seconds: the latency of a copy to or from the host.
         cores: the number of multiprocessors that share a matmul's tiles; None if every matmul reaches the full rate.
-        products: dtype → side of a square matmul → its measured operations per second. For these dtypes the rate is
-            interpolated between them, and `cores` is not used.
+        products: dtype → side of a square matmul → its measured operations per second. Between these sizes rates are
+            interpolated; `cores` is not used for these dtypes.
         links: the links between devices; None if there are none or they are unknown.
         source: the origin of each figure, by attribute name.
         assumed_dtypes: the dtypes whose rate was not measured.

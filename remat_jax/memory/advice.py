@@ -69,7 +69,8 @@ def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
 def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...], devices: int = 1) -> tuple[Advice, ...]:
     """Changes that would save at least 2 % of a compiled step's device memory, the largest first; empty for the CPU.
 
-    `sizes` are the compiled sizes of the workload's step under any policy, on `devices`; `products` are its `traced_products`.
+    `sizes` are the compiled sizes of the workload's step under any policy on a mesh of `devices` devices; `products` are the
+    workload's `traced_products`.
     """
     if sizes.timeline is None:
         return ()
@@ -222,7 +223,7 @@ class _Adviser:
 
 
 def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:
-    """Whether all arrays of the batch have the same, even number of rows on each device."""
+    """Whether the leading axes of all arrays of the batch have one even length on each device."""
     if not workload.has_loss:
         return False
     batch = jax.tree.leaves(local_arguments[len(local_arguments) - len(workload.batch) :])

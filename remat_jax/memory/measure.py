@@ -102,7 +102,7 @@ _reports: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref
 
 @dataclass(frozen=True)
 class _NothingOffloaded:
-    """`policy` on a workload whose loss was made by `replan` with an offload, measured as if `replan` saved instead."""
+    """`policy` for a step whose loss, made by a `replan` that offloads, saves the offloaded residuals instead."""
 
     policy: Any
 

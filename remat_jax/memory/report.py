@@ -41,7 +41,8 @@ class Receipt:
 class MemoryReport:
     """The memory of one training step under one policy, as compiled for one target, in bytes.
 
-    On a mesh all figures are for one device, except residuals and `offered_bytes`, which are for all devices together.
+    On a mesh all figures are for one device, except the bytes of residuals and the receipt's `offered_bytes`, which are for all
+    devices together.
 
     Attributes:
       workload, policy, target: the workload's name, the policy's text and the target's name.

@@ -198,7 +198,7 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
 
 @contextlib.contextmanager
 def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
-    """A context that retraces. At its end, a glob of `policies` that keeps no array for a gradient raises NoEffectError."""
+    """A context for new traces. At its end, a glob of `policies` that keeps no array that a gradient reads is an error."""
     selecting: list[Policy] = []
     for policy in map(as_block_policy, policies):
         plain = [run[1] for run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]

@@ -158,7 +158,7 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     first, up to the share `fraction` of the state's bytes; `placement` lists them. `apply` needs less memory than `update`.
 
     It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are reused),
-    and on a mesh (each array of the state has its parameter's sharding). State saved from either optimizer works in the other.
+    and on a mesh (each array of the state has its parameter's sharding). State saved with one of the two works in the other.
     Under `jit` the updates are bit-equal to those of `tx`; op by op they agree within rounding, because optax compiles parts of
     an update.
 

@@ -64,11 +64,12 @@ def trace(function: Callable[..., Any], *args: Any) -> FlatTrace:
 
 
 class Stream:
-    """Evaluates the closed `jaxpr` on `args`: fetches inputs from the host one by one, and copies outputs to it once computed.
+    """Evaluates the closed `jaxpr` on `args` with few arrays on the device at a time.
 
-    An equation runs when the next output of `order` needs it. In the jaxpr's order, in which `tree.map` interleaves the leaves'
-    equations, all leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each
-    fetch wait for the outputs finished before it; otherwise XLA would start all fetches at once.
+    Inputs are fetched from the host one by one. Outputs are copied to the host as soon as they are computed. An equation runs
+    when the next output of `order` needs it: in the jaxpr's order, in which `tree.map` interleaves the leaves' equations, all
+    leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each fetch wait for the
+    outputs finished before it; otherwise XLA would start all fetches at once.
 
     Args:
       from_host: for each input, whether to fetch it to the device.

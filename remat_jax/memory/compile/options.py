@@ -1,4 +1,4 @@
-"""Compiler options: XLA's memory limit, a cache of kernels, and fewer passes for a program that never runs.
+"""Compiler options: XLA's memory limit, a cache of GPU kernels, and fewer passes for a program that never runs.
 
 XLA:GPU schedules and rematerialises so that a step's temporary memory fits
 

@@ -25,8 +25,8 @@ _KNOWN = frozenset(
 _ATTENTION_SHARE = 0.65
 """The share of a large matmul's rate that attention kernels reach.
 
-Dao, FlashAttention-2 (2023), Figures 4 to 6, A100, heads of 128: 0.6 to 0.73 of 312 TFLOP/s forward, 0.5 to 0.6 backward, where
-a large matmul reaches 0.87.
+With heads of width 128 on an A100, FlashAttention-2 reaches 0.6 to 0.73 of 312 TFLOP/s in the forward pass, and 0.5 to 0.6 in
+the backward pass (Dao, 2023, Figures 4 to 6). A large matmul reaches 0.87.
 """
 _PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
 """Prefixes of the targets of custom calls with little compute. Their time is that of the bytes that they move."""
@@ -111,7 +111,7 @@ def _device_bytes(instructions: Iterable[Instruction | None]) -> int:
 
 
 def _read(fusion: Computation) -> int:
-    """The bytes that a fusion reads from its parameters: only those that the needed elements of its arrays depend on.
+    """The bytes that a fusion reads from its parameters: those of the elements on which its result depends.
 
     A slice needs a part of its operand. An update in place needs nothing of the array that it updates.
     """

@@ -108,7 +108,7 @@ def _is_unchanged(written: Instruction | None, place: int) -> bool:
 
 
 class Schedule:
-    """The live range and the place in memory of each device buffer of a compiled step, from the texts of three dumped files."""
+    """The live range and the place in memory of each device buffer of a compiled step, from three texts of XLA's dump."""
 
     def __init__(self, program: str | HloModule, assignment: str, live_ranges: str) -> None:
         self.places = _device_places(assignment)
@@ -152,7 +152,7 @@ class Schedule:
         return sorted(buffers, key=lambda buffer: (-buffer.nbytes, buffer.name))
 
     def totals(self, most: float = math.inf) -> dict[int, int]:
-        """Moment → sum of the live buffers of at most `most` bytes each, for each moment at which a live range begins."""
+        """Moment → bytes of the live buffers of at most `most` bytes each, for each moment at which a live range begins."""
         events: dict[int, list[tuple[BufferPlace, int]]] = {}
         for value, (start, end) in self.ranges.items():
             for moment, change in ((start, 1), (end + 1, -1)):
@@ -198,7 +198,7 @@ class Schedule:
 
 
 class Span(NamedTuple):
-    """The segments of the schedule, from `first` to `last`, in which a buffer is alive."""
+    """The segments of a `Timeline`, from `first` to `last`, in which its buffer number `buffer` is alive."""
 
     first: int
     last: int

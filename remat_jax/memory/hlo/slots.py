@@ -110,7 +110,7 @@ def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
 
 
 def _value(instruction: Instruction, counters: dict[int, int], given: Callable[[int], int] | None) -> int:
-    """The integer value of a scalar instruction, from the loop's `counters` by tuple index and the `given` parameters."""
+    """A scalar's integer value. `counters` has the loop's counters by index in its state; `given` returns a parameter."""
     opcode = instruction.opcode
     if opcode == "constant":
         return int({"true": 1, "false": 0}.get(instruction.argument, instruction.argument))
