@@ -133,7 +133,7 @@ class _Values:
         return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
 
     def of_inner(self, eqn: Any, inputs: Sequence[int], primal_only: Sequence[bool]) -> list[int]:
-        """The numbers of an inner jaxpr's inputs: those of a call's operands; in a loop or branch, one per `primal_only` input."""
+        """The numbers of an inner jaxpr's inputs: a call's operands; in a loop or branch, one for each `primal_only` input."""
         if eqn.primitive.name in _CALLS and len(inputs) == len(primal_only):
             return list(inputs)
         places = (place if flag else -1 for place, flag in zip(itertools.accumulate(primal_only), primal_only, strict=True))
@@ -171,7 +171,7 @@ class _Namer:
     def run(
         self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], primal_only: Sequence[bool], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Evaluate `jaxpr`, naming its arrays. `primal_only`: which inputs depend on primals only. `numbers`: the inputs' numbers."""
+        """Evaluate `jaxpr` and name its arrays. `primal_only` inputs depend on primals only; `numbers` are the inputs' numbers."""
         names = _given_names(jaxpr)
         fixed = flagged(jaxpr, primal_only, all_inputs)
         number = dict(zip(jaxpr.jaxpr.invars, numbers or map(self.values.number, itertools.count()), strict=False))

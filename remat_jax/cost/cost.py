@@ -1,4 +1,4 @@
-"""The cost of running a jaxpr, kernel by kernel. `docs/how/cost_model.md` says what forms a kernel."""
+"""The cost of running a jaxpr, GPU kernel by GPU kernel. `docs/how/cost_model.md` says what forms a kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Cost:
         return float(sum(times * work.bytes for work, times in self.kernels))
 
     def seconds(self, rates: Rates) -> float:
-        """The total time of all kernels. A kernel takes its compute time or its memory time, whichever is longer."""
+        """The estimated time of all kernels in seconds. A kernel takes its compute or its memory time, whichever is longer."""
         return sum(times * rates.seconds(work.flops, work.bytes) for work, times in self.kernels)
 
     def times(self, rounds: int) -> Cost:
@@ -38,7 +38,7 @@ class Cost:
         return Cost(tuple((work, times * rounds) for work, times in self.kernels))
 
     def scaled(self, factors: Mapping[str, float], traffic: float) -> Cost:
-        """The cost with bytes multiplied by `traffic`, and operations by `factors[dtype]` (by `traffic` without a factor)."""
+        """The cost with bytes times `traffic`, and operations times `factors[dtype]` (times `traffic` if that is missing)."""
 
         def scaled(work: Work) -> Work:
             flops = {dtype: factors.get(dtype, traffic) * count for dtype, count in work.flops.items()}
@@ -101,10 +101,11 @@ def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
 
 
 def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: Rates) -> dict[FlatEqn, float]:
-    """The time of each equation in seconds. The times add up to `flat_cost(eqns, outputs).seconds(rates)`.
+    """Each equation's part of the time in seconds. The parts add up to `flat_cost(eqns, outputs).seconds(rates)`.
 
     A memory-bound kernel's time is divided in proportion to its equations' bytes, a compute-bound kernel's in proportion to
-    their operations. If several equations of a kernel read an array, its bytes count for the first. Inner arrays are free.
+    their operations. If several equations of a kernel read an array, its bytes count for the first. An array that stays
+    inside a kernel has no bytes.
     """
     result = dict.fromkeys(eqns, 0.0)
     for kernel in _kernels(eqns, outputs):
@@ -132,7 +133,7 @@ def _together(parts: Parts) -> Work:
 
 
 def _kernels(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[Parts | tuple[FlatEqn, Cost]]:
-    """Yield each kernel, and each loop or branch with its cost."""
+    """Yield each kernel, and each `scan`, `while` or `cond` with its cost."""
     outputs = [array for array in outputs if not array.literal]
     eqns = region(eqns, outputs)
     fusions, roots = _fusions(eqns)
@@ -147,7 +148,7 @@ def _kernels(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[Part
 
 
 def materialised(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> tuple[set[Array], dict[Array, Array]]:
-    """The arrays that the kernels of a flat program write to device memory, and the array behind each view."""
+    """The arrays that the kernels of a flat program write to device memory, and a map from each view to the array behind it."""
     fusions, roots = _fusions(eqns)
     kept = {roots.get(array, array) for array in outputs}
     fusion_of = {eqn: number for number, members in enumerate(fusions) for eqn in members}
@@ -178,10 +179,10 @@ def _structured(eqn: FlatEqn) -> Cost | None:
 
 
 def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, Array]]:
-    """The groups of equations that each fuse into one kernel, and the array behind each view.
+    """The groups of equations that each fuse into one kernel, and a map from each view to the array behind it.
 
-    An equation fuses with the producers of its operands. Its level is the largest number of equations that do not fuse on any
-    path to it. Only equations of equal level fuse, so fusion stays acyclic.
+    An equation fuses with those equations that compute its operands and have its level. The level of an equation is the largest
+    number of unfusable equations on a path to it. So no kernel depends on its own result through another kernel.
     """
     roots: dict[Array, Array] = {}
     level: dict[Array, int] = defaultdict(int)
@@ -247,7 +248,7 @@ def _fused(
 
 
 def _operations(eqn: FlatEqn) -> int:
-    """The number of operations: one per element written, or per element read in a reduction; none if data only moves."""
+    """The number of operations: one per element written; in a reduction one per element read; 0 if data only moves."""
     if eqn.primitive in _MOVES:
         return 0
     if eqn.primitive in _REDUCTIONS:
@@ -256,5 +257,5 @@ def _operations(eqn: FlatEqn) -> int:
 
 
 def _vector_dtype(eqn: FlatEqn) -> str:
-    """The dtype whose units run elementwise work: float64 for float64 and complex128 results, else float32."""
+    """The dtype at whose rate elementwise work runs: float64 for float64 and complex128 results, else float32."""
     return "float64" if any(dtype_of(array) in ("float64", "complex128") for array in eqn.outputs) else "float32"

@@ -1,4 +1,4 @@
-"""Counts the matrix multiplications and FLOPs that a jaxpr executes, with dead code removed and loops unrolled."""
+"""Counts the matmuls and FLOPs that a jaxpr executes: not those in dead code, and those in a scan once per iteration."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ _SAME_VALUE = frozenset({"device_put", "sharding_constraint", "pvary", "pcast"})
 
 @dataclass(eq=False)
 class Array:
-    """An array of a flat program. Arrays are compared by identity; `names` are its residual names, in the order of naming.
+    """An array of a flat program, compared by identity. `names` are its residual names, the first given name first.
 
-    `share` is the fraction of the array that one device holds if the program is partitioned.
+    `share` is the fraction of the array in the memory of one device. `literal` marks a constant written in the jaxpr.
     """
 
     aval: Any
@@ -70,7 +70,7 @@ class Flat:
     outputs: tuple[Array, ...]
 
     def copied(self, copies: dict[Array, Array]) -> Flat:
-        """The same program with copies of its arrays. `copies` maps arrays to copies; new copies are added to it."""
+        """The same program with copies of its arrays: those in `copies`, and new copies, which are added to `copies`."""
 
         def each(arrays: Iterable[Array]) -> tuple[Array, ...]:
             return tuple(copies.setdefault(array, replace(array, names=list(array.names))) for array in arrays)

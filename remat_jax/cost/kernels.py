@@ -1,4 +1,4 @@
-"""The work of operations that do not fuse: matrix products, convolutions, attention, factorisations, Pallas kernels."""
+"""The work of operations that do not fuse: matmuls, convolutions, attention, factorisations, Pallas kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remat_jax.cost.flat import Array, FlatEqn
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one kernel: operations by the dtype whose units run them, and bytes of device memory read and written."""
+    """The work of one GPU kernel: operations by the dtype at whose rate they run; bytes of device memory read and written."""
 
     flops: Mapping[str, float] = field(default_factory=dict)
     bytes: float = 0.0
@@ -49,7 +49,7 @@ def _touched(eqn: FlatEqn) -> float:
 
 
 def _units(eqn: FlatEqn) -> str:
-    """The dtype whose units run a matmul: that of the narrower operand. Float32 runs as tensorfloat32 by default."""
+    """The dtype at whose rate a matmul runs: that of the narrower operand; tensorfloat32 for float32 at default precision."""
     dtypes = [dtype_of(array) for array in eqn.inputs[:2]]
     dtype = min(dtypes, key=lambda name: eqn.inputs[dtypes.index(name)].aval.dtype.itemsize)
     precision = eqn.eqn.params.get("precision")
@@ -62,7 +62,10 @@ def _product(eqn: FlatEqn) -> Work:
 
 
 def _attention(eqn: FlatEqn) -> Work:
-    """Attention: two matmuls (five in the backward pass) of 2 · b · s · t · h · d operations; scores are never in memory."""
+    """Attention: two matmuls (five in the backward pass), in one kernel, so that the scores are never in device memory.
+
+    For a batch of b, s queries, t keys and h heads of width d, each matmul has 2 · b · s · t · h · d operations.
+    """
     query, key = eqn.inputs[0].aval.shape, eqn.inputs[1].aval.shape
     products = 5 if "bwd" in eqn.primitive else 2
     layout = eqn.eqn.params.get("layout", 0)
@@ -108,7 +111,7 @@ def _sort(eqn: FlatEqn) -> Work:
 
 
 def _pallas(eqn: FlatEqn) -> Work:
-    """The kernel's `cost_estimate`; without it, the matmuls of its body for each program of the grid, and each array once."""
+    """The kernel's `cost_estimate`; without it, the operations of its matmuls, and the bytes of each array once."""
     estimate = eqn.eqn.params.get("cost_estimate")
     dtype = dtype_of(eqn.inputs[0]) if eqn.inputs else "float32"
     return Work({dtype: _pallas_flops(eqn.eqn)}, _touched(eqn) if estimate is None else float(estimate.bytes_accessed))
@@ -123,7 +126,7 @@ def _pallas_flops(eqn: Any) -> float:
 
 
 def named_kernels(jaxpr: Any) -> dict[str, float]:
-    """The operations of the Pallas kernels in a program, by name. A name is omitted if its kernels differ in operations."""
+    """Name of a Pallas kernel in the closed `jaxpr` → its operations. A name of kernels with different work is left out."""
     flops_by_name: dict[str, set[float]] = {}
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "pallas_call":
@@ -132,7 +135,7 @@ def named_kernels(jaxpr: Any) -> dict[str, float]:
 
 
 def kernel_flops(jaxpr: Any) -> int:
-    """The operations of the matmuls in a kernel's body.
+    """The operations of the matmuls in the body of a Pallas kernel, for one program of its grid.
 
     A loop of unknown length is assumed to run until it has read its arrays once. It is assumed to stop halfway if its bounds
     depend on the program's index in the grid, as in causal attention.

@@ -17,7 +17,7 @@ WHOLE = ("memory_bytes", "host_memory_bytes")
 SIZES_AND_RATES = (*WHOLE, "hbm_bytes_per_s", "host_link_bytes_per_s", *LINKS)
 SECONDS = ("launch_seconds", "copy_seconds", "device_link_seconds", "network_seconds")
 REACHED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", *LINKS, *SECONDS, "hidden_share")
-"""The rates and latencies that programs reach: published (`reached`), or measured by `remat-jax calibrate` (`measured`)."""
+"""The rates and latencies in the tables `reached` (published measurements) and `measured` (by `remat-jax calibrate`)."""
 MEASURED = (*REACHED, "products", "source")
 COMPILER_NUMBERS = (
     *("core_count", "fpus_per_core", "clock_rate_ghz", "threads_per_core_limit"),
@@ -39,7 +39,7 @@ _ALL_GPUS = """\
 
 
 def checked_entry(name: str, given: object) -> dict[str, Any]:
-    """The unchanged entry of the target `name`; a `TargetError` if it is invalid."""
+    """The entry `given` of the target `name`, unchanged. Raises TargetError if it is invalid."""
     entry = _as_table(name, given)
     unknown = sorted(set(entry) - set(KEYS))
     missing = sorted(set(REQUIRED) - set(entry))
@@ -158,7 +158,7 @@ def is_figure(value: object) -> bool:
 
 
 def compiler_description(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -> str:
-    """XLA's description of a GPU that need not be attached, a `GpuTargetConfigProto` as text."""
+    """XLA's description of a GPU, a `GpuTargetConfigProto` as text, with which XLA compiles for it without such a GPU."""
     missing = [f"compiler.{key}" for key in COMPILER if key not in compiler]
     missing += [key for key in ("memory_bytes", "hbm_bytes_per_s") if key not in facts]
     unknown = sorted(set(compiler) - set(COMPILER))

@@ -9,11 +9,14 @@ from functools import lru_cache
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """The tile sizes of cuBLAS and CUTLASS, in rows and columns of the result. A multiprocessor computes one tile at a time."""
 SPLITS = (1, 2, 4, 8)
-"""The split-k factors: the numbers of multiprocessors among which the sum over k may be split."""
+"""The split-k factors: the numbers of multiprocessors among which a tile's sum over k may be split."""
 FILL = 192
-"""The cost of filling and draining a tile's pipeline, in terms of the sum over k. Three stages of 64 terms are assumed."""
+"""An assumption: filling and draining a tile's pipeline costs as much as 192 more terms of the sum over k (3 stages of 64)."""
 REUSE = 16.0
-"""Assumed: a tile with r multiply-adds per loaded number has a rate of r / (r + REUSE); 64 × 64 has 4/5 of 256 × 128's."""
+"""An assumption: a tile with r multiply-adds for each number that it loads reaches the share r / (r + REUSE) of the rate.
+
+So a tile of 64 × 64 has 4/5 of the rate of a tile of 256 × 128.
+"""
 REFERENCE = 8192
 """A target's rate is that of a square matmul of this size."""
 

@@ -23,7 +23,7 @@ Large matmuls, PCIe copies and collectives commonly reach four fifths of a data 
 """
 LAUNCH_SECONDS, COPY_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 5e-6, 4e-6, 10e-6
 """The assumed latencies of a kernel launch, a copy to or from the host, and messages within and between hosts."""
-# For a dtype without a rate, the dtype whose units can run it. The chain is followed until a dtype has a rate.
+# For a dtype without a rate, the dtype whose rate is used instead; if that one has no rate either, its entry is used in turn.
 _FALLBACK = {
     **dict.fromkeys(("tensorfloat32", "complex64", "float64", "int32", "uint32", "int64", "uint64"), "float32"),
     **dict.fromkeys(("int16", "uint16", "bool"), "float32"),
@@ -46,9 +46,9 @@ class Links:
     """The links between devices. Rates are for one device and one direction.
 
     Attributes:
-        device_bytes_per_s: between the devices of a host.
-        network_bytes_per_s: between hosts, for each device; None if unknown.
-        device_seconds, network_seconds: the latency of one message over either link.
+        device_bytes_per_s: the rate between the devices of a host.
+        network_bytes_per_s: the rate of one device's part of the network between hosts; None if unknown.
+        device_seconds, network_seconds: the latency of one message between devices of a host, and between hosts.
 
     >>> links = Links(100.0, 10.0)
     >>> links.seconds("all-gather", 800.0, 8)  # seven eighths come from others
@@ -72,7 +72,8 @@ class Links:
         """The seconds of one collective among `devices` on `hosts`; None if the network rate is needed but unknown.
 
         `size` is the bytes on one device of the operand or the result, whichever is larger. The slowest link sets the rate. The
-        network between hosts has the combined rate of a host's participating devices. The latency is that of a message tree.
+        network between hosts has the combined rate of a host's participating devices. The latency is that of
+        log₂ (devices of a host) messages inside the host, one after another, and then log₂ (hosts) messages between hosts.
         """
         if devices < 2:
             return 0.0
@@ -95,13 +96,14 @@ class Rates:
     Attributes:
         flops: floating-point operations per second by dtype name.
         hbm_bytes_per_s: the rate of device memory, reading and writing together.
-        out_bytes_per_s, in_bytes_per_s: the rates of the link to host memory, from the device and to it; None if there is no
-            link, as on a CPU, which has one memory.
+        out_bytes_per_s, in_bytes_per_s: the rates of copies from the device to host memory, and back; None if there is no link,
+            as on a CPU, which has one memory.
         hidden_share: the share of compute that a copy can overlap, from 0 to 1.
         launch_seconds: the latency of a kernel launch.
         copy_seconds: the latency of a copy to or from the host.
         cores: the number of multiprocessors that share a matmul's tiles; None if every matmul reaches the full rate.
-        products: the measured rates of square matmuls by dtype and size, used instead of the tile model.
+        products: dtype → side of a square matmul → its measured operations per second. Between these sizes rates are
+            interpolated; `cores` is not used for these dtypes.
         links: the links between devices; None if there are none or they are unknown.
         source: the origin of each figure, by attribute name.
         assumed_dtypes: the dtypes whose rate was not measured.
@@ -150,7 +152,7 @@ class Rates:
 
     @classmethod
     def of(cls, target: Target | str) -> Rates:
-        """The rates of a target: measured on it, else from published measurements, else a share of the nominal rates.
+        """The rates of a target. Each was measured on it, or else is a published measurement, or a share of the nominal rate.
 
         The rates of the CPU are assumed until `remat-jax calibrate` measures them.
 
@@ -169,11 +171,11 @@ class Rates:
         return cls(**_figures(described))
 
     def flops_per_s(self, dtype: str) -> float:
-        """The rate for a dtype: its own, or the rate of its `fallback`; `TargetError` without either."""
+        """The rate for a dtype in operations per second: its own, or that of its `fallback`; `TargetError` without either."""
         return self.flops[self.fallback(dtype)]
 
     def fallback(self, dtype: str) -> str:
-        """The dtype whose rate is used for `dtype`: `dtype` if it has a rate, else the nearest dtype whose units can run it.
+        """The dtype whose rate is used for `dtype`: `dtype` itself if it has a rate, else the first substitute that has one.
 
         >>> Rates({"float32": 1.0}, 1.0).fallback("tensorfloat32")
         'float32'
@@ -192,7 +194,7 @@ class Rates:
         return tried[-1]
 
     def seconds(self, flops: Mapping[str, float], size: float) -> float:
-        """The time of the operations (by dtype) or of `size` bytes of memory traffic, whichever is longer."""
+        """The seconds of the operations in `flops`, by dtype, or of `size` bytes of memory traffic, whichever are more."""
         compute = sum(count / self.flops_per_s(dtype) for dtype, count in flops.items() if count)
         return max(compute, size / self.hbm_bytes_per_s)
 
@@ -210,7 +212,7 @@ class Rates:
         return product.flops / (self.flops[dtype] * share)
 
     def assumed(self, dtypes: Iterable[str]) -> tuple[str, ...]:
-        """The names of the unmeasured rates and latencies that affect matmuls of these dtypes.
+        """The names of the rates and latencies that were not measured; `flops` is one only if it is so for one of `dtypes`.
 
         >>> Rates.of("h200").assumed(["bfloat16"])
         ('hidden_share', 'launch_seconds', 'copy_seconds', 'network_seconds')

@@ -23,7 +23,7 @@ _SEVERAL = re.compile(r"(?:(?P<hosts>\d{1,6})x)?(?P<each>\d{1,6})x(?P<one>(?!\d+
 MOST_BYTES = 2**16
 """The largest target file that is read."""
 MOST_LETTERS = 2_000
-"""The longest line that is read: parsing time is quadratic in the number of parts of a dotted key."""
+"""The most characters in a line that is read: parsing time is quadratic in the number of parts of a dotted key."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,14 @@ class Target:
         device_link_bytes_per_s: rate of the links to the other devices of the host, each way.
         network_bytes_per_s: rate of one device's share of the network between hosts, each way.
         peak_flops: FLOPs per second by dtype name, dense; ``tensorfloat32`` is float32 at reduced matmul precision.
-        compiler_description: XLA's description of an absent GPU, a ``GpuTargetConfigProto`` as text; None for the CPU.
+        compiler_description: XLA's description of the GPU, a ``GpuTargetConfigProto`` as text. None for the CPU, and for
+            a GPU whose table has none: XLA cannot compile for it.
         devices: the number of devices on all hosts together.
         hosts: the number of hosts, each with the same number of devices.
         device_kinds: JAX's names for the device (``device_kind``), the usual name first.
         attached: whether the device is attached, so that programs can run on it.
         source: the origin of each figure, by attribute name.
-        core_count: multiprocessors of a GPU.
+        core_count: the number of multiprocessors of a GPU.
         reached: published measurements of rates and latencies, with a ``source`` for each figure.
         measured: the rates that ``remat-jax calibrate`` measured, with one ``source``; preferred to ``reached``.
 
@@ -137,7 +138,7 @@ def targets() -> tuple[str, ...]:
 
 
 def _of_kind(device_kind: str, table: Mapping[str, Target]) -> Target | None:
-    """The target with JAX's or the driver's name ``device_kind``."""
+    """The target whose device has the name ``device_kind`` in JAX or in the driver; None if there is none."""
     wanted = device_kind.lower()
     return next((each for each in table.values() if wanted in map(str.lower, each.device_kinds)), None)
 
@@ -191,7 +192,7 @@ def _text_of_table() -> str:
 
 
 def read_table(text: str) -> dict[str, Target]:
-    """The targets that a TOML text describes, by name; a `TargetError` if the text is invalid."""
+    """Name → target, for the targets that a TOML text describes. Raises TargetError if the text is invalid."""
     longest = max(map(len, text.splitlines()), default=0)
     if longest > MOST_LETTERS:
         raise TargetError(

@@ -69,7 +69,8 @@ def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
 def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...], devices: int = 1) -> tuple[Advice, ...]:
     """Changes that would save at least 2 % of a compiled step's device memory, the largest first; empty for the CPU.
 
-    `sizes` are the compiled sizes of the workload's step under any policy, on `devices`; `products` are its `traced_products`.
+    `sizes` are the compiled sizes of the workload's step under any policy on a mesh of `devices` devices; `products` are the
+    workload's `traced_products`.
     """
     if sizes.timeline is None:
         return ()
@@ -125,7 +126,8 @@ class _Adviser:
     def _is_product(self, buffer: LiveBuffer, products: list[SoftmaxProduct]) -> bool:
         """Whether a buffer is the result of one of the `products`, or is computed elementwise from such a result."""
         primitive = buffer.name.rpartition(":")[2]
-        # Backward matmuls compute gradients of their operands, and the gradient of a head may be as large as the logits.
+        # A backward matmul computes the gradient of an operand, such as the weights of an output head. It may be as large as
+        # the logits.
         is_gradient = buffer.phase == "backward" and primitive in ("dot_general", "transpose")
         is_unnamed = self._is_unnamed(buffer)
         if buffer.phase in ("argument", RESULT) or is_gradient or (buffer.phase == "other" and not is_unnamed):
@@ -183,7 +185,7 @@ class _Adviser:
         arguments = [self.step.local_arguments[place] for place in undonated]
         twice = sum(map(device_bytes, arguments))
         elements = {math.prod(leaf.shape) for leaf in jax.tree.leaves(arguments)}
-        # Before a result is written, its buffer serves as scratch. With donation, this scratch needs memory of its own.
+        # XLA uses a result's buffer for temporary arrays until the result is written. With donation they need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
         names = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]
@@ -221,7 +223,7 @@ class _Adviser:
 
 
 def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:
-    """Whether all arrays of the batch have the same, even number of rows on each device."""
+    """Whether the leading axes of all arrays of the batch have one even length on each device."""
     if not workload.has_loss:
         return False
     batch = jax.tree.leaves(local_arguments[len(local_arguments) - len(workload.batch) :])

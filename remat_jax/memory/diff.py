@@ -35,8 +35,8 @@ _KEPT = (Action.SAVE.value, Action.OFFLOAD.value)
 class Move:
     """A residual with different actions under the two policies; `bytes` is the size of all `count` arrays.
 
-    The action is `not kept` if the backward pass does not read the array under a policy that saves everything. An example is
-    the output of a matmul whose activation is saved.
+    `before` and `after` are the actions. `not kept` means that the backward pass would not read the array even if everything
+    were saved. An example is the output of a matmul: the backward pass reads the saved activation that is computed from it.
     """
 
     name: str
@@ -63,10 +63,12 @@ class PolicyDiff:
     """The difference between two policies; every difference is after − before.
 
     Attributes:
+      before, after: the reports of `measure` under the two policies.
       moves: the residuals whose action changes, the largest first.
-      recompute_flops: (before, after): the FLOPs of the matmuls that a step recomputes, without matmuls inside kernels. None
-        if a loop of unknown length contains matmuls.
-      recomputed: module path → (before, after) FLOPs. Paths that differ only in a layer's number are joined.
+      recompute_flops: (before, after): the FLOPs of the matmuls that a step recomputes, without matmuls inside Pallas and cuDNN
+        kernels. None if a loop of unknown length contains matmuls.
+      recomputed: module path → (before, after): the module's part of these FLOPs. Paths that differ only in a layer's number
+        are joined. Empty if `recompute_flops` is None.
     """
 
     before: MemoryReport
@@ -92,7 +94,7 @@ class PolicyDiff:
         }
 
     def tables(self) -> list[Any]:
-        """The tables of residuals that move and of recomputed matmuls, unless empty, and the table of totals."""
+        """The table of residuals that move, the table of recomputed matmuls (neither if empty), and the table of totals."""
         return [part for part in (self._moved(), self._products(), self._totals()) if part is not None]
 
     def __str__(self) -> str:
@@ -194,7 +196,7 @@ def _moves(before: ResidualTable, after: ResidualTable) -> tuple[Move, ...]:
 
 
 def _moves_of_name(before: list[Residual], after: list[Residual]) -> list[Move]:
-    """The moves of one name: saved or offloaded rows are paired in order; a missing row counts as recomputed or not kept."""
+    """The moves of one name. Saved and offloaded rows are paired in order; a missing row counts as recomputed or not kept."""
     if {(row.action, row.bytes) for row in before} == {(row.action, row.bytes) for row in after}:
         return []
     moves = []

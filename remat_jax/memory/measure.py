@@ -36,12 +36,12 @@ def measure(
 ) -> MemoryReport:
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed.
 
-    If the policy or a `replan` in the loss offloads, the step with `save` for `offload` is compiled too, for the receipt.
-    Reports are cached with the workload object. Programs compiled for a GPU are also cached on disk
-    (`remat_jax.memory.compile.cache`).
+    If the policy offloads, or the policy of a `replan` in the loss does, a second step that saves these residuals is compiled
+    too: the receipt compares both steps. Reports are cached as long as the workload object exists. Programs compiled for a GPU
+    are also cached on disk (`remat_jax.memory.compile.cache`).
 
-    A workload with a mesh needs a target with as many devices (`"8x8xh200"`); the report is for one device. On the target
-    `"attached"`, the GPU of this machine, the step also runs once, on random numbers: `measured_peak_bytes` is its peak.
+    A workload with a mesh needs a target with as many devices (`"8x8xh200"`); the report's sizes are for one device. On the
+    target `"attached"`, the GPU of this machine, the step also runs once, on random numbers: `measured_peak_bytes` is its peak.
 
     Args:
       policy: a policy, its name or text, a JAX policy object, policies by layer, or a mapping from block to any of these.
@@ -49,11 +49,11 @@ def measure(
       timeout: the limit in seconds for compiling, and for each run on an attached GPU.
       memory_limit: a device memory limit for XLA, written like a budget: bytes, a text (`"40GiB"`, `"80%"`) or a share (0.8).
         XLA rematerialises by itself to meet the limit, but the step may still need more. Run the step with
-        `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, 76 % of the device's memory; a
+        `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, about 76 % of device memory. A
         larger limit has no effect.
 
     Raises:
-      TargetError: the target is unknown, or no GPU is attached.
+      TargetError: the target is unknown, XLA cannot compile for it, or it is `"attached"` and this machine has no GPU.
       ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is not an amount of
         the target's memory, or is given for a CPU.
       UnsupportedError: the target has several devices, but the workload has no mesh; or its compiler is not installed.
@@ -82,7 +82,7 @@ def measure_many(
     *,
     memory_limit: Any = None,
 ) -> list[MemoryReport]:
-    """`measure` for several policies, compiled in parallel; another thread calls `on_done` for each compiled policy."""
+    """`measure` for several policies, compiled in parallel; another thread calls `on_done` with each compiled policy's text."""
     described = target if isinstance(target, Target) else target_named(target)
     limit = limit_bytes(memory_limit, described)
     check_devices(workload, described)
@@ -102,7 +102,7 @@ _reports: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref
 
 @dataclass(frozen=True)
 class _NothingOffloaded:
-    """A policy for a workload whose loss was replanned with an offload, to be measured without that offload."""
+    """`policy` for a step whose loss, made by a `replan` that offloads, saves the offloaded residuals instead."""
 
     policy: Any
 
@@ -145,7 +145,7 @@ def _measured(
 
 
 def _baseline(workload: Workload, policy: Any) -> Any:
-    """`policy` with `save` for `offload`, in the policy itself or in the replanned loss; None if nothing is offloaded."""
+    """A policy that saves the residuals that `policy` or a `replan` in the loss offloads; None if neither offloads any."""
     saving = tuple((block, _saving(of_block)) for block, of_block in policy) if isinstance(policy, tuple) else _saving(policy)
     if saving != policy:
         return saving
@@ -162,7 +162,7 @@ def _step(workload: Workload, policy: Any) -> TrainingStep:
 
 
 def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
-    """The loss, replanned with `save` for `offload`; None if `replan` offloads nothing in the loss."""
+    """The loss with its offloaded residuals saved; None if the loss was not made by a `replan` that offloads."""
     replanned = replanned_from(workload.own_loss) if workload.own_loss is not None else None
     if replanned is None or not _offloads(replanned[1]):
         return None
@@ -175,7 +175,8 @@ def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
     with silenced():  # the report has the same warning
         if not workload.has_loss:
             return None
-        # Recomputed rows are needed only for the warning that the model's own checkpoints overrule the policy.
+        # Listing recomputed residuals takes a second trace. Only a model that keeps its own checkpoints needs it: the rows show
+        # whether these checkpoints overrule the policy.
         return (residuals if workload.own.keeps else kept_residuals)(workload, _given(policy))
 
 
@@ -192,7 +193,7 @@ def _keys(policies: Sequence[Any]) -> dict[Any, str]:
 
 
 def numbered(text: str, others: Iterable[str]) -> str:
-    """`text`, with a number if it is among `others`, because two JAX policy objects may have the same name."""
+    """`text`, with a number added if `others` has the same text, because two JAX policy objects may have the same name."""
     alike = sum(other == text or other.startswith(f"{text} (") for other in others)
     return f"{text} ({alike + 1})" if alike else text
 
@@ -202,7 +203,7 @@ def _offloads(policy: Any) -> bool:
 
 
 def _saving(policy: Any) -> Any:
-    """`policy` with its offloaded residuals saved. The rule for `@inputs` is dropped: inputs stay on the device anyway."""
+    """`policy` with its offloaded residuals saved. `@inputs` is dropped: a checkpoint keeps its inputs on the device anyway."""
     if not _offloads(policy):
         return policy
     if isinstance(policy, LayerPolicies):

@@ -20,12 +20,13 @@ class Receipt:
     """The compiled effect of an offload.
 
     Attributes:
-      offered_bytes: the bytes of the residuals that the policy offloads, on all devices together; from the linearisation.
-      host_bytes: the bytes of the compiled step's temporary buffers in host memory.
-      returned_bytes: the device memory saved in comparison with the same policy with `save` for `offload` (offloaded inputs
-        then stay on the device); None if the step with `save` was not compiled.
-      warnings: failures of the offload. On a mesh, the host holds a replicated residual once for each device. These copies may
-        hide that another residual is missing.
+      offered_bytes: the bytes of the residuals that the policy offloads, on all devices together, as JAX's linearisation lists
+        them; None for a workload made by `Workload.from_step`.
+      host_bytes: the bytes of the compiled step's temporary buffers in host memory, for one device.
+      returned_bytes: how much more device memory the step needs if these residuals are saved; None if the step that saves them
+        was not compiled.
+      warnings: failures of the offload. On a mesh, the host holds a replicated residual once for each device. With these copies
+        the bytes on the host may suffice although another residual is missing there.
       shared: the offloaded inputs that stay on the device because several blocks read them; not in `offered_bytes`.
     """
 
@@ -40,18 +41,20 @@ class Receipt:
 class MemoryReport:
     """The memory of one training step under one policy, as compiled for one target, in bytes.
 
-    On a mesh all figures are for one device, except residuals and `offered_bytes`, which are for all devices together.
+    On a mesh all figures are for one device, except the bytes of residuals and the receipt's `offered_bytes`, which are for all
+    devices together.
 
     Attributes:
-      workload, policy, target: the arguments of the measurement.
+      workload, policy, target: the workload's name, the policy's text and the target's name.
       device_bytes: device memory, which is arguments + outputs − aliased + temp. Host memory never counts.
       temp_bytes: device memory of temporary buffers, including saved residuals.
       host_bytes: host memory of temporary buffers, arguments and outputs.
       argument_bytes, output_bytes, alias_bytes: device memory of arguments, outputs, and outputs that reuse an argument.
-      residual_device_bytes, residual_host_bytes: saved and offloaded residuals in the linearisation; None for a finished step.
+      residual_device_bytes, residual_host_bytes: the bytes of the saved and of the offloaded residuals, as JAX's linearisation
+        lists them; None for a workload made by `Workload.from_step`.
       receipt: the effect of the offload; None if the policy offloads nothing.
       live: the device buffers alive at the peak, the largest first; empty for the target `cpu`.
-      measured_peak_bytes: the allocator's peak on an attached device; None elsewhere.
+      measured_peak_bytes: the allocator's peak in a run on the target `attached`; None for other targets.
       jax_version: the JAX version that compiled the step.
       overlap: how much of the copies to and from the host overlaps compute; None if nothing is copied, or a rate is unknown.
       devices, hosts: the number of devices among which the step is partitioned, and the number of their hosts.
@@ -59,15 +62,16 @@ class MemoryReport:
       host_warning: a warning if the hosts have too little memory; None if their memory suffices or is unknown.
       policy_warning: a warning if the model's own checkpoints overrule the policy; else None.
       compiler_warning: what the compiler could not do without a GPU, and the effect on the figures; else None.
-      replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced. A scanned
-        block counts once.
+      replaced_checkpoints: how many of the model's own checkpoints the policy replaced, because they are around blocks. A
+        checkpoint in a scan counts once.
       memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
-      compiler_options: the limit for `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's own is lower.
+      compiler_options: the limit for `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's own one is lower.
       seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
         target. None for the target `cpu`, and if a rate is unknown; `no_time` gives the reason.
       compute_seconds: the part of `seconds` in which compute runs. In the rest, compute waits for copies and collectives.
-      exchanges: the collectives in the schedule: their bytes, time and overlap; None if there are none.
-      untimed: custom calls and instructions with unknown operations. Their time is that of their bytes.
+      exchanges: the bytes, the time and the overlap of the collectives; None if there are none, or `seconds` is None.
+      untimed: targets of custom calls, and opcodes, whose arithmetic the model does not know. Their time is that of the bytes
+        that they move.
       assumed_rates: the names in `Rates` of the rates that were not measured on such a device.
       advice: changes beyond the policy that each save at least 2 % of `device_bytes`; empty for the target `cpu`.
 
@@ -131,7 +135,7 @@ class MemoryReport:
 
     @property
     def exchanged_bytes(self) -> int:
-        """The bytes at the peak that a collective reads or writes, without arguments of the step, copies and transposes."""
+        """The bytes at the peak in buffers that collectives read or write. The step's arguments, and copies, do not count."""
         return sum(buffer.nbytes for buffer in self.live if buffer.collective and buffer.phase != "argument")
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,7 +155,7 @@ class MemoryReport:
         return dict(parts.most_common())
 
     def live_table(self, rows: int = 20) -> Any:
-        """A table of the live buffers at the peak by module and phase. After `rows` lines, one line has the rest."""
+        """A table of the live buffers at the peak, by module and phase. After `rows` lines, one line sums up the others."""
         parts = list(self.live_bytes_by_module.items())
         lines = [(module or "(elsewhere)", phase, format_bytes(nbytes)) for (module, phase), nbytes in parts[:rows]]
         if len(parts) > rows:
@@ -210,7 +214,7 @@ class MemoryReport:
         return "\n".join([*remarks, *(f"warning: {warning}" for warning in self.warnings)]) or None
 
     def _estimate(self) -> str:
-        """The time of the step as text, with the compute time if the step waits; a range if rates are assumed."""
+        """The step's estimated time as text: a range if rates are assumed, with the compute time if the step has transfers."""
         if self.seconds is None:
             return f"not known: {self.no_time}"
         text = format_estimate(self.seconds, bool(self.assumed_rates))

@@ -37,11 +37,11 @@ class Residual:
       name: the residual name; `module/path:primitive` for arrays made outside the blocks, `…:carry#k` for a scan's carry.
       shape, dtype: the shape and dtype of one array; a scanned residual has the layers as its first axis.
       bytes: the size of all `count` arrays together.
-      action: the policy's action.
+      action: `save`, `offload` or `recompute`.
       source: the user's source line.
       count: the number of arrays of this name.
       scanned: whether the array is an output of a `scan`, with the layers stacked.
-      layers: under policies by layer, the residual's range of layers as (start, stop), counted from 0.
+      layers: under policies by layer, the residual's range of layers as (start, stop), counted from 0; else None.
     """
 
     name: str
@@ -85,7 +85,7 @@ class ResidualTable:
       warning: a warning if the policy has no effect, because the blocks are inside the model's own checkpoints.
       shared: the offloaded inputs that stay on the device because several blocks read them, the largest first. An input that is
         an argument of the loss is not in `rows`.
-      replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced.
+      replaced_checkpoints: how many of the model's own checkpoints the policy replaced, because they are around blocks.
     """
 
     rows: tuple[Residual, ...]
@@ -174,7 +174,7 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     everything = {block: _every_name(as_block_policy(of_block)) for block, of_block in by_block.items()}
     named, _ = _kept(workload, everything, only_named=True)
     recomputed = [replace(row, action="recompute") for row in named if (row.name, row.layers) not in kept_names]
-    # A policy that recomputes something has an effect. Otherwise one more trace checks whether it has an effect.
+    # If nothing is recomputed, one more trace checks whether the model's own checkpoints overrule the policy.
     warning = None if recomputed else _overruled(workload, everything)
     warn(warning)
     return replace(kept, rows=tuple(_ordered([*kept.rows, *recomputed])), warning=warning)
@@ -186,7 +186,7 @@ def kept_residuals(workload: Workload, policy: Any) -> ResidualTable:
 
 
 def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, set[tuple[str, Any]]]:
-    """The table of saved and offloaded residuals, and further names of the same arrays."""
+    """The table of saved and offloaded residuals, and the other names of these arrays, each with its range of layers."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     workload.require_loss()
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
@@ -198,7 +198,7 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
 
 @contextlib.contextmanager
 def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
-    """Retrace inside this context, then check that each glob of `policies` keeps an array that a gradient reads."""
+    """A context for new traces. At its end, a glob of `policies` that keeps no array that a gradient reads is an error."""
     selecting: list[Policy] = []
     for policy in map(as_block_policy, policies):
         plain = [run[1] for run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]
@@ -234,7 +234,10 @@ def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]
 
 
 def _every_name(policy: Any) -> Policy | LayerPolicies:
-    """A policy that saves everything, with the same runs of layers. Two spellings alternate, because equal runs would merge."""
+    """A policy that saves every named array, with the runs of layers of `policy`.
+
+    Two spellings of it alternate from run to run, because neighbouring runs with equal policies would be merged.
+    """
     if not isinstance(policy, LayerPolicies):
         return _EVERY_NAME
     runs = enumerate(policy.ranges)
@@ -242,7 +245,7 @@ def _every_name(policy: Any) -> Policy | LayerPolicies:
 
 
 def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple[list[Residual], set[tuple[str, Any]]]:
-    """The arrays that pass from the forward to the backward pass, joined by name, and further names of the same arrays.
+    """The arrays that pass from the forward to the backward pass, as one row for each name, and other names of these arrays.
 
     `only_named` leaves out arrays that no policy selects: arrays made outside the blocks, and carries of a scan.
     """

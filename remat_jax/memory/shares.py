@@ -33,7 +33,7 @@ class Shares:
         return self.by_name.get(name, self.mean)
 
     def of_parts(self, parts: int) -> Shares:
-        """The shares of arrays that are split into `parts` parts already, as arrays inside a `shard_map` are.
+        """The shares relative to one of `parts` equal parts, for arrays that have a part's shape, as inside a `shard_map`.
 
         >>> Shares({"x": 0.25, "y": 1.0}, 0.4).of_parts(2)
         Shares(by_name={'x': 0.5, 'y': 1.0}, mean=0.8)

@@ -1,6 +1,6 @@
-"""The matmuls of a traced step whose results a softmax reads: the logits of a head, and the scores of attention.
+"""The matmuls of a traced step whose results a softmax reads: the logits of the output head, and the scores of attention.
 
-No model needs the whole array at once. These matmuls are recognised by an exponential of the same size, not by names.
+No model needs all logits or all scores at once. These matmuls are recognised by an exponential of the same size, not by names.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ class SoftmaxProduct:
     """A matmul whose result a softmax reads.
 
     Attributes:
-      is_head: whether it is the matmul of a head (no batch dimensions, outside loops), not that of queries and keys.
+      is_head: whether the matmul computes the logits of an output head (no batch dimensions, outside loops); else it multiplies
+        queries and keys.
       shape: the result's shape, on all devices together.
       path: the innermost module around both the matmul and the softmax; empty if unknown.
+      source: the user's source line of the matmul.
       read: the number of elements that the softmax reads: all of them, or fewer if the loss leaves out the last token.
     """
 
@@ -40,7 +42,7 @@ class SoftmaxProduct:
 
 @dataclass
 class _Body:
-    """The matmuls and exponentials of a traced body, including the calls in it, with their module paths."""
+    """The matmuls and exponentials of a loop's body or of the code outside loops, calls inlined, each with its module path."""
 
     in_loop: bool
     products: list[tuple[Any, str]] = field(default_factory=list)
@@ -55,7 +57,7 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
         for eqn, path in body.products:
             result = eqn.outvars[0]
             is_head = not _has_batch(eqn)
-            # Scores are an operand of another batched matmul (with the values). A head's matmul is outside loops.
+            # Attention multiplies the scores by the values, in another batched matmul. An output head is outside loops.
             is_candidate = not body.in_loop if is_head else _size(result) in read
             readers = [(atom, module) for atom, module in body.exponentials if is_softmax_of(atom, result, is_head=is_head)]
             if is_candidate and readers:
@@ -89,10 +91,12 @@ def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) ->
 
 
 def is_softmax_of(exponential: Any, product: Any, *, is_head: bool) -> bool:
-    """Whether an exponential may belong to a softmax of `product`: it has as many elements or, for a head, most of the rows.
+    """Whether an exponential may belong to a softmax of the result of the matmul `product`: their shapes are compared.
 
-    Logits may be transposed before the softmax; attention scores may be reshaped as well. A feed-forward matmul may have as
-    many elements as attention scores but has other dimensions, so for a head the dimensions are compared too.
+    For attention the numbers of elements must be equal, because scores may be reshaped before the softmax. A feed-forward
+    matmul may have as many elements as scores, so for an output head the last dimension must be equal too, or all dimensions
+    in another order (transposed logits). With an equal last dimension half of the elements suffice, because a loss may leave
+    out the last token.
     """
     shapes = exponential.aval.shape, product.aval.shape
     size, whole = map(math.prod, shapes)

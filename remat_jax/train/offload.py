@@ -60,8 +60,9 @@ def _owners(paths: Sequence[Path]) -> list[int | None]:
 def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list[int]:
     """The order in which to compute an optimizer's outputs `(updates, state)`, as indices, parameter by parameter.
 
-    A parameter's state comes before its update, which reads the state. Parameters come in the order `made` of the backward
-    pass, so no gradient waits for another parameter's update; parameters with equal `made` come in reverse order of paths.
+    A parameter's state comes before its update, which reads the state. Parameters come in the order in which the backward pass
+    computes their gradients, so no gradient waits for another parameter's update: `made` has the place of each gradient
+    (`_made_at`). Parameters with equal places come in reverse order of their paths.
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []
@@ -131,7 +132,7 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
     def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """`(params, state)` after one step: `update` and `optax.apply_updates` in one, parameter by parameter.
 
-        This needs less memory than the two calls: there XLA delays applying the updates, and keeps all of them to the end.
+        This needs less memory than the two calls, for which XLA applies the updates late, and keeps all of them to the end.
         """
 
         def applied(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
@@ -157,13 +158,13 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     first, up to the share `fraction` of the state's bytes; `placement` lists them. `apply` needs less memory than `update`.
 
     It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are reused),
-    and on a mesh (each array of the state has its parameter's sharding). State saved from either optimizer works in the other.
+    and on a mesh (each array of the state has its parameter's sharding). State saved with one of the two works in the other.
     Under `jit` the updates are bit-equal to those of `tx`; op by op they agree within rounding, because optax compiles parts of
     an update.
 
     All operands of an equation are on the device together: the stacked layers of a `scan` are one leaf, `optax.MultiSteps`
     updates everything in one `cond` (use `accumulate_gradients`), and a norm of all updates needs all of them. With a norm of
-    all gradients and an unrolled stack, XLA's schedule can need more memory than with `tx`, unless the blocks offload too
+    all gradients and unrolled layers, XLA's schedule can need more memory than with `tx`, unless the blocks offload too
     (`offload_inputs`); check with `measure`. The method is that of ZeRO-Offload and Megatron-LM's `HybridDeviceOptimizer`, but
     here the update runs on the device.
 
@@ -221,7 +222,7 @@ def _init(tx: Any, fraction: float, params: Any) -> Any:
 
 
 def _streamed(function: Callable[..., Any], fraction: float, *args: Any) -> Any:
-    """`function(*args)`, where the state, the second argument and the second result, is in host memory."""
+    """`function(*args)` with the moved part of the state, which is the second argument and second result, in host memory."""
     if not fraction:
         return function(*args)
     traced = trace(function, *args)
@@ -256,7 +257,7 @@ def _checked(tx: Any, fraction: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _moved(paths: Iterable[Path], avals: Iterable[Any], fraction: float) -> set[Path]:
-    """The paths of the leaves that live on the host: the largest first, up to a share of `fraction`."""
+    """The paths of the leaves that live on the host: the largest first, but none beyond `fraction` of all bytes."""
     sizes = {
         path: compat.tree_bytes(aval)
         for path, aval in zip(paths, avals, strict=True)

@@ -50,7 +50,10 @@ def structs(tree: Any, argument: str) -> Any:
 
 
 def split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
-    """The trained leaves, the frozen leaves (dicts by path; `params` and {} if `trainable` is None), and a joining function."""
+    """The trained and the frozen leaves, as dicts by path, and a function that joins both to a tree like `params`.
+
+    If `trainable` is None, the trained leaves are `params` itself and the frozen leaves are {}.
+    """
     if trainable is None:
         return params, {}, lambda trained, _: trained
     leaves, treedef = jax.tree.flatten_with_path(params)

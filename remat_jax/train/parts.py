@@ -43,7 +43,8 @@ def accumulate_gradients(
 
     Returns:
       A function `(params, *batch)` that returns `(mean loss over all targets, gradients)`, like `jax.value_and_grad` of the
-      whole batch. For a batch without targets both are 0 if the sums are 0.
+      whole batch. If the batch has no targets, the sums of losses and of gradients are divided by 1 instead of 0. So a sum of 0
+      gives 0, not NaN.
 
     Raises:
       ArgumentError: `n` is not a positive integer or does not divide an array of the batch, `loss` returns another form, or on
@@ -153,9 +154,9 @@ def _parts(result: Any, has_aux: bool) -> Any:
 def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] = 0) -> Callable[P, R]:
     """`fn`, which sums along an axis, run in `n` chunks of this axis with the memory of one chunk.
 
-    Use it for a model's head and its loss: only 1/n of the logits, and of their gradient, is alive at a time. Each chunk is a
-    checkpoint: the backward pass recomputes its logits. For any `n` this costs one more forward pass of the head. Values and
-    gradients are those of `fn`, up to the order of additions.
+    Use it for a model's output head (the matmul that computes the logits) with its loss: only 1/n of the logits, and of their
+    gradient, is in memory at a time. Each chunk is a checkpoint: the backward pass recomputes its logits. For any `n` this
+    costs one more forward pass of the head. Values and gradients are those of `fn`, up to the order of additions.
 
         def head_loss(params, hidden, targets):  # a sum, and the number of its terms
             losses = optax.softmax_cross_entropy_with_integer_labels(hidden @ params["head"], targets)
@@ -170,8 +171,8 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
 
     Chunk i has the positions i, i + n, i + 2n, … of the axis, so an array that is sharded along the axis stays sharded if the
     positions of one chunk divide evenly over the devices. An axis that is not sharded, usually the sequence, is the better
-    choice. `fn` must treat each position independently: shift targets outside `fn`. `rj.replan` does not change the checkpoints
-    of chunks.
+    choice. `fn` must treat each position independently: shift targets outside `fn`. A policy of `rj.replan` does not change the
+    checkpoints of chunks.
 
     Args:
       fn: a function of arrays and pytrees of arrays. Values that it closes over (parameters, a bound Linen module, an NNX

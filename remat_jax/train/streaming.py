@@ -26,8 +26,9 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 class FlatTrace:
     """A traced function of pytrees as a closed jaxpr of their arrays, all in device memory.
 
-    `values` are the arguments' arrays, in the memory as given. `in_paths` and `out_paths` are the paths of inputs and outputs;
-    the first key of an input's path is the argument's position. `finish` builds the function's result from the outputs.
+    `values` are the arguments' arrays, each still in its own memory. `in_paths` and `out_paths` are the paths of the jaxpr's
+    inputs and outputs in the pytrees; the first key of an input's path is the argument's position. `finish` builds the
+    function's result from the outputs.
     """
 
     jaxpr: Any
@@ -63,15 +64,17 @@ def trace(function: Callable[..., Any], *args: Any) -> FlatTrace:
 
 
 class Stream:
-    """Evaluates the closed `jaxpr` on `args`: fetches host inputs one by one, and copies each output to the host once computed.
+    """Evaluates the closed `jaxpr` on `args` with few arrays on the device at a time.
 
-    An equation runs when the next output of `order` needs it. In the jaxpr's order, in which `tree.map` interleaves the leaves'
-    equations, all leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each
-    fetch wait for the outputs finished before it; otherwise XLA would start all fetches at once.
+    Inputs are fetched from the host one by one. Outputs are copied to the host as soon as they are computed. An equation runs
+    when the next output of `order` needs it: in the jaxpr's order, in which `tree.map` interleaves the leaves' equations, all
+    leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each fetch wait for the
+    outputs finished before it; otherwise XLA would start all fetches at once.
 
     Args:
       from_host: for each input, whether to fetch it to the device.
-      not_before: for each input, the index of another input that must be on the device before the fetch, or None.
+      not_before: for each input, the index of another input, such as the gradient, whose computation the fetch waits for; or
+        None.
       to_host: for each output, whether it goes to host memory.
       order: every output's index, in the order of evaluation.
     """

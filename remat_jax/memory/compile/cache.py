@@ -115,7 +115,10 @@ def _of_others(folder: Path) -> Path | None:
 
 
 def _is_others(folder: Path, *, sticky: bool) -> bool:
-    """Whether another user owns or may write a folder. In a `sticky` folder (`/tmp`), only an entry's owner can replace it."""
+    """Whether another user owns or may write a folder. With `sticky`, a folder like `/tmp` counts as not writable.
+
+    It has the sticky bit, so users can replace only their own files in it.
+    """
     try:
         status = folder.stat()
     except OSError:
@@ -132,7 +135,7 @@ def _is_private(group: int) -> bool:
 
     try:
         user, entry = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
-    except KeyError:  # in a container, neither user nor group has a name
+    except KeyError:  # in a container, the user or the group may have no name
         return group == os.getgid() == os.getuid()
     return entry.gr_name == user and set(entry.gr_mem) <= {user}
 

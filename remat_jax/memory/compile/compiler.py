@@ -40,7 +40,9 @@ _UNTILED = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one compiled program, in bytes; `host_*` are in host memory. Figures unknown for `cpu` are empty or None.
+    """The sizes of one compiled program on one device, in bytes; `host_*` are in host memory, the others in device memory.
+
+    For the target `cpu`, `live` is empty, and `timeline`, `time` and `collectives` are None.
 
     Attributes:
       live, timeline: the device buffers at the peak, and over the whole schedule.
@@ -82,14 +84,14 @@ class Sizes:
 
     @property
     def is_miscompiled(self) -> bool:
-        """Whether a loop copies, or may copy, a wrong slot of a host buffer: by the compiled text, or else by JAX's version."""
+        """Whether a loop copies a wrong slot of a host buffer. If `miscompiled` is None, whether this JAX is known to do so."""
         if self.miscompiled is None:
             return compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED
         return self.miscompiled
 
     @property
     def warning(self) -> str | None:
-        """How the compilation differs from the one on a GPU; None if it does not."""
+        """What differs from a compilation on an attached GPU if the step is `untiled`; else None."""
         return _UNTILED if self.untiled else None
 
     @property
@@ -120,9 +122,9 @@ def compile_programs(
       timeout: the limit in seconds for all programs together.
       memory_limit: a device memory limit for XLA in bytes (`options.py`).
       on_done: called with each key when its program is compiled.
-      kernels: the compiled kernels of earlier calls for the same target with the same options.
-      children: the processes of an outer call, which can kill them. If this call runs several processes and one of them fails,
-        all of `children` are killed.
+      kernels: the GPU kernels compiled by earlier calls for the same target with the same options, to reuse.
+      children: the processes of the caller, who can kill them; this call adds its own. If this call runs several processes and
+        one of them fails, all of `children` are killed.
     """
     if target.kind == "gpu":
         if target.compiler_description is None:
@@ -252,7 +254,7 @@ def _answers(
 
 
 def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
-    """Sizes from the child's answer, time and buffers from XLA's files; they are unknown if a file or a rate is missing."""
+    """The sizes in the child's answer, with time and buffers from XLA's files; both unknown if a file or a rate is missing."""
     dump = folder / "dump"
     module = played = _module(_last(dump, "gpu_after_optimizations.txt"))
     miscompiled: bool | None = False

@@ -32,10 +32,11 @@ class ExportedProgram:
     """A training step, exported for a platform; the caller chooses `key`.
 
     Attributes:
-      donated: the positions of the flat arguments whose buffers the program may reuse.
-      arguments: the name of each flat argument.
+      blob: the serialised program. Its arguments are the step's arrays, flattened.
+      donated: the positions of the arguments whose buffers the program may reuse.
+      arguments: the name of each argument.
       mesh: the axes of the program's mesh with their sizes; empty for a single device.
-      kernels: the operations of the program's Pallas kernels, by name.
+      kernels: name of a Pallas kernel → number of floating-point operations of one call, as pairs.
       held_bytes: one device's memory for the arguments and for results that reuse no argument's buffer.
     """
 
@@ -81,7 +82,7 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
 
 
 def _held_bytes(step: TrainingStep, results: Sequence[Any], donated: Sequence[int]) -> int:
-    """`held_bytes` of a step. A result is assumed to be sharded like an argument of the same shape, dtype and memory."""
+    """`held_bytes` of a step. A result is assumed to be sharded like an argument of the same shape, dtype and memory space."""
     local = jax.tree.leaves(step.local_arguments)
     reusable: Counter[Any] = Counter()
     shards: dict[Any, Any] = {}
@@ -106,7 +107,7 @@ def _exported(
 ) -> tuple[Any, tuple[tuple[str, float], ...]]:
     """The exported `flat`, and the operations of its Pallas kernels, which the exported program does not contain.
 
-    The same JAX compiles the program at once, so kernels without a stable serialised form are allowed.
+    Custom calls without a stable serialised form are allowed, because the same version of JAX compiles the program.
     """
     platform = "cuda" if target.kind == "gpu" else "cpu"
     described: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext

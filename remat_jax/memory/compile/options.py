@@ -1,11 +1,11 @@
-"""Compiler options: XLA's memory limit, a cache of kernels, and fewer passes for a program that never runs.
+"""Compiler options: XLA's memory limit, a cache of GPU kernels, and fewer passes for a program that never runs.
 
 XLA:GPU schedules and rematerialises so that a step's temporary memory fits
 
     (device memory · 80 % − held) · factor / 100,
 
-where *held* is the size of the arguments and of the results that reuse no argument's buffer. The option sets the integer
-*factor*, 95 by default. On an attached GPU, XLA uses the size of JAX's allocator pool instead of 80 %: 75 % unless
+where *held* is the size of the arguments and of the results that reuse no argument's buffer. The compiler option `OPTION` sets
+the integer *factor*, 95 by default. On an attached GPU, XLA uses the size of JAX's allocator pool instead of 80 %: 75 % unless
 XLA_PYTHON_CLIENT_MEM_FRACTION changes it. XLA works towards the limit but does not guarantee it: a step may need more.
 
 Steps under different policies share most kernels, and generating kernels takes most of the compile time. XLA assigns memory
@@ -34,7 +34,7 @@ OPTION = "xla_gpu_memory_limit_slop_factor"
 LARGEST_FACTOR = 95
 """XLA's default factor. A larger factor has no effect, so it is not set."""
 _AVAILABLE_PERCENT = 80
-"""The share of a described device's memory that XLA takes as available."""
+"""The share of its memory, in per cent, that XLA takes as available on a GPU that is described but not attached."""
 
 _KERNEL_OPTIONS = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")
@@ -88,7 +88,10 @@ def never_run_options(kind: str) -> dict[str, Any]:
 
 
 class Kernels:
-    """Files of compiled kernels, in a folder that the caller removes. XLA refuses duplicates, so each process has its own."""
+    """Files of compiled GPU kernels, in a folder that the caller removes. No two processes use one file at the same time.
+
+    Both might add the same kernel, and XLA refuses a file with duplicates.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock, self._numbers = folder, threading.Lock(), itertools.count(1)

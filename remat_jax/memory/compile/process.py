@@ -1,7 +1,7 @@
 """Child processes for the compiler, and folders for their files.
 
 If the compiler aborts, hangs or runs out of memory, the child process ends, and this process raises an error. A folder is
-removed after its compilation; the folder of a killed process is removed when the next compilation starts.
+removed after its compilation. If this process is killed, its folders are removed by the next process that compiles.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_")
 """The prefixes of environment variables that affect the compiled result."""
 
 IDLE_SECONDS, MOST_IDLE = 30.0, 4
-"""How many seconds a child waits for another question, with about 500 MB of memory, and how many children may wait."""
+"""How many seconds a child waits for another question, and how many children may wait; each uses about 500 MB of memory."""
 
 _OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
@@ -63,8 +63,9 @@ class Question:
     Attributes:
       child: the script. It reads `request` as a line of JSON on standard input, with this process's id as `parent`, and prints
         one JSON object for each of `keys`.
+      keys: the keys of the programs in the request, or the one key of another request.
       doing, who: words for error messages: the activity, and the program that refuses a key.
-      timeout, left: the limit in seconds for all keys together, and the rest of it if earlier questions used a part.
+      timeout, left: the limit in seconds for all keys together; what is left of it if earlier questions used a part, else None.
       again: whether the child waits for another question after it prints `{"done": true}`, to save starting a process.
     """
 
@@ -212,7 +213,7 @@ class _Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def expire(self) -> None:
-        """Kill the child's process group after the timeout. Even after the child has ended, its children may hold a pipe."""
+        """Kill the child's process group after the timeout. If the child has ended, its own children may keep a pipe open."""
         self.expired = True
         self.kill()
 
@@ -275,7 +276,7 @@ _idle = _Idle()
 
 
 def end_idle() -> None:
-    """End the waiting compile processes; the operating system counts the resource use only of children that have ended."""
+    """End the waiting compile processes. The operating system adds a child's use of resources only when the child has ended."""
     _idle.end()
 
 
@@ -352,7 +353,7 @@ def scratch() -> Iterator[Path]:
 
 @functools.cache
 def _sweep(parent: str) -> None:
-    """Remove the folders of processes that have ended. No process holds the locks of these folders."""
+    """Remove the folders of processes that have ended: folders whose locks no process holds."""
     for folder in Path(parent).glob(f"{_PREFIX}*") if fcntl else ():
         with contextlib.suppress(OSError):
             # No lock: the owner was killed before it created the lock, or while it removed the folder.

@@ -81,7 +81,7 @@ def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[
 
 
 def _sent(collective: Instruction) -> tuple[Instruction | None, ...]:
-    """The operands that a collective sends. A ragged collective sends its first; the others are a buffer, offsets and sizes."""
+    """The operands that a collective sends. A ragged one sends only its first; the others are a buffer, offsets and sizes."""
     return collective.inputs[:1] if collective.opcode.startswith("ragged-") else collective.inputs
 
 

@@ -14,7 +14,7 @@ _NO_COPIES = FREE | {"while", "call", "conditional", "custom-call"}
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies of one direction.
+    """The copies in one direction between device and host. In `StepTime.exchanges`, collectives take the place of the copies.
 
     Attributes:
       count: the number of copies; a copy in a loop counts once per iteration.
@@ -58,7 +58,7 @@ class Overlap:
       step_seconds: the time of compute and of its waits for copies and collectives. Compare schedules by it.
       coverable_seconds: an upper bound of the copy time that compute can cover if the first start and the last wait of each
         direction do not move. An array's two copies run one after the other between its computation and its first read. For
-        an array of the last block, hardly any compute runs between these two.
+        an array of the last block, hardly any compute runs in this time.
     """
 
     out: Copies

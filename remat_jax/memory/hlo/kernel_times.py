@@ -1,4 +1,4 @@
-"""The times of the kernels of a compiled module, from each kernel's bytes and operations at the rates of a target."""
+"""The times of the GPU kernels of a compiled module, from each kernel's bytes and operations at the rates of a target."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _KNOWN = frozenset(
 _ATTENTION_SHARE = 0.65
 """The share of a large matmul's rate that attention kernels reach.
 
-Dao, FlashAttention-2 (2023), Figures 4 to 6, A100, heads of 128: 0.6 to 0.73 of 312 TFLOP/s forward, 0.5 to 0.6 backward, where
-a large matmul reaches 0.87.
+With heads of width 128 on an A100, FlashAttention-2 reaches 0.6 to 0.73 of 312 TFLOP/s in the forward pass, and 0.5 to 0.6 in
+the backward pass (Dao, 2023, Figures 4 to 6). A large matmul reaches 0.87.
 """
 _PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
-"""Prefixes of custom calls with little compute. Their time is that of their bytes."""
+"""Prefixes of the targets of custom calls with little compute. Their time is that of the bytes that they move."""
 _PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
 _DTYPES = {
     "bf16": "bfloat16",
@@ -42,14 +42,15 @@ _DTYPES = {
     "f8e5m2": "float8_e5m2",
 }
 _PARTS = ("dynamic-slice", "slice", "gather")
-"""Instructions that read as much of their first operand as they write."""
+"""Opcodes of instructions that read as many bytes of their first operand as they write."""
 
 
 class KernelTimes:
     """The time of each kernel: its launch time, plus its compute time or its memory time, whichever is longer.
 
-    `kernels` has the operations of Pallas kernels by name, because the compiled module does not contain them. `dtypes` collects
-    the dtypes of matmuls. `unknown` collects custom calls and opcodes with unknown operations; only their bytes count.
+    `kernels` maps the name of a Pallas kernel to the number of floating-point operations of one call, which the compiled module
+    does not contain. `dtypes` collects the dtypes of matmuls, `unknown` the targets of custom calls, and the opcodes, whose
+    arithmetic is not known, so that only their bytes count.
     """
 
     def __init__(self, rates: Rates, kernels: Mapping[str, float] | None = None) -> None:
@@ -110,7 +111,7 @@ def _device_bytes(instructions: Iterable[Instruction | None]) -> int:
 
 
 def _read(fusion: Computation) -> int:
-    """Bytes of its parameters that a fusion reads: it computes only the needed elements of each array.
+    """The bytes that a fusion reads from its parameters: those of the elements on which its result depends.
 
     A slice needs a part of its operand. An update in place needs nothing of the array that it updates.
     """
@@ -140,8 +141,8 @@ def _written(root: Instruction) -> int:
 def _product(instruction: Instruction) -> Product | None:
     """The matrix product that a dot, a matmul call or a convolution computes; None for other instructions.
 
-    A convolution counts as the product of two matrices: its windows, one row per output position, and its kernel. Float32 runs
-    as tensorfloat32 unless the program requests the highest precision.
+    A convolution counts as the product of two matrices: the windows of its input, one row for each output position, and its
+    filter. Float32 runs as tensorfloat32 unless the program requests the highest precision.
     """
     lhs, rhs = instruction.input(0), instruction.input(1)
     if lhs is None or rhs is None or not (lhs.arrays and rhs.arrays and instruction.arrays):
@@ -213,5 +214,5 @@ def _called_target(instruction: Instruction) -> str:
 
 
 def _units(dtype: str) -> str:
-    """The dtype whose units run matmuls of an HLO dtype; integers and unknown dtypes run as int8."""
+    """The dtype, as `Rates` names it, at whose rate matmuls of an HLO dtype run; int8 for integers and unknown dtypes."""
     return _DTYPES.get(dtype, "int8")

@@ -19,7 +19,7 @@ from remat_jax.memory.hlo.text import HloModule, Instruction, elements, parse, s
 
 DEVICE_SPACE = 0
 _LARGE = 0.0002
-"""The least share of the peak at which a buffer is tracked individually. It is low: unrolled models have many small arrays."""
+"""The share of the peak from which on a buffer is tracked by itself; low, because unrolled models have many small arrays."""
 RESULT = "result"
 """The phase of a result that does not reuse an argument's buffer."""
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
@@ -44,7 +44,8 @@ class LiveBuffer:
       name: `module/path:primitive`, like a residual's name, or the argument's name.
       module: the module path alone; empty if the operator's name has none.
       phase: `argument`, `forward` (computed and kept by the forward pass), `recomputed`, `backward`, or `other` (outside the
-        gradient: the optimizer's update, and computation that needs no gradient).
+        gradient: the optimizer's update, and computation that needs no gradient); in a `Timeline` also `RESULT`.
+      nbytes: the size of the buffer in bytes.
       shape: as XLA writes it, such as `f32[16,256]`.
       collective: the kind of collective that returns or reads the buffer, such as `all-gather` for a gathered parameter and
         `reduce-scatter` for a gradient before its sum; empty if no collective does.
@@ -67,7 +68,7 @@ _Places = tuple[int, ...]
 def _traced(
     instruction: Instruction, places: _Places, step: Callable[[Instruction, _Places], tuple[Instruction | None, _Places]]
 ) -> tuple[Instruction, _Places]:
-    """The origin of an element of an instruction's result. `step` returns an element's source, or None if it has none."""
+    """The origin of an element of an instruction's result: `step`, which returns an element's source or None, is repeated."""
     seen = set()
     while (instruction, places) not in seen:
         seen.add((instruction, places))
@@ -99,7 +100,7 @@ def _slice_source(instruction: Instruction) -> Instruction | None:
 
 
 def _is_unchanged(written: Instruction | None, place: int) -> bool:
-    """Whether a loop's body returns element `place` of its state unchanged."""
+    """Whether a loop's body, which returns `written` as element `place` of its state, returns this element unchanged."""
     if written is None or written.opcode != "get-tuple-element" or written.index != place:
         return False
     source = written.input(0)
@@ -107,7 +108,7 @@ def _is_unchanged(written: Instruction | None, place: int) -> bool:
 
 
 class Schedule:
-    """The live range and the place in memory of each device buffer of a compiled step, from three files of XLA's dump."""
+    """The live range and the place in memory of each device buffer of a compiled step, from three texts of XLA's dump."""
 
     def __init__(self, program: str | HloModule, assignment: str, live_ranges: str) -> None:
         self.places = _device_places(assignment)
@@ -151,7 +152,7 @@ class Schedule:
         return sorted(buffers, key=lambda buffer: (-buffer.nbytes, buffer.name))
 
     def totals(self, most: float = math.inf) -> dict[int, int]:
-        """Moment → bytes of the live buffers that have at most `most` bytes each, for each moment at which a buffer begins."""
+        """Moment → bytes of the live buffers of at most `most` bytes each, for each moment at which a live range begins."""
         events: dict[int, list[tuple[BufferPlace, int]]] = {}
         for value, (start, end) in self.ranges.items():
             for moment, change in ((start, 1), (end + 1, -1)):
@@ -197,7 +198,7 @@ class Schedule:
 
 
 class Span(NamedTuple):
-    """The segments of the schedule, from `first` to `last`, in which a buffer is alive."""
+    """The segments of a `Timeline`, from `first` to `last`, in which its buffer number `buffer` is alive."""
 
     first: int
     last: int
@@ -209,9 +210,9 @@ class Timeline:
     """The schedule as segments. The set of live large buffers changes only between segments.
 
     Attributes:
-      small: the largest sum of the live small buffers in each segment, in bytes.
-      buffers: the large buffers. The new value of a donated argument counts as the argument.
-      spans: the segments in which each buffer is alive. Of buffers that share a place at one time, only one has a span.
+      small: for each segment, the largest sum in bytes of the small buffers that are alive at one moment.
+      buffers: the large buffers, from 0.02 % of the peak on. The new value of a donated argument counts as the argument.
+      spans: the segments in which each large buffer is alive. While buffers share a place, only one of them has a span.
 
     >>> logits, kept = LiveBuffer("mul", "", "backward", 80, "f32[20]"), LiveBuffer("x", "", "forward", 60, "f32[15]")
     >>> timeline = Timeline((5, 5, 5), (logits, kept), (Span(1, 1, 0), Span(0, 2, 1)))

@@ -25,7 +25,7 @@ Lane = Literal["out", "back", "exchange"]
 """The streams other than compute: copies to the host, copies back to the device, collectives."""
 _ENTERED = ("while", "call", "conditional")
 _MATTERS = 0.05
-"""The least share of a step's time at which assumed latencies are reported."""
+"""Assumed latencies are reported only if the step would be shorter by at least this share of its modelled time without them."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,13 @@ class StepTime:
     """The modelled time of one execution of a compiled module.
 
     Attributes:
-      seconds, compute_seconds: the time of the step, and of compute alone. In the rest, compute waits for transfers.
+      seconds, compute_seconds: the time of the step, and the part in which compute runs. In the rest, compute waits for copies
+        to and from the host, and for collectives.
       overlap, exchanges: the copies to and from the host, and the collectives.
-      untimed: custom calls and instructions with unknown operations. Their time is that of their bytes.
-      assumed: the names in `Rates` of the rates that were not measured; latencies only from 5 % of `seconds` on.
+      untimed: targets of custom calls, and opcodes, whose arithmetic the model does not know. Their time is that of the bytes
+        that they move.
+      assumed: the names, in `Rates`, of the rates used that were not measured. Latencies are listed only if they make up at
+        least 5 % of `seconds`.
     """
 
     seconds: float
@@ -53,8 +56,8 @@ def step_time(
     """The modelled time of the compiled module `text` on one device of `target`, at the target's rates or at `rates`.
 
     A kernel takes its launch time, plus its compute time or its memory time, whichever is longer. A loop runs for the trip
-    count that the compiler knows, else once. A `conditional` takes its longest branch. `kernels` has the operations of Pallas
-    kernels by name.
+    count that the compiler knows, else once. A `conditional` runs its longest branch, or the longest of those that start copies
+    or collectives. `kernels` maps the name of a Pallas kernel to the number of floating-point operations of one call.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
@@ -181,7 +184,7 @@ class _Player:
                 self._run(body)
 
     def _body(self, instruction: Instruction) -> tuple[Computation | None, int]:
-        """The computation that a loop, a call or a `conditional` runs (its longest branch), and how often it runs."""
+        """The computation that a loop, a call or a `conditional` runs (see `step_time`), and how often."""
         bodies = instruction.bodies
         if len(bodies) > 1:
             bodies = (max(bodies, key=lambda branch: (self._sends(branch), self._total(branch))),)
@@ -234,8 +237,9 @@ class _Player:
         return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
 
     def _coverable(self, out: Copies, back: Copies) -> float:
-        # `together`: by copy out, the time of an array's two copies that compute cannot cover (the maximum, if the array is
-        # fetched more than once). `alone`: the same for one copy that may use all compute between computation and read.
+        # `together` maps the name of an array's copy to the host to the part of the time of its two copies that exceeds the
+        # compute between the array's computation and its first read (the largest such part, if the array is copied back more
+        # than once). `alone` is the same for each direction by itself, as if the array's other copy took no time.
         together: dict[str, float] = {}
         alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
         for trip in round_trips(self.entry):

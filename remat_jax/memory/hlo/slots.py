@@ -1,8 +1,9 @@
 """Detects scanned offloads whose compiled copies use the wrong slot of a host buffer (openxla/xla#46231).
 
-A loop may copy to or from one slot of a stacked array. XLA:GPU compiles this copy with a constant address: a byte offset and a
-byte stride per iteration, in the `backend_config` of the `dynamic-slice` or `dynamic-update-slice`. The program's own index is
-still an operand. In JAX 0.10.2 and 0.11.0 the address is that of slot k where the backward pass asks for slot L-1-k.
+An iteration of a loop copies to or from one slot of a stacked array. XLA:GPU computes the slot's address when it compiles: it
+writes a byte offset and a byte stride per iteration into the `backend_config` of the `dynamic-slice` or `dynamic-update-slice`.
+The program's own index is still an operand. In JAX 0.10.2 and 0.11.0, where iteration k of the backward pass asks for slot
+L-1-k of L slots, the address is that of slot k.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
     """Whether a loop of the compiled module `text` copies a different slot of a host buffer than the program asks for.
 
     Checks every iteration of every loop with a known trip count. False if no loop copies to or from host memory, or if the
-    addresses are computed at run time.
+    addresses are computed at run time. Raises UnsupportedError if an index cannot be computed from the text.
 
     >>> scanned_offload_is_miscompiled("ENTRY %main (x: f32[]) -> f32[] {\\n  ROOT %x = f32[] parameter(0)\\n}")
     False
@@ -72,7 +73,7 @@ def _is_wrong(loop: Instruction, instruction: Instruction) -> bool:
 
 
 def _constant_address(copy: Instruction) -> tuple[int, int] | None:
-    """The constant offset, and the stride per iteration of the innermost loop, in bytes; None if there are none."""
+    """The offset and the stride per iteration of the innermost loop, in bytes, that XLA wrote for a copy; None without them."""
     if copy.opcode not in ("dynamic-slice", "dynamic-update-slice"):
         return None
     config = copy.config.get("dynamic_slice_config")
@@ -84,7 +85,7 @@ def _constant_address(copy: Instruction) -> tuple[int, int] | None:
 
 
 def _address(instruction: Instruction, copy: Instruction, whole: HloArray, counters: dict[int, int]) -> int:
-    """The offset in bytes that the program asks for."""
+    """The offset in bytes that the program's own index gives, for these values of the loop's counters."""
     first, part = (1, copy) if copy.opcode == "dynamic-slice" else (2, copy.input(1))
     if part is None or not part.arrays:
         raise UnsupportedError("a dynamic-update-slice whose update has no shape in the module's text; give the whole text")
@@ -109,7 +110,7 @@ def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
 
 
 def _value(instruction: Instruction, counters: dict[int, int], parameter: Callable[[int], int] | None) -> int:
-    """The integer value of a scalar instruction, from the loop's `counters` by tuple index and `parameter` by number."""
+    """A scalar's integer value. `counters` has the loop's counters by index in its state; `parameter` returns a parameter."""
     opcode = instruction.opcode
     if opcode == "constant":
         return int({"true": 1, "false": 0}.get(instruction.argument, instruction.argument))

@@ -22,7 +22,7 @@ _PARENTHESIS, _BRACKET_OR_SEPARATOR = re.compile(r"[()]"), re.compile(r"[(\[{)\]
 FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "optimization-barrier"}
 )
-"""Instructions that move no data."""
+"""Opcodes of instructions that move no data."""
 COLLECTIVES = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
     "collective-broadcast",
@@ -51,7 +51,7 @@ class HloArray:
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """A line of a computation: `name = shape opcode(operands), rest`."""
+    """A line of the computation `home`: `name = shape opcode(argument), rest`. `operands` are the names in `argument`."""
 
     name: str
     shape: str
@@ -78,7 +78,7 @@ class Instruction:
 
     @cached_property
     def called(self) -> Computation | None:
-        """The computation after `calls=`."""
+        """The computation after `calls=`; None if there is none."""
         return self.home.module.computations.get(self.attribute("calls") or "")
 
     @cached_property
@@ -105,7 +105,7 @@ class Instruction:
         return self.opcode.removesuffix("-start")
 
     def attribute(self, key: str) -> str | None:
-        """The computation or number after `key=`."""
+        """The name of a computation, or the number, after `key=`; None if there is none."""
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
         return match[1] if match else None
 
@@ -179,14 +179,14 @@ def _array(dtype: str, dims: str, layout: str) -> HloArray:
 
 
 def elements(shape: str) -> list[str]:
-    """The text of each element of a tuple; for any other shape, a list with that shape."""
+    """The shape, as text, of each element of a tuple's shape; for any other shape, a list with that shape."""
     if not shape.startswith("("):
         return [shape]
     return [_COMMENT.sub("", part).strip() for part in split_outside_brackets(shape[1:-1], ",")]
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """The parts of a text between separators, `,` or `/`, that are not inside brackets."""
+    """The parts of `text` between those of its separators, `,` or `/`, that are outside brackets."""
     parts, depth, start = [], 0, 0
     for mark in _BRACKET_OR_SEPARATOR.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")
