@@ -171,7 +171,7 @@ class _Namer:
     def run(
         self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], primal_only: Sequence[bool], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Evaluate `jaxpr` and name its arrays. `primal_only` inputs depend on primals only; `numbers` are the inputs' numbers."""
+        """Evaluate `jaxpr` and name its arrays. `primal_only` inputs depend on primals only; `numbers` number the inputs."""
         names = _given_names(jaxpr)
         fixed = flagged(jaxpr, primal_only, all_inputs)
         number = dict(zip(jaxpr.jaxpr.invars, numbers or map(self.values.number, itertools.count()), strict=False))
