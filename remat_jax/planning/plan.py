@@ -33,13 +33,14 @@ class Plan(PlanData):
       policies: block → a policy, or a policy for each of its layers; `off` if the step fits without any checkpoint.
       device_bytes, host_bytes: the memory of one training step as compiled.
       predicted_bytes: the device bytes predicted before compilation.
-      recompute_flops: the recomputed FLOPs of the blocks (of the jaxpr, if layers are in groups), over all devices of a mesh.
-      seconds: the estimated time of a step; `base_seconds` is the time of a step that keeps everything.
+      recompute_flops: the FLOPs that a step recomputes in its blocks (if layers are in groups, in the whole traced step), summed
+        over all devices of a mesh.
+      seconds: the estimated time of a step; `base_seconds` is the estimate for a step that keeps everything.
       timed: whether `seconds` come from the compiled schedule, as on a GPU target; otherwise they are the traced estimate.
-      assumed_rates: the names (in `Rates`) of rates that the times use and that were not measured on such a device.
+      assumed_rates: the names (in `Rates`) of the rates behind `seconds` that are assumed, not measured on the target's device.
       frontier: the Pareto-optimal points of time and device memory, smallest memory first, some compiled, some predicted.
       named: the memory and time of the named policies, some compiled and some predicted.
-      parts: the layers' actions, in forward order.
+      parts: for each run of equal layers, in forward order, the action for each residual.
       workload, target, budget, host_budget: the arguments of `plan`; budgets are in bytes, None means no limit.
       next_gib_seconds: the time that a step would gain from `next_bytes` more memory; None if no plan is faster, or if
         `timeout` ended the search.
@@ -48,8 +49,8 @@ class Plan(PlanData):
       notes: further remarks on the plan and the search.
       model: the model that the plan was made for.
       jax_version: the JAX version that compiled the plan.
-      compiler_options: XLA's memory limit under which the plan was compiled. Pass it to the `jax.jit` of the step as its
-        `compiler_options`. Empty if the plan fits without a limit.
+      compiler_options: XLA's memory limit under which the plan's step was compiled. Pass it to the `jax.jit` of the step as its
+        `compiler_options`. Empty if the step fits without a limit.
       lower_bound: a lower bound on the estimated seconds of a step, for every plan of this model within the budgets. It bounds
         the estimate, not the time on a GPU. None if the solver's problem does not contain the plan (groups of layers, a memory
         limit, a named policy that keeps other arrays), or if `timeout` ended the search.
@@ -76,7 +77,7 @@ class Plan(PlanData):
         Without the limit, XLA may use the whole device memory.
 
         A call raises if its batch, its mesh or the number of `fn`'s own checkpoints differs from the plan's. To evaluate on
-        another number of tokens, call the plain function.
+        another number of tokens, call `fn` itself.
 
         Args:
           fn: takes the parameters and the batch of the plan, and possibly other arguments.

@@ -53,7 +53,7 @@ class PlanData:
 
     @property
     def best_named(self) -> Point | None:
-        """The fastest named policy that fits, or None. If the plan's time is compiled, compiled times are preferred."""
+        """The fastest named policy that fits, or None. If the plan's time is compiled, compiled times come first."""
         timed = (point for point in self.named if point.seconds is not None and not point.remark)
         fits = [point for point in timed if point.device_bytes is not None and not over_budget(self, point)]
         return min(fits, key=lambda point: (point.timed < self.timed, point.seconds, point.device_bytes), default=None)
