@@ -42,11 +42,8 @@ _NEAR = 1.1
 _FASTER = 0.999
 """A step compiled with a memory limit is used only if its compiled time is below this multiple of the best step's."""
 _TRACED_ERROR = 0.1
-"""The assumed relative error of the traced time estimate of a policy that was not compiled.
-
-A named policy may be compiled although, by the traced estimate, it is slower than the best step by up to this share of the
-step's time.
-"""
+"""The assumed relative error of the traced time estimate of an uncompiled policy. A named policy that seems slower than the
+best step by up to this share of the step's time may still be compiled."""
 
 # Notes with these beginnings describe the search or give advice. All other notes affect the plan's step and are warnings too.
 _OF_THE_SEARCH = ("Not shown", "Left out", "The policy replaces", "Beyond the blocks", "As compiled")
@@ -250,19 +247,13 @@ class _Planner:
         return self.fit.best
 
     def _faster_groups(self, best: Tried) -> list[StepCandidate]:
-        """If the best step offloads, the groups of layers that are expected to fit and to be faster than it.
-
-        Groups can be faster if the link to the host is slow.
-        """
+        """If the best step offloads, the groups of layers expected to fit and to be faster, as they may be over a slow link."""
         least = best.candidate.seconds - self.proposals.worth
         groups = self._grouped(compiled=False) if best.candidate.host_bytes else []
         return [step for step in groups if step.seconds < least and self.fit.expected(step) <= self.budget]
 
     def _without_copies(self, best: Tried) -> list[StepCandidate]:
-        """If a compiled step that fits offloads, the solver's fastest plan without offload, unless it was compiled.
-
-        Copies may take longer than estimated.
-        """
+        """If a step that fits offloads, the fastest plan without offload, because copies may take longer than estimated."""
         offloads = any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried))
         plan = self.proposals.without_copies(self.fit.stack, self.budget) if offloads else None
         return [plan] if plan is not None and self.fit.known(plan) is None else []
@@ -279,10 +270,7 @@ class _Planner:
         return self.proposals.near_named(best, slack, always=("full",) if self.target.devices > 1 else ())
 
     def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
-        """Candidates with layers in groups, whose memory is predicted from the step under `full`.
-
-        Empty if `compiled` is True and the step under `full` was not compiled.
-        """
+        """Groups of layers, predicted from the step under `full`; empty if this step must be `compiled` but was not."""
         full = self.proposals.named_policy("full")
         if full is None or (compiled and self.fit.known(full) is None):
             return []
@@ -375,10 +363,7 @@ class _Planner:
         return recompute_flops(self.described, "full") if counted is None else counted
 
     def _add_as_written(self, best: Tried, times: Times) -> None:
-        """If the plan replaces checkpoints of the model, add a note and, if time is left, a point for the model as written.
-
-        The point is listed with the named policies.
-        """
+        """If the plan replaces the model's checkpoints, add a note and, if time is left, a point for the model as written."""
         if not self.workload.replaced_checkpoints:
             return
         self.notes.append(replaced_text(self.workload.replaced_checkpoints))

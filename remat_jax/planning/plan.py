@@ -33,8 +33,7 @@ class Plan(PlanData):
       policies: block → a policy, or a policy for each of its layers; `off` if the step fits without any checkpoint.
       device_bytes, host_bytes: the memory of one training step as compiled.
       predicted_bytes: the device bytes predicted before compilation.
-      recompute_flops: the FLOPs that a step recomputes in its blocks (if layers are in groups, in the whole traced step), summed
-        over all devices of a mesh.
+      recompute_flops: the recomputed FLOPs of the blocks (if layers are in groups, of the traced step), over all devices.
       seconds: the estimated time of a step; `base_seconds` is the estimate for a step that keeps everything.
       timed: whether `seconds` come from the compiled schedule, as on a GPU target; otherwise they are the traced estimate.
       assumed_rates: the names (in `Rates`) of the rates behind `seconds` that are assumed, not measured on the target's device.

@@ -102,7 +102,7 @@ class Proposals:
         return self._solver(self.fit.stack, self._most_runs).bound(self.fit.budget, self.fit.host_left)
 
     def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[StepCandidate]:
-        """The plan of least memory, then the solver's plans at `points` larger budgets; cut short once `is_over` returns True."""
+        """The plan of least memory, and the solver's plans at `points` larger budgets; stops when `is_over` returns True."""
         if is_over():
             return []
         least = self.least(stack)
@@ -196,7 +196,7 @@ class Proposals:
         return [step for step in variants if step.seconds < candidate.seconds]
 
     def without_host(self, candidate: StepCandidate) -> StepCandidate | None:
-        """The candidate with its offloaded residuals saved; None if it has none, has no choices, or may not save one of them."""
+        """The candidate with its offloaded residuals saved; None without any, without choices, or if one may not be saved."""
         choices = candidate.effective_choices
         if not candidate.host_bytes or choices is None:
             return None
