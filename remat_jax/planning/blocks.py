@@ -33,7 +33,7 @@ class Call:
     """One call site of a block in the traced loss.
 
     Attributes:
-      key: the block as the workload names it: a class or a glob.
+      key: the block as the workload names it, such as a class or a glob.
       path: the module path at the start of its residuals' names.
       block: its jaxpr, with every array named.
       live: for each input of the jaxpr, whether the loss is differentiated with respect to it.

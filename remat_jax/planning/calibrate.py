@@ -142,7 +142,7 @@ def launch_seconds(device: Any) -> float:
 
 
 def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
-    """Operations per second of square matmuls by size; the size is doubled until a run takes long or `seconds` are spent."""
+    """Operations per second of square matmuls by size; the size is doubled until a run takes long enough or `seconds` end."""
     precision = "highest" if dtype in ("float32", "float64") else None
     kind = "float32" if dtype == "tensorfloat32" else dtype
 
@@ -181,8 +181,8 @@ def memory_rate(device: Any, seconds: float) -> float:
 def link_rates(device: Any, seconds: float) -> tuple[float, float, float]:
     """Bytes per second of copies to and from pinned host memory, and the share of compute that the copies can overlap.
 
-    The share is the time saved by overlapping a copy with compute, divided by the shorter of the two times. Of
-    the shares of the two directions, the smaller is returned.
+    The share is the time saved by overlapping a copy with compute, divided by the shorter of the two times. Of the
+    shares of the two directions, the smaller is returned.
     """
     here, there = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host"))
     deadline, size = time.perf_counter() + seconds, 2**22

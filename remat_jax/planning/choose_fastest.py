@@ -1,4 +1,4 @@
-"""Chooses the fastest compiled step that fits, by the compiled schedules; estimates the times of all other steps."""
+"""Chooses the fastest compiled step that fits, by the times of the compiled schedules; estimates the times of others."""
 
 from __future__ import annotations
 

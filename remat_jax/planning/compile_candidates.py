@@ -109,7 +109,7 @@ class Compiler:
         return pool.submit(sizes_of, program)
 
     def _raise_fatal(self, errors: Sequence[BaseException], best: Tried | None, *, all_failed: bool) -> None:
-        """Raise the first error if it ends the search: it concerns all steps, or it is one of the errors of `compile`."""
+        """Raise the first error that ends the search, because it concerns all steps or in the cases that `compile` names."""
         fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
         if all_failed and (not self.count or (time.monotonic() > self.deadline and best is None)):
             fatal += errors

@@ -34,7 +34,7 @@ _FITTED = 2
 _OVER = 0.01
 """A candidate is surely too large only if its prediction exceeds the budget by more than this share of the budget."""
 _OFF_SHARE = 0.5
-"""Under `off` XLA may rematerialise by itself. At least this share of the saved bytes stays: 0.55 was observed."""
+"""Under `off` XLA may rematerialise by itself. This share of the saved bytes is assumed to stay: 0.55 was observed."""
 
 
 class Fit:
@@ -96,7 +96,7 @@ class Fit:
         return self.around(self.budget)
 
     def around(self, size: float, *, uncut: bool = False) -> Stack:
-        """`stack`, but exact at the compiled step nearest to `size`. If `uncut`, leave out cut steps (`is_cut`)."""
+        """`stack`, but exact at the compiled step nearest to `size` bytes. If `uncut`, leave out cut steps (`is_cut`)."""
         key = len(self.tried), size, uncut
         if key not in self._fitted:
             steps = [

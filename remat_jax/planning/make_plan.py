@@ -38,7 +38,7 @@ from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
 _NEAR = 1.1
-"""A step up to this multiple of the budget may be compiled again with the budget as XLA's memory limit."""
+"""A step that needs at most this multiple of the budget may be compiled again with the budget as XLA's memory limit."""
 _FASTER = 0.999
 """A step compiled with a memory limit is used only if its compiled time is below this multiple of the best step's."""
 _TRACED_ERROR = 0.1
@@ -63,8 +63,8 @@ def plan(
     The planning problem is each block's residuals, their bytes, and the time to recompute them. The solver's mix of a few
     policies is compiled, and so is the fastest named policy predicted to fit. The compiled memory corrects the problem, which
     is solved again. Each named policy that may fit, and is faster than the search's best step by the traced time estimate, is
-    compiled, or a note names it. On a GPU target, the plan is chosen by the times of the compiled schedules.
-    `docs/how/planner.md` states the exact guarantees. On a mesh, every figure except `recompute_flops` is per device.
+    compiled, or a note names it. On a GPU target, the plan is chosen from the compiled steps by the times of their
+    schedules. `docs/how/planner.md` states the exact guarantees. On a mesh, all figures but `recompute_flops` are per device.
 
     Args:
       workload: a workload with a loss, not one made by `Workload.from_step`.
@@ -253,13 +253,13 @@ class _Planner:
         return [step for step in groups if step.seconds < least and self.fit.expected(step) <= self.budget]
 
     def _without_copies(self, best: Tried) -> list[StepCandidate]:
-        """If a step that fits offloads, the fastest plan without offload, because copies may take longer than estimated."""
+        """The fastest plan without offload if a step that fits offloads: its copies may take longer than estimated."""
         offloads = any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried))
         plan = self.proposals.without_copies(self.fit.stack, self.budget) if offloads else None
         return [plan] if plan is not None and self.fit.known(plan) is None else []
 
     def _near_named(self, best: Tried) -> list[StepCandidate]:
-        """Named policies that may be faster than the best step by compiled time, although the traced estimate says slower.
+        """Named policies that may be faster than the best step by compiled time, although slower by the traced estimate.
 
         The traced estimate does not know which collectives overlap compute. So on several devices `full` is compiled whenever
         it is expected to fit.
@@ -270,7 +270,7 @@ class _Planner:
         return self.proposals.near_named(best, slack, always=("full",) if self.target.devices > 1 else ())
 
     def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
-        """Groups of layers, predicted from the step under `full`; empty if this step must be `compiled` but was not."""
+        """Groups of layers, predicted from the step under `full`; empty if that step must be `compiled` but was not."""
         full = self.proposals.named_policy("full")
         if full is None or (compiled and self.fit.known(full) is None):
             return []
@@ -356,7 +356,7 @@ class _Planner:
             self.notes.append(beyond)
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
-        """The recomputed FLOPs of all blocks. If layers are in groups, counted in the traced step, or else under `full`."""
+        """The FLOPs that the blocks recompute; for groups of layers, counted in the traced step, or else those of `full`."""
         if not any(isinstance(policy, LayerPolicies) and policy.groups for policy in policies.values()):
             return recompute_flops(self.described, dict(policies))
         counted = None if self._is_late() else counted_flops(self.workload, dict(policies))

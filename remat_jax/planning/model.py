@@ -150,7 +150,7 @@ def _axes_of_arrays(tree: Any) -> tuple[tuple[str, int], ...]:
 
 
 def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
-    """The mesh axes that partition arrays, and their sizes. In a `shard_map` arrays are local shards: its axes are left out."""
+    """The mesh axes that partition arrays, and their sizes. A `shard_map`'s axes are left out: its arrays are local shards."""
     manual = getattr(mesh, "manual_axes", ())
     return tuple((str(axis), int(size)) for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
 

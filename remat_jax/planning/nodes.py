@@ -70,10 +70,11 @@ def nodes(program: BlockProgram) -> list[Node]:
     An array that the backward pass does not read is an intermediate. It is not worth keeping in two cases:
 
     - The arrays computed from it have no more bytes in total than it has: keeping these arrays is at least as good.
-    - Only fusible equations (`is_pass`) compute it, from one array with no more bytes: keeping that array saves the rest.
+    - Only fusible equations (`is_pass`) compute it, from one array with no more bytes: if that array is kept, recomputing
+      the intermediate is cheap.
 
     Such an intermediate is left out, and its cost is added to the arrays computed from it. But if several arrays are computed
-    from it, and not only fusible equations compute it, it stays as a node that can only be recomputed: its time counts once.
+    from it, and not only fusible equations compute it, it stays as a node that can only be recomputed. So its time counts once.
 
     Arrays computed by fusible equations from the same arrays become one node, because they cost the same per byte. An array
     below `SMALL` of the largest array joins one with the same sources, one that it is computed from, or one computed from it.

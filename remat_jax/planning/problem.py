@@ -38,7 +38,7 @@ class Kind:
 
     Attributes:
       name: the name of the solver's block.
-      block: the key in the workload's blocks, a class or a glob.
+      block: the key in the workload's blocks, such as a class or a glob.
       layers: the blocks' positions in forward order among all calls of the key.
       paths: the module path of each block; iterations of a scan share one path.
       residuals: the names of the solver's residuals, as in the first block.
@@ -95,7 +95,7 @@ def describe(
 
     Raises:
       TargetError: the target's rates are unknown.
-      UnsupportedError: the workload is a finished step, or a block is inside another block or in a `while` loop.
+      UnsupportedError: the workload was made by `Workload.from_step`, or a block is inside another block or in a `while` loop.
       BlockError: a block is never called.
 
     >>> import flax.linen as nn, jax.numpy as jnp

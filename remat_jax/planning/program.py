@@ -49,7 +49,7 @@ class BlockProgram:
 
     Attributes:
       flat: the forward program from the block's inputs to the residuals.
-      forward, backward: the cost of the two passes.
+      forward, backward: the cost of the forward and of the backward pass.
       inputs: residual name → the input of that name, for the inputs that the selector `@inputs` matches.
       backward_program: the backward pass as a flat program whose inputs are the residuals and the cotangents.
       own: the residuals that checkpoints inside the block's loops recompute; the model's author wants them dropped.
@@ -149,7 +149,7 @@ class BlockProgram:
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
         """The names, in this block, of the residuals that `policy` saves and offloads in an equal block at `path`.
 
-        A block without a checkpoint saves every residual except those that its own checkpoints drop.
+        Without a checkpoint around the block, every residual is saved except those that checkpoints inside the block drop.
         """
         if not policy.checkpoint:
             computed = frozenset(name for array in self.arrays for name in array.names) - frozenset(self.inputs)

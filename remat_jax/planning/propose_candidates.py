@@ -133,7 +133,7 @@ class Proposals:
         return self.own(tuple(choices))
 
     def faster_named(self, best: Tried | None) -> list[StepCandidate]:
-        """The uncompiled named policies within the host budget that are faster than `best` by the estimate (all, if None)."""
+        """The uncompiled named policies within the host budget that are estimated to be faster than `best`, if given."""
         bound = math.inf if best is None else best.candidate.seconds
         return [step for step in self._uncompiled() if step.seconds < bound and not math.isclose(step.seconds, bound)]
 
@@ -163,7 +163,7 @@ class Proposals:
         return sorted(filter(self.fit.may_fit, self.faster_named(best)), key=lambda step: predicted(stack, step.loads))
 
     def is_maximal(self, best: Tried) -> bool:
-        """Whether compiling showed that no further residual worth saving fits: the variants of `least_more` were too large."""
+        """Whether compiling showed that no further residual worth saving fits: all variants of `least_more` are too large."""
         if best.candidate.seconds <= 0 or best.candidate.name in KEEP_ALL:
             return True
         if best.candidate.effective_choices is None:
@@ -175,7 +175,7 @@ class Proposals:
         """`best` with one more residual saved: the variants with the fewest saved bytes and with the least predicted memory.
 
         Only variants that gain at least `worth` seconds count. An uncompiled variant that is surely over the budget is left
-        out.
+        out (`Fit.is_surely_over`).
         """
         stack, worth = self.fit.around(best.compiled.device_bytes), best.candidate.seconds - self.worth
         faster = [step for step in self.one_more(best.candidate) if step.seconds <= worth]
@@ -196,7 +196,7 @@ class Proposals:
         return [step for step in variants if step.seconds < candidate.seconds]
 
     def without_host(self, candidate: StepCandidate) -> StepCandidate | None:
-        """The candidate with its offloaded residuals saved; None without any, without choices, or if one may not be saved."""
+        """The candidate with its offloaded residuals saved; None if it has none or no choices, or one may not be saved."""
         choices = candidate.effective_choices
         if not candidate.host_bytes or choices is None:
             return None
@@ -214,11 +214,12 @@ class Proposals:
 def grouped_candidates(
     workload: Workload, described: Described, full: StepCandidate, full_bytes: int, budget: int
 ) -> list[StepCandidate]:
-    """Two groupings of the layers that are predicted to fit: the fastest, and the grouping with the least memory.
+    """The fastest grouping of the layers that is predicted to fit, and the grouping with the least memory.
 
     If none is predicted to fit, only the grouping with the least memory is returned. Layers in a group share one checkpoint,
     which helps if the inputs of all layers do not fit. The memory is predicted from `full_bytes`, the device bytes of the step
-    under `full`. Empty if that step could not be compiled, if there are several kinds of blocks, or in nested scans.
+    under `full`. Empty if that step could not be compiled, if there are several kinds of blocks, or if calls are in nested
+    scans or take turns in one scan.
     """
     (kind, *others), (block, *_) = described.kinds, described.stack.blocks
     if others or kind.program.call.nested or kind.program.call.stride != 1 or full_bytes >= FAILED:

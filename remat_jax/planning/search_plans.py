@@ -56,7 +56,7 @@ class Search:
         return self.fit.best
 
     def probe(self, compile_them: Compile) -> bool:
-        """Whether anything fits: compiles `full`, then the solver's plan with the least memory if `full` does not fit."""
+        """Whether anything fits: compiles `full` and, if that does not fit, the plan with the least predicted memory."""
         for candidate in (self.proposals.named_policy("full"), self.proposals.least(self.fit.stack)):
             if candidate is not None and self.fit.best is None and self.fit.known(candidate) is None:
                 self.fit.learn([candidate], compile_them([candidate], None))

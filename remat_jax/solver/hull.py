@@ -1,9 +1,9 @@
 """The linear relaxation by column generation: prices of memory, and a lower bound on the extra seconds of every plan.
 
-The relaxation lets a run of equal layers use several policies in fractions. Its dual values are the prices of a byte. A policy
-that is not yet a column improves the relaxation only if it is cheaper at these prices than the columns. A minimum s-t cut finds
-the cheapest policy (`table`) in milliseconds. If no policy is cheaper, the value of the relaxation is a lower bound on every
-plan (Gilmore and Gomory, Operations Research 9, 1961). Otherwise that value plus the reduced costs is a (Lagrangian) bound.
+The relaxation lets a run of equal layers use several policies in fractions. Its dual values are prices of memory. A policy that
+is not yet a column improves the relaxation only if it is cheaper at these prices than the columns. A minimum s-t cut finds the
+cheapest policy (`table`) in milliseconds. If no policy is cheaper, the value of the relaxation is a lower bound on every plan
+(Gilmore and Gomory, Operations Research 9, 1961). Otherwise that value plus the reduced costs is a (Lagrangian) bound.
 """
 
 from __future__ import annotations
