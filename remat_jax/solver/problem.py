@@ -120,7 +120,7 @@ class Block:
 
     In addition to the saved bytes, the backward pass of a block needs ``working_bytes``, ``recomputed_share`` of the bytes of
     its recomputed residuals, and ``fetched_share`` of the bytes of its offloaded residuals. With a share of 1 all of these
-    residuals are live at once. With a smaller share only some are. A larger share adds buffers for the next block.
+    residuals are live at once. With a smaller share only some are. A share above 1 adds buffers for the next block.
 
     Attributes:
         name: unique in its stack.
