@@ -40,8 +40,8 @@ class Compared:
 
     Attributes:
       name: the policy's name on the page.
-      kept: the residuals; None if they cannot be read.
-      seconds, extra_seconds: the estimated time of a step, and its excess over saving everything; None without an estimate.
+      kept: the residuals with their actions; None if they cannot be read.
+      seconds, extra_seconds: the estimated time of a step, and its excess over saving everything; None if unknown.
       recompute_flops: the recomputed FLOPs of a step; None if unknown.
     """
 
@@ -76,7 +76,7 @@ class Gathered:
     """The content of a page; `plan` and `parity` are None if not given.
 
     Attributes:
-      policies: the compared policies; the plan's policy is the last.
+      policies: the compared policies; if there is a plan, its policy is the last.
       left_out: the default policies that are not compared, with the reasons.
       notes: remarks on missing figures.
       described: the workload as a planning problem; None if no times are estimated.
@@ -231,7 +231,7 @@ def _left(ends: float) -> float:
 
 
 def _as_compiled(policies: list[Compared]) -> list[Compared]:
-    """The policies with the times of their compiled schedules, if all are known; extra times are then relative to `off`."""
+    """The policies with the times of their compiled schedules, if all are known. Extra times are then the excess over `off`."""
     times = [policy.memory.seconds for policy in policies]
     if None in times:
         return policies
@@ -259,7 +259,7 @@ def _estimated(
 
 
 def _with_names(policy: Any) -> Any:
-    """The policy with which to list residuals: `off` names no arrays, so `everything`, which saves the same, replaces it."""
+    """The policy whose residuals are listed: `everything` instead of `off`, which saves the same arrays but names none."""
     if isinstance(policy, Mapping):
         return {block: _with_names(of_block) for block, of_block in policy.items()}
     return "everything" if _is_off(policy) else policy

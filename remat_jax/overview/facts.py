@@ -23,7 +23,7 @@ _RATES = {
     "hidden_share": "compute beside copies",
 }
 _SHOWN = 6
-"""At most this number of the batch's arrays are listed one by one."""
+"""The maximum number of the batch's arrays that are listed one by one."""
 
 
 def facts(gathered: Gathered) -> list[tuple[str, str]]:

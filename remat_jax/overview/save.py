@@ -36,7 +36,7 @@ def save_report(
 ) -> Path:
     """Write a self-contained HTML page about a workload, and return its path.
 
-    The page compares policies (compiled memory, estimated time, the offload's actual effect, known traps) and shows memory by
+    The page compares policies (compiled memory, estimated time, the effect of offload, known traps) and shows memory by
     module, the plan with a slider over the frontier of memory against time, and the parity report. It loads no other file, and
     is written completely or not at all. No GPU is needed; for the target `attached` each step also runs on this machine's GPU.
 
@@ -48,7 +48,7 @@ def save_report(
       plan: a `Plan` for this workload and target, or a budget to plan within: bytes, a text (`"40GiB"`, `"80%"`), or a share of
         the target's memory (0.8). None for no plan.
       parity: the result of `remat_jax.parity.compare`. None leaves this section out.
-      timeout: a limit in seconds that applies to compiling all policies, to the plan, and to each compilation of the doctor.
+      timeout: a limit in seconds, separately for compiling all policies, for the plan, and for each compilation of `doctor`.
       progress: called with the current activity, the number of finished parts, and the number of all parts.
 
     Raises:
@@ -91,7 +91,7 @@ def gather(
     asked = checked_policies(policies)
     check_devices(workload, described)
     tell = progress or (lambda *_: None)
-    # Plan first: a budget that nothing fits ends the report before minutes of compiling.
+    # Plan first, so that a budget that no step fits ends the report before minutes of compiling.
     gathered = Gathered(workload, described, _plan(workload, plan, described, timeout, tell), parity)
     compare(gathered, asked, timeout, tell)
     return gathered

@@ -28,7 +28,7 @@ class LargestBatch:
     Attributes:
       batch: the argument of `make_workload`.
       plan: the plan for the workload of that batch.
-      tried: each batch tried, in order, with the least device bytes that its compiled steps reach. None instead of bytes if
+      tried: each batch tried, in order, with the least device bytes that its compiled steps reach; None instead of bytes if
         the step's arguments alone exceed the budget, so that nothing was compiled.
     """
 
@@ -71,11 +71,11 @@ def largest_batch(
 
     Args:
       make_workload: returns the workload for a batch size of at least 1. A larger batch must not need less memory. Any
-        integer may be tried: on a mesh, take it as the batch per device, and multiply it by the number of devices.
+        such size may be tried: on a mesh, take it as the batch per device, and multiply it by the number of devices.
       budget, target, host_budget: as for `plan`.
       start: the first batch to try.
-      timeout: seconds that the compilations of one batch may take.
-      progress: called with the current activity.
+      timeout: seconds for the compilations of one batch, and again for the plan.
+      progress: called as by `plan`; before the plan is made, it counts batches instead of compiled steps.
 
     Raises:
       InfeasibleBudget: a batch of 1 does not fit. The message states the least memory reached and what occupies it.

@@ -33,19 +33,19 @@ class Call:
     """One call site of a block in the traced loss.
 
     Attributes:
-      key: the block as the workload names it: a class or a glob.
+      key: the block as the workload names it, such as a class or a glob.
       path: the module path at the start of its residuals' names.
       block: its jaxpr, with every array named.
       live: for each input of the jaxpr, whether the loss is differentiated with respect to it.
       free: for each input, whether saving it needs no memory: parameters, the batch, and arrays that several calls read.
-      same: for each input, whether it is the same in all iterations.
+      same: for each input, whether it is the same in all iterations of the scans around the call.
       shared: for each input, whether several blocks or iterations read it, so that it stays on the device.
       rounds: how often the call runs: the product of the trip counts of the scans around it.
       scanned: whether the call is in a scan.
       nested: whether it is in nested scans, so that its iterations cannot have different policies.
       position: its first position among all calls of its key; each further iteration adds `stride`.
       batches: the `vmap`s around the call, innermost first.
-      within: the `shard_map`s around the call; each device runs it on its own shards.
+      within: the `shard_map`s around the call; each device runs the call on its own shards.
     """
 
     key: Block
@@ -131,7 +131,10 @@ def _traced(workload: Workload) -> Any:
 
 @dataclass(eq=False)
 class _Source:
-    """The origin of an array. `argument`: it is an argument of the loss; `shared`: all iterations of a loop read it."""
+    """The origin of an array; `argument`: it is an argument of the loss; `shared`: all iterations of a loop read it.
+
+    `readers` is the number of block calls that read it.
+    """
 
     argument: bool = False
     shared: bool = False

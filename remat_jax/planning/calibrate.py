@@ -1,4 +1,4 @@
-"""Measures this machine's device: matmuls, memory, the link to the host, and how much compute copies can overlap."""
+"""Measures this machine's device: rates of matmuls, memory and the link to the host, and how much compute copies overlap."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Calibration:
       out_bytes_per_s, in_bytes_per_s: the rates of copies to and from pinned host memory; None on a CPU.
       hidden_share: the share of compute time that a copy can overlap, from 0 to 1; None on a CPU.
       source: the device, the JAX version and the date of the measurement.
-      products: operations per second of square matmuls, by dtype and size.
+      products: operations per second of square matmuls, by dtype name and size (as text).
       launch_seconds: the time of a kernel that does almost no work.
     """
 
@@ -142,7 +142,7 @@ def launch_seconds(device: Any) -> float:
 
 
 def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
-    """Operations per second of square matmuls by size; the size is doubled until `seconds` are spent."""
+    """Operations per second of square matmuls by size; the size is doubled until a run takes long enough or `seconds` end."""
     precision = "highest" if dtype in ("float32", "float64") else None
     kind = "float32" if dtype == "tensorfloat32" else dtype
 
@@ -181,8 +181,8 @@ def memory_rate(device: Any, seconds: float) -> float:
 def link_rates(device: Any, seconds: float) -> tuple[float, float, float]:
     """Bytes per second of copies to and from pinned host memory, and the share of compute that the copies can overlap.
 
-    The share is the time saved by overlapping a copy with compute, divided by the shorter of the two times. It is the smaller
-    share of the two directions.
+    The share is the time saved by overlapping a copy with compute, divided by the shorter of the two times. Of the
+    shares of the two directions, the smaller is returned.
     """
     here, there = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host"))
     deadline, size = time.perf_counter() + seconds, 2**22

@@ -19,7 +19,7 @@ FAILED = 2**62
 """The device bytes of a candidate that could not be compiled."""
 
 _ORDERS: tuple[Callable[[BlockPolicy, BlockPolicy], Any], ...] = (
-    # Blocks that offload come first: the last block of the stack may not offload.
+    # First the blocks that offload, because the last block of the stack may not; then the blocks that save least.
     lambda policy, last: (policy.host_bytes == 0, policy.saved_bytes),
     lambda policy, last: policy.choices == last.choices,
 )
@@ -47,9 +47,9 @@ class StepCandidate:
 
     Attributes:
       name: the named policy, or the text of groups of layers; empty for a plan of the solver.
-      seconds: the estimated time to keep, recompute and copy residuals.
-      choices: the choices of a plan of the solver; None for a named policy.
-      like: the choices equivalent to a named policy; None if there are none.
+      seconds: the traced estimate of the time to keep, recompute and copy residuals, part of the step's time.
+      choices: the choices of a plan of the solver; None for a named policy or groups of layers.
+      like: the choices that are equivalent to the named policy; None if there are none.
       cuts: where a scan is cut between blocks with equal choices. A cut changes the compiled memory, but not the estimates.
       inside: for groups of layers, the policy of each layer inside a group; else empty.
       grouped: the number of layers in groups, counted from the first layer.
@@ -89,7 +89,10 @@ class StepCandidate:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled memory of a candidate. `sound` is False if compilation failed or the program may be miscompiled."""
+    """The compiled memory of a candidate; `sizes` has all the compiler's figures, None if compilation failed.
+
+    `sound` is False if compilation failed or the program may be miscompiled.
+    """
 
     device_bytes: int
     host_bytes: int
@@ -134,7 +137,7 @@ def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
 def choices_together(stack: Stack, plan: StackPlan) -> Choices:
     """A plan's choices, with equal choices of one kind made adjacent if that costs neither memory nor time.
 
-    Blocks that save least come first if possible: residuals of the last blocks have the shortest live ranges.
+    Blocks that save least come first if possible, because residuals of later blocks have shorter live ranges.
     """
     for rank in _ORDERS:
         ordered: list[BlockPolicy] = []

@@ -120,7 +120,7 @@ def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
     """The device bytes at a compiled step's peak by category, the largest first."""
     if not sizes.live:
         return _without_text(workload, sizes)
-    # The trained and the frozen parameters.
+    # Both the trained and the frozen parameters.
     step = workload.step("off")
     parameters = [value for name, value in zip(step.names, step.local_arguments, strict=True) if "parameters" in name]
     shapes = {_xla_shape(leaf) for leaf in jax.tree.leaves(parameters) if _sized(leaf)}
@@ -168,7 +168,7 @@ def _argument(name: str) -> str | None:
 
 
 def _sized(leaf: Any) -> bool:
-    # An RNG key has an extended dtype; it is small.
+    # RNG keys have an extended dtype. They are small, so they are left out.
     return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 

@@ -1,4 +1,4 @@
-"""Chooses the fastest compiled step that fits, by the compiled schedules; estimates the times of all other steps."""
+"""Chooses the fastest compiled step that fits, by the times of the compiled schedules; estimates the times of others."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.workload import Workload
 
 TIME_ERROR = 0.04
-"""The error of modelled time ratios, against published ratios of steps with the same computation
+"""The relative error of modelled ratios of step times, compared with published ratios of steps with the same computation
 (`docs/notes/published_steps.md`). Compiled times that differ by less count as equal."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """The time of a whole step: its compiled time, or the traced estimate scaled by `pace`.
+    """The time of a whole step: its compiled time (`Compiled.seconds`), or the traced estimate scaled by `pace`.
 
     If any compiled step has no compiled time, as on a CPU, every time is the traced estimate. The traced estimate is
-    `traced_base` plus the time to keep, recompute and copy residuals, which is `keeping_everything` if all are kept.
+    `traced_base` plus the time to keep, recompute and copy residuals. If all residuals are kept, that is `keeping_everything`.
     """
 
     fit: Fit
@@ -59,7 +59,7 @@ class Times:
         return self.pace * self.traced(candidate), False
 
     def of_compiled(self, tried: Tried) -> tuple[float, bool]:
-        """The same for a compiled step, whose candidate may also have been compiled with another memory limit."""
+        """Like `of`, for one compiled step: its candidate may have been compiled again with another memory limit."""
         if self.compiled and tried.compiled.seconds:
             return tried.compiled.seconds, True
         return self.of(tried.candidate)
@@ -75,8 +75,9 @@ class Times:
 def choose_fastest(searched: Tried, fitting: Sequence[Tried]) -> tuple[Tried, list[str]]:
     """The step for the plan, and notes; `searched` is the search's best step, by the traced estimate.
 
-    Of the compiled steps within `TIME_ERROR` of the fastest, the simplest is chosen: a named policy before a mix, no offload
-    before offload. If a step in `fitting` has no compiled time, `searched` is chosen.
+    Of the compiled steps within `TIME_ERROR` of the fastest, the simplest is chosen: a named policy before a mix of policies or
+    groups, then a step without offload before one with offload. If a step in `fitting` has no compiled time, `searched` is
+    chosen.
     """
     if any(not step.compiled.seconds for step in fitting):
         return searched, []

@@ -23,11 +23,11 @@ from remat_jax.planning.translate import policies_of
 from remat_jax.report.tables import format_bytes, format_seconds
 from remat_jax.workload import Workload
 
-# Errors of a single step; other steps may still compile. For example, layers in nested scans cannot have different policies.
+# Errors of one step; other steps may still compile. For example, layers in nested scans cannot have different policies.
 _OF_ONE_STEP = (CompileError, PolicyError, BlockError, UnsupportedError)
 
 _LONGEST = 300
-"""The maximum number of characters of an error in a note."""
+"""The maximum number of characters of an error's text in a note."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the current activity, the number of compiled steps, and the maximum number of compiled steps."""
@@ -54,7 +54,7 @@ class Compiler:
 
     @property
     def is_over(self) -> bool:
-        """Whether too little time is left to trace another step and to count the plan's recomputation."""
+        """Whether too little time is left to trace another step and to count the FLOPs that the plan recomputes."""
         return time.monotonic() + 2 * self._tracing > self.deadline
 
     def compile(
@@ -65,7 +65,8 @@ class Compiler:
         `memory_limit` is in bytes; None means XLA's own limit.
 
         Raises:
-          CompileError, PolicyError, BlockError, UnsupportedError: no step has compiled so far; the first error is raised.
+          CompileError, PolicyError, BlockError, UnsupportedError: all these candidates failed, and they are the first ones, or
+            the time is up and no step fits. The first error is raised.
         """
         if best is not None and self.is_over:
             self.notes.append(f"The search ended after timeout={self.timeout:g} s; a longer timeout may find a faster plan")
@@ -108,7 +109,7 @@ class Compiler:
         return pool.submit(sizes_of, program)
 
     def _raise_fatal(self, errors: Sequence[BaseException], best: Tried | None, *, all_failed: bool) -> None:
-        """Raise the first error that ends the search: it concerns all steps, or no step has compiled, or no time is left."""
+        """Raise the first error that ends the search, because it concerns all steps or in the cases that `compile` names."""
         fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
         if all_failed and (not self.count or (time.monotonic() > self.deadline and best is None)):
             fatal += errors

@@ -15,10 +15,10 @@ from remat_jax.planning.program import BlockProgram
 def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
     """A copy of `program` with the bytes and the work of one device.
 
-    Residuals have the shares that the compiler gives them. Other arrays have the share of their results or operands. Parameters
-    have share 1, because they are gathered where they are read. A constant has the share of its results: the compiler leaves
-    constants unsharded, but writes them where they are read. An equation has the smallest share of its arrays. Each kernel is
-    priced by the shares of its own arrays.
+    Residuals have the shares that the compiler gives them. Any other array has the share of an array computed from it or of an
+    operand (`_divide`). Parameters have share 1, because they are gathered where they are read. A constant has the share of an
+    array computed from it: the compiler leaves constants unsharded, but writes them where they are read. An equation has the
+    smallest share of its arrays. Each kernel is priced by the shares of its own arrays.
     """
     program = _copied(program)
     flat, backward, parameters = program.flat, program.backward_program, program.parameters
@@ -40,7 +40,7 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
 
 
 def _known_shares(program: BlockProgram, shares: Shares) -> dict[Array, float]:
-    """The compiler's shares of named arrays that are not constants; parameters that it does not list have share 1."""
+    """The compiler's shares of named arrays that are not constants; parameters without a share in `shares` have share 1."""
     constants = set[Array]()
     for eqn in program.flat.eqns:
         if all(array.literal or array in constants for array in eqn.inputs):
@@ -56,8 +56,8 @@ def _known_shares(program: BlockProgram, shares: Shares) -> dict[Array, float]:
 def _backward(program: BlockProgram, forward_ratios: Mapping[str, float]) -> Cost:
     """The cost of the backward pass on one device. Operations of a dtype are scaled by the dtype's ratio in the forward pass.
 
-    How gradients are partitioned between two residuals is unknown. The forward ratios are used instead, because each matmul of
-    the forward pass has two in the backward pass.
+    How the compiler partitions the cotangents between two residuals is unknown. The forward ratios are used instead, because
+    each matmul of the forward pass has two matmuls in the backward pass.
     """
     divided_cost = flat_cost(program.backward_program.eqns, program.backward_program.outputs)
     left = _operations(divided_cost)
@@ -87,9 +87,10 @@ _PARTS = frozenset({"concatenate", "dynamic_slice", "pad", "slice", "split"})
 def _divide(flat: Flat, known_shares: Mapping[Array, float], whole: Set[Array], otherwise: float) -> None:
     """Set the share of every array, by the first rule that applies.
 
-    The rules are: its known share; the share of a result of the same size, or of a result of one of `_PARTS`; the share of an
-    operand of the same size, else of the largest operand; the share of any array of its shape, for constants that only the
-    backward pass reads; `otherwise`. An unsharded operand implies nothing about a larger result.
+    The rules are: its known share; the share of an array computed from it, if that has the same size or is computed by one of
+    `_PARTS`; the share of an operand of the same size from which it is computed, else of the largest operand; the share of any
+    array of its shape, for constants that only the backward pass reads; `otherwise`. An unsharded operand implies nothing about
+    a larger result, and an operand in `whole` nothing about any result.
     """
     share_of = dict(known_shares)
     _from_results(flat.eqns, share_of)
@@ -109,7 +110,7 @@ def _divide(flat: Flat, known_shares: Mapping[Array, float], whole: Set[Array], 
 
 
 def _from_results(eqns: Sequence[FlatEqn], share_of: dict[Array, float]) -> None:
-    """Give each array without a share the share of a result of the same size, or of a result of one of `_PARTS`."""
+    """Give each array without a share the share of an array computed from it, of the same size or by one of `_PARTS`."""
     for eqn in reversed(eqns):
         in_parts = eqn.primitive in _PARTS
         for array in eqn.inputs:

@@ -51,7 +51,7 @@ def to_dict(plan: PlanData) -> dict[str, Any]:
 
 
 def _written(policy: Any) -> dict[str, Any]:
-    """A policy as runs of equal layers, and the groups of layers if there are any."""
+    """A policy as plain data: its runs of equal layers, and its groups of layers if there are any."""
     if isinstance(policy, Policy):
         return {"runs": [[None, policy.to_dict()]]}
     # Older readers refuse a file with `groups`, so the key is written only if there are groups.

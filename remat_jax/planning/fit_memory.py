@@ -1,8 +1,9 @@
-"""Predicts the device memory of candidates: a stack's fixed bytes and shares are fitted to the compiled steps.
+"""Predicts the device memory of candidates by a model that is fitted to the compiled steps.
 
 The predicted peak is the maximum over the blocks of F + (bytes saved so far) + W + ρ · (recomputed) + φ · (offloaded). The
-saved bytes are exact; W is the working set. The fixed bytes F and the shares ρ and φ are refitted after every compilation, with
-the first guess of ρ and φ as a weak prior. The fit is then shifted to be exact at the compiled step nearest to the budget.
+saved bytes are exact; W is the block's working set. The fixed bytes F and the shares ρ and φ of the block's recomputed and
+offloaded bytes are refitted after every compilation, with the first guess of ρ and φ as a weak prior. The fit is then shifted
+to be exact at the compiled step nearest to the budget.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FITTED = 2
 _OVER = 0.01
 """A candidate is surely too large only if its prediction exceeds the budget by more than this share of the budget."""
 _OFF_SHARE = 0.5
-"""The least share of its saved bytes that `off` may need, because XLA rematerialises by itself: 0.55 was observed."""
+"""Under `off` XLA may rematerialise by itself. This share of the saved bytes is assumed to stay: 0.55 was observed."""
 
 
 class Fit:
@@ -65,7 +66,7 @@ class Fit:
 
     @property
     def smallest(self) -> Tried:
-        """The sound compiled step with the least device memory; steps within the host budget are preferred."""
+        """The sound (`Compiled`) step with the least device memory; steps within the host budget are preferred."""
         sound = [step for step in self.tried if step.compiled.sound]
         within = [step for step in sound if step.compiled.host_bytes <= self.host_budget]
         return min(within or sound or self.tried, key=lambda step: step.compiled.device_bytes)
@@ -95,7 +96,7 @@ class Fit:
         return self.around(self.budget)
 
     def around(self, size: float, *, uncut: bool = False) -> Stack:
-        """`stack`, but exact at the compiled step nearest to `size`. If `uncut`, fit only to steps with one policy per kind."""
+        """`stack`, but exact at the compiled step nearest to `size` bytes. If `uncut`, leave out cut steps (`is_cut`)."""
         key = len(self.tried), size, uncut
         if key not in self._fitted:
             steps = [
@@ -120,7 +121,7 @@ class Fit:
         return round(predicted(self.stack, candidate.loads))
 
     def shown(self, candidate: StepCandidate) -> int:
-        """The device bytes: compiled if known, otherwise predicted by the stack that is exact at the nearest size."""
+        """The device bytes: compiled if known, otherwise predicted by the stack fitted `around` the predicted bytes."""
         if (tried := self.known(candidate)) is not None:
             return tried.compiled.device_bytes
         return round(predicted(self.around(predicted(self.stack, candidate.loads)), candidate.loads))
@@ -139,7 +140,7 @@ class Fit:
         return abs(plans[-1].predicted_bytes - plans[-1].compiled.device_bytes) if plans else math.inf
 
     def is_surely_over(self, candidate: StepCandidate, stack: Stack) -> bool:
-        """Whether the prediction of `stack` exceeds the budget by more than `_OVER` and by twice the error of predictions."""
+        """Whether the prediction of `stack` exceeds the budget by more than the share `_OVER` and more than twice `missed`."""
         return round(predicted(stack, candidate.loads)) - self.budget > max(2 * self.missed, _OVER * self.budget)
 
     def may_fit(self, candidate: StepCandidate) -> bool:
@@ -181,7 +182,8 @@ def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> S
         errors = [fixed + _needs(table, shares).max() for table in tables] - sizes
         return sum(error * error for error in (*errors, *(weights * np.subtract(shares, guess))))
 
-    # Try several starts: the shares decide which block has the peak, and too small a share hides the blocks that correct it.
+    # Try several starts. The shares decide which block has the peak, and only peaks are fitted: if a share is too small, blocks
+    # with many of its bytes have no peak and cannot correct it.
     fixed, recomputed, fetched = min((_settled(tables, sizes, guess, start) for start in (guess, *_STARTS)), key=misfit)
     blocks = tuple(replace(block, recomputed_share=recomputed, fetched_share=fetched) for block in stack.blocks)
     fit = replace(stack, blocks=blocks, fixed_bytes=fixed)
@@ -204,7 +206,7 @@ def _needs(table: Array, shares: Sequence[float]) -> Array:
 def _settled(
     tables: Sequence[Array], sizes: Array, guess: Sequence[float], start: Sequence[float]
 ) -> tuple[float, float, float]:
-    """The fixed bytes and the two shares: alternates between locating the peak blocks and least squares for these blocks."""
+    """The fixed bytes and the two shares, by alternately finding each step's peak block and least squares for these blocks."""
     # Imported here: SciPy takes a quarter of remat_jax's import time.
     from scipy.optimize import lsq_linear
 

@@ -1,4 +1,4 @@
-"""Checkpoints inside a block's loops: separates residuals that these checkpoints recompute from the others."""
+"""Separates the residuals that checkpoints inside a block's loops recompute from the block's other residuals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DROPS = (None, jax.checkpoint_policies.nothing_saveable)
 
 
 def inner_names(jaxpr: Any) -> frozenset[str]:
-    """The names inside checkpoints of the closed `jaxpr` that save only their inputs, without names of the results."""
+    """The names of the arrays that checkpoints in the closed `jaxpr` drop, for checkpoints that save only their inputs."""
     regions = filter(compat.is_checkpoint, equations(jaxpr))
     dropping = (eqn for eqn in regions if compat.checkpoint_parts(eqn)[1].get("policy") in _DROPS)
     inside = [body for eqn in dropping for body in bodies(eqn)]
@@ -29,7 +29,7 @@ def inner_names(jaxpr: Any) -> frozenset[str]:
 def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
     """`flat` with some loops split in two, and the residuals of checkpoints inside loops.
 
-    The residual of an inner checkpoint has a name in `inside`, and only the backward pass reads it. A loop that computes such
+    A residual of these checkpoints has a name in `inside`, and only the backward pass reads it. A loop that computes such
     residuals and other arrays is split into one loop for the residuals and one for the other arrays.
 
     The backward pass of an inner checkpoint starts from the checkpoint's inputs under every policy. Chunked attention is an

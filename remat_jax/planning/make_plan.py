@@ -1,4 +1,4 @@
-"""`plan`: a loop of solving, compiling and refitting the memory model; then the fastest compiled step that fits."""
+"""`plan` repeats solving, compiling and refitting the memory model, then chooses the fastest compiled step that fits."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
 _NEAR = 1.1
-"""A step up to this multiple of the budget may be compiled again with the budget as XLA's memory limit."""
+"""A step that needs at most this multiple of the budget may be compiled again with the budget as XLA's memory limit."""
 _FASTER = 0.999
-"""A step with a memory limit must be faster than this multiple of the best step's compiled time."""
+"""A step compiled with a memory limit is used only if its compiled time is below this multiple of the best step's."""
 _TRACED_ERROR = 0.1
-"""The relative error of the traced time estimate for a policy unlike the compiled policies."""
+"""The assumed relative error of the traced time estimate of an uncompiled policy. A named policy that seems slower than the
+best step by up to this share of the step's time may still be compiled."""
 
 # Notes with these beginnings describe the search or give advice. All other notes affect the plan's step and are warnings too.
 _OF_THE_SEARCH = ("Not shown", "Left out", "The policy replaces", "Beyond the blocks", "As compiled")
@@ -61,9 +62,9 @@ def plan(
 
     The planning problem is each block's residuals, their bytes, and the time to recompute them. The solver's mix of a few
     policies is compiled, and so is the fastest named policy predicted to fit. The compiled memory corrects the problem, which
-    is solved again. By the time estimate, no named policy that fits is faster than the plan: each policy that might be faster
-    is compiled, or a note names it. `docs/how/planner.md` states the exact guarantees. On a mesh, every figure except
-    `recompute_flops` is per device.
+    is solved again. Each named policy that may fit, and is faster than the search's best step by the traced time estimate, is
+    compiled, or a note names it. On a GPU target, the plan is chosen from the compiled steps by the times of their
+    schedules. `docs/how/planner.md` states the exact guarantees. On a mesh, all figures but `recompute_flops` are per device.
 
     Args:
       workload: a workload with a loss, not one made by `Workload.from_step`.
@@ -164,7 +165,7 @@ class _Planner:
     # --- the problem ----------------------------------------------------------------------------------------------------
 
     def _described(self) -> tuple[Described, str]:
-        """The planning problem without offloads that cannot run, and the reason; the reason is empty if all can run."""
+        """The planning problem without offloads that cannot run, and why named policies may not offload (empty if they may)."""
         described = describe(self.workload, self.target, timeout=max(1.0, self.deadline - time.monotonic()))
         stack = described.stack
         if self.target.kind == "cpu":
@@ -217,7 +218,7 @@ class _Planner:
         return infeasible(self.workload, self.fit.smallest, self.budget, self.host_budget, self.target)
 
     def _chosen(self) -> tuple[Tried, Tried]:
-        """The best step by the search's traced estimate, and the plan's step, chosen by compiled times."""
+        """The search's best step, by the traced estimate, and the step of the plan, chosen by compiled times."""
         searched = self.search.run(self.compiler.compile)
         if searched is not None:
             for further in (self._faster_groups, self.proposals.unknown, self._without_copies):
@@ -246,21 +247,22 @@ class _Planner:
         return self.fit.best
 
     def _faster_groups(self, best: Tried) -> list[StepCandidate]:
-        """If the best step offloads, the groups of layers that are expected to fit and to be faster (over a slow link)."""
+        """If the best step offloads, the groups of layers expected to fit and to be faster, as they may be over a slow link."""
         least = best.candidate.seconds - self.proposals.worth
         groups = self._grouped(compiled=False) if best.candidate.host_bytes else []
         return [step for step in groups if step.seconds < least and self.fit.expected(step) <= self.budget]
 
     def _without_copies(self, best: Tried) -> list[StepCandidate]:
-        """If a step that fits offloads, the fastest plan without offload: copies may take longer than estimated."""
+        """The fastest plan without offload if a step that fits offloads: its copies may take longer than estimated."""
         offloads = any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried))
         plan = self.proposals.without_copies(self.fit.stack, self.budget) if offloads else None
         return [plan] if plan is not None and self.fit.known(plan) is None else []
 
     def _near_named(self, best: Tried) -> list[StepCandidate]:
-        """Named policies that may be faster than the best step once they are compiled, although the traced estimate is higher.
+        """Named policies that may be faster than the best step by compiled time, although slower by the traced estimate.
 
-        The traced estimate does not know which collectives overlap compute, so on several devices `full` is always compiled.
+        The traced estimate does not know which collectives overlap compute. So on several devices `full` is compiled whenever
+        it is expected to fit.
         """
         if self.target.kind == "cpu" or best.candidate.name in KEEP_ALL:
             return []
@@ -268,17 +270,18 @@ class _Planner:
         return self.proposals.near_named(best, slack, always=("full",) if self.target.devices > 1 else ())
 
     def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
-        """Groups of layers, predicted from the step under `full`; empty if `compiled` and that step was not compiled."""
+        """Groups of layers, predicted from the step under `full`; empty if that step must be `compiled` but was not."""
         full = self.proposals.named_policy("full")
         if full is None or (compiled and self.fit.known(full) is None):
             return []
         return grouped_candidates(self.workload, self.described, full, self.fit.expected(full), self.budget)
 
     def _with_limit(self, best: Tried | None) -> list[Tried]:
-        """Steps that fit and beat the best step if XLA rematerialises by itself, with the budget as its memory limit.
+        """Steps compiled with the budget as XLA's memory limit, under which XLA rematerialises by itself.
 
-        Candidates are `off` and the fastest step slightly over the budget. XLA hardly rematerialises inside a scan, so scanned
-        layers are compiled with a limit only if nothing else fits.
+        Only steps that fit and are faster than the best step are returned. Candidates are `off` and the fastest compiled step
+        slightly over the budget. XLA hardly rematerialises inside a scan, so scanned layers are compiled with a limit only if
+        nothing else fits.
         """
         unrolled = not any(kind.scanned for kind in self.described.kinds)
         if (best is not None and not unrolled) or self.target.kind == "cpu":
@@ -295,7 +298,7 @@ class _Planner:
         limited = [step for step in map(Tried, faster, answers, map(self.fit.expected, faster)) if self.fit.fits(step)]
         if best is None:
             return [step for step in limited if step.compiled.seconds]
-        # The estimate does not include XLA's rematerialisation: scale it by the ratio of the compiled times.
+        # The traced estimate does not include XLA's rematerialisation: scale it by the ratio of the compiled times.
         most = _FASTER * (best.compiled.seconds or 0.0)
         return [self._at_pace(step, best) for step in limited if step.compiled.seconds and step.compiled.seconds < most]
 
@@ -353,14 +356,14 @@ class _Planner:
             self.notes.append(beyond)
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
-        """The recomputed FLOPs of all blocks. For groups of layers, count the traced step; if that fails, take `full`'s."""
+        """The FLOPs that the blocks recompute; for groups of layers, counted in the traced step, or else those of `full`."""
         if not any(isinstance(policy, LayerPolicies) and policy.groups for policy in policies.values()):
             return recompute_flops(self.described, dict(policies))
         counted = None if self._is_late() else counted_flops(self.workload, dict(policies))
         return recompute_flops(self.described, "full") if counted is None else counted
 
     def _add_as_written(self, best: Tried, times: Times) -> None:
-        """If the plan replaces checkpoints of the model, add a note, and list the model as written with the named policies."""
+        """If the plan replaces the model's checkpoints, add a note and, if time is left, a point for the model as written."""
         if not self.workload.replaced_checkpoints:
             return
         self.notes.append(replaced_text(self.workload.replaced_checkpoints))

@@ -150,13 +150,13 @@ def _axes_of_arrays(tree: Any) -> tuple[tuple[str, int], ...]:
 
 
 def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
-    """The axes that partition arrays. The manual axes of an enclosing `shard_map` do not: arrays inside are local shards."""
+    """The mesh axes that partition arrays, and their sizes. A `shard_map`'s axes are left out: its arrays are local shards."""
     manual = getattr(mesh, "manual_axes", ())
     return tuple((str(axis), int(size)) for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
 
 
 def _planned_for(planned: Leaf, leaves: Sequence[Leaf], fn: Callable[..., Any]) -> str:
-    """`planned for tokens int32[8, 1024], called with int32[16, 1024]`."""
+    """The mismatch as text, such as `planned for tokens int32[8, 1024], called with int32[16, 1024]`."""
     place, _, path = planned[0].partition("/")
     name = path or _argument_name(fn, int(place) + 1) or f"batch[{place}]"
     alike = sorted(leaves, key=lambda leaf: (leaf[2] != planned[2], len(leaf[1]) != len(planned[1])))
@@ -208,7 +208,7 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: 
     """
     kind, name, module = key
     if workload is not None:
-        # Prefer the block of the same module. The module's name differs if the file was run before and is imported now.
+        # Prefer the block of the same module. A module that was run (`__main__`) has another name when it is imported.
         for block in sorted(workload.blocks, key=lambda block: block_key(block) != key):
             if block_key(block)[:2] == (kind, name):
                 return block
@@ -250,7 +250,7 @@ def _subclasses(base: Any) -> list[Any]:
 
 
 def _state(leaf: Any) -> Any:
-    """The state of an NNX object, because the object need not be a pytree."""
+    """The state of an NNX object, because the object need not be a pytree; any other leaf unchanged."""
     return nnx.state(leaf) if is_node(leaf) and not isinstance(leaf, nnx.Variable) else leaf
 
 

@@ -28,7 +28,7 @@ class Node:
     Attributes:
       needed: whether the backward pass reads a member.
       parents: the nodes from which the members are computed.
-      only_again: whether the solver may only recompute the node, because keeping other nodes is at least as good.
+      only_again: whether the solver may recompute the node, but neither save nor offload it.
       others: how many earlier nodes have the same user-given name as its largest member.
     """
 
@@ -53,7 +53,7 @@ class Node:
         """The name by which a policy keeps `array`: for an array with a sharding constraint, its name after the constraint.
 
         Saving the array before its sharding constraint would reshard it. In a scan, the stacked array would have no constraint,
-        and XLA has resharded the whole stack for each layer. An input has its first name.
+        and XLA was seen to reshard the whole stacked array for each layer. For an input, its first name is returned.
         """
         placed = [] if self.is_input else [name for name in array.names if _PLACED in name]
         return placed[-1] if placed else array.names[0]
@@ -69,14 +69,15 @@ def nodes(program: BlockProgram) -> list[Node]:
 
     An array that the backward pass does not read is an intermediate. It is not worth keeping in two cases:
 
-    - The arrays computed from it have no more bytes in total: keeping these arrays is at least as good.
-    - One fusible pass computes it from an array with no more bytes: keeping that array avoids everything except the pass.
+    - The arrays computed from it have no more bytes in total than it has: keeping these arrays is at least as good.
+    - Only fusible equations (`is_pass`) compute it, from one array with no more bytes: if that array is kept, recomputing
+      the intermediate is cheap.
 
     Such an intermediate is left out, and its cost is added to the arrays computed from it. But if several arrays are computed
-    from it, and it costs more than a pass, it stays as a node that can only be recomputed, so that its time counts once.
+    from it, and not only fusible equations compute it, it stays as a node that can only be recomputed. So its time counts once.
 
-    Arrays computed by fusible passes from the same arrays become one node, because they cost the same per byte. An array below
-    `SMALL` of the largest array joins an array with the same sources, one of its sources, or one of its results.
+    Arrays computed by fusible equations from the same arrays become one node, because they cost the same per byte. An array
+    below `SMALL` of the largest array joins one with the same sources, one that it is computed from, or one computed from it.
     """
     graph = _all_nodes(program)
     _join_same_names(graph)
@@ -104,7 +105,7 @@ def _all_nodes(program: BlockProgram) -> list[Node]:
 
 
 def _join_same_names(graph: list[Node]) -> None:
-    """Join nodes with the same user-given name: a policy treats them alike. Nodes that cannot join are only recomputed."""
+    """Join nodes with the same user-given name: a policy treats them alike. A node that cannot join may only be recomputed."""
     first: dict[str, Node] = {}
     others: Counter[str] = Counter()
     for node in list(graph):
@@ -170,7 +171,7 @@ def _is_view_of_parent(program: BlockProgram, node: Node, graph: Sequence[Node])
 
 
 def _join_small_and_alike(program: BlockProgram, graph: list[Node]) -> None:
-    """Join large nodes computed by passes from equal sources, and small nodes with their `_hosts`."""
+    """Join large nodes that fusible equations compute from equal sources, and join small nodes to large ones (`_hosts`)."""
     least = _small(program, graph)
     small = {node for node in graph if node.bytes < least and not node.is_input}
     sources: dict[Node, frozenset[Node]] = {}
@@ -186,7 +187,7 @@ def _join_small_and_alike(program: BlockProgram, graph: list[Node]) -> None:
     waiting = [node for node in graph if node in small]
     joined = True
     while joined:
-        # Repeat: a node can join only after the nodes between it and its host have joined.
+        # Repeat: a small node can join a large node only after the nodes between them have joined.
         left = [node for node in waiting if not any(_join(node, into, graph) for into in _hosts(node, graph, small, sources))]
         joined, waiting = len(left) < len(waiting), left
     for place, node in enumerate(waiting):
@@ -195,7 +196,8 @@ def _join_small_and_alike(program: BlockProgram, graph: list[Node]) -> None:
 
 def _small(program: BlockProgram, graph: Sequence[Node]) -> float:
     """The bytes below which a residual is small."""
-    # Residuals of inner checkpoints do not count: compared with the scores of a long attention, everything else is small.
+    # Residuals that checkpoints inside the block drop do not count. Compared with the attention scores of a long sequence, all
+    # other residuals would be small.
     kept = [node.bytes for node in graph if program.own.isdisjoint(node.members)]
     return SMALL * max(kept or [node.bytes for node in graph], default=0)
 

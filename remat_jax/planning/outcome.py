@@ -34,7 +34,7 @@ def outcome(
 ) -> dict[str, Any]:
     """The fields of a `Plan` that a search decides. Once `is_over` returns True, no further problem is solved.
 
-    `searched` is the best step by the traced estimate; `best` is the plan's step.
+    `searched` is the best step by the traced estimate; `best` is the plan's step; `remarks` are further named points.
     """
     fit = times.fit
     stack = fit.stack
@@ -145,10 +145,10 @@ _ALIKE = 1 + 1e-9
 
 
 def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | None:
-    """A lower bound on a step's seconds under any plan; None if the solver's problem does not contain `best`.
+    """A lower bound on a step's seconds under any plan; None if the solver's bound does not apply to `best`.
 
-    The problem lacks groups of layers, XLA's rematerialisation under a memory limit, and some arrays that a named policy may
-    keep. The solver bounds the traced estimate; this bound is scaled to the plan's time.
+    The solver's problem lacks groups of layers, XLA's rematerialisation under a memory limit, and some arrays that a named
+    policy may keep. The solver bounds the traced estimate; this bound is scaled to the plan's time.
     """
     candidate, sizes = best.candidate, best.compiled.sizes
     limited = sizes is not None and bool(sizes.limit_options)

@@ -101,7 +101,7 @@ def _described(plan: PlanData, point: Point) -> str:
 
 
 def _timing(point: Point) -> str:
-    """The origin of a point's time."""
+    """Where a point's time comes from, as text."""
     return "compiled schedule" if point.timed else "traced program"
 
 

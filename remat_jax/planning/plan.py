@@ -31,25 +31,25 @@ class Plan(PlanData):
 
     Attributes:
       policies: block → a policy, or a policy for each of its layers; `off` if the step fits without any checkpoint.
-      device_bytes, host_bytes: the memory of one training step as compiled.
+      device_bytes, host_bytes: the bytes of one training step, as compiled, in device memory and in host memory.
       predicted_bytes: the device bytes predicted before compilation.
-      recompute_flops: the recomputed FLOPs of the blocks (of the jaxpr, if layers are in groups), over all devices of a mesh.
-      seconds: the estimated time of a step; `base_seconds` is the time of a step that keeps everything.
+      recompute_flops: the recomputed FLOPs of the blocks (if layers are in groups, of the traced step), over all devices.
+      seconds: the estimated time of a step; `base_seconds` is the estimate for a step that keeps everything.
       timed: whether `seconds` come from the compiled schedule, as on a GPU target; otherwise they are the traced estimate.
-      assumed_rates: the names (in `Rates`) of rates that the times use and that were not measured on such a device.
+      assumed_rates: the names (in `Rates`) of the rates behind `seconds` that are assumed, not measured on the target's device.
       frontier: the Pareto-optimal points of time and device memory, smallest memory first, some compiled, some predicted.
       named: the memory and time of the named policies, some compiled and some predicted.
-      parts: the layers' actions, in forward order.
+      parts: for each run of equal layers, in forward order, the action for each residual.
       workload, target, budget, host_budget: the arguments of `plan`; budgets are in bytes, None means no limit.
-      next_gib_seconds: the time that a step would gain from `next_bytes` more memory; None if no plan is faster, or if
+      next_gib_seconds: the estimated time that a step gains from `next_bytes` more memory; None if no plan is faster, or if
         `timeout` ended the search.
       next_bytes: 1 GiB; for a budget below 16 GiB, between 1/32 and 1/16 of the budget.
       tried: the name and device bytes of each compiled step.
       notes: further remarks on the plan and the search.
       model: the model that the plan was made for.
-      jax_version: the JAX version that compiled the plan.
-      compiler_options: XLA's memory limit under which the plan was compiled. Pass it to the `jax.jit` of the step as its
-        `compiler_options`. Empty if the plan fits without a limit.
+      jax_version: the JAX version that compiled the plan's step.
+      compiler_options: XLA's memory limit under which the plan's step was compiled. Pass it to the `jax.jit` of the step as its
+        `compiler_options`. Empty if the step fits without a limit.
       lower_bound: a lower bound on the estimated seconds of a step, for every plan of this model within the budgets. It bounds
         the estimate, not the time on a GPU. None if the solver's problem does not contain the plan (groups of layers, a memory
         limit, a named policy that keeps other arrays), or if `timeout` ended the search.
@@ -75,8 +75,8 @@ class Plan(PlanData):
 
         Without the limit, XLA may use the whole device memory.
 
-        A call raises if its batch, its mesh or the number of `fn`'s own checkpoints differs from the plan's. To evaluate on
-        another number of tokens, call the plain function.
+        A call of the result raises if its batch, its mesh or the number of `fn`'s own checkpoints differs from the plan's. To
+        evaluate on another number of tokens, call `fn` itself.
 
         Args:
           fn: takes the parameters and the batch of the plan, and possibly other arguments.

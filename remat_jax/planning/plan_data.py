@@ -53,7 +53,7 @@ class PlanData:
 
     @property
     def best_named(self) -> Point | None:
-        """The fastest named policy that fits, or None. If the plan's time is compiled, compiled times are preferred."""
+        """The fastest named policy that fits, or None. If the plan is `timed`, policies that are timed too are preferred."""
         timed = (point for point in self.named if point.seconds is not None and not point.remark)
         fits = [point for point in timed if point.device_bytes is not None and not over_budget(self, point)]
         return min(fits, key=lambda point: (point.timed < self.timed, point.seconds, point.device_bytes), default=None)
@@ -68,7 +68,7 @@ class PlanData:
         """Whether compiling showed that no further residual can be saved in a run of equal layers within the budget.
 
         A further residual is saved in all layers of one run, and the runs stay the same. It counts only if the step becomes
-        faster by 0.3 % (`docs/how/planner.md`).
+        faster by at least 0.3 % (`docs/how/planner.md`).
         """
         return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
 

@@ -72,9 +72,9 @@ class Point:
       name: the named policy; empty for a plan of the solver.
       device_bytes: compiled if `compiled`, else predicted; None if the policy is not applicable or its compilation failed.
       host_bytes: bytes in host memory; compiled if `compiled`, else predicted.
-      seconds: the estimated time of a whole step.
+      seconds: the estimated time of a whole step; None if unknown.
       compiled: whether the step was compiled.
-      parts: the layers' actions.
+      parts: the runs of equal layers, with their actions.
       remark: why the step cannot be used; empty if it can.
       timed: whether `seconds` come from the compiled schedule; otherwise they are the traced estimate.
     """

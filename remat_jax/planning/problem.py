@@ -38,11 +38,12 @@ class Kind:
 
     Attributes:
       name: the name of the solver's block.
-      block: the key in the workload's blocks, a class or a glob.
+      block: the key in the workload's blocks, such as a class or a glob.
       layers: the blocks' positions in forward order among all calls of the key.
       paths: the module path of each block; iterations of a scan share one path.
       residuals: the names of the solver's residuals, as in the first block.
-      members: for each residual, the names of all arrays that share its decision.
+      members: for each residual, the names of all arrays for which its choice is made.
+      program: the program of the first block, which prices policies.
     """
 
     name: str
@@ -81,11 +82,11 @@ def describe(
     working: float | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Described:
-    """The planning problem of `workload` on `target`. Nothing is executed, and only with a mesh is a step compiled.
+    """The planning problem of `workload` on `target`. Nothing is executed; a step is compiled only if the workload has a mesh.
 
     On a mesh, bytes and times are per device, and compiling one step shows how the compiler partitions the residuals. Kinds
-    that alternate in one scan are treated as if they followed each other. The times are estimates of the cost model
-    (`docs/how/planner.md`).
+    that alternate in one scan are treated as if all layers of one kind came before the next kind. The times are estimates of
+    the cost model (`docs/how/cost_model.md`).
 
     Args:
       rates: by default, the rates of `target`.
@@ -94,7 +95,7 @@ def describe(
 
     Raises:
       TargetError: the target's rates are unknown.
-      UnsupportedError: the workload is a finished step, or a block is inside another block or in a `while` loop.
+      UnsupportedError: the workload was made by `Workload.from_step`, or a block is inside another block or in a `while` loop.
       BlockError: a block is never called.
 
     >>> import flax.linen as nn, jax.numpy as jnp
@@ -180,7 +181,7 @@ def _block(kind: Kind, chosen: Sequence[Node], working: float) -> solver.Block:
 
 
 def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], shares: Shares | None, target: Target) -> float:
-    """The bytes of arguments, gradients, and residuals outside the blocks (all residuals minus the blocks' residuals)."""
+    """The device bytes of a step's arguments, its gradients, and its residuals that are not residuals of the blocks."""
     inside = 0
     for kind in kinds:
         saved, constant = kind.program.saved_bytes, kind.program.constant_bytes
@@ -245,7 +246,7 @@ def busy_seconds(link: solver.HostLink | None, price: Price) -> float:
 
 
 def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, busy: float, *, last: bool) -> float:
-    """Exposed seconds of copying `away` bytes of one block to the host and back, which compute does not hide.
+    """The seconds of copying `away` bytes of one block to the host and back that compute does not hide.
 
     The backward compute that can hide copies includes the `busy` seconds (`busy_seconds`).
     """

@@ -40,7 +40,7 @@ class Price:
 
 
 STACKED = 3
-"""The memory passes to stack an array in a scan: the stack is filled with zeros, and the array is read and written to it."""
+"""How often a scan that stacks an array passes over its bytes: it fills the stack with zeros, reads the array, writes it."""
 
 
 @dataclass(eq=False)
@@ -49,10 +49,10 @@ class BlockProgram:
 
     Attributes:
       flat: the forward program from the block's inputs to the residuals.
-      forward, backward: the cost of the two passes.
-      inputs: the arrays that `@inputs` selects, by name.
+      forward, backward: the cost of the forward and of the backward pass.
+      inputs: residual name → the input of that name, for the inputs that the selector `@inputs` matches.
       backward_program: the backward pass as a flat program whose inputs are the residuals and the cotangents.
-      own: the residuals of checkpoints inside the block's loops, which recompute them; the model's author wants them dropped.
+      own: the residuals that checkpoints inside the block's loops recompute; the model's author wants them dropped.
       dropped: the names of the residuals that the block's own checkpoints drop, inside loops or elsewhere.
     """
 
@@ -85,7 +85,7 @@ class BlockProgram:
 
     @cached_property
     def free(self) -> frozenset[Array]:
-        """The arrays that cost nothing to keep: views of parameters, inputs shared with the loss or other blocks, constants.
+        """The arrays that cost nothing to keep: views of parameters, inputs in memory anyway (`Call.free`), and constants.
 
         Loop-invariant arrays count as constants, because JAX hoists them out of the loop. The compiler writes constants where
         they are read.
@@ -102,9 +102,9 @@ class BlockProgram:
 
     @cached_property
     def seconds(self) -> dict[FlatEqn, float]:
-        """Seconds to recompute each equation: its share of the time to recompute all equations, or 0 if it fuses.
+        """Seconds to recompute each equation: its part of the time to recompute all equations, or 0 if it fuses.
 
-        A pass fuses if only passes read its results. Those passes then read its operands instead.
+        A fusible equation (`is_pass`) fuses if only fusible equations read its results. They then read its operands instead.
         """
         again = region(self.flat.eqns, self.needed, self._given)
         seconds = shares(again, [array for array in self.needed if array not in self._given], self.rates)
@@ -113,9 +113,9 @@ class BlockProgram:
 
     @cached_property
     def _in_memory(self) -> frozenset[Array]:
-        """The arrays that are always written to memory, because kernels other than fusible passes read or write them.
+        """The arrays that are always written to memory, because equations that cannot fuse read or write them.
 
-        Kernels of both passes count: an array that a matmul of the backward pass reads is an operand of a forward matmul.
+        Equations of the forward and of the backward pass count: a backward matmul reads operands of a forward matmul.
         """
         kept = dict(zip(self.backward_program.inputs, self.flat.outputs, strict=False))
         eqns = (*self.flat.eqns, *self.backward_program.eqns)
@@ -147,9 +147,9 @@ class BlockProgram:
         return self.rates.seconds({}, sum(array.bytes for array in kept))
 
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
-        """The residuals that `policy` saves, and those that it offloads, in an equal block at `path`, by their names here.
+        """The names, in this block, of the residuals that `policy` saves and offloads in an equal block at `path`.
 
-        A block without a checkpoint saves every residual except those that its own checkpoints drop.
+        Without a checkpoint around the block, every residual is saved except those that checkpoints inside the block drop.
         """
         if not policy.checkpoint:
             computed = frozenset(name for array in self.arrays for name in array.names) - frozenset(self.inputs)
@@ -168,8 +168,8 @@ class BlockProgram:
     def price(self, policy: Policy, path: str | None = None) -> Price:
         """The cost of `policy` in an equal block at `path`.
 
-        Outside scans, keeping costs nothing in a block without a checkpoint: XLA fuses freely there, and recomputes an array
-        instead of writing it.
+        In a block without a checkpoint and outside scans, keeping residuals costs no time: XLA fuses freely there, and
+        recomputes an array instead of writing it.
         """
         names = self.names(policy, path)
         if names not in self._prices:

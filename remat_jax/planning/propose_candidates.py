@@ -41,9 +41,10 @@ class Proposals:
     """Derives candidates from the fitted stack.
 
     Args:
+      fit: the compiled steps, and the stack fitted to them.
       named: the applicable named policies, including `off`.
-      own: returns the candidate for choices, with its estimated time.
-      recut: returns a candidate with its scans cut at the given places; None if nothing is scanned.
+      own: returns the candidate with the given choices of the solver, with its estimated time.
+      recut: returns a candidate with its scans cut at the given places; None leaves scans uncut.
       most_runs: the maximum number of policies among layers of one kind; None for the solver's own limit.
     """
 
@@ -70,7 +71,7 @@ class Proposals:
         plan = self._solved_within(stack, budget, self.fit.host_left, most_runs)
         if plan is None or not plan.host_bytes:
             return plan
-        # The solver adds up costs of single residuals. Priced as a whole, by kernels, a plan without copies may be faster.
+        # The solver adds up the costs of single residuals. Priced as a whole (`own`), a plan without copies may be faster.
         uncopied = self.without_copies(stack, budget, most_runs)
         return plan if uncopied is None or plan.seconds <= uncopied.seconds else uncopied
 
@@ -97,11 +98,11 @@ class Proposals:
         return self._solvers[stack, most_runs]
 
     def bound(self) -> float:
-        """A lower bound on the extra seconds of any plan within both budgets, by the stack as fitted now."""
+        """A lower bound, by the fitted stack, on `StackPlan.extra_seconds` of any plan within both budgets."""
         return self._solver(self.fit.stack, self._most_runs).bound(self.fit.budget, self.fit.host_left)
 
     def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[StepCandidate]:
-        """The solver's plans at `points` budgets from the least memory to keeping everything; stops if `is_over` is True."""
+        """The plan of least memory, and the solver's plans at `points` larger budgets; stops when `is_over` returns True."""
         if is_over():
             return []
         least = self.least(stack)
@@ -113,7 +114,8 @@ class Proposals:
     def least(self, stack: Stack) -> StepCandidate:
         """The plan with the least predicted memory among a few heuristic plans."""
         count = len(singles(stack))
-        # A saved byte adds to the memory of every later block. Its best weight depends on the fitted shares: try several.
+        # A saved byte occupies memory in every later block. The weight of saved bytes that gives the least memory depends on
+        # the fitted shares (`recomputed_share`, `fetched_share`): try several.
         offloads = (False,) if stack.link is None else (True,) if math.isinf(self.fit.host_budget) else (True, False)
         weights = dict.fromkeys((1.0, math.sqrt(count), float(count)))
         plans = [self._lean(stack, weight, offload=offload) for weight in weights for offload in offloads]
@@ -131,14 +133,15 @@ class Proposals:
         return self.own(tuple(choices))
 
     def faster_named(self, best: Tried | None) -> list[StepCandidate]:
-        """The named policies within the host budget that were not compiled and would be faster than `best`."""
+        """The uncompiled named policies within the host budget that are estimated to be faster than `best`, if given."""
         bound = math.inf if best is None else best.candidate.seconds
         return [step for step in self._uncompiled() if step.seconds < bound and not math.isclose(step.seconds, bound)]
 
     def near_named(self, best: Tried, slack: float, *, always: Sequence[str] = ()) -> list[StepCandidate]:
-        """`full` and the fastest other named policy that is not compiled, is expected to fit and is within `slack` of `best`.
+        """At most two uncompiled named policies that are expected to fit: `full`, and the fastest of the others.
 
-        `slack` is in seconds. The policies named in `always` may be slower by any time.
+        By the traced estimate, each is at most `slack` seconds slower than `best`. Policies named in `always` may be slower by
+        any time.
         """
         near = [
             step
@@ -160,7 +163,7 @@ class Proposals:
         return sorted(filter(self.fit.may_fit, self.faster_named(best)), key=lambda step: predicted(stack, step.loads))
 
     def is_maximal(self, best: Tried) -> bool:
-        """Whether no further worthwhile residual fits: all variants of `least_more` were compiled and do not fit."""
+        """Whether compiling showed that no further residual worth saving fits: all variants of `least_more` are too large."""
         if best.candidate.seconds <= 0 or best.candidate.name in KEEP_ALL:
             return True
         if best.candidate.effective_choices is None:
@@ -169,9 +172,10 @@ class Proposals:
         return all(step is not None and step.compiled.device_bytes < FAILED and not self.fit.fits(step) for step in tried)
 
     def least_more(self, best: Tried) -> list[StepCandidate]:
-        """`best` with one more worthwhile residual: the variants with the fewest saved bytes and the least predicted memory.
+        """`best` with one more residual saved: the variants with the fewest saved bytes and with the least predicted memory.
 
-        An uncompiled variant that is surely over the budget is left out.
+        Only variants that gain at least `worth` seconds count. An uncompiled variant that is surely over the budget is left
+        out (`Fit.is_surely_over`).
         """
         stack, worth = self.fit.around(best.compiled.device_bytes), best.candidate.seconds - self.worth
         faster = [step for step in self.one_more(best.candidate) if step.seconds <= worth]
@@ -183,7 +187,7 @@ class Proposals:
         return [step for step in variants if self.fit.known(step) is not None or not self.fit.is_surely_over(step, stack)]
 
     def one_more(self, candidate: StepCandidate) -> list[StepCandidate]:
-        """The faster variants with one more residual saved in one run; the scans stay the same."""
+        """The variants that save one more residual in one run and are faster than `candidate`; the scans stay the same."""
         stack, choices = self.fit.guess, candidate.effective_choices
         assert choices is not None, "one residual more needs the choices"
         # A cut at the start of each run keeps the run a separate scan, even if its choices become equal to its neighbour's.
@@ -192,7 +196,7 @@ class Proposals:
         return [step for step in variants if step.seconds < candidate.seconds]
 
     def without_host(self, candidate: StepCandidate) -> StepCandidate | None:
-        """The candidate with all offloaded residuals saved; None if it offloads none, or if one of them may not be saved."""
+        """The candidate with its offloaded residuals saved; None if it has none or no choices, or one may not be saved."""
         choices = candidate.effective_choices
         if not candidate.host_bytes or choices is None:
             return None
@@ -210,10 +214,12 @@ class Proposals:
 def grouped_candidates(
     workload: Workload, described: Described, full: StepCandidate, full_bytes: int, budget: int
 ) -> list[StepCandidate]:
-    """Two groupings of the layers that are predicted to fit: the fastest, and the grouping with the least memory.
+    """The fastest grouping of the layers that is predicted to fit, and the grouping with the least memory.
 
-    If none fits, only the grouping with the least memory. Layers in a group share one checkpoint, which helps if the inputs of
-    all layers do not fit. The step under `full` predicts the memory. Empty for several kinds of blocks or nested loops.
+    If none is predicted to fit, only the grouping with the least memory is returned. Layers in a group share one checkpoint,
+    which helps if the inputs of all layers do not fit. The memory is predicted from `full_bytes`, the device bytes of the step
+    under `full`. Empty if that step could not be compiled, if there are several kinds of blocks, or if calls are in nested
+    scans or take turns in one scan.
     """
     (kind, *others), (block, *_) = described.kinds, described.stack.blocks
     if others or kind.program.call.nested or kind.program.call.stride != 1 or full_bytes >= FAILED:

@@ -34,11 +34,12 @@ _FAR_OFF = 0.02
 _AFTER_FAILURE = 0.05
 """If a plan could not be compiled, the next plan must be smaller by this share of the budget."""
 _WORTH_DARING = 5.0
-"""After predictions that were too low, a plan at the whole budget must gain this multiple of `WORTH_COMPILING`."""
+"""If predictions that were too low have reduced the share that plans may use (`_share`), and no plan is proposed within it, a
+plan at the whole budget is compiled only if it gains this multiple of `WORTH_COMPILING`."""
 
 
 class Search:
-    """One search. `most_compiled` is the limit without additional compilations; `scanned`: a mix of policies cuts a scan."""
+    """One search. `most_compiled` is the limit without additional compilations; `scanned`: whether a mix cuts a scan."""
 
     def __init__(self, fit: Fit, proposals: Proposals, *, most_compiled: int = MOST_COMPILED, scanned: bool = False) -> None:
         self.fit, self.proposals = fit, proposals
@@ -55,7 +56,7 @@ class Search:
         return self.fit.best
 
     def probe(self, compile_them: Compile) -> bool:
-        """Whether anything fits: compiles `full`, then the solver's plan with the least memory if `full` does not fit."""
+        """Whether anything fits: compiles `full` and, if that does not fit, the plan with the least predicted memory."""
         for candidate in (self.proposals.named_policy("full"), self.proposals.least(self.fit.stack)):
             if candidate is not None and self.fit.best is None and self.fit.known(candidate) is None:
                 self.fit.learn([candidate], compile_them([candidate], None))
@@ -79,7 +80,7 @@ class Search:
         return self.fit.budget - best.compiled.device_bytes > _MUCH_LEFT * self.fit.budget
 
     def unmoved(self, best: Tried) -> list[StepCandidate]:
-        """The best step without offload, if that may fit: buffers for copies can need more memory than offload frees."""
+        """The best step without offload, if that may fit: the buffers for copies may need more memory than offload frees."""
         candidate = self.proposals.without_host(best.candidate)
         if candidate is None or self.fit.known(candidate) is not None:
             return []
@@ -108,7 +109,7 @@ class Search:
     def _first(self) -> list[StepCandidate]:
         """The first candidates: `off` or the fastest named policy that is predicted to fit, and the solver's plan.
 
-        `off` is taken if it may fit, and without the solver's plan if it surely fits.
+        `off` is taken if it may fit. If it surely fits, the solver's plan is left out.
         """
         stack, budget = self.fit.stack, self.fit.budget
         off = self.proposals.named_policy("off")
@@ -126,20 +127,21 @@ class Search:
         if best is None:
             fits = [step for step in named if self.fit.expected(step) <= self.fit.budget]
             return (fits or named)[:1] + self._solved_at_budget(None)
-        # If the best step has choices, compilations beyond `_most` are reserved for variants with one more residual.
+        # If the best step has choices (`effective_choices`), compilations beyond `_most` are for variants with one more
+        # residual and for faster named policies. While much memory is left, all but the last are also for the solver's plans.
         over = len(self.fit.tried) - self._most if best.candidate.effective_choices is not None else -1
         if over >= 0 and not (self._much_is_left(best) and over < MORE_COMPILED - 1):
             return named[:1]
         return named[:1] + self._solved_at_budget(best)
 
     def _with_leanest(self, candidates: list[StepCandidate]) -> list[StepCandidate]:
-        """Add candidates with the least memory, since nothing fits: last, or first if at most two compilations are left."""
+        """Add candidates with the least memory, because nothing fits: at the end, or in front if few compilations are left."""
         least = self.proposals.least
         lean = list(filter(None, (least(self.fit.stack), self.proposals.named_policy("full"), least(self.fit.guess))))
         return [*lean, *candidates] if len(self.fit.tried) >= self._most - SIDE_BY_SIDE else [*candidates, *lean]
 
     def _last(self, best: Tried) -> list[StepCandidate]:
-        """The last candidates: a plan with equal layers, the best step with more residuals saved, and faster named policies."""
+        """The last candidates: an uncut plan, or else the best step with more residuals saved; then faster named policies."""
         candidates = (self._uniform(best, worth=0.0) if self._scanned else []) or self._one_more(best)
         if candidates and len(self.fit.tried) >= self._most - 1:
             return candidates
@@ -152,7 +154,7 @@ class Search:
         return sorted(named, key=lambda step: step.seconds)
 
     def _solved_at_budget(self, best: Tried | None) -> list[StepCandidate]:
-        """The solver's plan at the budget, and a safer plan: without cuts, or smaller while predictions are inaccurate."""
+        """The solver's plan at the budget, and a safer plan: uncut, or smaller while predictions are inaccurate."""
         stack, budget = self.fit.stack, self.fit.budget
         if not self.fit.tried:
             return self._solved(stack, budget, best)
@@ -161,7 +163,7 @@ class Search:
             bold = self._solved(stack, budget, best, worth=_WORTH_DARING * self.proposals.worth)
         plans = [step.candidate for step in self.fit.tried if not step.candidate.name]
         if self._scanned and all(map(self.fit.is_cut, plans)):
-            # The memory cost of cutting a scan is not predicted: a plan without cuts is most likely to fit.
+            # The memory that cutting a scan costs is not predicted, so an uncut plan is most likely to fit.
             return [*bold, *self._uniform(best)]
         if self.fit.missed > _FAR_OFF * budget:
             return [*bold, *self._solved(stack, self._within(0.5 * self._share), best)]
@@ -204,12 +206,13 @@ class Search:
         return []
 
     def _one_more(self, best: Tried) -> list[StepCandidate]:
-        """The best step with all further residuals saved that are predicted to fit, or with only one."""
+        """A variant of the best step that saves all further residuals predicted to fit, or only one more."""
         if best.candidate.effective_choices is None:
             return []
         much = self._much_is_left(best)
         if len(self.fit.tried) < (self._most + MORE_COMPILED if much else self._most) - 1:
-            # If the best step was compiled last and needed less than predicted, its variant may exceed the budget by that much.
+            # If the best step, compiled last, needed less than predicted, its variant may be predicted to exceed the budget by
+            # the difference.
             dares = much and best is self.fit.tried[-1]
             spared = max(0, best.predicted_bytes - best.compiled.device_bytes) if dares else 0
             for room in dict.fromkeys((self.fit.budget + spared, self.fit.budget, self._within(self._share))):

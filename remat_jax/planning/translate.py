@@ -71,7 +71,7 @@ def named_candidate(described: Described, name: str) -> StepCandidate:
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
     named = StepCandidate(name, tuple(loads), extra_seconds(described, meant))
     like = None if name == "off" else _like(described, named, meant)
-    # Intermediates are also recomputed under a named policy. With the equivalent loads, equal programs compare equal.
+    # These loads do not count recomputed intermediates. Take the loads of the equivalent choices: equal programs compare equal.
     return named if like is None else replace(named, like=like.choices, loads=like.loads)
 
 

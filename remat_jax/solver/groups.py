@@ -73,9 +73,9 @@ def grouping(
     """The memory and time of a stack whose first ``grouped`` layers are in groups of ``size``.
 
     Let a layer have input bytes a and saved bytes s. A group of n layers saves its input. Its backward pass also needs the
-    inputs of the other n - 1 layers, and n s bytes. The r ungrouped layers follow the g groups, so their residuals are freed
-    before any group's backward pass. The peak is the larger of g a + (n - 1) a + n s and g a + r (a + s). A scan of two or
-    more groups also needs a copy of one group's input, sliced from the stacked inputs, and the gradients of n layers
+    inputs of the other n - 1 layers, and n s saved bytes. The r ungrouped layers follow the g groups, so their residuals are
+    freed before any group's backward pass. The peak is the larger of g a + (n - 1) a + n s and g a + r (a + s). A scan of two
+    or more groups also needs a copy of one group's input, sliced from the stacked inputs, and the gradients of n layers
     (`docs/notes/groups_of_layers.md` has the compiled figures).
 
     The backward pass recomputes all n layers of a group if the layers are scanned or are not checkpoints. In an unrolled stack
@@ -141,7 +141,7 @@ def groupings(
 
 
 def _inside(length: int, layer: GroupedLayer, *, looped: bool) -> float:
-    """Bytes that a group's backward pass needs in addition to the groups' inputs; ``looped``: in a scan of groups."""
+    """Bytes that a group's backward pass needs in addition to the inputs of all groups; ``looped``: in a scan of groups."""
     scan_copies = layer.input_bytes + length * layer.gradient_bytes if looped and length > 1 else 0.0
     return (length - 1) * layer.kept_input_bytes + length * layer.saved_bytes + scan_copies
 

@@ -1,9 +1,9 @@
 """The linear relaxation by column generation: prices of memory, and a lower bound on the extra seconds of every plan.
 
-The relaxation lets a run of equal layers use several policies in fractions. Its dual values are the prices of a byte. A policy
-that is not yet a column improves the relaxation only if it is cheaper at these prices than the columns. A minimum s-t cut finds
-the cheapest policy (`table`) in milliseconds. If no policy is cheaper, the value of the relaxation is a lower bound on every
-plan (Gilmore and Gomory, Operations Research 9, 1961). Otherwise the reduced costs are added to it (a Lagrangian bound).
+The relaxation lets a run of equal layers use several policies in fractions. Its dual values are prices of memory. A policy that
+is not yet a column improves the relaxation only if it is cheaper at these prices than the columns. A minimum s-t cut finds the
+cheapest policy (`table`) in milliseconds. If no policy is cheaper, the value of the relaxation is a lower bound on every plan
+(Gilmore and Gomory, Operations Research 9, 1961). Otherwise that value plus the reduced costs is a (Lagrangian) bound.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _DEMANDS = 16
 _FEW = 300
 """A block's policies are enumerated only while there are at most this many partial policies."""
 _SEEDS, _TRANSIENT = 13, (0.0, 0.03, 0.3, 1.0)
-"""For a block's first policies: the number of prices of a saved byte, and the price of a transient byte relative to it."""
+"""A block's first policies are the cheapest at this many prices of a saved byte, each combined with these multiples of it as
+prices of a transient byte."""
 _OVER = 1e3
-"""The penalty per block for one unit of memory over the budget, in units of the largest extra time of a policy."""
+"""The penalty, per block and per `unit` of memory over the budget, as a multiple of the largest extra time of a policy."""
 
 
 class Hull:
@@ -148,7 +149,7 @@ def _seeds(table: BlockTable, count: int) -> Array:
 
 
 def _swept(table: BlockTable, count: int) -> Array:
-    """The cheapest policies of a block at prices from 0 to above any recomputation, and the policies with the least memory."""
+    """The cheapest policies of a block at prices from 0 to above any recomputation, and those of least memory."""
     recompute_seconds = table.seconds[table.allowed[:, RECOMPUTE]].sum()
     total_seconds = recompute_seconds + table.block.forward_seconds + table.block.backward_seconds
     scale = float(total_seconds or 1.0) / (float(table.bytes.sum()) or 1.0)

@@ -37,7 +37,7 @@ class HostLink:
         out_bytes_per_s: the achieved rate from device to host, not the nominal rate.
         in_bytes_per_s: the achieved rate from host to device.
         hidden_share: the share of a block's compute time that can overlap its copies, from 0 to 1.
-        memory_bytes_per_s: the bandwidth of device memory, which copies use as well; infinity ignores this.
+        memory_bytes_per_s: the bandwidth of device memory, which copies use too; infinity ignores the use by copies.
 
     >>> HostLink(50.0, 50.0).exposed_out(100.0, 1.5)
     0.5
@@ -82,7 +82,7 @@ class ResidualCosts:
         seconds: time to recompute it from its parents; None if it cannot be recomputed, like a block's input.
         parents: the names of the residuals of the same block from which it is computed.
         may_save, may_offload: whether it may be saved, and whether it may be offloaded.
-        needed: whether the backward pass reads it. If not, it is kept or recomputed only to recompute its children.
+        needed: whether the backward pass reads it. If not, it is kept or recomputed only to recompute other residuals.
         kept_seconds: time to keep it (save or offload it): writing it, and copying it into a scan's stacked array.
     """
 
@@ -120,7 +120,7 @@ class Block:
 
     In addition to the saved bytes, the backward pass of a block needs ``working_bytes``, ``recomputed_share`` of the bytes of
     its recomputed residuals, and ``fetched_share`` of the bytes of its offloaded residuals. With a share of 1 all of these
-    residuals are live at once. With a smaller share only some are. A larger share adds buffers for the next block.
+    residuals are live at once. With a smaller share only some are. A share above 1 adds buffers for the next block.
 
     Attributes:
         name: unique in its stack.
@@ -129,7 +129,7 @@ class Block:
         working_bytes: the working set of its backward pass under any policy.
         input_bytes: size of an input that every policy keeps on the device; 0 if the input is among the residuals.
         repeats: the number of consecutive equal blocks.
-        recomputed_share, fetched_share: see above.
+        recomputed_share, fetched_share: the shares described above.
 
     >>> Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=24).order
     (0, 1)

@@ -15,7 +15,7 @@ from remat_jax.solver.mix import COUNTS, ROUNDING, Runs
 from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED, Array
 
 _FIRST, _SECOND, _COUNT = 4, 5, 6
-"""The remaining columns of a mix: its first and second policy, and the number of layers under the first."""
+"""The columns of a mix after those of `BlockTable.measures`: its two policies, and the number of layers under the first."""
 _BINS = 1024
 """The number of bins of saved memory."""
 _NEED_BINS, _SAVED_BINS = 16, 256
@@ -79,7 +79,8 @@ def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price
     >>> [mix[SAVED].item() for mix in shared([kind, kind], 6.0, np.inf, 0.0)], shared([kind, kind], 4.0, np.inf, 0.0)
     ([2.0, 4.0], None)
     """
-    # Columns of a state: bytes saved, host bytes, cost. The trail has, for each kind, the previous states and the chosen mixes.
+    # Columns of a state: bytes saved, host bytes, cost. For each kind, the trail has the index of each state's previous state
+    # and of its mix.
     states = np.zeros((1, 3))
     trail: list[tuple[Array, Array]] = []
     for mixes in kinds:
@@ -102,7 +103,7 @@ def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price
 
 
 def _fronts(states: Array) -> Array:
-    """The cheapest state and the state with the least memory of each bin, without states that another state dominates."""
+    """The indices of the cheapest state and the state with the least memory of each bin, without dominated states."""
     bins = _binned(states[:, 0], _BINS)
     order = np.lexsort((states[:, 2], bins))
     _, cheapest = np.unique(bins[order], return_index=True)

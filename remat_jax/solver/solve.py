@@ -25,7 +25,7 @@ from remat_jax.solver.table import CHOICES, EXTRA, HOST, NEED, SAVED, Array, Pri
 MOST_POLICIES = 3
 """The maximum number of policies among blocks of one kind. Scanned layers become one scan per policy."""
 _MIXED, _BESIDE = 12, 40
-"""How many of the cheapest policies are mixed in every order, and how many neighbours of the current policies are tried."""
+"""How many of the cheapest policies are mixed in every order, and how many neighbours (`BlockTable.neighbours`) are tried."""
 _PAIRS = 20_000
 """About how many mixes of two policies the first plan considers for each kind: pairs of policies × layer counts."""
 _SWEEPS = 6
@@ -128,13 +128,17 @@ class _Kind:
         return mixes_of_two(self.measures, self.ends, self.layers, chosen, self._most, room, self.host_price)
 
     def _ordered(self, count: int) -> list[int]:
-        """The indices of the ``count`` cheapest policies, then of ``count // 3`` cheapest that are legal for the last layer."""
+        """Indices of the ``count`` cheapest policies, and of the ``count // 3`` cheapest that are legal for the last layer."""
         order = np.argsort(self._distance(self.codes), kind="stable")
         ends = [at for at in order if self.ends[at]]
         return list(dict.fromkeys([*map(int, order[:count]), *map(int, ends[: count // 3])]))
 
     def _distance(self, codes: Array) -> Array:
-        """Each policy's cost minus the cheapest candidate's cost, shape (policies,); the minimum over the runs' prices."""
+        """How far each policy's cost is above the cheapest candidate's cost, shape (policies,).
+
+        The relaxation has prices for each run of this kind's blocks (`Stack.runs`). Of the distances at these prices, the
+        least counts.
+        """
         costs = [(self.table.cost(codes, price), self.table.cost(self.codes, price).min()) for price in self._prices]
         return np.min([cost - least for cost, least in costs], axis=0)
 
@@ -177,7 +181,8 @@ def _share(kinds: Sequence[_Kind], budget: float, whole: Room) -> bool:
     """Set each kind's mix by the dynamic program; returns False if it finds no combination within the budgets."""
     room = budget - whole.before
     mixes = [kind.mixes(room) for kind in kinds]
-    # Copies hidden by compute take no time, so the relaxation's price of host memory is 0 unless its budget is scarce.
+    # The price of host memory is the relaxation's dual value of the host budget, so it is 0 unless that budget is scarce: host
+    # bytes have no cost of their own, only exposed copies take time.
     chosen = shared(mixes, room, whole.host, kinds[-1].host_price) if room > 0 else None
     if chosen is None:
         return False

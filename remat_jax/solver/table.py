@@ -2,7 +2,8 @@
 
 A policy is an int8 array of shape (residuals,) whose codes index `CHOICES`. At given prices, the cheapest policy is a
 minimum-weight closure, which a minimum s-t cut finds (Picard, Management Science 22, 1976): recomputing a residual requires its
-parents, and an array that the backward pass does not read may be absent. Other residuals are decided one by one.
+parents, and an array that the backward pass does not read may be absent. Residuals without such constraints are decided one by
+one.
 """
 
 from __future__ import annotations
