@@ -173,7 +173,7 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
         )
     if isinstance(given, NamedSharding) and dict(given.mesh.shape) != dict(mesh.shape):
         raise ArgumentError(
-            f"shardings: {given} for {where} has another mesh than mesh={dict(mesh.shape)}; give its PartitionSpec"
+            f"shardings: {given} for {where} is on a different mesh than mesh={dict(mesh.shape)}; give only its PartitionSpec"
         )
     spec = PartitionSpec() if given is None else given.spec if isinstance(given, NamedSharding) else given
 
