@@ -147,7 +147,7 @@ def policy_cells(gathered: Gathered, policy: Compared) -> dict[Column, Cell]:
 def _device(policy: Compared) -> Memory:
     temp = policy.memory.temp_bytes
     given = policy.memory.device_bytes - temp
-    return {(ARGUMENTS, "there anyway"): given, ("temp", "residuals and working memory"): temp}
+    return {(ARGUMENTS, "independent of the policy"): given, ("temp", "residuals and working memory"): temp}
 
 
 def offload_rows(policies: Sequence[Compared]) -> list[list[Cell]]:
