@@ -62,7 +62,7 @@ def cells(way: str, form: str) -> list[str]:
 def main() -> None:
     """Print the table, or the cells of one variant if a variant and a form are given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("one", nargs="*", help="a way and a form, of which only the cells are printed")
+    parser.add_argument("one", nargs="*", help="a variant and a form; prints only their cells")
     options = parser.parse_args()
     if options.one:
         print(*cells(*options.one), sep="|")

@@ -114,8 +114,8 @@ def test_what_is_no_text_is_refused_by_both(value: Any) -> None:
         ("keep: x", "the action is 'keep', expected one of save, offload, recompute"),
         ("save: x,, y", "'' is not a selector, expected a glob on names"),
         ("save: @dot", "'@dot' is not a selector, .* @dots_with_no_batch_dims, @convs, @primitive:NAME"),
-        ("save: x; offload: x", "'x' is never reached, as it is there twice"),
-        ("save: *, x", "'x' is never reached, as '\\*' before it takes everything"),
+        ("save: x; offload: x", "'x' is never reached, as it occurs twice"),
+        ("save: *, x", "'x' is never reached, as '\\*' before it matches every array"),
         (None, "policy is None, of type NoneType, expected a text"),
     ],
 )

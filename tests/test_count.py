@@ -36,7 +36,7 @@ def test_a_cond_counts_as_its_most_expensive_branch() -> None:
 
 
 def test_a_while_loop_with_matmuls_is_refused_and_one_without_is_free() -> None:
-    with pytest.raises(UnsupportedError, match="number of rounds is unknown"):
+    with pytest.raises(UnsupportedError, match="trip count is unknown"):
         matmuls(lambda w, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x), W, X)
     assert matmuls(lambda w, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x + 1, x) @ w, W, X) == 1
 

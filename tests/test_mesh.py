@@ -153,7 +153,10 @@ def test_nothing_may_stand_in_a_batch():
             NamedSharding(as_mesh({"data": 2}), P(), memory_kind="pinned_host"),
             "in pinned_host; a workload on a mesh supports only device memory",
         ),
-        (NamedSharding(as_mesh({"data": 4}), P("data")), r"has another mesh than mesh={'data': 2}; give its PartitionSpec"),
+        (
+            NamedSharding(as_mesh({"data": 4}), P("data")),
+            r"is on a different mesh than mesh={'data': 2}; give only its PartitionSpec",
+        ),
     ],
 )
 def test_a_sharding_of_another_kind_is_an_error(sharding, told):

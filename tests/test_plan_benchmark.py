@@ -216,7 +216,7 @@ BROKEN = {
     "the plan needs 4.0 MiB": {"device_bytes": 2**22},
     "up:add#0 of Layer 0 could be saved as well: 3.0 MiB": {"further": ROW["further"] | {"device_bytes": 3 * 2**20}},
     "full is faster: 8.60 ms against 9.00": {"best_seconds": 0.0086},
-    "nothing was found to fit": {"infeasible": 2**20},
+    "no plan was found that fits": {"infeasible": 2**20},
 }
 
 

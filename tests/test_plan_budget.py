@@ -74,7 +74,7 @@ def test_what_is_no_budget_is_refused_by_name_and_value(budget, message):
 
 
 def test_a_share_needs_a_memory_that_is_known():
-    with pytest.raises(PlanningError, match="'cpu' does not say how much memory it has; give bytes"):
+    with pytest.raises(PlanningError, match="'cpu' has no memory_bytes; give bytes"):
         budget_bytes("80%", target("cpu"))
     assert budget_bytes("80 MB", target("cpu")) == 80_000_000
 

@@ -32,8 +32,8 @@ from remat_jax.policy import ALIASES, NAMED, Action, Policy, PolicyRule, as_poli
         ("save: @primitive:", "the selector '@primitive:' names no primitive"),
         ("save: a, b, a", "at character 13: 'a' is never reached: the same selector comes before it"),
         ("save: a; recompute: a", "at character 21: 'a' is never reached"),
-        ("save: *; offload: x", "at character 19: 'x' is never reached: '*' before it takes every residual"),
-        ("save: **, x", "at character 11: 'x' is never reached: '**' before it takes every residual"),
+        ("save: *; offload: x", "at character 19: 'x' is never reached: the earlier selector '*' matches every residual"),
+        ("save: **, x", "at character 11: 'x' is never reached: the earlier selector '**' matches every residual"),
     ],
 )
 def test_malformed_text_is_quoted_with_its_place(text: str, message: str) -> None:

@@ -248,7 +248,7 @@ def test_everything_that_does_not_fit_is_in_one_error() -> None:
     assert lines[0] == "the tensors do not fit the variables, 7 problems:" and len(lines) == 8
     for start in (
         "  text: is of type str, not a tensor or array",
-        "  stray: extra, shape (2,): no rule takes it; write a rule, or name it under 'extra:'",
+        "  stray: extra, shape (2,): no rule matches it; write a rule, or name it under 'extra:'",
         "  params/new/bias: not filled, shape (3,): no rule fills it; write a rule, or name it under 'missing:'",
         "  layers.0.in_proj_weight: shape (4, 12), expected (12, 4) for params/layers_0/query/kernel (4, 2, 2), ",
         "  params/layers_7/norm/scale: not in the Flax model, where layers.7.norm.weight (4,) should go.",

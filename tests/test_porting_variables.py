@@ -95,7 +95,7 @@ def test_what_is_no_variables_is_refused() -> None:
 
 def test_an_array_that_may_be_missing_needs_a_value_to_keep() -> None:
     shapes = {"params": {"a": jax.ShapeDtypeStruct((2,), np.float32)}}
-    with pytest.raises(PortingError, match="params/a: named as missing, but has no value to keep"):
+    with pytest.raises(PortingError, match="params/a: is named under 'missing:', but `variables` has no value for it"):
         porting.from_torch({}, shapes, "missing: params/a")
 
 

@@ -228,7 +228,9 @@ def test_a_step_without_a_time_says_why() -> None:
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     given = lambda params, x: jnp.sum(model.apply(params, x) ** 2)  # noqa: E731
     job = rj.Workload(given, params, (x,), nn.Dense, mesh={"data": 8}, shardings=(None, P("data")))
-    with pytest.warns(rj.RematWarning, match="no step time: target='2x4xl4': .* the rate of the links between them is unknown"):
+    with pytest.warns(
+        rj.RematWarning, match="no step time: target='2x4xl4': .* the rate of the links between the devices is unknown"
+    ):
         report = rj.measure(job, "full", "2x4xl4")
     assert report.seconds is None and report.device_bytes > 0
     assert any("network_bytes_per_s" in warning for warning in report.warnings)

@@ -158,10 +158,10 @@ class AppliedPolicies:
             if not any(record is used for used in placed):
                 classes = sorted({type(module).__name__ for module in model.modules()})
                 taken = any(isinstance(module, record.block) for module in model.modules())
-                why = "classes before it take all of its modules" if taken else "it has no module in the model"
+                why = "classes listed before it match all of its modules" if taken else "it has no module"
                 raise NoEffectError(
-                    f"policies has {record.block.__name__}, but {why}, a {type(model).__name__}; its modules are of"
-                    f" {', '.join(classes)}. Name one of these, the class whose forward runs once per layer."
+                    f"policies has {record.block.__name__}, but {why} in the model, a {type(model).__name__}; its modules are"
+                    f" of {', '.join(classes)}. Name one of these, the class whose forward runs once per layer."
                 )
 
     def _begin(self, model: nn.Module, _: Any) -> None:

@@ -219,6 +219,6 @@ def _check_reached(selectors: Iterable[str], text: str, argument: str) -> None:
     for selector in selectors:
         caught = next(filter(is_catch_all, before), None)
         if selector in before or caught:
-            why = "it is there twice" if selector in before else f"{caught!r} before it takes everything"
+            why = "it occurs twice" if selector in before else f"{caught!r} before it matches every array"
             raise PolicyError(f"{argument} is {text!r}, where {selector!r} is never reached, as {why}; remove one of them.")
         before.add(selector)

@@ -145,7 +145,7 @@ class OffloadedArgument:
         storage = source.untyped_storage()
         shared = any(other.source_storage is not None and other.source_storage() is storage for other in others)
         if shared or self.copy.is_asynchronous:
-            why = "another argument overlaps it" if shared else "its copy to the host runs beside the block"
+            why = "another argument overlaps it" if shared else "its copy to the host may still be running"
             raise MutatedTensorError(
                 f"{self._entry.block} changes an offloaded argument, shape {tuple(source.shape)}, in place, and {why}, so the "
                 "recomputation would start from other values. Give the block a clone, or make the change out of place."
@@ -177,7 +177,7 @@ def _stretch(tensor: torch.Tensor) -> int:
 def _nothing_to_offload(entry: CallEntry, tensors: list[torch.Tensor], min_bytes: int) -> str:
     if tensors:
         largest = max(map(nbytes_of, tensors))
-        return f"min_bytes is {min_bytes}, but the largest tensor argument of {entry.block} has {largest}: lower the floor."
+        return f"min_bytes is {min_bytes}, but the largest tensor argument of {entry.block} has {largest}: lower min_bytes."
     return (
         f"offload was requested, but no argument of {entry.block} is a tensor that can be moved (parameters stay on the "
         "device): expected at least one. Pass the block's input as an argument instead of capturing it, or use "

@@ -153,7 +153,7 @@ def check_effect(policy: Policy, calls: list[Seen]) -> None:
     if policy.offloads and not any(seen.moved for seen in calls):
         raise NothingToOffloadError(
             f"policy {str(policy)!r} offloads nothing in {where}: an offload rule must select an array that no earlier rule "
-            f"takes; scalars and random numbers are not offloaded. The arrays are: {_some(_names(calls), 8)}. Select one of "
+            f"matches; scalars and random numbers are not offloaded. The arrays are: {_some(_names(calls), 8)}. Select one of "
             "these, or use 'full' to offload nothing."
         )
 

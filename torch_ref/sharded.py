@@ -110,7 +110,9 @@ def shard_blocks(
             " torch.distributed.device_mesh.init_device_mesh('cuda', (n,)) for n ranks."
         )
     if mesh.ndim > 2:
-        raise InvalidArgumentError(f"mesh has {mesh.ndim} axes, expected one, or two (repeated, divided): give mesh['…'].")
+        raise InvalidArgumentError(
+            f"mesh has {mesh.ndim} axes, expected one axis, or two (replicated, sharded): select axes with mesh['…']."
+        )
     checked = Policy.parse(policy)
     block_modules = _found(model, blocks)
     sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]

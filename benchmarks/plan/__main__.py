@@ -33,7 +33,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for plan.json")
     parser.add_argument("--all", action="store_true", help=f"all six workloads and budgets, not {' and '.join(SHORT)} at three")
     parser.add_argument("--only", choices=CASES, action="append", help="one of the workloads; may be given again")
-    parser.add_argument("--shares", type=float, nargs="+", help="budgets, of what lies between the leanest step and off")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", help="budgets, as shares of the way from the step of least memory to `off`"
+    )
     parser.add_argument("--layers", type=int, default=6, help="of each tower")
     parser.add_argument("--target", default="h200")
     parser.add_argument("--resume", action="store_true", help="keep the rows of plan.json, if of the same commit and sizes")

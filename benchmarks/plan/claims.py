@@ -19,7 +19,7 @@ Row = dict[str, Any]
 def broken(row: Row) -> list[str]:
     """The claims that one row breaks, with its figures."""
     if "infeasible" in row:
-        return [f"nothing was found to fit; the least is said to be {format_bytes(row['infeasible'])}"]
+        return [f"no plan was found that fits; the least memory reported is {format_bytes(row['infeasible'])}"]
     found, more = [], row["further"]
     if row["device_bytes"] > row["budget"]:
         found.append(f"the plan needs {format_bytes(row['device_bytes'])}")

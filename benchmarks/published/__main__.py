@@ -1,6 +1,6 @@
 """Compile published training steps for their GPUs, and compare the estimated times with the published times.
 
-    python -m benchmarks.published                    all steps; exits with 1 if more than a sixth miss a bound
+    python -m benchmarks.published                    all steps; exits with 1 if more than a sixth exceed a bound
     python -m benchmarks.published 'GPT-2'            the steps whose name contains this
     python -m benchmarks.published --markdown         also prints the figures of the note, for `make figures`
 
@@ -98,7 +98,7 @@ def missed(rows: list[Row]) -> dict[str, str]:
 
 
 def allowed(rows: list[Row]) -> int:
-    """How many of the rows with a published figure may miss a bound."""
+    """How many of the rows with a published figure may exceed a bound."""
     return math.floor(MISSED_SHARE * sum(one.case.seconds is not None or one.case.ratio is not None for one in rows))
 
 
@@ -113,9 +113,9 @@ COLUMNS = ("step", "policy", "published", "estimated", "off", "waits for exchang
 
 
 def said(rows: list[Row]) -> str:
-    """A sentence: how many rows miss a bound, and how many may."""
+    """A sentence: how many rows exceed a bound, and how many may."""
     judged = sum(one.case.seconds is not None or one.case.ratio is not None for one in rows)
-    return f"{len(missed(rows))} of {judged} steps miss a bound; {allowed(rows)} may."
+    return f"{len(missed(rows))} of {judged} steps exceed a bound; at most {allowed(rows)} may."
 
 
 def figures(rows: list[Row]) -> str:
@@ -133,12 +133,12 @@ def figures(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", default="", help="of the names")
+    parser.add_argument("part", nargs="?", default="", help="a part of the steps' names")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     chosen = [case for case in CASES if options.part in case.name]
     if not chosen:
-        parser.error(f"part={options.part!r}: no step has this in its name; they are {[case.name for case in CASES]}")
+        parser.error(f"part={options.part!r}: no step's name contains this; the steps are {[case.name for case in CASES]}")
     console, rows = Console(width=150, stderr=options.markdown), []
     for case in chosen:
         rows.append(row(case))
@@ -147,7 +147,7 @@ def main() -> None:
     for case, told, seen in ratios(rows):
         console.print(f"{case.name}: {seen:.3f} times {case.beside!r}, published {told:.3f}")
     for name, text in missed(rows).items():
-        console.print(f"misses: {name}: {text}")
+        console.print(f"exceeds a bound: {name}: {text}")
     console.print(said(rows))
     if options.markdown:
         print(figures(rows))

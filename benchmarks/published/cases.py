@@ -10,7 +10,7 @@ from benchmarks.published.model import Shape
 ABSOLUTE, RATIO = 0.20, 0.04
 """The largest allowed error of an estimated time, relative to the published time, and of an estimated ratio, absolute."""
 MISSED_SHARE = 1 / 6
-"""The share of steps that may miss a bound: two of twelve, chosen without regard to today's misses."""
+"""The share of steps that may exceed a bound: two of twelve, chosen without regard to today's misses."""
 
 LLAMA2_7B = Shape(32, 4096, 11008, 32, 32000)
 LLAMA2_13B = Shape(40, 5120, 13824, 40, 32000, unrolled=True)
@@ -36,7 +36,7 @@ TOOLBOX = "NVIDIA/JAX-Toolbox, {}"
 TUNE = "pytorch/torchtune, README.md, Optimization flags (bd2a0fc)"
 TITAN = "pytorch/torchtitan, docs/performance.md (3faaa1a), 64 A100"
 MEGATRON = "Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv:2205.05198), {}"
-EAGER = "not compiled: its element-wise operations are kernels of their own"
+EAGER = "not compiled: element-wise operations run as separate kernels"
 SECOND = {"Block": "full", "Kept": WITH_ATTENTION}
 """Recomputes every second layer."""
 OPERATIONS = "save: *query:dot_general#0, *value:dot_general#0, *gate:dot_general#0, *_attention*"

@@ -127,7 +127,7 @@ def test_dropout_in_training_is_refused_and_in_evaluation_is_not() -> None:
 
 
 def test_a_flax_model_of_one_dtype_is_an_error_and_a_function_of_a_dtype_is_the_remedy() -> None:
-    with pytest.raises(ArgumentError, match="gives output in float32 from weights and inputs in float64"):
+    with pytest.raises(ArgumentError, match="returns output in float32, although weights and inputs are float64"):
         compare(**linear(flax_module=nn.Dense(2, dtype=jnp.float32)))
     report = compare(**linear(flax_module=lambda dtype: nn.Dense(2, dtype=dtype), dtypes=("float64", "float32")))
     assert report.passed, str(report)

@@ -58,7 +58,7 @@ def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
     report = run(case, **{**c.QUICK, "modes": ("off", "checkpoint")})
     assert [check.name for check in report.checks if not check.passed] == ["PyTorch, checkpoint"] and not report.failed_rows
     found = next(check for check in report.checks if not check.passed).found
-    assert found.endswith("; the recomputation of layers/1/ffn gives other values")
+    assert found.endswith("; recomputing layers/1/ffn gives different values")
 
 
 def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_modules_that_cannot_be_looked_into_are_told_in_the_report(tmp_path: Pat
     case = {"torch_module": Outside(), "flax_module": Looping(), "inputs": np.random.default_rng(0).normal(size=(4, 3))}
     report = run({**case, "rules": rules}, **c.QUICK)
     assert not report.passed and report.hidden == ("inner",) and report.to_dict()["hidden"] == ["inner"]
-    note = "not observed, because the code that runs them cannot be observed (such as a while loop): inner"
+    note = "not observed, because they run in code whose arrays cannot be captured (a while loop, for example): inner"
     assert note in " ".join(str(report).split()) and note in report.to_html(tmp_path / "page.html").read_text()
 
 

@@ -141,7 +141,7 @@ def test_what_only_flax_has_is_named_by_a_rule() -> None:
     assert str(rules).splitlines()[-1] == "missing: params/mask_token"
     with pytest.raises(PortingError, match="no map makes the models agree"):
         porting.propose(module, Flax(1.0), X, rules="missing: params/mask_token")
-    with pytest.raises(PortingError, match=r"mask_token: .* no value to keep; give variables with values, such as those of"):
+    with pytest.raises(PortingError, match=r"mask_token: .* has no value for it; give variables with values, such as those of"):
         run(Flax(), module, rules=rules)
     assert run(Flax(), module, rules=rules, variables=Flax().init(jax.random.key(0), X)).passed
 

@@ -151,7 +151,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             FORWARD,
             "blocks/1",
             OUT,
-            "it gives 'blocks_1/conv2' another input 0",
+            "it passes a different input 0 to 'blocks_1/conv2'",
         ),
         Mutant(
             "gpt2",
@@ -159,7 +159,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             FORWARD,
             "transformer/h/1/mlp",
             OUT,
-            "it gives 'layers_1/mlp/c_proj' another input 0",
+            "it passes a different input 0 to 'layers_1/mlp/c_proj'",
         ),
     ],
     "wrong padding": [

@@ -157,7 +157,11 @@ def test_a_second_policy_on_the_same_block_is_refused_and_leaves_the_first():
             "NoEffectError",
             "ByteDecoder, but it has no module in the model, a DecoderStack; .*DecoderLayer",
         ),
-        ({nn.Module: "full", nn.Linear: "dots"}, "NoEffectError", "Linear, but classes before it take all of its modules"),
+        (
+            {nn.Module: "full", nn.Linear: "dots"},
+            "NoEffectError",
+            "Linear, but classes listed before it match all of its modules",
+        ),
         ({}, "InvalidArgumentError", "expected a mapping .* with at least one entry"),
         (None, "InvalidArgumentError", "policies is None"),
         ({"layers_*": "full"}, "InvalidArgumentError", "policies has the key 'layers_\\*', expected a class"),

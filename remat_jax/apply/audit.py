@@ -199,14 +199,14 @@ def _check_policy(
     if policy.offloads and not offloaded:
         raise NoEffectError(
             f"{subject} offloads nothing in {_paths(blocks)}: an offload rule must select an array of rank 1 or more that no "
-            f"earlier rule takes.{remark} The residuals are: {_some(candidates, 8)}. Select one of these, or use "
+            f"earlier rule matches.{remark} The residuals are: {_some(candidates, 8)}. Select one of these, or use "
             'policy="full" to offload nothing.'
         )
     if policy.offloads and not any(block.moves for block in blocks):
         raise NoEffectError(
-            f"{subject} offloads nothing in {_paths(blocks)}: it selects {_some(sorted(offloaded), 3)}, but the policy also "
-            "keeps other arrays, and given those the backward pass reads none of these. Offload arrays that are computed from "
-            "these, or recompute the other arrays."
+            f"{subject} offloads nothing in {_paths(blocks)}: it selects {_some(sorted(offloaded), 3)}, but the backward pass "
+            "reads none of these arrays, because the other kept arrays suffice. Offload arrays computed from these instead, or "
+            "recompute the other arrays."
         )
     for selector in policy.selectors:
         if selector != "*" and all(selector in block.unmatched for block in blocks):

@@ -25,7 +25,7 @@ _MEANINGS = {
     "full": "keep a block's inputs, recompute everything else",
     "offload_inputs": "as full, with the inputs in host memory",
     "dots": "keep the results of matrix multiplications and convolutions, recompute the rest",
-    "dots_with_no_batch_dims": "keep the products with weights, recompute attention's own products and the rest",
+    "dots_with_no_batch_dims": "save the results of matmuls with weights, recompute attention's matmuls and the rest",
     "offload_dot_with_no_batch_dims": "as dots_with_no_batch_dims, with the kept arrays in host memory",
     "everything": "keep every residual of a checkpointed block, recompute nothing",
 }

@@ -81,8 +81,8 @@ def require_named_policies() -> None:
     """Raise UnsupportedError for a policy that is a function if this JAX would silently ignore it."""
     if remat3() and JAX_VERSION < (0, 12, 0):
         raise UnsupportedError(
-            f"jax_remat3=True with JAX {jax.__version__}: this JAX version silently recomputes the arrays that such a policy "
-            'keeps; switch jax_remat3 off with jax.config.update("jax_remat3", False), or use JAX 0.12 or later'
+            f"jax_remat3=True with JAX {jax.__version__}: this JAX version silently recomputes the arrays that a policy "
+            'function saves; switch jax_remat3 off with jax.config.update("jax_remat3", False), or use JAX 0.12 or later'
         )
 
 

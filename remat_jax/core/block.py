@@ -142,7 +142,7 @@ class BlockUnderPolicy:
             policy offloads them.
         """
         if not isinstance(self.policy, Policy):
-            assert not rows, "JAX's own policies could keep what is read"
+            assert not rows, "a JAX policy could save a row that is read from its stack"
             return _checkpoint(compat.jaxpr_function(self.jaxpr), self.policy, prevent_cse)
         size, bound = len(self.jaxpr.in_avals), compat.bound_axes()
 

@@ -47,8 +47,8 @@ def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
         inside = over_bodies(eqn, lambda body: _count(body, weight))
         if inside and eqn.primitive.name == "while":
             raise UnsupportedError(
-                "the matrix multiplications in a while loop cannot be counted: its number of rounds is unknown before it "
-                "runs. Use lax.scan or a fori_loop with static bounds inside lax.scan."
+                "the matrix multiplications in a while loop cannot be counted: its trip count is unknown before it runs. "
+                "Use lax.scan or a fori_loop with static bounds inside lax.scan."
             )
         total += int(weight(eqn)) + inside
     return total

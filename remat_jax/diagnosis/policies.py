@@ -92,7 +92,7 @@ def named_for_offload(observed: Observed) -> Iterator[Finding]:
                 continue
             yield region.finding(
                 "offload_without_effect",
-                f"{name!r} is offloaded, but given the other kept arrays, the backward pass does not read it",
+                f"{name!r} is offloaded, but the backward pass does not read it, because the other kept arrays suffice",
                 "Offload an array that is computed from it, or an array that it is computed from, or leave it out",
             )
 
@@ -103,7 +103,7 @@ def _named_output(region: Region, name: str) -> Finding:
         for aval, parameter in zip(region.block.jaxpr.in_avals, region.parameters, strict=True)
         if not parameter
     )
-    block, reader = ("a scan's body", "round") if region.looped else ("the block", "block")
+    block, reader = ("a scan's body", "iteration") if region.looped else ("the block", "block")
     return region.finding(
         "named_output",
         f"{name!r} is offloaded, but it is the output of {block}: the next {reader} reads it as its input, and that copy stays "
@@ -127,9 +127,9 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
     if any(map(_offloaded_by_name, regions)) or offloaded <= set(_missed(policy, regions)):
         return  # reported by `named_for_offload` or `unmatched_name`
     selected = sorted({name for region in regions for name in region.block.offloaded})
-    why = "an offload rule must select an array of rank 1 or more that no earlier rule takes"
+    why = "an offload rule must select an array of rank 1 or more that no earlier rule matches"
     if selected:
-        why = f"it selects {some(selected)}, but given the other arrays that it keeps, the backward pass reads none of these"
+        why = f"it selects {some(selected)}, but the backward pass reads none of these, because the other kept arrays suffice"
     yield Finding(
         "offload_without_effect",
         some(path for region in regions for path in region.paths),
@@ -245,7 +245,7 @@ def parameter_kept(observed: Observed) -> Iterator[Finding]:
             names, nbytes = sorted(array.name for array in wasted), sum(array.nbytes for array in wasted)
             if nbytes <= _NEGLIGIBLE * sum(array.nbytes for array in region.kept):
                 continue
-            each = " in each round of the loop" if region.looped else ""
+            each = " in each iteration of the loop" if region.looped else ""
             yield region.finding(
                 "parameter_kept",
                 f"{nbytes} bytes{each} of {'host' if on_host else 'device'} memory hold copies of parameters or constants "

@@ -32,7 +32,7 @@ def remat_scan_of_one_length(observed: Observed) -> Iterator[Finding]:
                 "/".join(path) or "the scan",
                 compat.source_line(eqn),
                 f"nn.remat_scan has only one length ({length}), and with one length it applies no checkpoint: all {length} "
-                "rounds keep their residuals",
+                "iterations save their residuals",
                 "Give it two or more lengths, or put a policy on the block: remat_jax.checkpoint_blocks(loss, {Block: 'full'})",
             )
 

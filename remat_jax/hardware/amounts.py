@@ -75,7 +75,5 @@ def _share(value: Any, share: float, target: Target | None, argument: str, error
     if target is None:
         raise error(f"{argument}={value!r}: a share means a share of device memory; give bytes of the host, as '64GiB'")
     if target.memory_bytes is None:
-        raise error(
-            f"{argument}={value!r}: the target {target.name!r} does not say how much memory it has; give bytes, as '40GiB'"
-        )
+        raise error(f"{argument}={value!r}: the target {target.name!r} has no memory_bytes; give bytes, as '40GiB'")
     return math.floor(share * target.memory_bytes)

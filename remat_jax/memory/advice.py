@@ -98,9 +98,7 @@ class _Adviser:
     def all(self) -> Iterator[Advice]:
         """Yield all advice that applies to the step, including changes that save little."""
         chunked = f"rj.in_chunks(head_loss, {CHUNKS}, axis=…), a head and its loss in {CHUNKS} chunks"
-        kernel = (
-            'jax.nn.dot_product_attention(q, k, v, implementation="cudnn"), or another kernel that makes no array of scores'
-        )
+        kernel = 'jax.nn.dot_product_attention(q, k, v, implementation="cudnn"), or another kernel that never stores the scores'
         heads, scores = ([each for each in self.products if each.is_head is is_head] for is_head in (True, False))
         yield from self._products(HEAD, "logits", heads, 1 / CHUNKS, chunked)
         yield from self._products(SCORES, "attention scores", scores, 0, kernel)
@@ -158,7 +156,10 @@ class _Adviser:
         streamed = 3 * max(map(device_bytes, jax.tree.leaves(state)), default=0)
         updating = sum(map(device_bytes, [*self.parameters.values(), self.arguments["parameters"]])) + streamed
         saved = self.timeline.peak() - max(without, updating)
-        why = f"{format_bytes(device_bytes(state))} of state stay on the device for the whole step, but only its end reads them"
+        why = (
+            f"{format_bytes(device_bytes(state))} of optimizer state are on the device for the whole step, but only the "
+            "update at its end reads them"
+        )
         yield Advice(STATE, saved, "rj.offload_optimizer(optimizer)", why)
 
     def _micro_batches(self) -> Iterator[Advice]:
@@ -190,8 +191,8 @@ class _Adviser:
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
         names = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]
         why = (
-            f"the step returns {' and '.join(names)} with the shapes of its arguments, so that {format_bytes(twice)} exist "
-            "twice"
+            f"the step returns arrays of the same shapes as {' and '.join(names)} without donating the old buffers, so "
+            f"{format_bytes(twice)} are in memory twice"
         )
         yield Advice(DONATION, min(twice, self.sizes.device - left), how, why)
 

@@ -120,7 +120,8 @@ class PolicyDiff:
         sentences = [f"And {hidden} smaller residuals."] if hidden else []
         if any(NOT_KEPT in (move.before, move.after) for move in self.moves):
             sentences.append(
-                f"{NOT_KEPT}: if everything is kept, the backward pass reads only arrays that are computed from this one."
+                f"{NOT_KEPT}: under a policy that saves everything, the backward pass reads only arrays computed from this "
+                "array."
             )
         if "off" in (self.before.policy, self.after.policy):
             sentences.append("off keeps the same residuals as everything; they have names only in a checkpointed block.")
@@ -132,7 +133,7 @@ class PolicyDiff:
             for name, pair in self.recomputed.items()
         ]
         columns = ("module", self.before.policy, self.after.policy, "difference")
-        return table("FLOPs of recomputed products", columns, rows) if rows else None
+        return table("FLOPs of recomputed matmuls", columns, rows) if rows else None
 
     def _totals(self) -> Any:
         figures = {

@@ -72,7 +72,7 @@ class SharedInput:
     @property
     def readers(self) -> str:
         """The blocks that read the input, in words."""
-        return "in every round of a loop" if self.blocks is None else f"by {self.blocks} blocks"
+        return "in every iteration of a loop" if self.blocks is None else f"by {self.blocks} blocks"
 
 
 @dataclass(frozen=True)

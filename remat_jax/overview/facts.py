@@ -20,7 +20,7 @@ _RATES = {
     "hbm_bytes_per_s": "device memory",
     "out_bytes_per_s": "to the host",
     "in_bytes_per_s": "from the host",
-    "hidden_share": "compute beside copies",
+    "hidden_share": "compute that copies can overlap",
 }
 _SHOWN = 6
 """The maximum number of the batch's arrays that are listed one by one."""

@@ -147,7 +147,7 @@ def policy_cells(gathered: Gathered, policy: Compared) -> dict[Column, Cell]:
 def _device(policy: Compared) -> Memory:
     temp = policy.memory.temp_bytes
     argument_bytes = policy.memory.device_bytes - temp
-    return {(ARGUMENTS, "there anyway"): argument_bytes, ("temp", "residuals and working memory"): temp}
+    return {(ARGUMENTS, "independent of the policy"): argument_bytes, ("temp", "residuals and working memory"): temp}
 
 
 def offload_rows(policies: Sequence[Compared]) -> list[list[Cell]]:

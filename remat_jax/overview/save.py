@@ -131,7 +131,9 @@ def checked_policies(policies: Any) -> list[Any] | None:
     if isinstance(policies, str) or not isinstance(policies, Sequence):
         raise ArgumentError(f"policies={policies!r}: expected a list of policies, such as ['off', 'full'], or None")
     if not policies:
-        raise ArgumentError("policies is empty: name one or more, such as ['off', 'full'], or give None for the usual ones")
+        raise ArgumentError(
+            "policies is empty: name one or more, such as ['off', 'full'], or give None for the default policies"
+        )
     distinct: dict[Any, Any] = {}
     for index, policy in enumerate(policies):
         argument = f"policies[{index}]"

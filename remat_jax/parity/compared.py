@@ -210,7 +210,7 @@ def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
             module, label, apart = _other_inputs_inside(pair, pairs) or ("", "", None)
             if apart and pair.torch.name == "":  # the model's own code computes this array, so the array is named
                 return pair.divergence(f"{label} of {module!r}", apart)
-            return pair.divergence(*wrong, f"it gives {module!r} another {label}" if apart else "")
+            return pair.divergence(*wrong, f"it passes a different {label} to {module!r}" if apart else "")
         if written := pair.bad("state"):
             return pair.divergence(*written)
     return _around_the_model(pairs)

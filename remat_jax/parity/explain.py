@@ -80,7 +80,7 @@ def _precision() -> list[Difference]:
 
     theirs, ours = torch.get_float32_matmul_precision(), jax.config.jax_default_matmul_precision
     exact = theirs == "highest" and ours in (None, "highest", "float32")
-    return [] if exact else [Difference("", "precision of float32 products", theirs, ours or "highest")]
+    return [] if exact else [Difference("", "precision of float32 matmuls", theirs, ours or "highest")]
 
 
 def _masks(case: Case, torch_model: Any, dtype: str, step: TracedPass) -> Iterator[Difference]:
@@ -147,7 +147,7 @@ def first_difference(
         return {}, (), [Check("first difference", False, f"not found: {error}")]
     by_pass = {"forward": result.forward, "backward": result.backward}
     divergences = {direction: first and asdict(first) for direction, first in by_pass.items()}
-    stale = f"{', '.join(result.stale)}: the recomputation of a checkpoint gave other values than its forward pass"
+    stale = f"{', '.join(result.stale)}: a checkpoint recomputed values that differ from those of its forward pass"
     return divergences, result.hidden, [Check("recomputation", False, stale)] if result.stale else []
 
 
@@ -162,7 +162,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
             trace = capture_torch(model, inputs, case.loss and case.loss[0], call=case.torch_call)
     except RematError as error:
         return f"it is unknown whether a module's recomputation differs: {error}"
-    return f"the recomputation of {', '.join(trace.stale)} gives other values" if trace.stale else ""
+    return f"recomputing {', '.join(trace.stale)} gives different values" if trace.stale else ""
 
 
 # Gradients that are 0.

@@ -207,8 +207,8 @@ class FlaxSide:
         small = [name for name, x in outputs.items() if is_floating(x) and x.dtype != np.float64]
         if small and "float64" in self.case.dtypes:
             raise ArgumentError(
-                f"flax_module gives {', '.join(f'{name} in {outputs[name].dtype}' for name in small)} from weights and inputs "
-                "in float64: let it derive its dtypes from its inputs, or give a function of a dtype that makes it; "
+                f"flax_module returns {', '.join(f'{name} in {outputs[name].dtype}' for name in small)}, although weights and "
+                "inputs are float64: let it derive its dtypes from its inputs, or give a function of a dtype that makes it; "
                 f"{FLOAT32_REMEDY}"
             )
         return names, self.case.flax_blocks or self._find_blocks(classes)

@@ -157,7 +157,7 @@ def _verdict(row: TensorRow) -> str:
 
 
 def _alone_table(report: ParityReport) -> Any:
-    columns = ("mode", "kept by", "where", "made by", "shape", "arrays", "size")
+    columns = ("mode", "saved by", "where", "computed by", "shape", "arrays", "size")
     by_mode = [[arrays for arrays in report.kept_alone if arrays.mode == mode] for mode in report.modes]
     cells = [astuple(arrays) for of_mode in by_mode for arrays in of_mode[:_SHOWN_ALONE]]
     hidden = [arrays.bytes for of_mode in by_mode for arrays in of_mode[_SHOWN_ALONE:]]

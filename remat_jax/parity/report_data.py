@@ -150,9 +150,9 @@ def hidden_text(hidden: Sequence[str]) -> str:
     """One line that lists the modules that could not be observed.
 
     >>> hidden_text(("solver/step",))
-    'not observed, because the code that runs them cannot be observed (such as a while loop): solver/step'
+    'not observed, because they run in code whose arrays cannot be captured (a while loop, for example): solver/step'
     """
-    where = "the code that runs them cannot be observed (such as a while loop)"
+    where = "they run in code whose arrays cannot be captured (a while loop, for example)"
     return f"not observed, because {where}: {', '.join(map(module_name, hidden))}"
 
 

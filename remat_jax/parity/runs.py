@@ -195,8 +195,8 @@ class Comparison:
         tables = self.torch.tables()
         if tables and any(not row.passed for row in self.ledger.rows.values()):
             text = (
-                f"{', '.join(tables[:4])} were computed in float32 and keep this rounding in float64: give a function that "
-                "builds the model for torch_module"
+                f"{', '.join(tables[:4])} were computed in float32 and keep that rounding error in float64: pass a function "
+                "that builds the model as torch_module"
             )
             self.checks.append(Check("PyTorch's tables", False, text))
 
@@ -275,8 +275,8 @@ def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
     for name, other in tied_pairs(rules, dict.fromkeys(names)):
         if {name, other} <= names and torch.ties.get(name, name) != torch.ties.get(other, other):
             raise ArgumentError(
-                f"rules: 'tie: {name} = {other}', but these are two parameters in the PyTorch model: share one there, or give "
-                "each its own place in Flax"
+                f"rules: 'tie: {name} = {other}', but these are two parameters in the PyTorch model: share one parameter "
+                "in PyTorch, or map each to its own Flax variable"
             )
 
 

@@ -112,7 +112,7 @@ def largest_batch(
 
     def fits(batch: int) -> bool:
         if progress is not None:
-            progress(f"batch {batch}: compiling the leanest step", len(tried), len(tried) + 1)
+            progress(f"batch {batch}: compiling the step of least memory", len(tried), len(tried) + 1)
         size, error = leanest(workload(batch), device, described, host, timeout=timeout)
         tried.append((batch, size))
         if error is not None and batch == 1:

@@ -199,7 +199,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
     elif name == "cond":
         yield from max((list(_walk(branch, flags[1:], inputs[1:], place)) for branch in bodies(eqn)), key=len)
     elif name == "while":
-        raise UnsupportedError("a block in a while loop: its number of rounds is unknown before it runs; use lax.scan")
+        raise UnsupportedError("a block in a while loop: its trip count is unknown before it runs; use lax.scan")
     elif compat.is_checkpoint(eqn):
         raise UnsupportedError(
             "a block inside one of the model's own checkpoints (nn.remat, jax.checkpoint), which discards the residuals that "

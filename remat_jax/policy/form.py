@@ -233,8 +233,8 @@ def _join(first: Policy, second: Policy) -> Policy:
     rest = tuple(PolicyRule(action, tuple(selectors)) for action, selectors in kept if selectors)
     if rest and is_catch_all(first.selectors[-1]):
         raise PolicyError(
-            f"'{first} | {second}': {first.selectors[-1]!r} on the left takes every residual, so the policy on the right has "
-            "no effect; put the left policy last."
+            f"'{first} | {second}': the left policy's selector {first.selectors[-1]!r} matches every residual, so the policy "
+            "on the right has no effect; put the left policy last."
         )
     return Policy(first.rules + rest)
 

@@ -36,7 +36,7 @@ def is_in_groups(text: str) -> bool:
 def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[int]) -> tuple[Group, ...]:
     """The groups, sorted. Raises unless each is inside one run that does not offload, contains no cut and overlaps no other."""
     if not isinstance(groups, Sequence) or isinstance(groups, str):
-        raise PolicyError(f"LayerPolicies: groups={groups!r}: expected pairs (first layer, the one after the last).")
+        raise PolicyError(f"LayerPolicies: groups={groups!r}: expected pairs (first layer, first layer after the group).")
     checked = sorted(_checked_pair(pair) for pair in groups)
     borders = [0, *itertools.accumulate(count for count, _ in runs)]
     cut = set(cuts)
@@ -79,6 +79,6 @@ def _checked_pair(pair: Any) -> Group:
     whole = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
     if not whole or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in pair) or not 0 <= pair[0] < pair[1]:
         raise PolicyError(
-            f"LayerPolicies: group={pair!r}: expected a pair (first layer, the one after the last), as in (0, 4)."
+            f"LayerPolicies: group={pair!r}: expected a pair (first layer, first layer after the group), as in (0, 4)."
         )
     return pair[0], pair[1]

@@ -148,7 +148,7 @@ def first_unreachable(selectors: Sequence[str]) -> tuple[int, str] | None:
     """The index of the first selector that can never apply, and the reason; None if every selector can apply.
 
     >>> first_unreachable(["@dots", "*", "x"])
-    (2, "'x' is never reached: '*' before it takes every residual; move it in front.")
+    (2, "'x' is never reached: the earlier selector '*' matches every residual; move 'x' before it.")
     """
     seen: set[str] = set()
     catch_all = ""
@@ -156,7 +156,8 @@ def first_unreachable(selectors: Sequence[str]) -> tuple[int, str] | None:
         if selector in seen:
             return index, f"{selector!r} is never reached: the same selector comes before it; remove one of them."
         if catch_all:
-            return index, f"{selector!r} is never reached: {catch_all!r} before it takes every residual; move it in front."
+            why = f"the earlier selector {catch_all!r} matches every residual; move {selector!r} before it."
+            return index, f"{selector!r} is never reached: {why}"
         seen.add(selector)
         catch_all = selector if is_catch_all(selector) else ""
     return None

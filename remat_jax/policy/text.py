@@ -45,7 +45,7 @@ FACTORIES: dict[str, str] = {
 }
 
 _GRAMMAR = "'action: selector, selector; action: selector', as in 'offload: *ffn/up*; save: @dots'"
-_CHOICES = f"The names are {', '.join(NAMED_TEXTS)}; also taken: {', '.join(ALIASES)}; or write {_GRAMMAR}."
+_CHOICES = f"The names are {', '.join(NAMED_TEXTS)}; aliases are {', '.join(ALIASES)}; or write {_GRAMMAR}."
 
 
 def not_a_policy(value: object, argument: str) -> PolicyError:

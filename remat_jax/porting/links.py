@@ -75,7 +75,7 @@ def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape])
     # A rule applies only to tensors that no earlier rule matches, and to places that no earlier rule fills.
     links = list(dict.fromkeys([*by_tensor.values(), *by_place.values()]))
     problems = [
-        f"{name}: extra, shape {_text(shape)}: no rule takes it; write a rule, or name it under 'extra:'"
+        f"{name}: extra, shape {_text(shape)}: no rule matches it; write a rule, or name it under 'extra:'"
         for name, shape in tensors.items()
         if name not in by_tensor and not rules.allows_extra(name)
     ]

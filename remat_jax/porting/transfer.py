@@ -46,8 +46,10 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
     filled = {path: _in_dtype(array, dtype, target.leaves[path]) for path, array in filled.items()}
     leaves = target.leaves | _converted(filled, lambda path, array: as_jax(array, target.leaves[path]), problems)
     if not problems:
-        remedy = "named as missing, but has no value to keep; give variables with values, such as those of the model's init"
-        problems += [f"{path}: {remedy}" for path in _abstract(leaves)]
+        remedy = "give variables with values, such as those of the model's init"
+        problems += [
+            f"{path}: is named under 'missing:', but `variables` has no value for it; {remedy}" for path in _abstract(leaves)
+        ]
     _raise(problems, "the tensors do not fit the variables")
     return target.rebuild(leaves)
 

@@ -106,8 +106,8 @@ def run_group(
 def _torn(block: Block, group: range) -> UnsupportedError:
     """The error for a group that begins or ends inside an equation that cannot be divided."""
     return UnsupportedError(
-        f"block={name_of(block)}: the group of {layers_text(group)} begins or ends inside a jit, a branch, a loop or a round "
-        "of a scan that calls the block several times. Give groups that do not cross the border of such a region."
+        f"block={name_of(block)}: the group of {layers_text(group)} begins or ends inside a jit, a branch, a loop, or an "
+        "iteration of a scan that calls the block several times. Give groups that do not cross the border of such a region."
     )
 
 
@@ -171,8 +171,8 @@ def _equation_group(jaxpr: Any, inside: Sequence[Any], behind: Sequence[Any], gr
 # --- groups under a scan ------------------------------------------------------------------------------------------------
 
 _CROSSED = (
-    "block={block}: rounds {start} to {last} of a scan are one group of layers, but the policies or groups of another block "
-    "change between these rounds. Give both blocks groups of the same rounds."
+    "block={block}: iterations {start} to {last} of a scan are one group of layers, but the policies or groups of another "
+    "block change inside the group. Give both blocks groups of the same iterations."
 )
 
 
@@ -228,9 +228,9 @@ class RoundGroups:
             return None, frozenset()
         starts = {self.whole[index] for index in range(first, end)}
         if min(starts)[0] != first or max(starts)[1] != end:
-            raise UnsupportedError(
-                _CROSSED.format(block="of the scan", start=self.whole[first][0], last=self.whole[first][1] - 1)
-            )
+            crossed = next(span for span in sorted(starts) if span[0] < first or span[1] > end)
+            names = sorted({name_of(block) for block, _ in self.groups[crossed]})
+            raise UnsupportedError(_CROSSED.format(block=", ".join(names), start=crossed[0], last=crossed[1] - 1))
         length = self.whole[first][1] - self.whole[first][0]
         return length, frozenset(group for span in starts for group in self.groups[span])
 

@@ -32,9 +32,9 @@ MOST_CHILDREN = 4
 CHILD = Path(__file__).with_name("child.py")
 
 _UNTILED = (
-    "a matrix product does not fit the tiles that XLA assumes for Triton if it has no GPU to test tiles on, so the step was "
-    "compiled without Triton's products (xla_gpu_enable_triton_gemm=false); on a GPU the step may need a few per cent less "
-    "memory, and no cuBLAS workspace of 32 MiB"
+    "a matmul fits none of the Triton tiles that XLA assumes without a GPU, so the step was compiled without Triton matmuls "
+    "(xla_gpu_enable_triton_gemm=false); on a GPU the step may need a few per cent less memory, and no cuBLAS workspace of "
+    "32 MiB"
 )
 
 

@@ -60,16 +60,17 @@ def host_shortage(host_bytes: int, target: Target) -> str | None:
     >>> host_shortage(10**12, target("l4")) is None  # nothing is known of its hosts
     True
     >>> print(host_shortage(3 * 10**11, target("2x8xh200")))
-    the 8 devices of a host need 2.2 TiB of its memory, but 2x8xh200 has 1.8 TiB for them: offload less, or use more hosts
+    the 8 devices of a host need 2.2 TiB of host memory, but a host of 2x8xh200 has 1.8 TiB: offload less, or use more hosts
     """
     devices = target.devices // target.hosts
     if target.host_memory_bytes is None or host_bytes <= target.host_memory_bytes:
         return None
-    its, their = ("its", "them") if devices > 1 else ("its host's", "it")
-    needed = f"the {devices} devices of a host need" if devices > 1 else "a device needs"
+    needed, has = "a device needs", f"its share on {target.name} is"
+    if devices > 1:
+        needed, has = f"the {devices} devices of a host need", f"a host of {target.name} has"
     return (
-        f"{needed} {format_bytes(host_bytes * devices)} of {its} memory, but {target.name} has "
-        f"{format_bytes(target.host_memory_bytes * devices)} for {their}: offload less, or use more hosts"
+        f"{needed} {format_bytes(host_bytes * devices)} of host memory, but {has} "
+        f"{format_bytes(target.host_memory_bytes * devices)}: offload less, or use more hosts"
     )
 
 

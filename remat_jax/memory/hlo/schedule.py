@@ -159,9 +159,9 @@ class _Player:
             seconds = exchange_seconds(collective, self.target, self.rates.links)
             if seconds is None:
                 raise ArgumentError(
-                    f"target={self.target.name!r}: its devices exchange arrays ({collective.opcode}), but the rate of the "
-                    "links between them is unknown; state device_link_bytes_per_s, and network_bytes_per_s for several hosts, "
-                    "in the file that describes the target"
+                    f"target={self.target.name!r}: the step runs a collective ({collective.opcode}), but the rate of the links "
+                    "between the devices is unknown; add device_link_bytes_per_s, and network_bytes_per_s for several hosts, "
+                    "to the file that describes the target"
                 )
             return "exchange", sum(array.bytes for array in collective.arrays), seconds
         copy = host_copy(instruction)
@@ -171,7 +171,8 @@ class _Player:
         rate = self.rates.out_bytes_per_s if direction == "out" else self.rates.in_bytes_per_s
         if rate is None:
             raise ArgumentError(
-                f"host_link_bytes_per_s: target={self.target.name!r} does not state this rate; pass host_link_bytes_per_s="
+                f"target={self.target.name!r} has no host_link_bytes_per_s, so copies to and from the host cannot be timed; "
+                "add it to the file that describes the target"
             )
         return rate
 

@@ -149,7 +149,7 @@ def _require_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> No
         rounded = f" The error has the size of float32's rounding: {FLOAT32_REMEDY}." if error <= FLOAT32_ERROR else ""
         raise PortingError(
             f"no map was found under which the models agree: under the best map, {where} differs by {error:.1e}.{rounded} The "
-            "models may differ in more than their weights. Or write rules for a part of the weights, and give them as rules."
+            "models may differ in more than their weights. You can also pass `rules` for some of the weights."
         )
 
 
