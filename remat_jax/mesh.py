@@ -173,7 +173,8 @@ def _checked(mesh: AbstractMesh, sharding: Any, shape: tuple[int, ...], where: s
         )
     if isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) != dict(mesh.shape):
         raise ArgumentError(
-            f"shardings: {sharding} for {where} is on a different mesh than mesh={dict(mesh.shape)}; give only its PartitionSpec"
+            f"shardings: {sharding} for {where} is on a different mesh than mesh={dict(mesh.shape)}; give only its "
+            "PartitionSpec"
         )
     spec = PartitionSpec() if sharding is None else sharding.spec if isinstance(sharding, NamedSharding) else sharding
 
