@@ -311,7 +311,7 @@ class Workload:
         return self._placed(TrainingStep(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
     def step_with_residuals(self, policy: Any) -> tuple[TrainingStep, Callable[..., Any]]:
-        """A step on the mesh that returns (residuals, gradients), and a function of its arguments that returns the residuals."""
+        """A step on the mesh that returns (residuals, gradients), and a function of its arguments that returns residuals."""
         loss, trained, frozen = self.split_loss(policy)
         of_trained, of_frozen = self._parted(self.shardings[0])
 

@@ -39,7 +39,7 @@ def xla_flags(*more: str) -> str:
 
 
 def disabled_passes() -> tuple[str, ...]:
-    """The passes that XLA omits in a process that starts now; repeated flags add up. Raises CompileError as `xla_flags` does."""
+    """The passes that XLA omits in a process that starts now; repeated flags add up. Raises CompileError like `xla_flags`."""
     lists = _DISABLED_PASSES.findall(xla_flags())
     return tuple(name for names in lists for name in names.strip("'\"").split(",") if name)
 
