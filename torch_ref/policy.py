@@ -128,7 +128,7 @@ class Policy:
 
     @property
     def looks_inside(self) -> bool:
-        """Whether rules select among the arrays that the block computes; False if all selectors are `@inputs` and a last `*`."""
+        """Whether rules select arrays that the block computes; rules on `@inputs` and a final `recompute: *` do not count."""
         selectors = [selector for rule in self.rules for selector in rule.selectors if selector != INPUTS]
         return bool(selectors) and not (len(selectors) == 1 and is_catch_all(selectors[0]) and self._recomputes_the_rest)
 

@@ -138,7 +138,7 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[Any], renamed: Mapping[Any, Any]) -> Any:
-    """`jaxpr`, open or closed, with the equations `eqns`, and outputs replaced by `renamed`; itself if no equation changes."""
+    """`jaxpr`, open or closed, with equations `eqns` and outputs mapped by `renamed`; `jaxpr` itself if `eqns` are its own."""
     body = closed(jaxpr).jaxpr
     if len(eqns) == len(body.eqns) and all(map(operator.is_, body.eqns, eqns)):
         return jaxpr
@@ -271,7 +271,7 @@ def batched(
 
 
 def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
-    """The two arguments that JAX 0.12 added to `batch_custom_vjp_bwd`: the number of residuals, and a name for messages."""
+    """The arguments that JAX 0.12 added to `batch_custom_vjp_bwd`: a function for `num_res`, and a name for messages."""
     parameters = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
     return (lambda: num_res, "custom_vjp") if "num_res" in parameters else ()
 

@@ -2,7 +2,7 @@
 
 The model's output head (the matmul that computes the logits) and its attentions are changed in the traced loss. The blocks
 are still marked there (`core.marks`), so a policy reaches the changed blocks. The changed loss computes other values. But its
-arrays have the shapes that they would have if the user made the change, so it needs the same memory. These changes are:
+arrays have the shapes that they would have if the user made the change, so it needs the same memory. The two changes are:
 
 - **head**: the head runs in chunks (`in_chunks`) with optax's cross entropy, which replaces everything that the loss computes
   from the logits.
@@ -264,7 +264,7 @@ def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], besid
 # --- attention in a kernel ---------------------------------------------------------------------------------------------
 
 
-# The matmul of queries and keys, the matmul of attention weights and values, and the values' position in the second's operands.
+# The matmul of queries and keys, the matmul of attention weights and values, and the index of the values in its two operands.
 _Attention = tuple[Any, Any, int]
 
 
@@ -319,7 +319,7 @@ def _attentions(eqns: Sequence[Any]) -> Iterator[_Attention]:
 def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:
     """The result of `mixed`, computed by the attention kernel.
 
-    It works for any number of batch dimensions, and of query heads per key head.
+    Any number of batch dimensions, and of query heads per key head, is allowed.
     """
     contracted, batch = scores.params["dimension_numbers"]
     rows, dims = (sides[place] for sides in mixed.params["dimension_numbers"])

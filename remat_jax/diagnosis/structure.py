@@ -59,8 +59,9 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
     """A checkpoint around all others, which runs everything three times without lowering the peak memory.
 
     The backward pass of the outer checkpoint first recomputes everything that the inner checkpoints save. So the outer
-    checkpoint saves memory only while the code after it runs. It is reported if the residuals outside it have at most as many
-    bytes as the arrays that the backward pass of the largest inner checkpoint recomputes and reads.
+    checkpoint saves memory only while the code after it runs. The trap is reported if the residuals outside the outer
+    checkpoint have at most as many bytes as the arrays that the backward pass of the largest inner checkpoint recomputes and
+    reads.
     """
     outermost = list(region_equations(observed.jaxpr))
     if len(outermost) != 1 or outermost[0][3]:

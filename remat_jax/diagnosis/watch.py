@@ -56,7 +56,7 @@ class Region:
 
     Regions with the same code and policy are merged into one region with several module paths (`paths`). `place` is the user's
     source line. The policy None is JAX's default, which recomputes everything. `parameters` flags the inputs of the code that
-    are parameters, constants or RNG keys; of a `jax.checkpoint`, those that are arguments of the loss or views of arguments.
+    are parameters, constants or RNG keys; in a user's own `jax.checkpoint`, all arguments of the loss, and views of them.
     `looped` says whether the region is in a loop.
     """
 
@@ -96,7 +96,7 @@ class Region:
         return _flops(compat.jaxpr_function(self.block.jaxpr), self.block.jaxpr)
 
     def makers(self) -> dict[str, tuple[Any, dict[Any, Any]]]:
-        """Maps each residual name to the equation that gives it, and to the equations beside this one, by output variable."""
+        """Maps each residual name to the equation that gives it, and to the equations of the same jaxpr by output variable."""
         if self.is_opaque:
             return {}
         linearised, primals = self.block.linearised.jaxpr, len(self.block.jaxpr.in_avals)
@@ -161,7 +161,7 @@ def bytes_in_use(body: Any) -> int:
 
 
 def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
-    """The items of `Region.makers` for `jaxpr`, whose inputs are tangents unless flagged by `primal`; tangents are left out."""
+    """The items of `Region.makers`, read from `jaxpr`. Inputs that `primal` does not flag are tangents, which are left out."""
     fixed = flagged(jaxpr, primal, all_inputs)
     # Leave out loops with tangents, which are not the loops that the backward pass recomputes. Keep calls: their bodies are
     # searched below.
