@@ -72,7 +72,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `last_block_offloaded` | the code after the last block is too short to hide the block's copies (GPU target) |
     | `miscompiled_offload` | this version of JAX reads the residuals of the wrong layer of a scan (GPU target) |
     | `xla_rematerialization` | XLA recomputes more than the policy asks for, to fit the device (GPU target) |
-    | `latency_hiding_scheduler` | the flag costs over a tenth of the memory, saves under a tenth of the time (GPU target) |
+    | `latency_hiding_scheduler` | XLA's flag costs over a tenth of the memory, saves under a tenth of the time (GPU target) |
     | `copies_not_hidden` | compute waits for copies that XLA's latency-hiding scheduler would hide (GPU target) |
 
     The model's own checkpoints (`nn.remat`, `jax.checkpoint`) are examined too; the policy `"off"` examines only these. The

@@ -102,11 +102,10 @@ def part_letters(bars: Mapping[str, Memory]) -> dict[str, str]:
 
 
 def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[str, str], int]]:
-    """The bytes of each bar by (module or argument, `kept` or `working set`), with small modules merged into one.
+    """The bytes of each bar by (module or argument, `kept` or `working set`).
 
-    The `modules` modules with the largest share of any bar are not small.
-
-    Layers whose paths differ only in a number are merged into one module, and the arrays of an argument into one part.
+    Layers whose paths differ only in a number are merged into one module, and the arrays of an argument into one part. Then
+    all modules except the `modules` modules with the largest share of any bar are merged into one part.
     """
     paths = dict.fromkeys(path for bar in memory.values() for path, phase in bar if _argument(path, phase) is None)
     names = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
