@@ -73,7 +73,7 @@ class InfeasibleBudget(RematError, RuntimeError):
     """Raised when no policy fits the budget; the message states the least memory that can be reached.
 
     Attributes:
-        least_bytes: the least memory that can be reached, or None if unknown.
+        least_bytes: the least device memory that can be reached, in bytes; None if unknown.
         held_by: what occupies this memory: bytes by name, the largest first; empty if unknown.
 
     >>> error = InfeasibleBudget("nothing fits", least_bytes=5.0e9, held_by={"parameters": 4_000_000_000})

@@ -16,7 +16,7 @@ from remat_jax import compat
 from remat_jax.errors import ArgumentError, UnsupportedError
 
 REPLICATED, DIVIDED = "data", "fsdp"
-"""The axis names with a default meaning: the batch is partitioned over both axes, parameters over the second."""
+"""The axis names with a default meaning: the batch is partitioned over `data` and `fsdp`, parameters over `fsdp` only."""
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
@@ -96,7 +96,10 @@ def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> t
 
 
 def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The mesh (sizes by axis name) and the specs of arrays on a mesh of several devices; (None, None) without such arrays."""
+    """The mesh (sizes by axis name) of the arrays that are on several devices, and the specs of all arrays.
+
+    (None, None) if no array is on several devices.
+    """
 
     def place(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
@@ -143,7 +146,7 @@ def _of_argument(mesh: AbstractMesh, shardings: Any, tree: Any, name: str) -> An
         specs = [shardings(path, leaf) for path, leaf in arrays]
     else:
         try:
-            # In `shardings`, None is a leaf that means replicated; in the argument, None is an empty subtree.
+            # In `shardings`, None is a leaf that means replicated; in `tree`, None is an empty subtree.
             shardings = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, shardings, is_leaf=_is_spec)
             specs = jax.tree.leaves(jax.tree_util.tree_broadcast(shardings, tree, is_leaf=_is_given), is_leaf=_is_given)
         except ValueError as error:
@@ -162,7 +165,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _checked(mesh: AbstractMesh, sharding: Any, shape: tuple[int, ...], where: str) -> NamedSharding:
-    """`sharding` as a NamedSharding over `mesh` for an array of `shape`."""
+    """`sharding` as a sharding over `mesh` for an array of `shape`, which errors call `where`."""
     if not _is_spec(sharding):
         raise ArgumentError(
             f"shardings: {sharding!r} for {where}: expected a PartitionSpec, a NamedSharding, or None for replicated"
@@ -212,9 +215,10 @@ def _axes(entries: Iterable[Any]) -> list[str]:
 
 
 def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:
-    """The shardings of an optimizer's state: an array of its parameter's shape is sharded like the parameter, else replicated.
+    """The shardings of an optimizer's state; `shardings` are those of `trained`, its parameters.
 
-    For arrays in host memory, the sharding has the memory kind `pinned_host`.
+    A state array with the shape of its parameter is sharded like the parameter; other state arrays are replicated. For a state
+    array in host memory, the sharding has the memory kind `pinned_host`.
     """
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     places = {
@@ -223,7 +227,7 @@ def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) ->
     }
 
     def sharding_of(path: Any, array: Any) -> Any:
-        # Match prefixes: a wrapper may mask a parameter (optax.masked) or have several arrays for one parameter (sm3).
+        # Match prefixes of the path: an optimizer may mask a parameter (optax.masked) or have several arrays for it (sm3).
         prefixes = (path[:length] for length in range(len(path), -1, -1))
         shape, place = next((places[start] for start in prefixes if start in places), (None, replicated))
         return in_its_memory(array, place if array.shape == shape else replicated)
@@ -255,7 +259,7 @@ def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[.
 
 
 def check_context(devices: int, called: str) -> None:
-    """Raise ArgumentError if a mesh without `devices` devices is active: JAX cannot replace it by a mesh of another size."""
+    """Raise ArgumentError if the active mesh does not have `devices` devices: JAX cannot trace under a mesh of another size."""
     active = jax.sharding.get_abstract_mesh()
     if not active.empty and active.size != devices:
         raise ArgumentError(
@@ -297,7 +301,7 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
             f"names {REPLICATED!r} and {DIVIDED!r} imply this; for other axes write Workload(…, mesh={{…}}, shardings=(…))"
         )
     parts = mesh.shape.get(DIVIDED, 1)
-    # An old-style random key, uint32[2], is not an array of rows.
+    # An old-style random key, uint32[2], has no batch dimension.
     arrays = [leaf for leaf in jax.tree.leaves(batch) if leaf.shape and (leaf.shape, leaf.dtype) != ((2,), "uint32")]
     rows = arrays[0].shape[0] if arrays else 0
     if not rows or rows % mesh.size:
@@ -318,7 +322,7 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
 
 
 def specs_for(mesh: AbstractMesh, shardings: tuple[Any, ...], original: AbstractMesh) -> tuple[Any, ...]:
-    """The specs of `shardings`, defined on the mesh `original`, checked for use on `mesh`."""
+    """The `PartitionSpec`s of `shardings`, which are on the mesh `original`; ArgumentError if they cannot be used on `mesh`."""
     named = {axis for sharding in jax.tree.leaves(shardings) for axis in _axes(sharding.spec)}
     lacking = [axis for axis in original.axis_names if axis in named and axis not in mesh.axis_names]
     if lacking:

@@ -29,7 +29,7 @@ class RematWarning(UserWarning):
 
 _PACKAGE = str(Path(__file__).parent)
 _silenced: ContextVar[bool] = ContextVar("silenced", default=False)
-# The file, line and message of every warning given. Python's own registry is cleared by every change of a filter.
+# The file, line and message of every warning given. Python's own registry would forget them at every change of a filter.
 _given: set[tuple[str, int, str]] = set()
 
 

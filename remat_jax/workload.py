@@ -153,7 +153,10 @@ class Workload:
         name: str | None = None,
         own_checkpoints: str = "replace",
     ) -> Workload:
-        """A workload of a finished train step, jitted or not; `residuals` refuses it, because its gradient is inside."""
+        """A workload of a finished train step, jitted or not.
+
+        `residuals` refuses such a workload, because the step computes its gradient inside.
+        """
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
@@ -194,7 +197,7 @@ class Workload:
         of_params.__name__ = getattr(loss, "__name__", "loss")
         _check_batch(batch)
         if options.get("mesh") is not None and options.get("shardings") is not None:
-            # Check here, so that an error counts the caller's arguments. State other than parameters is replicated.
+            # Check here, so that an error counts the arguments as the caller does. State other than parameters is replicated.
             described = structs(params, "params"), structs(batch, "batch")
             of_state, *of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
             options["shardings"] = (of_state, None, *of_batch)
@@ -247,7 +250,7 @@ class Workload:
         return workload
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-        """`fn` with `policy` (or policies by layer) on every block of the workload; a mapping from blocks is used unchanged."""
+        """`fn` with `policy` (or policies by layer) on every block of the workload, or with a mapping from block to policy."""
         if not isinstance(policy, dict):
             checked = as_block_policy(policy)
             if is_off(checked):
@@ -257,12 +260,12 @@ class Workload:
 
     @property
     def replaced_checkpoints(self) -> int:
-        """How many of the model's own checkpoints around the blocks a policy replaces; a checkpoint in a scan counts once."""
+        """How many of the model's own checkpoints a policy on the blocks replaces; a checkpoint in a scan counts once."""
         arguments = (self.params, *self.batch) if self._finished is None else self._finished.arguments
         return self.own.count(self.loss, self.blocks, arguments)
 
     def policy_text(self, text: str) -> str:
-        """The policy's name in tables: `off` is called `as written` if the model has checkpoints of its own."""
+        """The policy's name in tables: `off` is called `as written` if a policy would replace checkpoints of the model."""
         return AS_WRITTEN if text == "off" and self.replaced_checkpoints else text
 
     @property

@@ -36,7 +36,7 @@ def allocated_bytes(build: Callable[[], TrainingStep], device: torch.device | st
 
     `build` makes model, optimizer and batch on `device`, as for `torch_ref.peak_bytes`, which predicts the same step's peak
     without a GPU. A first step, which creates the optimizer's state, is not counted. The allocator also counts other tensors
-    on the device, and workspaces inside operators; the peak on fake tensors includes neither.
+    on the device, and workspaces inside operators; `torch_ref.peak_bytes` includes neither.
 
     Raises:
         InvalidArgumentError: if `device` is not a CUDA device of this machine, `build` does not return a `TrainingStep`, or

@@ -44,8 +44,9 @@ def checkpoint_blocks(
     Raises:
         InvalidArgumentError: if an argument has the wrong type, or a block already has a policy.
         PolicyError: if a policy is malformed.
-        NoEffectError: if no module is left for a class; later, for a selector or a class without effect, as above.
-        NothingToOffloadError: later, for an offload that moved nothing, as above.
+        NoEffectError: if `model` has no module of a class, or earlier classes match all of them. After a forward pass: for a
+            selector or a class without effect, as above.
+        NothingToOffloadError: after a forward pass, for an offload that moved nothing, as above.
 
     >>> import torch, torch_ref
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -144,7 +145,7 @@ class AppliedPolicies:
     def __exit__(self, failed: object, *_: object) -> None:
         self.remove()
         if failed is None:
-            # Skip policies that a forward pass has proven: a recomputation may have run part of the model since then.
+            # Skip policies whose effect a forward pass has proven: since then, a recomputation may have run part of the model.
             self._check([record for record in self._records if not record.is_proven])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedPolicies:
@@ -249,7 +250,7 @@ class _Forward:
         return made
 
     def _noting_starts(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, noting every start except the first, which goes through the module's `__call__`, where hooks count it."""
+        """`run`, with all starts noted except the first, which hooks count, because it goes through the module's `__call__`."""
         starts = itertools.count()
 
         def noted(*args: Any, **kwargs: Any) -> Any:

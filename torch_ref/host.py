@@ -52,10 +52,10 @@ class HostCopy:
         _live.add(self)
 
     def bring_back(self) -> torch.Tensor:
-        """Copy the content back to its device; the host copy remains.
+        """Copy the content back to the device of the copied tensor; the host copy remains.
 
         The result requires a gradient if its dtype allows one. It is not a leaf, so a block may change it in place like its
-        own input. `view` gives the result the layout of a tensor.
+        own input. Its layout may differ from that of the copied tensor; `view` restores the layout.
         """
         arrival, self._ahead = self._ahead or fetch(self.tensor, self.device, self._copied), None
         return arrival.wait()
@@ -66,7 +66,7 @@ class HostCopy:
             self._ahead = fetch(self.tensor, self.device, self._copied)
 
     def view(self, back: torch.Tensor, layout: Layout | None, requires_grad: bool) -> torch.Tensor:
-        """The result of `bring_back` in the layout of a tensor that this copy covers."""
+        """`back`, a result of `bring_back`, as a tensor of `layout`, which this copy covers."""
         back = back if requires_grad else back.detach()
         if self.layout is None or layout is None:
             return back
@@ -106,7 +106,7 @@ def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
     """Copy a tensor to host memory, or find a copy that covers it; also return whether a copy was made.
 
     Tensors share a copy if they are the same view of a storage at the same version, or if they are views of a range that was
-    copied whole: copy the largest tensor first. Writes that bypass the version counter (through `.data` or a NumPy alias)
+    copied whole. So copy the largest tensor first. Writes that bypass the version counter (through `.data` or a NumPy alias)
     are not noticed; autograd does not notice them either.
     """
     version = version_of(source)
@@ -124,7 +124,7 @@ def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
 
 
 def owner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose version counter a view shares, or the tensor itself."""
+    """The tensor of which `tensor` is a view, and with which it shares a version counter; `tensor` itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 

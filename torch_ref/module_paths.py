@@ -1,4 +1,4 @@
-"""The path of the running module, such as `decoder/layers/0/ffn`, followed by hooks that exist only while needed."""
+"""Follows the path of the running module, such as `decoder/layers/0/ffn`, by hooks that exist only while needed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _users = 0
 class ModulePaths:
     """The path of the module that is running inside a block.
 
-    A module of the block has its path in the block. The path of a module that the block only captures starts with the name
-    of the module's class.
+    A module of the block has its path in the block. The path of a module that the block only captures is the path of the
+    module that calls it first, followed by its class name.
     """
 
     def __init__(self, block: Callable[..., Any], path: str) -> None:

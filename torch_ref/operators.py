@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# ATen operators that equal a single JAX primitive. Operators with the same name in both (exp, tanh, add, …) are left out.
+# ATen operators that equal a single JAX primitive of another name. Operators with JAX's name (exp, tanh, add, …) are left out.
 PRIMITIVES = {
     "mm": "dot_general",
     "addmm": "dot_general",
@@ -87,7 +87,7 @@ class Operator:
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws from the random state; fused attention is tagged as random even if its dropout is 0.
+    """Whether a call draws from the random state. Fused attention without dropout does not, though PyTorch tags it as random.
 
     >>> q = torch.zeros(1, 1, 2, 2)
     >>> draws(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q), {})

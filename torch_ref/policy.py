@@ -40,7 +40,7 @@ ALIASES = {
     "checkpoint_dots_with_no_batch_dims": "dots_with_no_batch_dims",
 }
 INPUTS, PRIMITIVE = "@inputs", "@primitive:"
-# The primitives of JAX's dots_saveable; its dots_with_no_batch_dims_saveable leaves out convolutions.
+# The primitives of JAX's dots_saveable; JAX's dots_with_no_batch_dims_saveable leaves out convolutions.
 _DOTS = ("dot_general", "conv_general_dilated", "scaled_matmul_wrapper")
 _GRAMMAR = "'action: selector, selector; action: selector', as in 'offload: *ffn*; save: @dots'"
 
@@ -128,7 +128,7 @@ class Policy:
 
     @property
     def looks_inside(self) -> bool:
-        """Whether the policy distinguishes, saves or offloads arrays that the block computes, not only its arguments."""
+        """Whether rules select arrays that the block computes; rules on `@inputs` and a final `recompute: *` do not count."""
         selectors = [selector for rule in self.rules for selector in rule.selectors if selector != INPUTS]
         return bool(selectors) and not (len(selectors) == 1 and is_catch_all(selectors[0]) and self._recomputes_the_rest)
 

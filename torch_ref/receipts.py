@@ -19,12 +19,12 @@ _open: list[Receipt] = []
 
 @dataclass
 class CallEntry:
-    """A call of a block by `gradient_checkpoint_forward`, or under a policy.
+    """A call of a block by `gradient_checkpoint_forward` or `OffloadFunction`, or under a policy.
 
     Attributes:
         block: the name of the block's class or function.
         mode: `off`, `checkpoint` or `offload`, from the flags; under a policy the policy's name or text.
-        form: `right`, `faithful` or `selective`.
+        form: `faithful` for `torch_ref.faithful`, `selective` under a policy, `right` for other calls.
         grad_enabled: whether gradients were recorded; if not, the block was called plainly.
         note: why the call did not follow its mode; empty if it did.
         tensors_offered: the number of tensors that an offload could move: arguments, and under a policy the block's
@@ -147,7 +147,7 @@ class Receipt:
 
 @contextmanager
 def receipt() -> Iterator[Receipt]:
-    """Record the bytes that calls in the `with` block move: calls of either `gradient_checkpoint_forward` or under policies.
+    """Record the bytes moved by calls in the `with` block, by `gradient_checkpoint_forward` (both forms) or under policies.
 
     Calls of all threads are recorded. Calls during a recomputation (nested checkpoints) are recorded if the backward pass
     also runs inside the `with` block.

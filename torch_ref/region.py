@@ -124,12 +124,15 @@ class Region:
 
     @property
     def now(self) -> _Now:
-        """The decision on the current operator."""
+        """The name and the action of the current operator's result."""
         return self._now
 
 
 class _Now:
-    """The decision on the current operator. PyTorch's modes refer to it and not to the region, to avoid a reference cycle."""
+    """The name and the action of the current operator's result.
+
+    PyTorch's modes refer to this object and not to the region, to avoid a reference cycle.
+    """
 
     def __init__(self) -> None:
         self.set("", RECOMPUTE)
@@ -227,7 +230,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    # Autocast caches casts of weights, so with the cache the second pass would run fewer operators.
+    # Autocast caches casts of weights, so with the cache the recomputation would run fewer operators.
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

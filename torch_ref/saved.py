@@ -89,9 +89,9 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Sav
     hooks.)
 
     Existing tensors are not counted: parameters, buffers, tensors that `fn` captures. Arguments are passed as copies, so
-    an argument is counted, as `input_bytes`, exactly if the graph keeps it. Host memory is that of `torch_ref`'s offloads
-    and, if tensors are on an accelerator, that of all tensors on the CPU. The random states that checkpoints save (about
-    5 kB each, on the host) are not counted, because no operator makes them. Fake tensors work too.
+    an argument is counted, as `input_bytes`, exactly if the graph keeps it. `host_bytes` counts the host copies of
+    `torch_ref`'s offloads; if tensors are on an accelerator, it counts all kept tensors on the CPU. The random states that
+    checkpoints save (about 5 kB each, on the host) are not counted, because no operator makes them. Fake tensors work too.
 
     Raises:
         InvalidArgumentError: if the result has no tensor with a graph.
@@ -142,7 +142,7 @@ class _StorageWatch(TorchDispatchMode):
         self.accelerated = False
 
     def copy_inputs(self, arguments: Any) -> Any:
-        """Non-leaf copies of the arguments, so that the graph keeps a copy only if it saves it. Parameters are not copied."""
+        """Non-leaf copies of the arguments, which the graph keeps only if backward reads them. Parameters are not copied."""
         self._copying_input = True
         try:
             return pytree.tree_map_only(torch.Tensor, self._copy_input, arguments)

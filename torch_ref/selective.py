@@ -26,7 +26,7 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
     the block; k counts from 0 in the order of execution. The primitive is JAX's name if the ATen operator equals a single
     primitive (`mm`, `addmm`, `bmm`, `baddbmm` are `dot_general`, `convolution` is `conv_general_dilated`, `sigmoid` is
     `logistic`, …), else ATen's (`native_layer_norm`). `@dots` selects these matmuls and convolutions; `@convs` selects the
-    convolutions; `@dots_with_no_batch_dims` selects `mm`, `addmm` and products with a vector; `@inputs` selects the tensor
+    convolutions; `@dots_with_no_batch_dims` selects `mm`, `addmm` and matrix-vector products; `@inputs` selects the tensor
     arguments, named `path:input#k`, with keywords in alphabetical order. Arguments are always kept, and only `offload`
     moves them; parameters stay on the device.
 
@@ -39,8 +39,8 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
     - A view, an in-place change and a constant are no arrays of their own: they have no names and cannot be offloaded.
     - Operators that draw from the random state (`native_dropout`) are always recomputed: if one were skipped, the next would
       get its random state. A `save` or `offload` selector that matches only such operators raises an error.
-    - Derivative rules save different arrays: `everything` saves the arrays that the block computes; in JAX it saves the
-      arrays that backward reads.
+    - `everything` saves the arrays that the block computes. In JAX it saves the arrays that backward reads, which include
+      arrays that only derivative rules compute.
     - `torch.einsum` and 3-D matmuls that PyTorch turns into `bmm` have batch dimensions even where JAX's have none.
 
     An offloaded array is copied (pinned on CUDA), recorded in the receipt, and fetched by the recomputation. PyTorch allows
@@ -106,7 +106,10 @@ def run_under(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Seen | None]:
-    """Call `run`, the block or its original forward, under a policy; also return the arrays that the policy could select."""
+    """Call `run`, the block or its original forward, under a policy; also return the arrays that the policy could select.
+
+    Instead of these arrays, a plain call (policy `off`, or gradients disabled) returns None.
+    """
     entry = record_call(block, policy.name or str(policy), "selective")
     if policy.is_off or not torch.is_grad_enabled():
         return run(*args, **kwargs), None

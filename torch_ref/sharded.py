@@ -24,7 +24,7 @@ class ShardedModel:
     Attributes:
         model: the given module, now an `FSDPModule`.
         policies: the applied policies (`policies.remove()` removes them); None for `off`.
-        blocks: the paths of the blocks that were sharded one by one, in model order; the root has all other parameters.
+        blocks: the paths of the blocks that were sharded one by one, in model order; other parameters are sharded together.
 
     >>> whole = ShardedModel(nn.Linear(3, 5), None, ())  # as one rank by itself has it
     >>> whole.parameter_bytes, whole.gradient_bytes
@@ -75,8 +75,8 @@ def shard_blocks(
     of the block, but the recomputation would not repeat it and would raise a `ChangedRecomputationError`.
     `gradient_checkpoint_forward` handles only arguments and may be called on sharded blocks.
 
-    Every rank computes the loss of its own rows, and FSDP averages the gradients. The average is the gradient of the mean
-    over all rows if all ranks have equally many targets.
+    Every rank computes the loss of its own part of the batch, and FSDP averages the gradients. If this loss is a mean, and all
+    ranks have equally many targets, the average is the gradient of the mean loss over the whole batch.
 
     Args:
         model: any module; it is changed in place, and its parameters become `DTensor`s.
@@ -121,7 +121,7 @@ def shard_blocks(
             f"model is sharded already at {sharded[0] or 'its root'!r}: give the model itself, before fully_shard."
         )
     applied = None if checked.is_off else gradient_checkpointing_enable(model, checked, blocks=blocks)
-    # Shard inner blocks first: FSDP leaves an already sharded module out of the group of the module around it.
+    # Shard inner blocks first: FSDP leaves an already sharded module out of the parameter group of the module around it.
     for module in [*reversed(block_modules.values()), model]:
         if not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)

@@ -2,7 +2,7 @@
 
 A copy to the host waits for all work already queued on the current stream; the current stream does not wait for the copy.
 The allocator reuses the source memory only after the copy (`record_stream`); the caller must prevent writes to it until
-then. A copy back can be started early; `Arrival.wait` makes the computing stream wait for it.
+then. A copy back can be started early; `Arrival.wait` makes the current stream wait for this copy.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def targets(as_json: Json = False) -> None:
 
 
 def _rates(described: Target) -> list[str | None]:
-    """The nominal rates of memory, of the link to the host and of bfloat16 matmuls, each with the rate that estimates use."""
+    """Texts of the nominal rates of memory, of the link to the host and of bfloat16 matmuls; in brackets those of estimates."""
     if described.kind == "cpu":
         return [None, None, None]
     rates = Rates.of(described)

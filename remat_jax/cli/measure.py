@@ -122,7 +122,7 @@ def measure(
 
 
 def _distinct(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list[str]:
-    """The distinct policies to measure, including those of `--diff`, checked before the user's file runs."""
+    """The distinct policies to measure, including both policies of `--diff`, checked before the user's file runs."""
     names: dict[Any, str] = {}
     for policy in [*(policies or (() if diff else ("off", "full"))), *(diff or ())]:
         names.setdefault(check_policy(policy), policy)
@@ -130,7 +130,7 @@ def _distinct(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> l
 
 
 def _called(name: str, report: Any) -> Any:
-    """`report` with `name` as its policy if `name` is a plan's file: the texts of a plan's policies are many lines."""
+    """`report` with `name` as its policy if `name` is a plan's file, because the texts of a plan's policies are many lines."""
     return replace(report, policy=name) if is_plan(name) else report
 
 

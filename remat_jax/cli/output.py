@@ -75,10 +75,10 @@ def written() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        # An error with a file name is about another file.
+        # An error with a file name is about that file, not about standard output.
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EIO) or error.filename is not None:
             raise
-        # Python flushes standard output once more when it exits.
+        # Python flushes standard output once more when it exits, which would fail again.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
         sys.exit(f"error: standard output cannot be written ({error.strerror})")
 
@@ -145,7 +145,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
 def progress() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on standard error; without a terminal, a line for each step that begins.
 
-    The context's value is a function to call with the current step's name, the number of steps done, and that of all steps.
+    The context's value is a function to call with the current step's name, the number of steps done, and the number of steps.
     """
     screen = console(stderr=True)
     columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())

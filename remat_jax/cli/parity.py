@@ -46,7 +46,7 @@ def parity(
 
 
 def parity_report(case: str, show_step: Any) -> ParityReport:
-    """The report for `case`: the user's function returns a report, or the arguments of a comparison to run here."""
+    """The report for `case`, a user's function that returns a report, or the arguments of the comparison to run here."""
     result = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
     if isinstance(result, ParityReport):
         return result

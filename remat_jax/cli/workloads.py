@@ -1,4 +1,4 @@
-"""Reads the arguments of commands: a workload or a case in a file, policies by name or file, the axes of a mesh."""
+"""Reads the arguments of commands: a workload or a parity case in a file, policies by name or file, the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MeshOption = Annotated[
 
 
 def load_on_mesh(name: str, mesh: str | None, target: Target | None) -> Workload:
-    """The workload that `name` refers to, on the mesh that `mesh` describes, which must have as many devices as the target."""
+    """The workload that `name` refers to, on the mesh described by `mesh`, if given, which must be as large as the target."""
     divided = None if mesh is None else as_mesh(mesh)
     if divided is not None and target is not None:
         check_size(divided, target, f"mesh={mesh!r}")
@@ -76,7 +76,7 @@ _EXPECTED = "expected path/to/file.py:function or package.module:function"
 
 
 def load_workload(name: str) -> Workload:
-    """The workload that `name` refers to: either a workload, or the result of a function without arguments."""
+    """The workload that `name` refers to, or the workload that the function `name` returns without arguments."""
     workload: Workload = load_named(name, "workload", (Workload,), "a remat_jax.Workload")
     return workload
 
@@ -146,7 +146,7 @@ def _module(where: str, subject: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module in a file, imported as part of its package if it is in one. It may import modules from its folder."""
+    """The module in a file, imported as part of its package if the file is in one. It may import modules from its folder."""
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]

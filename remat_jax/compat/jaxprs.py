@@ -26,7 +26,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
-# Frames in these files are not the user's. An empty last part ends a folder's name with a separator.
+# Stack frames in these files are not the user's. The empty last part of each `os.path.join` appends a separator to a folder.
 _LIBRARIES = (
     os.path.join(os.path.dirname(flax.__file__), ""),
     *(os.path.join(_OURS, part, "") for part in ("apply", "compat", "core", "cost", "memory", "train")),
@@ -44,7 +44,7 @@ def closed(jaxpr: Any) -> Any:
 
 
 def like(jaxpr: Any, template: Any) -> Any:
-    """The closed `jaxpr`, opened if `template` is open."""
+    """The closed `jaxpr`, as an open jaxpr if `template` is open."""
     return jaxpr if isinstance(template, jex.ClosedJaxpr) else jaxpr.jaxpr
 
 
@@ -75,7 +75,7 @@ def eqn_context(eqn: Any) -> Iterator[None]:
 
 
 def manual_devices(eqn: Any) -> int:
-    """The number of devices over which a `shard_map` partitions its operands."""
+    """The number of devices over which the `shard_map` equation `eqn` partitions its operands."""
     return math.prod(eqn.params["mesh"].shape[axis] for axis in _manual_axes(eqn))
 
 
@@ -102,7 +102,7 @@ def scopes(eqn: Any) -> tuple[str, ...]:
 
 
 def layers_scope(layers: range | None) -> contextlib.AbstractContextManager[Any]:
-    """Equations traced in this context belong to `layers`, and `layers_of` reads them. With None the context does nothing."""
+    """Equations traced in this context belong to `layers`; `layers_of` reads this range. With None the context does nothing."""
     return contextlib.nullcontext() if layers is None else jax.named_scope(f"layers[{layers.start}:{layers.stop}]")
 
 
@@ -138,7 +138,7 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[Any], renamed: Mapping[Any, Any]) -> Any:
-    """`jaxpr`, open or closed, with the equations `eqns` and `renamed` outputs; the same object if no equation changes."""
+    """`jaxpr`, open or closed, with equations `eqns` and outputs mapped by `renamed`; `jaxpr` itself if `eqns` are its own."""
     body = closed(jaxpr).jaxpr
     if len(eqns) == len(body.eqns) and all(map(operator.is_, body.eqns, eqns)):
         return jaxpr
@@ -178,7 +178,7 @@ def dce(jaxpr: Any, used_outputs: Sequence[bool] | None = None, *, keep_inputs: 
 
 
 def scan_layout(eqn: Any) -> tuple[int, int]:
-    """How many operands of a `scan` equation are constants, and how many are carried; they come in this order."""
+    """How many operands of a `scan` equation are constants, and how many are carried; constants come first."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -186,7 +186,7 @@ def scan_layout(eqn: Any) -> tuple[int, int]:
 
 
 def is_plain_jit(eqn: Any) -> bool:
-    """Whether `eqn` is a `jit` without shardings, layouts and donated operands, so that its body can be inlined."""
+    """Whether `eqn` is a `jit` without shardings, layouts or donated operands, so that its body can be inlined."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return False
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
@@ -213,7 +213,7 @@ def new_primitive(name: str, evaluate: Callable[..., Any], *, multiple_results: 
     primitive = jex.Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_impl(evaluate)
-    # JAX calls this after differentiation, if the program contains a region of `jax_remat3`.
+    # JAX calls `to_lojax` after differentiation, if the program contains a region of `jax_remat3`.
     primitive.to_lojax = evaluate
     mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=multiple_results))
     return primitive
@@ -260,10 +260,10 @@ batching.primitive_batchers[_barrier_p] = lambda args, axes: (_barrier_p.bind(*a
 def batched(
     jaxpr: Any, axis: Any, args: Sequence[Any], axes: Sequence[int | None], instantiate: bool | list[bool] = False
 ) -> tuple[Any, list[Any], list[int | None]]:
-    """The closed `jaxpr` under the `vmap` of a batching rule, its operands with the mapped axis in front, and output axes.
+    """In a batching rule: the batched `jaxpr`, `args` with the mapped axis in front, and the mapped axis of each output.
 
-    `axis` and `axes` are JAX's arguments to the rule. An output that is equal for the whole batch, such as a mean over it, has
-    no mapped axis (None), unless `instantiate` requires a mapped axis for all outputs or for this output.
+    `axis`, `args` and `axes` are JAX's arguments to the rule. An output that is equal for the whole batch has no mapped axis
+    (None), unless `instantiate` requires a mapped axis for all outputs or for this output.
     """
     in_front = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
     mapped, which = _batching.batch_jaxpr(jaxpr, axis, [dim is not None for dim in axes], instantiate)
@@ -271,7 +271,7 @@ def batched(
 
 
 def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
-    """The two arguments that JAX 0.12 added, the number of residuals and a name for messages; empty before 0.12."""
+    """The arguments that JAX 0.12 added to `batch_custom_vjp_bwd`: a function for `num_res`, and a name for messages."""
     parameters = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
     return (lambda: num_res, "custom_vjp") if "num_res" in parameters else ()
 
@@ -279,7 +279,7 @@ def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
 def _map_linear(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, num_res: int, bwd: Any, out_avals: Any, in_zeros: Any, **rest: Any
 ) -> tuple[list[Any], list[int]]:
-    """The batched linear part of a `custom_vjp`; like JAX's batched rule, it sums the cotangents of unmapped operands."""
+    """The batching rule for the linear part of a `custom_vjp`. The batched part sums the cotangents of unmapped operands."""
     along = iter(dims[num_res:])
     places = [None if zero else next(along) for zero in in_zeros]
     in_dims = [*dims[:num_res], *[0] * len(out_avals)]
@@ -289,8 +289,9 @@ def _map_linear(
     return list(outputs), [0] * len(avals)
 
 
-# JAX batches a function before its derivative. `vmap` of a block instead batches the derivative rule, which contains tangents:
-# JAX's rule raises that a `custom_vjp` has no forward mode. With the rule above, only evaluating the result raises this error.
+# JAX batches a function before it differentiates it. `vmap` of a block instead batches a traced derivative, which contains
+# tangents. JAX's batching rule for them raises that a `custom_vjp` has no forward mode. With the rule above, only evaluating
+# the result raises this error.
 _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
 
 

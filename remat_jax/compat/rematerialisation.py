@@ -63,7 +63,7 @@ def names_in(policy: Any) -> frozenset[str]:
 
 
 def kept_names_in(policy: Any) -> frozenset[str]:
-    """The names that a JAX policy saves, if it saves only named arrays; else empty.
+    """The names of the arrays that a JAX policy saves or offloads, if it keeps only named arrays; else empty.
 
     >>> names = jax.checkpoint_policies
     >>> kept_names_in(names.save_only_these_names("hidden")), kept_names_in(names.save_any_names_but_these("hidden"))
@@ -86,7 +86,7 @@ def kind(eqn: Any) -> str:
 
 
 def hidden_body(eqn: Any) -> Any | None:
-    """The jaxpr of a `jax_remat3` region, else None. The body is inside `_prim`; to change it, bind a new `_prim`."""
+    """The body of a `jax_remat3` region, a jaxpr; None for other equations. To change it, bind a new parameter `_prim`."""
     return eqn.params["_prim"].params["jaxpr"] if _hi_primitive(eqn) == "RematTraced" else None
 
 
@@ -113,7 +113,7 @@ def named(value: Any, name: str) -> Any:
 
 
 def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluate a `jax_remat3` region, with the closed jaxpr `body`, as an established one, whose derivative is a region too."""
+    """Evaluate the `jax_remat3` region `eqn`, with the closed jaxpr `body`, under the established rematerialisation."""
     params = eqn.params["_prim"].params
     prevent = params.get("prevent_cse", True)
     with eqn_context(eqn), classic_rematerialisation():
@@ -130,12 +130,12 @@ def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse
 
 
 def _keeps_nothing(*_: Any, **__: Any) -> bool:
-    """The policy of a chunk, recognised by its identity."""
+    """The policy of `chunk_checkpoint`; `is_chunk_policy` recognises the function object."""
     return False
 
 
 def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, the body of a loop over chunks, under a checkpoint that saves nothing and is no region of the model."""
+    """`function`, the body of a loop over chunks, in a checkpoint that saves nothing and does not count as a model's region."""
 
     def checkpointed(*args: Any) -> Any:
         with classic_rematerialisation():
@@ -161,7 +161,7 @@ def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
     """From now on, evaluate a checkpoint region without its checkpoint if `gives_way(body)`; `body` is its closed jaxpr.
 
     JAX has no hook, so this replaces `bind`, which JAX calls for every region (`jax.checkpoint`, `nn.remat` under a scan,
-    `nnx.remat`) after tracing it. Regions that are differentiated already, or are of `remat_jax`, are not affected.
+    `nnx.remat`) after tracing it. Regions that are already differentiated, and regions that `remat_jax` binds, are unaffected.
     """
     bind = _ad_checkpoint.remat_p.bind
 
@@ -190,7 +190,7 @@ OFFLOAD = _pe.Offloadable(src="device", dst="pinned_host")
 
 
 def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
-    """The primitives (or names) of `jaxpr`, at any depth, whose outputs JAX's own `policy` would offload."""
+    """The names (else primitives) of the equations of `jaxpr`, at any depth, whose outputs the JAX policy would offload."""
     names = []
     for eqn in jaxpr.jaxpr.eqns:
         verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
@@ -216,7 +216,7 @@ def block_name() -> str:
 
 
 def blocks_around_which(*, checkpoints_stay: bool) -> contextlib.AbstractContextManager[None]:
-    """A context in which the names of new blocks say that they keep, or replace, the model's own checkpoints around them."""
+    """In this context, names of new blocks say whether the model's own checkpoints around the block stay or are replaced."""
     return setting(_block_name, _KEEPING if checkpoints_stay else _REPLACING)
 
 

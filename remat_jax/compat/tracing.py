@@ -66,7 +66,7 @@ def in_loop(*, around_gradient: bool = True) -> bool:
 def is_fixed_in_loops(leaf: Any) -> bool:
     """Whether `leaf` comes from before the loops that are being traced, so that every iteration reads the same array.
 
-    Arrays computed only from such arrays count too. A loop around the differentiation does not count.
+    An array that a loop computes only from such arrays is fixed, too. Loops around the differentiation are ignored.
     """
     traces = list(_traces_inside_differentiation())
     while traces and not _is_loop(traces[-1]):  # up to the body of the outermost loop
@@ -88,7 +88,8 @@ def _is_fixed(leaf: Any, traces_in_loops: Container[int]) -> bool:
         elif tracer.parent is None and _is_broadcast(tracer):
             continue
         elif tracer.parent is None or len(seen) > _MOST_EQUATIONS:
-            # An input of a loop or call has no equation. Most arrays depend on many equations, so the search stops early.
+            # The input of a loop or call, which has no equation, may change. So may arrays that depend on many equations: the
+            # search gives up early.
             return False
         else:
             waiting += tracer.parent.in_tracers
@@ -104,7 +105,7 @@ def is_staging() -> bool:
 
 
 def program_id(leaf: Any) -> int:
-    """The id of the program that contains the tracer `leaf`; for an array, of the outermost program that is being traced."""
+    """The id of the program that contains the tracer `leaf`; for an array, the id of the outermost program being traced."""
     tracer = _staged(leaf)
     if tracer is not None:
         return id(tracer._trace)
@@ -182,7 +183,7 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
 
 
 def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A function for a context that binds the axes (of `vmap`, of a mesh) bound now, to differentiate a body later."""
+    """A function that makes a context with the axes (of `vmap`, of a mesh) bound now, to differentiate a body there later."""
     axes = _core.get_axis_env().axis_sizes
 
     def bound() -> contextlib.AbstractContextManager[Any]:
@@ -217,7 +218,7 @@ def trace_settings() -> Any:
 
 
 def block_settings() -> Any:
-    """`trace_settings` with default values for contexts that do not reach blocks: equal under all policies."""
+    """`trace_settings` with the defaults of all contexts made with `reaches_blocks=False`: equal under all policies."""
     with contextlib.ExitStack() as defaults:
         for context, default in _outside_blocks:
             defaults.enter_context(context(default))

@@ -18,7 +18,7 @@ from remat_jax.warning import warn
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, also of a candidate or nightly build; of 0.13.0rc1 JAX itself reads only two numbers."""
+    """The numbers of a version, also of a release candidate; JAX itself reads only (0, 13) from 0.13.0rc1."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, numbers.group().split("."))) if numbers else ()
 
@@ -27,12 +27,13 @@ JAX_VERSION: tuple[int, ...] = _numbers(jax.__version__)[:3]
 
 
 # On GPUs, two JAX releases copy the offloaded residuals of a scanned block back from the wrong slot, so that gradients are
-# silently wrong (openxla/xla#46231); the compiled text shows it. Unrolled offload and the CPU are not affected.
+# silently wrong (openxla/xla#46231). The text of the compiled module shows the wrong slot. Unrolled offload and the CPU are
+# not affected.
 SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
 
 _PASS = "dynamic-slice-annotator"
 SCANNED_OFFLOAD_REMEDY = f"JAX 0.11.1 or later, unroll the layers, or start with XLA_FLAGS=--xla_disable_hlo_passes={_PASS}"
-# An entry of `xla_disable_hlo_passes` (field 30 of XLA's DebugOptions) in a serialised message: tag, length, text.
+# This pass as an entry of `xla_disable_hlo_passes` (field 30 of XLA's DebugOptions) in a serialised message: tag, length, text.
 _ENTRY = b"\xf2\x01" + bytes([len(_PASS)]) + _PASS.encode()
 
 
@@ -50,7 +51,7 @@ def _miscompiles_scanned_offload_here() -> bool:
 
 
 def _cured_here() -> bool | None:
-    """Whether XLA itself reports that it omits the pass in this process; None if it cannot be asked."""
+    """Whether XLA itself reports that it omits `_PASS` in this process; None if this jaxlib does not report passes."""
     try:
         from jaxlib import xla_client
 
@@ -78,7 +79,7 @@ def refuse_miscompiled_offload() -> None:
 
 
 def require_named_policies() -> None:
-    """Raise UnsupportedError for a policy that is a function if this JAX would silently ignore it."""
+    """Raise UnsupportedError if this JAX, with its settings, would silently ignore a policy that is a function."""
     if remat3() and JAX_VERSION < (0, 12, 0):
         raise UnsupportedError(
             f"jax_remat3=True with JAX {jax.__version__}: this JAX version silently recomputes the arrays that a policy "
@@ -154,7 +155,7 @@ def warn_of_lost_threads() -> None:
         )
 
 
-# JAX's errors for an eager copy to the host: while other arrays are on a mesh, and inside a `shard_map`.
+# JAX's errors for an eager copy to the host while other arrays are on a mesh, and for a copy inside a `shard_map`.
 _NOT_EAGERLY = re.compile(r"Received incompatible devices for jitted computation|device_put with explicit device not allowed")
 
 

@@ -88,7 +88,7 @@ GPU_COMPILER_ENVIRONMENT: dict[str, str] = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "
 """Without this variable the CUDA plugin refuses to load if cuDNN is not installed."""
 
 GPU_COMPILER_FLAGS = "--xla_gpu_autotune_level=0"
-"""Switches autotuning off, which needs a GPU to time kernels."""
+"""Switches XLA's autotuning off, which needs a GPU to time GPU kernels."""
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
@@ -99,7 +99,7 @@ def gpu_compiler_installed() -> bool:
 
 
 def require_gpu_compiler() -> None:
-    """Raise UnsupportedError, with the command that installs it, unless XLA's GPU compiler is installed."""
+    """Raise UnsupportedError unless XLA's GPU compiler is installed; on Linux the message has the install command."""
     if not sys.platform.startswith("linux"):
         raise UnsupportedError(
             f"sys.platform={sys.platform!r}: XLA's GPU compiler is published for Linux only; use target='cpu' here"
@@ -170,7 +170,10 @@ def _asking_for_cudnn(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
-    """Lower for an absent GPU of the kind `device_kinds[0]`, which Pallas kernels read; UnsupportedError without a kind."""
+    """In this context JAX lowers for a GPU named `device_kinds[0]`, which need not be present; Pallas kernels read the name.
+
+    Raises UnsupportedError if `device_kinds` is empty.
+    """
     if not device_kinds:
         raise UnsupportedError(
             f"target={target!r} does not state JAX's name for the device, which a Pallas kernel needs to compile: add it to "

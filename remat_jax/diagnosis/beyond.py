@@ -1,11 +1,13 @@
-"""Makes and compiles the changes that `doctor` advises beyond policies on the blocks, to replace the estimated savings.
+"""Compiles the step with each change that `doctor` advises beyond policies, so that the advice states compiled savings.
 
-Heads and attentions are changed in the traced loss. Its blocks are still marked there, so a policy reaches the changed blocks.
-The changed loss computes other values. Its arrays have the same shapes, and so need the same memory, as after a user's change:
+The model's output head (the matmul that computes the logits) and its attentions are changed in the traced loss. The blocks
+are still marked there (`core.marks`), so a policy reaches the changed blocks. The changed loss computes other values. But its
+arrays have the shapes that they would have if the user made the change, so it needs the same memory. The two changes are:
 
-- **head**: each matmul that computes logits runs in chunks (`in_chunks`) with optax's cross entropy. This replaces everything
-  that the loss computes from the logits.
-- **scores**: JAX's attention kernel for GPUs, without the mask, replaces what a block computes from queries, keys and values.
+- **head**: the head runs in chunks (`in_chunks`) with optax's cross entropy, which replaces everything that the loss computes
+  from the logits.
+- **scores**: JAX's attention kernel for GPUs replaces both matmuls of an attention and the softmax between them. The mask is
+  left out.
 """
 
 from __future__ import annotations
@@ -51,17 +53,20 @@ from remat_jax.train import in_chunks, offload_optimizer
 from remat_jax.train.streaming import inlined
 from remat_jax.workload import TrainingStep, Workload
 
-# JAX's kernel processes this number of rows of queries and of keys at a time.
+# JAX's attention kernel processes this number of queries, and of keys, at a time.
 _TILE = 128
 
 Change = Callable[[Any, Sequence[Any]], list[Any]]
-"""Evaluates a closed jaxpr, with a change made in it, on flat arguments."""
+"""A function that evaluates a closed jaxpr on flat arguments, with a change made in it, and returns the flat outputs."""
 
 
 def compiled_advice(
     workload: Workload, policy: Any, report: MemoryReport, target: Target, timeout: float
 ) -> tuple[Advice, ...]:
-    """The report's advice with compiled savings, the largest first; savings below 2 % of device memory are left out."""
+    """The advice of `report`, the largest saving first. A saving stays an estimate if the changed step cannot be compiled.
+
+    Savings below 2 % of the step's own device memory are left out.
+    """
     compiled = [_compiled(workload, policy, advice, report, target, timeout) for advice in report.advice]
     worth = [advice for advice in compiled if advice.bytes >= LEAST * report.device_bytes]
     return tuple(sorted(worth, key=lambda advice: -advice.bytes))
@@ -73,14 +78,14 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
         return advice
     try:
         program = export_step(advice.what, step, target)
-    except Exception:  # a loss may refuse another dtype, and an attention or a head may have a form that is not rewritten
+    except Exception:  # the loss may refuse parameters of another dtype, and not every head or attention can be rewritten
         if advice.what in (DTYPE, HEAD, SCORES):
             return advice
         raise
     try:
         sizes = compile_programs([program], target, timeout=timeout)[advice.what]
     except CompileError:
-        return advice  # keeps its estimate
+        return advice
     return replace(advice, bytes=report.device_bytes - sizes.device, compiled=True)
 
 
@@ -145,7 +150,7 @@ def _changed(jaxpr: Any, change: Change) -> Any:
 
 
 def _flat(jaxpr: Any) -> Any:
-    """The closed `jaxpr` with the calls that contain a matmul inlined."""
+    """The closed `jaxpr`, in which each `jit` that contains a matmul is inlined."""
     return inlined(
         jaxpr, lambda eqn: eqn.primitive.name in ("jit", "pjit") and any(map(_is_product, equations(bodies(eqn)[0])))
     )
@@ -164,7 +169,7 @@ def _padded(array: Any, axis: int, more: int) -> Any:
 
 
 def _dependents(eqns: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-    """The equations that depend on a variable of `made`, directly or through other equations."""
+    """The equations of `eqns` that depend on a variable of `made`, directly or through other equations."""
     reached, dependents = set(made), []
     for eqn in eqns:
         if not reached.isdisjoint(variables(eqn.invars)):
@@ -183,7 +188,7 @@ def _has_exponential(eqns: Sequence[Any], product: Any, *, is_head: bool = False
 
 
 def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """The change that runs every head in chunks; the first output of the jaxpr is the loss."""
+    """A `Change` that runs every head of the loss in chunks. The first output of `jaxpr` must be the loss."""
     eqns, outputs = jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars
     heads = list(_heads(eqns))
     after = _dependents(eqns, [eqn.outvars[0] for eqn in heads])
@@ -195,12 +200,12 @@ def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     removed = {id(eqn) for eqn in (*heads, *after)}
     env = values_of_inputs(jaxpr, args)
     evaluate_equations([eqn for eqn in eqns if id(eqn) not in removed], env, lambda *_: None)
-    # The values that the removed equations read, without the operands of the heads.
+    # The values that the removed equations read, except operands of the heads.
     operands = {atom for eqn in heads for atom in variables(eqn.invars)}
     read = dict.fromkeys(atom for eqn in after for atom in variables(eqn.invars))
     beside = [env[atom] for atom in read if atom in env and atom not in operands]
     loss = sum(_cross_entropy(head, eqns, env, beside) for head in heads)
-    # Add the other terms of the loss, such as a router's, so that they still have a gradient.
+    # Add these floating-point values, such as a router's loss, so that they still have a gradient.
     loss += sum(jnp.sum(value.astype(jnp.float32)) for value in beside if jnp.issubdtype(value.dtype, jnp.floating))
     whole = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
     return [loss.astype(outputs[0].aval.dtype), *whole[1:]]
@@ -217,15 +222,16 @@ _VIEWS = ("convert_element_type", "transpose")
 
 
 def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], beside: Sequence[Any]) -> Any:
-    """The cross entropy of `head`, a matmul of tokens and a kernel among `eqns`, computed in chunks of the tokens.
+    """The cross entropy of the logits of `head`, computed in chunks of the tokens.
 
-    The targets are the integer array in `beside` with one element per token; zeros if there is no such array.
+    `head` is the equation of `eqns` that multiplies the tokens' hidden states by the head's weights. The targets are the first
+    integer array in `beside` with one element per token; zeros if there is no such array.
     """
     contracted = head.params["dimension_numbers"][0]
     free = [
         [dim for dim in range(atom.aval.ndim) if dim not in dims] for atom, dims in zip(head.invars, contracted, strict=True)
     ]
-    place = 0 if len(free[0]) >= len(free[1]) else 1  # the position of the tokens among the operands
+    place = 0 if len(free[0]) >= len(free[1]) else 1  # the position of the hidden states among the operands of `head`
     if len(free[1 - place]) != 1:
         raise UnsupportedError(f"the logits {list(head.outvars[0].aval.shape)} have no single dimension of classes")
     makers = {view.outvars[0]: view for view in eqns if view.primitive.name in _VIEWS}
@@ -239,7 +245,7 @@ def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], besid
 
     def summed(tokens: Any, targets: Any) -> Any:
         view = kernel
-        for eqn in views:  # each chunk casts and transposes the kernel again
+        for eqn in views:  # each chunk casts and transposes the head's weights again
             (view,) = compat.bind(eqn, [view])
         logits = jax.lax.dot_general(*((tokens, view) if place == 0 else (view, tokens)), **kinds)
         logits = jnp.moveaxis(logits, -1 if place == 0 else 0, -1).astype(jnp.float32)
@@ -258,12 +264,12 @@ def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], besid
 # --- attention in a kernel ---------------------------------------------------------------------------------------------
 
 
-# The matmul of queries and keys, the matmul of attention weights and values, and the values' position in its operands.
+# The matmul of queries and keys, the matmul of attention weights and values, and the index of the values in its two operands.
 _Attention = tuple[Any, Any, int]
 
 
 def attention_in_a_kernel(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """The change that runs every attention, at any depth, as one kernel."""
+    """A `Change` that runs every attention of the loss, also in inner jaxprs, as one kernel for GPUs."""
     if not _has_attention(jaxpr):
         raise UnsupportedError("the loss has no attention whose scores are read only to mix values")
     return _with_kernels(jaxpr, args)
@@ -285,7 +291,7 @@ def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         if id(eqn) in attentions:
             return [_kernel(*attentions[id(eqn)], env)]
         if (mark := mark_of(eqn)) is not None:
-            # The block's jaxpr leaves out the `vmap`s around the block; `layered` adds them when it applies the policy.
+            # The jaxpr in the mark leaves out the `vmap`s around the block; `layered` adds them when it applies the policy.
             return compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_changed(mark.jaxpr, _with_kernels)))
         if any(map(_has_attention, bodies(eqn))):
             return compat.bind(eqn, inputs, **map_inner(eqn, lambda body: _changed(body, _with_kernels)))
@@ -311,7 +317,10 @@ def _attentions(eqns: Sequence[Any]) -> Iterator[_Attention]:
 
 
 def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:
-    """The result of `mixed`, computed by the attention kernel, for any number of batch dimensions and of queries per key."""
+    """The result of `mixed`, computed by the attention kernel.
+
+    Any number of batch dimensions, and of query heads per key head, is allowed.
+    """
     contracted, batch = scores.params["dimension_numbers"]
     rows, dims = (sides[place] for sides in mixed.params["dimension_numbers"])
     with compat.eqn_context(mixed):
@@ -332,7 +341,7 @@ def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:
 
 
 def _in_tiles(array: Any) -> Any:
-    """`array` with its rows, the third dimension from the end, padded to whole tiles of the kernel if they exceed one tile."""
+    """`array` with its third dimension from the end, if larger than `_TILE`, padded to a multiple of `_TILE`."""
     rows = array.shape[-3]
     return _padded(array, array.ndim - 3, -rows % _TILE if rows > _TILE else 0)
 
@@ -340,10 +349,12 @@ def _in_tiles(array: Any) -> Any:
 def _as_heads(
     array: Any, batch: Sequence[int], rows: Sequence[int] | None = None, features: Sequence[int] | None = None, *, length: int
 ) -> Any:
-    """`array` reshaped to (others, batch, rows, heads, features); the heads are its last batch dimension.
+    """`array` reshaped to (others, batch, rows, heads, features); `batch`, `rows` and `features` list dimensions of `array`.
 
-    Without `rows`, the rows are the remaining dimension of size `length`, else the largest. Without `features`, the features
-    are all remaining dimensions.
+    The last dimension of the argument `batch` becomes the heads, the rest of them the batch. Rows are positions in the
+    sequence. Without `rows`, they are the left-over dimension of size `length`, or the largest one if none has this size. With
+    `features`, the dimensions that are then left over are the others (for queries: the query heads that share one key head).
+    Without `features`, these dimensions are the features, and others has size 1.
     """
     rest = [dim for dim in range(array.ndim) if dim not in (*batch, *(rows or ()), *(features or ()))]
     if rows is None:

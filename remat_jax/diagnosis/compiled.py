@@ -1,4 +1,4 @@
-"""Traps that only a compiled step, or the figures of the hardware, can show."""
+"""Traps that show only in the compiled step, or only with the hardware's rates and memory sizes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _PASSES = 3
 def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float, float] | None:
     """The last block's path, its offloaded bytes, and seconds of copying and of compute, if compute cannot hide the copies.
 
-    None if compute may hide them, if the last block is in a loop, or if only one block offloads. An array is copied out while
-    the rest of its block and later code run, and must be back before its block's backward pass. The compute time is an
-    overestimate: it is that of the whole block, without fusion, with every array read and written.
+    None if compute may hide the copies, if the last block does not offload or is in a loop, if no other block offloads, or if
+    a rate of the target is unknown. An array is copied to the host while the rest of its block and later code run, and must be
+    back before the backward pass of its block. The compute time is overestimated: it counts the whole block and the later code,
+    and assumes that nothing is fused, so that every equation reads and writes device memory.
     """
     offloading = [region for region in observed.regions if region.ours and region.offloaded]
     last = next((region for region in offloading if observed.order and observed.order[-1] in region.paths), None)
@@ -40,7 +41,8 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
     if rate is None or not target.host_link_bytes_per_s or not target.hbm_bytes_per_s:
         return None
     sizes = [kept.nbytes for kept in last.offloaded]
-    # Copies out and back overlap, but the last array returns only after it has left; it has at least the smallest size.
+    # Copies to the host and back overlap, but the last array is copied back only after its copy to the host has ended. This
+    # array has at least the smallest size.
     copying = (sum(sizes) + min(sizes)) / target.host_link_bytes_per_s
     block = _seconds(last.block.jaxpr.jaxpr.eqns, rate, target.hbm_bytes_per_s)
     computing = block + _PASSES * _seconds(after, rate, target.hbm_bytes_per_s)
@@ -48,7 +50,7 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
 
 
 def _after_last_region(jaxpr: Any) -> list[Any] | None:
-    """The equations after the last region; None if the region is in a loop or a branch, or does not exist."""
+    """The equations after the last checkpointed region; None if this region is in a loop or a branch, or does not exist."""
     eqns = jaxpr.jaxpr.eqns
     for index, eqn in reversed(list(enumerate(eqns))):
         if is_region(eqn):
@@ -74,7 +76,7 @@ def _seconds(eqns: list[Any], flops_per_s: float, hbm_bytes_per_s: float) -> flo
 _PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 # XLA's default limit of pinned host memory, in GiB (xla/pjrt/gpu/gpu_helpers.cc).
 _PINNED_POOL_DEFAULT = 64
-# A relative difference between two compilations up to this is ignored: the instruction order moves a few buffers.
+# The device memory of two compilations may differ by this share, because their instruction orders differ.
 _ALIKE = 0.01
 # A flag's effect is reported if it exceeds this share of the step's memory or time.
 _LARGE = 0.1
@@ -131,11 +133,12 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
 def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[Finding]:
     """A step that needs more pinned host memory than XLA's pool, which all devices of a process share.
 
-    Without a compiled step, only the residuals are counted.
+    `host_bytes` is the host memory of the compiled step on one host. If it is None, only offloaded residuals are counted, and a
+    workload on a mesh is not checked.
     """
     if host_bytes is None:
         if observed.workload.mesh is not None:
-            return  # the residuals are summed over all devices
+            return  # the residuals are summed over all devices, of all hosts
         host_bytes = observed.residuals.host_bytes if observed.residuals else 0
     setting = os.environ.get(_PINNED_POOL, "")
     limit = (int(setting) if setting.strip().isdigit() else _PINNED_POOL_DEFAULT) * 2**30
@@ -178,7 +181,7 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
     """XLA's own rematerialization, which recomputes saved arrays if the step is too large for the device."""
     kept = (report.residual_device_bytes or 0) // report.devices
     saved_bytes = report.argument_bytes + report.output_bytes - report.alias_bytes + kept
-    # The pass does not run for a step far below the device's memory, so do not compile such a step again.
+    # The pass does not run for a step that needs far less than the device's memory, so do not compile such a step again.
     if target.memory_bytes is None or max(saved_bytes, report.device_bytes) < target.memory_bytes / 2:
         return
     passes = ",".join((*compat.disabled_passes(), "rematerialization"))
@@ -197,7 +200,7 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
 
 
 def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
-    """The latency-hiding scheduler, which keeps more arrays alive to overlap operations (jax#20763)."""
+    """XLA's latency-hiding scheduler, if a flag enables it, and it costs memory without making the step faster (jax#20763)."""
     settings = _SCHEDULER_FLAG.findall(compat.xla_flags())
     if not settings or settings[-1].lower() in ("false", "0"):
         return
@@ -218,8 +221,8 @@ def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, 
     waited = report.overlap
     if waited is None or _SCHEDULER_FLAG.search(compat.xla_flags()):
         return
-    # `Overlap.coverable` cannot decide this: it describes this schedule, and the other scheduler may hide more. Copies that
-    # nothing can hide show no gain below.
+    # `Overlap.coverable` cannot decide this: it describes this schedule, and the other scheduler may hide more. If nothing can
+    # hide the copies, the second compilation below shows no gain.
     if waited.step_seconds - waited.compute_seconds < _LARGE * waited.step_seconds:
         return
     other = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": True})
@@ -241,6 +244,6 @@ def _is_faster(first: Overlap | None, second: Overlap | None) -> bool:
 
 
 def _compiled(observed: Observed, target: Target, timeout: float, options: dict[str, Any]) -> Sizes:
-    """The sizes of the step compiled with `options`."""
+    """The sizes of the step, compiled with the compiler options `options`."""
     program = export_step("step", observed.workload.step(observed.policy), target)
     return compile_programs([program], target, timeout=timeout, compiler_options=options)["step"]

@@ -58,10 +58,10 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `policy_none` | the policy is `None`, which means different things in JAX's and other APIs |
     | `unreached_block` | a block is never called, so its policy has no effect |
     | `unmatched_name` | a selector, or a name in one of JAX's policies, matches no residual |
-    | `named_output` | the output of a block is named for offload; the next block's input stays on the device (jax#23869) |
-    | `offload_without_effect` | an offload moves nothing, fewer bytes than it offers, or frees nothing |
+    | `named_output` | a block's output is named for offload, but stays on the device as the next block's input (jax#23869) |
+    | `offload_without_effect` | an offload moves no bytes, or fewer than it offers, or frees no device memory |
     | `overruled_policy` | the model's own checkpoint encloses the blocks and drops the arrays that the policy saves |
-    | `nested_checkpoint` | a checkpoint encloses all others: everything runs three times and the peak is the same |
+    | `nested_checkpoint` | a checkpoint encloses all others: everything runs three times, and the peak memory is the same |
     | `remat_scan_of_one_length` | `nn.remat_scan` with one length applies no checkpoint |
     | `traced_flag` | a checkpoint traces a Python flag (wrong index in `static_argnums`): both branches are computed |
     | `kernel_run_again` | flash attention's output is saved without its log-sum-exp: the kernel runs again anyway |
@@ -69,10 +69,10 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `keyless_random` | recomputing `lax.rng_uniform` draws different numbers: the gradient is wrong |
     | `pinned_pool` | the step needs more host memory than XLA's pool of pinned memory has |
     | `host_memory` | the step needs more host memory than the target's hosts have for their devices (GPU target) |
-    | `last_block_offloaded` | the code after the last block is too short to hide its copies (GPU target) |
+    | `last_block_offloaded` | the code after the last block is too short to hide the block's copies (GPU target) |
     | `miscompiled_offload` | this version of JAX reads the residuals of the wrong layer of a scan (GPU target) |
     | `xla_rematerialization` | XLA recomputes more than the policy asks for, to fit the device (GPU target) |
-    | `latency_hiding_scheduler` | the flag costs more than a tenth of the step's memory, and saves no time (GPU target) |
+    | `latency_hiding_scheduler` | XLA's flag costs over a tenth of the memory, saves under a tenth of the time (GPU target) |
     | `copies_not_hidden` | compute waits for copies that XLA's latency-hiding scheduler would hide (GPU target) |
 
     The model's own checkpoints (`nn.remat`, `jax.checkpoint`) are examined too; the policy `"off"` examines only these. The
@@ -89,7 +89,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
 
     Raises:
       ArgumentError, PolicyError, TargetError: `workload`, `policy`, `target` or `timeout` is invalid, or the target is no GPU.
-      CompileError, UnsupportedError: as in `measure`, with a target.
+      CompileError, UnsupportedError: as in `measure`; only with a target.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
     >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
@@ -145,7 +145,7 @@ def _undefined(workload: Workload, policy: Any) -> list[Finding]:
 
 
 def _policies(workload: Workload, policy: Any) -> tuple[BlockPolicies | None, str]:
-    """The policies of the blocks (None for `off`), and their text."""
+    """The policies of the blocks (None for `off`), and a text that names them in the diagnosis."""
     if isinstance(policy, dict):
         policies = workload.own.policies(policy)
         return policies, ", ".join(f"{name_of(block)}: {_text(block_policy)}" for block, block_policy in policies.entries)

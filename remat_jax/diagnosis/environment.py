@@ -30,7 +30,7 @@ class Environment:
       python, platform: the Python version and the platform of this process.
       versions: the version of each relevant package; None if it is not installed.
       gpus: name, driver and memory of each GPU, from NVIDIA's driver.
-      attached: JAX's name of the GPU, or the reason why JAX finds no GPU; None if the driver finds none.
+      attached: JAX's name of the GPU, or the reason why JAX finds no GPU; None if the driver finds no GPU.
       flags: the environment variables that affect JAX, XLA, PyTorch or remat_jax.
       limits: the features that are unavailable here, with reason and remedy.
     """

@@ -17,8 +17,8 @@ class Finding:
 
     Attributes:
       trap: the trap's name in the table of `doctor`.
-      block: the checkpointed block (of several blocks, the first three), or what else the finding is about.
-      place: the user's `file:line (function)`; empty if there is none.
+      block: the paths or classes of the blocks (the first three if there are more); for some traps the workload or the policy.
+      place: the line of the user's code, as `file:line (function)`; empty if unknown.
       problem: what happens, with the figures that show it.
       remedy: what to do.
     """
@@ -39,11 +39,11 @@ class Diagnosis:
     """The result of `doctor`; true if it has no findings.
 
     Attributes:
-      workload, policy, target: the arguments; `target` is None if nothing was compiled.
-      findings: the traps.
+      workload, policy, target: the names of the workload, of its policy and of the target; `target` is None without a target.
+      findings: the traps; empty if there are none.
       regions: the number of different checkpointed regions; equal blocks, and the layers of a scan, count once.
       replaced_checkpoints: the number of the model's own checkpoints that the policy replaced.
-      advice: changes beyond the policy that would save memory; empty without a target.
+      advice: changes beyond the policy that would save memory; empty without a target, or if the policy is refused.
     """
 
     workload: str
@@ -91,7 +91,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings; those that differ only in their block are merged."""
+    """The findings; findings that differ only in their block are merged into one."""
     blocks_of: dict[Finding, list[str]] = {}
     for finding in findings:
         blocks = blocks_of.setdefault(replace(finding, block=""), [])

@@ -60,7 +60,7 @@ def _missed(policy: Policy, regions: list[Region]) -> tuple[str, ...]:
     if not regions:
         return ()
     missed = policy.unmatched(candidate for region in regions for candidate in region.block.named.candidates.values())
-    # Arrays that derivative rules compute appear only in the linearisation, which costs another trace.
+    # Arrays that derivative rules compute get names only in the linearisation, which costs another trace.
     return missed and policy.unmatched(candidate for region in regions for candidate in region.block.candidates)
 
 
@@ -82,7 +82,7 @@ def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Findi
 
 
 def named_for_offload(observed: Observed) -> Iterator[Finding]:
-    """Offloaded names of arrays that the backward pass does not read, so that nothing is moved."""
+    """Names selected for offload whose arrays the backward pass does not read, so that no byte is moved."""
     for region in observed.regions:
         unmoved = _offloaded_by_name(region) - {kept.name for kept in region.offloaded}
         outputs = _outputs(region) if unmoved else set()
@@ -140,7 +140,7 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
 
 
 def _offloaded_by_name(region: Region) -> set[str]:
-    """The user's own names that the policy offloads by exact name, not by a glob."""
+    """The names given by `checkpoint_name` in the model that the policy offloads by their exact name, not by a glob."""
     names = set(given_names(region.block.jaxpr))
     if isinstance(region.policy, Policy):
         exact = names & set(region.policy.selectors)
@@ -158,7 +158,7 @@ def _outputs(region: Region) -> set[str]:
 
 
 def _distinct_policies(observed: Observed) -> list[Policy]:
-    """The distinct `Policy` objects of the workload, also of single layers; JAX policies are left out."""
+    """The distinct `Policy` objects of the workload, with the policies of its layers; JAX policies are left out."""
     entries = observed.policies.entries if observed.policies else ()
     runs = [policy.runs if isinstance(policy, LayerPolicies) else ((None, policy),) for _, policy in entries]
     return [policy for policy in dict.fromkeys(policy for run in runs for _, policy in run) if isinstance(policy, Policy)]
@@ -168,7 +168,7 @@ def _distinct_policies(observed: Observed) -> list[Policy]:
 
 
 def kernel_run_again(observed: Observed) -> Iterator[Finding]:
-    """Kernels with several results (flash attention's output and log-sum-exp) that save one and run again for another one."""
+    """Kernels that run again although one of their results is saved, such as flash attention for its log-sum-exp."""
     for region in observed.regions:
         again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
         makers = region.makers() if again else {}
@@ -192,7 +192,11 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
 
 
 def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
-    """The kernel with several results from which cheap operations compute the named array; None unless there is exactly one."""
+    """The kernel with several results from which cheap operations compute the array that the equation `name` names.
+
+    None if there is no such kernel, if there are several, or if a matmul is among the operations. `made` maps each variable to
+    the equation that computes it.
+    """
     kernels: dict[int, Any] = {}
     seen: set[Any] = set()
     ahead = [(atom, made) for atom in name.invars]
@@ -216,7 +220,7 @@ def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
 
 
 def _is_expensive(eqn: Any) -> bool:
-    """Whether `eqn` is a kernel, or a loop or custom-VJP call that contains kernels or matrix multiplications."""
+    """Whether `eqn` is a call of a custom kernel, or a loop or `custom_vjp` call that contains such calls or matmuls."""
     if not eqn.primitive.name.startswith(("scan", "while", "custom_vjp_call")):
         return _is_kernel(eqn)
     inside = [inner for body in bodies(eqn) for inner in equations(body)]
@@ -261,7 +265,7 @@ def _selectors(names: list[str]) -> str:
 
 
 def _copies_of_parameters(region: Region) -> dict[str, bool]:
-    """The names of arrays that are views or casts of a parameter → whether the array was cast."""
+    """Maps the name of each array that is a view or a cast of a parameter to whether the array was cast."""
     jaxpr = region.block.named.jaxpr
     views = flagged(jaxpr, region.parameters, is_view)
     copies: dict[str, bool] = {}
@@ -279,7 +283,7 @@ def _copies_of_parameters(region: Region) -> dict[str, bool]:
 
 
 def keyless_random(observed: Observed) -> Iterator[Finding]:
-    """Random numbers without a key in a recomputation: they differ from the forward pass, so the gradients are wrong."""
+    """Random numbers drawn without a key in a recomputation: they differ from the forward pass's, so gradients are wrong."""
     for region in observed.regions:
         for eqn in region.rerun:
             if eqn.primitive.name == "rng_uniform":

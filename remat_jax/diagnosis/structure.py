@@ -1,4 +1,4 @@
-"""Traps from where checkpoints are: nested, missing, or around a Python flag."""
+"""Traps of misplaced checkpoints: a checkpoint around others, a checkpoint that is missing, or around a Python flag."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, t
 def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
     """A checkpoint around all others, which runs everything three times without lowering the peak memory.
 
-    Its backward pass first recomputes everything that the inner checkpoints save, so it saves memory only while later code
-    runs. It is reported if the residuals outside it are no larger than the arrays in use inside the largest inner checkpoint.
+    The backward pass of the outer checkpoint first recomputes everything that the inner checkpoints save. So the outer
+    checkpoint saves memory only while the code after it runs. The trap is reported if the residuals outside the outer
+    checkpoint have at most as many bytes as the arrays that the backward pass of the largest inner checkpoint recomputes and
+    reads.
     """
     outermost = list(region_equations(observed.jaxpr))
     if len(outermost) != 1 or outermost[0][3]:
@@ -83,14 +85,14 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
 
 
 def _outside(observed: Observed, region: Region) -> float:
-    """The bytes of device memory that are saved outside of `region`; infinite if unknown."""
+    """The bytes of the residuals outside `region` that are in device memory; infinite if unknown."""
     if observed.residuals is None:
         return math.inf
     return observed.residuals.device_bytes - sum(kept.nbytes for kept in region.kept if not kept.on_host)
 
 
 def overruled_policy(observed: Observed) -> Iterator[Finding]:
-    """The user's own checkpoint around blocks, which drops the arrays that the workload's policy saves inside."""
+    """A checkpoint of the model itself around blocks, which drops the arrays that the workload's policy saves inside."""
     wanted = [kept for region in observed.regions if region.ours for kept in region.kept]
     wanted_bytes, names = sum(kept.nbytes for kept in wanted), {kept.name for kept in wanted}
     for region in observed.regions:
@@ -115,7 +117,7 @@ def _count_blocks(jaxpr: Any) -> int:
 
 
 def traced_flag(observed: Observed) -> Iterator[Finding]:
-    """A Python flag that `jax.checkpoint` traces, so that both alternatives are computed."""
+    """A Python flag that `jax.checkpoint` traces, so that both sides of a choice that depends on it are computed."""
     for eqn, path, inputs in _regions_with_flags(observed.jaxpr, set(), ()):
         body = body_of(eqn)
         for index in inputs:
@@ -134,7 +136,10 @@ def traced_flag(observed: Observed) -> Iterator[Finding]:
 def _regions_with_flags(
     jaxpr: Any, literal: set[Any], path: tuple[str, ...]
 ) -> Iterator[tuple[Any, tuple[str, ...], list[int]]]:
-    """The user's own regions, with the positions of operands that are Python bools."""
+    """Each of the model's own checkpoints: its equation, its path, and the positions of its operands that are Python bools.
+
+    `literal` has the inputs of `jaxpr` that are literals in the program around it.
+    """
     for eqn in jaxpr.jaxpr.eqns:
         here = path + compat.scopes(eqn)
         bools = [atom.aval.shape == () and str(getattr(atom.aval, "dtype", "")) == "bool" for atom in eqn.invars]

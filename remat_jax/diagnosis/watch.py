@@ -37,7 +37,7 @@ _VIEWS = frozenset(
 
 
 def is_view(eqn: Any, flags: Sequence[bool]) -> bool:
-    """Whether an equation is a view or a cast, and all of its operands are flagged."""
+    """Whether `eqn` only rearranges, casts or names its operands, and all of them are flagged."""
     return (eqn.primitive.name in _VIEWS or compat.given_name(eqn) is not None) and all(flags)
 
 
@@ -54,9 +54,10 @@ class Kept:
 class Region:
     """Checkpointed code: a block with the workload's policy (`ours`), or the user's own `jax.checkpoint`.
 
-    Regions with the same code and policy are merged into one with several `paths`. `place` is the user's source line. The
-    policy None is JAX's default, which recomputes everything. `parameters` flags the inputs of the code that are parameters,
-    constants or RNG keys. `looped` says whether the region is in a loop.
+    Regions with the same code and policy are merged into one region with several module paths (`paths`). `place` is the user's
+    source line. The policy None is JAX's default, which recomputes everything. `parameters` flags the inputs of the code that
+    are parameters, constants or RNG keys; in a user's own `jax.checkpoint`, all arguments of the loss, and views of them.
+    `looped` says whether the region is in a loop.
     """
 
     paths: tuple[str, ...]
@@ -69,7 +70,7 @@ class Region:
 
     @functools.cached_property
     def kept(self) -> tuple[Kept, ...]:
-        """The arrays saved for the backward pass, except parameters and inputs that stay where they are."""
+        """The arrays saved for the backward pass, except inputs and constants that are not moved to the host."""
         return _kept(self.block)
 
     @property
@@ -95,14 +96,14 @@ class Region:
         return _flops(compat.jaxpr_function(self.block.jaxpr), self.block.jaxpr)
 
     def makers(self) -> dict[str, tuple[Any, dict[Any, Any]]]:
-        """For each name: the equation that gives the name, and the equations around it by output variable."""
+        """Maps each residual name to the equation that gives it, and to the equations of the same jaxpr by output variable."""
         if self.is_opaque:
             return {}
         linearised, primals = self.block.linearised.jaxpr, len(self.block.jaxpr.in_avals)
         return dict(_makers(linearised, [index < primals for index in range(len(linearised.in_avals))]))
 
     def finding(self, trap: str, problem: str, remedy: str, *, eqn: Any = None) -> Finding:
-        """A mistake in the region, at the line of `eqn` if there is one."""
+        """A finding about the region, at the source line of `eqn`; without this line, at the region's line."""
         return Finding(trap, some(self.paths), (compat.source_line(eqn) if eqn else "") or self.place, problem, remedy)
 
     @property
@@ -112,7 +113,10 @@ class Region:
 
 
 def _traced(run: Callable[..., Any], jaxpr: Any, last: Callable[[Any, list[Any]], Any]) -> Any | None:
-    """The jaxpr of `last(pullback, outputs)` for `run`, which computes `jaxpr`; None if `run` has no derivative."""
+    """The jaxpr that differentiates `run` and returns `last(pullback, outputs)`; None if `run` has no derivative.
+
+    `run` takes the inputs of the closed `jaxpr`, and computes its outputs.
+    """
     smooth = [index for index, aval in enumerate(jaxpr.in_avals) if is_smooth(aval)]
     if not smooth or not any(map(is_smooth, jaxpr.out_avals)):
         return None
@@ -157,9 +161,10 @@ def bytes_in_use(body: Any) -> int:
 
 
 def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
-    """For `Region.makers`: each name with its equation and the tangent-free equations; `primal` flags tangent-free inputs."""
+    """The items of `Region.makers`, read from `jaxpr`. Inputs that `primal` does not flag are tangents, which are left out."""
     fixed = flagged(jaxpr, primal, all_inputs)
-    # Leave out loops with tangents, which are not the loops that the backward pass recomputes. Keep calls, to look inside.
+    # Leave out loops with tangents, which are not the loops that the backward pass recomputes. Keep calls: their bodies are
+    # searched below.
     eqns = [eqn for eqn in jaxpr.jaxpr.eqns if compat.kind(eqn) in CALLS or all(var in fixed for var in eqn.outvars)]
     made = {var: eqn for eqn in eqns for var in eqn.outvars if var in fixed}
     for eqn in jaxpr.jaxpr.eqns:
@@ -283,7 +288,7 @@ class _Collector(Audit):
 
 
 def _place_of(block: BlockUnderPolicy) -> str:
-    """The first line of the user's source."""
+    """The user's first source line in the block; empty if there is none."""
     return next((line for eqn in block.jaxpr.jaxpr.eqns if (line := compat.source_line(eqn))), "")
 
 
@@ -301,7 +306,10 @@ def _users_own(jaxpr: Any) -> Iterator[Region]:
 def region_equations(
     jaxpr: Any, given: Sequence[bool] | None = None, path: tuple[str, ...] = (), looped: bool = False
 ) -> Iterator[tuple[Any, str, list[bool], bool]]:
-    """Each outermost region of a closed jaxpr: equation, path, which operands are (views of) `given` inputs, if in a loop."""
+    """Each outermost region of a closed jaxpr: its equation, its path, flags of its operands, and whether it is in a loop.
+
+    An operand is flagged if it is an input that `given` flags (None: any input), or a view of such an input.
+    """
     outside = flagged(jaxpr, [True] * len(jaxpr.in_avals) if given is None else given, is_view)
     for eqn in jaxpr.jaxpr.eqns:
         flags, here = [has(atom, outside) for atom in eqn.invars], path + compat.scopes(eqn)
@@ -338,7 +346,7 @@ def contains_live_region(eqn: Any) -> bool:
 
 
 def _grouped(regions: Iterable[Region]) -> list[Region]:
-    """The regions; those with the same code and decisions are merged."""
+    """The regions; regions with the same code, policy, actions and source line are merged into one with several paths."""
     groups: dict[Any, Region] = {}
     for region in regions:
         named = region.block.named.candidates.values()

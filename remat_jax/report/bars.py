@@ -18,7 +18,7 @@ _LEAST_WIDTH = 600.0
 
 @dataclass(frozen=True)
 class BarSegment:
-    """A part of a bar; `length` is in the panel's unit."""
+    """A part of a bar; `length` is in the panel's unit, and `letter` is drawn on the part."""
 
     length: float
     colour: str
@@ -29,7 +29,7 @@ class BarSegment:
 
 @dataclass(frozen=True)
 class PanelBar:
-    """A bar and the text at its end, in grey italics if `missing`. Screen readers get `label`; if it is empty, the tooltips."""
+    """A bar, and the text at its end, in grey italics if `missing`. Screen readers get `label`, else the parts' tooltips."""
 
     parts: Sequence[BarSegment]
     text: str = ""
@@ -39,9 +39,10 @@ class PanelBar:
 
 @dataclass(frozen=True)
 class BarPanel:
-    """One pair of axes. The bars of a row share the row's height; a dashed line is drawn at the value `mark`.
+    """One pair of axes. `label` is the text at the axis of values; a dashed line is drawn at the value `mark`.
 
-    If `end`, the largest value of the axis, is None, the axis leaves room for the text after the longest bar.
+    `rows` has the bars of each row; they share the row's height. `end` is the largest value of the axis; if it is None, the
+    axis leaves room for the text after the longest bar.
     """
 
     title: str

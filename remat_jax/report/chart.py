@@ -21,7 +21,7 @@ _LETTERS = 12
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity: the points (x, y) of its line, its marked points, and its ringed points.
+    """One quantity: the (x, y) of the corners of its `line`, of its marked `points`, and of the `rings` around points.
 
     `hollow`, `names` and `tooltips` are empty, or have an entry for each marked point; by default a tooltip is the point's name
     and values. A series with an empty `label` has no legend entry. `dashed` and `faint` apply to the line.
@@ -213,7 +213,7 @@ def boxes_along(path: Sequence[Sequence[float]]) -> list[Box]:
 
 
 def _candidates(point: tuple[float, float], size: tuple[float, float]) -> Iterator[Box]:
-    """Boxes around the point, the nearest first; at each distance, the box at the right is the first."""
+    """Boxes of `size` around the point, the nearest first; at each distance, the box at the right is the first."""
     (x, y), (width, height) = point, size
     for distance in _DISTANCES:
         for step in range(_DIRECTIONS):

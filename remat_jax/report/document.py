@@ -61,8 +61,8 @@ def written_whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
     """A path to write a file to atomically: readers see the old or the new file; several writers are allowed.
 
     At the end of the context the new file replaces the old file; an error or an interrupt leaves no new file behind. The file
-    keeps its mode, a symbolic link keeps its target, and a pipe or a device is written to directly. Raises OSError if the file
-    cannot be written (FileExistsError if it exists and `replace` is False), and ValueError if `path` is not a path.
+    keeps its mode, a symbolic link still points to the same file, and a pipe or a device is written to directly. Raises OSError
+    if the file cannot be written (FileExistsError if it exists and `replace` is False), and ValueError if `path` is not a path.
     """
     requested = Path(path)
     if requested.exists() and not requested.is_file():

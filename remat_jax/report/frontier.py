@@ -15,7 +15,7 @@ _FAR = 1.25
 
 
 class FrontierPoint(NamedTuple):
-    """A training step; `name` is set if its policy is a named one."""
+    """A training step: its device memory, its estimated time, and whether it was compiled; only a named policy has a `name`."""
 
     device_bytes: int
     seconds: float
@@ -32,7 +32,7 @@ def frontier_figure(
     title: str = "",
     width: float = WIDTH,
 ) -> Picture:
-    """The frontier (the smallest first), the named policies, the `chosen` plan in a ring, and the budget as a dashed line.
+    """The frontier (the least memory first), the named policies, the `chosen` plan in a ring, and the budget as a dashed line.
 
     Points that were not compiled are hollow. Raises `ValueError` for an empty frontier.
 

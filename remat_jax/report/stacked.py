@@ -14,7 +14,7 @@ from remat_jax.report.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLI
 from remat_jax.report.tables import byte_unit, format_bytes, scaled_bytes
 
 Memory = Mapping[tuple[str, str], int]
-"""(module path, phase) → bytes, or (part, kind) → bytes."""
+"""The bytes of one bar, by (module path, phase) or by (part, kind). A part has a colour; some kinds are hatched."""
 
 _COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, "#F0E442")
 _ARGUMENTS = {"parameters": "#4d4d4d", "frozen parameters": "#6e6e6e", "optimizer state": "#909090", "batch": "#b5b5b5"}
@@ -28,7 +28,7 @@ MOST_MODULES = len(_COLOURS)
 
 
 def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int = MOST_MODULES) -> Picture:
-    """Stacked bars of device memory at the peak by module; `memory` has `MemoryReport.live_bytes_by_module` by policy.
+    """Stacked bars of device memory at the peak; `memory` maps each policy to its `MemoryReport.live_bytes_by_module`.
 
     Plain parts are arguments and saved arrays of the forward pass. Hatched parts are the working set: recomputed arrays and
     arrays of the backward pass. The `modules` modules (at most 7) with the largest share of any bar have their own colours.
@@ -102,9 +102,10 @@ def part_letters(bars: Mapping[str, Memory]) -> dict[str, str]:
 
 
 def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[str, str], int]]:
-    """The bytes of each bar by (module or argument, `kept` or `working set`); all but `modules` modules are merged into one.
+    """The bytes of each bar by (module or argument, `kept` or `working set`).
 
-    Layers whose paths differ only in a number are merged into one module, and the arrays of an argument into one part.
+    Layers whose paths differ only in a number are merged into one module, and the arrays of an argument into one part. Then
+    all modules except the `modules` modules with the largest share of any bar are merged into one part.
     """
     paths = dict.fromkeys(path for bar in memory.values() for path, phase in bar if _argument(path, phase) is None)
     names = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))

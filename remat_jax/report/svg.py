@@ -64,7 +64,7 @@ class AxisScale:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend: a bar with a letter (`shape` empty), a mark, a line, or a mark on a line."""
+    """An entry of a legend: a line (`line`), a mark (`shape`), a mark on a line or, without both, a bar with a letter."""
 
     label: str
     colour: str

@@ -117,7 +117,7 @@ def format_ratio(ratio: float | None) -> str:
 
 
 def format_error(error: float | None) -> str:
-    """An error to two significant digits; exactly zero is written `0`, `None` `n/a`, NaN `nan`.
+    """A numerical error to two significant digits; exactly zero is written `0`, `None` `n/a`, NaN `nan`.
 
     Raises `ValueError` for a negative error.
 
@@ -158,7 +158,7 @@ Published large matmuls reach 0.65 to 0.87 of the data sheet's rate; 0.8 is assu
 
 
 def format_estimate(seconds: float | None, assumed: bool) -> str:
-    """An estimated time; a range if the estimate uses assumed rates.
+    """An estimated time as text; if the estimate uses assumed rates, the range `ASSUMED_RANGE` around it.
 
     >>> format_estimate(0.82, False), format_estimate(0.82, True)
     ('820 ms', '700 ms to 1.1 s')

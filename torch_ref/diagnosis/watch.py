@@ -1,6 +1,7 @@
 """Records the checkpointed regions of a run, their arguments, and later changes to the arguments.
 
-Users import `torch.utils.checkpoint.checkpoint` by name, so it cannot be patched. A profile function sees its frames.
+Users import `torch.utils.checkpoint.checkpoint` by name, so a patch of its module would miss their calls. A profile function
+sees the frames of all calls.
 """
 
 from __future__ import annotations
