@@ -44,7 +44,7 @@ demo: $(STAMP)  ## train the decoder in every mode and framework, compare, and d
 
 .PHONY: test
 test: $(STAMP)  ## run all tests
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-browser
 test-browser: $(STAMP)  ## run the tests that open pages in an installed Chromium

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +34,16 @@ IN_A_HURRY = (
     if importlib.metadata.version("jax").startswith("0.10.")
     else ()
 )
+
+# One folder of compiled programs for all processes of this run; two fifths of the programs are compiled more than once.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["REMAT_JAX_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="remat_jax_tests_")
+    atexit.register(shutil.rmtree, os.environ["REMAT_JAX_TESTS_COMPILED"], ignore_errors=True)
+COMPILED_ONCE: dict[str, Any] = {
+    "JAX_COMPILATION_CACHE_DIR": os.environ["REMAT_JAX_TESTS_COMPILED"],
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0.0,
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
+}
 
 # No results cached by an earlier run: they would hide a failing compiler.
 os.environ["REMAT_JAX_CACHE"] = "off"
@@ -60,7 +73,8 @@ if os.environ.get("JAX_REMAT3") == "1" and tuple(map(int, importlib.metadata.ver
 def pytest_configure() -> None:
     """Compile for the CPU with few optimizations: optimizing code that runs once would take half of the tests' time.
 
-    The environment is not changed, so compile processes and tested commands run as they do for a user.
+    Equal programs are compiled once for all workers. The environment is not changed, so compile processes and tested commands
+    run as they do for a user.
     """
     # Tracing makes many long-lived objects: with Python's default thresholds, a tenth of the time is garbage collection.
     gc.set_threshold(50_000, 20, 50)
@@ -71,6 +85,8 @@ def pytest_configure() -> None:
     # Only LLVM's passes are skipped, and fusions use XLA's older emitter, which takes a third of the time. XLA's own passes
     # and its memory assignment are unchanged.
     jax.config.update("jax_disable_most_optimizations", True)
+    for option, value in COMPILED_ONCE.items():
+        jax.config.update(option.lower(), value)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {' '.join(IN_A_HURRY)}".strip())
         jax.devices()  # XLA reads its flags once, as it starts
@@ -164,7 +180,8 @@ def children_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_a_hurry() -> dict[str, str]:
     """The environment of a command that compiles for the CPU with few optimizations, as this process does."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {' '.join(IN_A_HURRY)}".strip()
-    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
+    once = {option: str(value) for option, value in COMPILED_ONCE.items()}
+    return {**os.environ, **once, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
 
 
 @pytest.fixture(scope="session")
