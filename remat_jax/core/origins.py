@@ -30,7 +30,7 @@ class Origin:
       name: the residual name; without one, `module/path:primitive`.
       source: the user's source line.
       scanned: whether a scan stacked the array from its iterations.
-      layers: the layers to which the array belongs; None unless it was traced for some layers only.
+      layers: the layers to which the array belongs, if it was traced for some layers only; else None.
       aliases: other residual names of the same array: a block's input is often the output of the previous block.
     """
 
