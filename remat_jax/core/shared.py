@@ -98,7 +98,7 @@ def note_fixed(values: Sequence[Any]) -> None:
 
 
 def note_loop_inputs(eqn: Any, body_inputs: Sequence[Any]) -> None:
-    """Record which inputs of a retraced body of the loop `eqn` are the same in every iteration."""
+    """Record the inputs of a scan's retraced body that are the same in every iteration; other loops are ignored."""
     if eqn.primitive.name == "scan":
         note_fixed(body_inputs[: compat.scan_layout(eqn)[0]])
 

@@ -46,7 +46,7 @@ class LayerPolicies:
     arXiv:1604.06174). The last group of a run may be shorter. A group of one layer is that layer under `full`.
 
     Attributes:
-        runs: pairs of the number of consecutive layers and their policy; equal neighbours become one run.
+        runs: pairs (number of consecutive layers, their policy). Neighbours with equal policies become one run.
         cuts: the layers, counted from 0, before which a scan is cut between layers under one policy. If such a layer is
             inside an iteration of several layers, the cut is before the next iteration. A cut where the policy changes anyway
             is dropped.

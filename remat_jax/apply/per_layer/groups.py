@@ -37,7 +37,7 @@ class EquationGroup:
     Attributes:
       eqns: the blocks, and the equations between them that depend on them.
       inputs: the variables that the group reads.
-      outputs: the variables that the group computes and equations outside the group read.
+      outputs: the variables of the group that later equations read, or that are outputs of the jaxpr.
       groups: the group's block and layers; one entry for each block if blocks of several classes alternate.
     """
 
@@ -62,10 +62,10 @@ def in_parts(
     Args:
       starts, counts: for each equation, how often each block was called before it, and how often it calls each block.
       policies: the policies with groups, by block.
-      applied: the groups that contain `jaxpr`, whose checkpoints exist already.
+      applied: the groups that contain `jaxpr`; their checkpoints exist already.
 
     Raises:
-      UnsupportedError: a group ends inside an equation, or groups of several blocks overlap.
+      UnsupportedError: a group begins or ends inside an equation, or groups of several blocks overlap.
     """
     eqns = list(jaxpr.jaxpr.eqns)
     spans: dict[tuple[int, int], set[tuple[Block, range]]] = {}
