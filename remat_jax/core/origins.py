@@ -44,7 +44,7 @@ class Origin:
 
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
-    """The origin of `atom`, a variable or literal of the open `jaxpr`. `outer`, `layers`: the scopes and layers of its trace."""
+    """The origin of `atom`, a variable or literal of the open `jaxpr`. `outer`, `layers`: scopes and layers of its trace."""
     makers = _makers(jaxpr)
     while not hasattr(atom, "val"):
         if atom in jaxpr.invars:
