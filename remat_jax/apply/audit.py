@@ -38,7 +38,7 @@ class _Selection:
 def _selections(
     path: str, block: BlockUnderPolicy, along: Sequence[int] | None = None, *, whole: bool = True
 ) -> list[_Selection]:
-    """The effects in a block of the policy's globs that save or offload (`Policy.kept_globs`).
+    """The effects, in one block, of the globs that save or offload (`Policy.kept_globs`).
 
     `along` has the indices of the differentiated inputs (None: all). If not `whole` (`Audit.saw`), each `has_effect` is True.
     """
@@ -61,7 +61,8 @@ def _has_effect(selector: str, block: BlockUnderPolicy, chosen: Sequence[Candida
     # JAX keeps every input that is not offloaded.
     if any(candidate.is_input and block.policy.action(candidate) is not Action.OFFLOAD for candidate in chosen):
         return True
-    # An array may be unread only because the policy also keeps an array that is computed from it.
+    # If the policy also keeps an array that is computed from a chosen one, the backward pass may not read the chosen one. So
+    # the selector is also tested alone.
     alone = replace(block, policy=Policy((PolicyRule(Action.SAVE, (selector,)),)))
     for variant in (block, alone) if chosen else ():
         kept = variant.kept(along)
@@ -76,9 +77,9 @@ class _TracedBlock:
 
     Attributes:
       candidates: the arrays that selectors can match, by name.
-      moves: whether this block, or an earlier block, moves an offloaded array.
+      moves: whether this block, or an earlier block under the same policy, moves an offloaded array.
       unmatched: the selectors that match nothing.
-      given: under a JAX policy of names, the names that the model gives with `checkpoint_name`.
+      given: the names that the model gives with `checkpoint_name`; empty unless the policy is a JAX policy of names.
     """
 
     path: str
@@ -110,7 +111,7 @@ class Audit:
         Args:
           whole: False if the model is being initialised: without parameters the backward pass reads fewer residuals.
           layers: the layers that the policy is for, if other layers have another policy.
-          looped: whether the block is in a loop, for subclasses of `Audit`; None to ask JAX.
+          looped: whether the block is in a loop; None to ask JAX. Only subclasses of `Audit` use it.
         """
         policy, candidates = block.policy, block.named.candidates
         unmatched: tuple[str, ...] = ()
@@ -135,7 +136,7 @@ class Audit:
             self._blocks.setdefault(key, []).extend(blocks)
 
     def check(self) -> None:
-        """Raise unless every selector matched a residual and every offload moves an array.
+        """Raise if a selector matches no residual or keeps nothing, or if a policy that offloads moves no array.
 
         Warns if a policy selects matmuls in blocks that have only convolutions.
 

@@ -26,15 +26,15 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
     Under `"off"` the model keeps its own checkpoints.
 
     Under `LayerPolicies` the i-th call of the block, in forward order, runs under the i-th policy. A scan over the blocks
-    becomes several scans, one for each run of equal policies; parameters and results do not change. `fn` must be traceable, and
-    must not take a gradient of the blocks itself. Eager calls retrace `fn` every time; an identical trace reuses the compiled
-    program, unless it contains a `custom_vjp`, a callback or a `jax.checkpoint` with a policy.
+    becomes several scans, one for each run of equal policies; parameters and results do not change. `fn` must then be
+    traceable, and must not take a gradient of the blocks itself. Eager calls retrace `fn` every time; an identical trace reuses
+    the compiled program, unless it contains a `custom_vjp`, a callback or a `jax.checkpoint` with a policy.
 
     Args:
       fn: any function that runs the model, under `jit` or not, differentiated or not.
       policies: maps a block to its policy. A block is a class whose instances are called (subclasses count), a function marked
-        with `block`, a glob on module paths, or `"checkpoints"`. A policy is a `Policy`, its name or its text, or
-        `LayerPolicies` or their text.
+        with `block`, a glob on module paths, or `"checkpoints"`. A policy is a `Policy`, its name or text, a JAX
+        policy object, or `LayerPolicies` or their text.
       own_checkpoints: `"keep"` keeps the model's own checkpoints around the blocks, with a `RematWarning`: these checkpoints
         discard the residuals that a policy keeps.
 

@@ -94,7 +94,7 @@ def with_own_call(cls: Any) -> Iterable[type]:
         yield from with_own_call(subclass)
 
 
-# Held only while a class is changed. User code never runs under this lock, because it may wait for other threads.
+# Held only while a class is changed. User code never runs under this lock, because user code may wait for other threads.
 _patch_lock = threading.Lock()
 _patches: dict[type, _Patch] = {}
 # class → its wrapped `__call__` in this context. Other threads have their own contexts and wrapped calls.
@@ -105,7 +105,7 @@ _wrapped: ContextVar[dict[type, Call]] = ContextVar("wrapped", default={})  # no
 def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[None]:
     """Replace the `__call__` of each class by `wrap(__call__)` inside this context.
 
-    Several threads may patch the same class. Each thread sees its own wrapped call; the last thread restores the class.
+    Several threads may patch the same class. Each thread sees its own wrapped call; the last one to leave restores the class.
     """
     with ExitStack() as stack:
         wrapped = dict(_wrapped.get())

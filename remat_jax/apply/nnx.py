@@ -1,6 +1,6 @@
 """Blocks that are NNX modules: the `__call__` of their class is intercepted, and their state is an input and an output.
 
-NNX leaves no module paths in the jaxpr. So this module adds the paths as named scopes while a block is traced.
+NNX leaves no module paths in the jaxpr. So this file adds the paths as named scopes while a block is traced.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def as_pure_function(
 
 
 def is_node(value: Any) -> bool:
-    """Whether `value` is an NNX object, and no array or container of arrays."""
+    """Whether `value` is an NNX object. Arrays and plain containers are not."""
     return isinstance(value, nnx.Variable) or (not isinstance(value, dict | list | tuple) and nnx.graphlib.is_graph_node(value))
 
 

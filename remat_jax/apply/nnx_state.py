@@ -1,4 +1,4 @@
-"""Finds the changes that a call makes to NNX objects, so that a block can return them as arrays, to be written outside."""
+"""Finds the changes that a call makes to NNX objects. A block returns them as arrays, to be written outside the block."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Changes:
         """Make the same changes to `nodes`, the objects outside the block. `values` are the changed arrays as block outputs.
 
         Raises:
-          UnsupportedError: a variable was created in an object that does not exist outside.
+          UnsupportedError: a variable was created in an object that does not exist outside the block.
         """
         by_path = dict(nnx.iter_graph(nodes))
         for (path, make), value in zip(self._targets, values, strict=True):

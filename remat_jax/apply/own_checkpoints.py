@@ -52,7 +52,7 @@ _regions: ContextVar[list[Any] | None] = ContextVar("regions", default=None)
 
 @contextmanager
 def noting_regions() -> Iterator[list[Any]]:
-    """Collects the body of every checkpoint region of the model that is traced inside this context."""
+    """Collects the bodies of the model's checkpoint regions that are traced inside this context."""
     regions: list[Any] = []
     with compat.setting(_regions, regions):
         yield regions

@@ -26,14 +26,15 @@ def gradient_checkpoint_forward(
 
     Args:
       model: a bound Linen module, an NNX module, or a function.
-      use_gradient_checkpointing: policy `full`: keep the block's inputs and recompute everything else.
-      use_gradient_checkpointing_offload: policy `offload_inputs`: keep the inputs (the arrays anywhere in `args` and `kwargs`)
-        in host memory and recompute everything else. This flag has precedence over the other. If both flags are False, no
-        checkpoint is made.
+      use_gradient_checkpointing: True for policy `full`: keep the block's inputs and recompute everything else.
+      use_gradient_checkpointing_offload: True for policy `offload_inputs`: keep the inputs (the arrays anywhere in `args` and
+        `kwargs`) in host memory and recompute everything else. This flag has precedence over the other. If both flags are
+        False, no checkpoint is made.
       args, kwargs: the arguments of `model`.
 
     Raises:
-      ArgumentError: a flag is no bool, `model` is none of these, or `model` has an argument with the name of a flag.
+      ArgumentError: a flag is no bool, `model` is none of these, or an argument of `model` that `args` do not fill is named
+        `model` or like a flag.
       NoEffectError: in mode offload, if the arguments hold no array of rank 1 or more.
 
     >>> import jax, jax.numpy as jnp

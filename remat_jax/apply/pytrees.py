@@ -47,8 +47,8 @@ def call(module: Any, original: Call, policy: BlockPolicy, args: tuple[Any, ...]
 def path_of(module: Any) -> str:
     """The attribute path of `module` in the arguments; without one, the name of its class.
 
-    A module that is not in the arguments (a row of a scanned stack, a cast copy) has the path of the module of its class there,
-    if there is only one.
+    If a module is not in the arguments (a row of a scanned stack, a cast copy), and the arguments have one module of its class,
+    it has the path of that module.
     """
     alike = _paths_of_class.get().get(type(module), frozenset())
     return _paths.get().get(id(module), next(iter(alike)) if len(alike) == 1 else type(module).__name__)
@@ -222,7 +222,7 @@ class _Parameters:
                 )
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The parameters and the other arguments, as `(parameters, (), others)`, both by name."""
+        """`(parameters, (), others)`: the parameters and the other arguments, each a dict by argument name."""
         others = dict(self.signature.bind(*args, **kwargs).arguments)
         return {name: others.pop(name) for name in self.names if name in others}, (), others
 

@@ -116,9 +116,9 @@ def bind_block(
     """Evaluate a block on `values`: under `jax.checkpoint`, and tied if it offloads outside every loop.
 
     `prevent_cse` is set where XLA could merge the recomputation with the forward pass. XLA cannot merge them if each pass has
-    its own loop. It can if the gradient is taken inside the loop (micro-batches), because then one loop body has both passes,
-    and if the loop runs once, because then XLA removes the loop. Blocks in loops are not tied: a tied block in a loop does not
-    compile for a GPU (INTERNAL: shape mismatch after layout assignment).
+    its own loop. In a loop XLA can merge them in two cases. If the gradient is taken inside the loop (micro-batches), one loop
+    body has both passes. If the loop runs once, XLA removes the loop. Blocks in loops are not tied: a tied block in a loop does
+    not compile for a GPU (INTERNAL: shape mismatch after layout assignment).
 
     Args:
       looped: whether the block is in a loop; None to ask JAX.

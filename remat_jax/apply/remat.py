@@ -31,11 +31,11 @@ def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[st
     Args:
       target: a Linen module class, an NNX module class, or a function of arrays (pytrees of them).
       policy: a policy, its name or text, or a JAX policy object.
-      static_argnames: names of arguments that must be Python values. A traced value, or an array of rank 1 or more, raises an
-        error.
+      static_argnames: names of arguments that must be Python values. A traced value, or an array of rank 1 or more, raises
+        `ArgumentError`.
 
     Raises:
-      ArgumentError: `target` is none of these, or has no argument named in `static_argnames`.
+      ArgumentError: `target` is none of these, or lacks an argument that `static_argnames` names.
       PolicyError: `policy` is no policy.
       NoEffectError: when called, if a selector matches no residual, or there is nothing to offload.
 

@@ -27,8 +27,8 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
 
     `fn` is traced when it is called, so it must be a function of arrays; Python values in the arguments reach it unchanged. It
     must be the function that is differentiated, and must not take the gradient itself. An operand of a region is a parameter if
-    it is an argument of `fn` or a view of an argument, such as a row of a scanned stack. `@inputs` selects the other operands,
-    except arrays that all iterations of a scan read. A region inside another region keeps its own policy.
+    it is an argument of `fn` or a view of an argument, such as a row of a scanned stack. `@inputs` selects the other operands.
+    Operands that all iterations of a scan read are never offloaded. A region inside another region keeps its own policy.
 
     Args:
       fn: the function, usually the loss; under `jit` or not.

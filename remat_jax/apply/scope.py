@@ -147,7 +147,7 @@ class Record:
     is_whole: bool = False
 
     def add(self, inner: Record, policies: BlockPolicies) -> None:
-        """Add the record of an inner call under `policies`, whose blocks do not count as reached by this call."""
+        """Add the record of an inner call under `policies`. The blocks of `policies` do not count as reached by this call."""
         self.audit.add(inner.audit)
         blocks = {block for block, _ in policies.entries}
         self.reached |= inner.reached - blocks

@@ -12,8 +12,8 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
 
-# Nested derivative rules are compared to this depth. Two deeper rules are not compared: they count as alike if their function
-# is like a function whose rule is being compared already, and as different otherwise.
+# Derivative rules inside derivative rules are compared to this depth. Deeper rules are not compared. They count as alike only
+# if their function is the same program as an outer function whose rule is being compared already.
 _DEEPEST = 3
 _RULE = "jvp_jaxpr_fun"
 
@@ -22,7 +22,7 @@ class Original:
     """A program that other programs are compared with.
 
     Programs are alike if they have the same equations, in the same order, with the same parameters, types, module paths and
-    contexts; source lines do not count. Functions among the parameters must be the same objects, except the rules of
+    equation contexts; source lines do not count. Functions among the parameters must be the same objects, except the rules of
     `custom_jvp`: two rules are alike if they trace to the same program.
     """
 
@@ -31,7 +31,7 @@ class Original:
         self._rules: dict[int, Any] = {}
 
     def is_like(self, jaxpr: Any, paths: tuple[str, str] = ("", "")) -> bool:
-        """Whether the closed `jaxpr` is the same program. The module paths of the two blocks, `paths`, may differ."""
+        """Whether the closed `jaxpr` is alike. `paths`: the module paths, which may differ, of this block and of the other."""
         return _Comparison(self._rules, paths=paths).programs(self.jaxpr, jaxpr)
 
 
@@ -41,7 +41,7 @@ def holds_arrays(jaxpr: Any) -> bool:
 
 
 def holds_functions(jaxpr: Any) -> bool:
-    """Whether an equation has a parameter that is a function (except a `custom_jvp` rule), which may capture anything."""
+    """Whether an equation has a function, which may capture anything, as a parameter; `custom_jvp` rules do not count."""
     return any(
         callable(value) and not isinstance(value, type | jax.sharding.Mesh) and key != _RULE and not compat.is_jaxpr(value)
         for eqn in equations(jaxpr)
@@ -131,7 +131,7 @@ class _Comparison:
 
 
 def _rule(eqn: Any) -> Any:
-    """The traced derivative rule of an equation; None if tracing it fails, for example over an axis that is not bound here."""
+    """The traced derivative rule of an equation; None if tracing fails, for example for an unbound axis name."""
     primals = [atom.aval for atom in eqn.invars]
 
     def push(primals: list[Any], tangents: list[Any]) -> Any:

@@ -156,7 +156,7 @@ class BlockUnderPolicy:
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
             if (blocks := _differentiated.get()) is not None:
-                # In this list a live stack is noted as its row, by the row's index among the block's inputs.
+                # For a stack that is differentiated, the index of its row among the block's inputs is noted.
                 places = [*range(size), *rows]
                 blocks.append((self, [places[index] for index in live if index < len(places)]))
             if not live:

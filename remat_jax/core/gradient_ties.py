@@ -32,7 +32,7 @@ def in_program_order(
     fetched: Mapping[int, Any],
     others: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Evaluate the closed jaxpr `backward` in JAX's order. Returns its gradients, and the `others` in device memory.
+    """Evaluate the closed jaxpr `backward` in the order of its equations. Returns its gradients, and the `others`, fetched.
 
     Args:
       fetched: residuals that have already been fetched: index among the residuals → array in device memory.
@@ -55,7 +55,7 @@ def in_program_order(
 
 
 def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-    """Inline a checkpoint region, but not the regions nested in it. The pass's barriers still prevent CSE of recomputation."""
+    """Inline a checkpoint region, but not the regions nested in it. The barriers here still prevent CSE of recomputation."""
     if not compat.is_checkpoint(eqn):
         return None
     body, _ = compat.checkpoint_parts(eqn)
@@ -82,8 +82,8 @@ class _Fetches:
     """Fetches arrays from the host while a backward pass runs, at most two at a time.
 
     XLA runs two copies at once and waits for one of them before it starts a third, so many copies at the beginning would block
-    the pass. The starts are spread over the pass in proportion to bytes: if all copies together took as long as the pass, each
-    copy would start when the copies before it end. The largest copies come last, so that a copy still runs at the end.
+    the pass. So the starts are spread over the pass: if the earlier copies have 30 % of all bytes, a copy starts when 30 %
+    of the pass's FLOPs are done. The largest copies come last, so that a copy still runs at the end.
     """
 
     def __init__(self, on_host: Sequence[Any], starts: Mapping[int | None, Sequence[int]]) -> None:
@@ -106,7 +106,7 @@ class _Fetches:
 
 
 def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
-    """Maps one of the `places` (None: the beginning of the pass) to the indices of the `others` whose fetch starts there."""
+    """Equation index, one of `places` (None: the pass's beginning) → the indices of the `others` whose fetch starts there."""
     work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
     sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
     starts: dict[int | None, list[int]] = {}
@@ -132,7 +132,7 @@ class _Order:
         self._travelling = dict.fromkeys(jaxpr.invars[num_residuals:])
         self._matmuls = 0
         self._made: dict[Any, int] = {}  # gradient that no matmul waits for yet → the number of matmuls before it
-        self._parked: dict[Any, None] = {}  # cotangents that a matmul computed
+        self._parked: dict[Any, None] = {}  # cotangents that a matmul computed and later equations read
 
     def before(self, index: int, eqn: Any) -> list[Any]:
         """The variables to pass through one barrier before equation `index`; empty for most equations."""

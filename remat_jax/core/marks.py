@@ -85,7 +85,7 @@ def _evaluate(*values: Any, jaxpr: Any, mark: Mark) -> list[Any]:
     return list(compat.jaxpr_function(jaxpr)(*values))
 
 
-# The parameter `jaxpr` is the block under its `vmap`s. Evaluating the equation evaluates this jaxpr, without a policy.
+# The equation's `jaxpr` is the block under its `vmap`s. Evaluating the equation evaluates this jaxpr, without a policy.
 mark_p = compat.new_primitive("remat_jax_mark", _evaluate)
 
 

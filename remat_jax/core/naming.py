@@ -1,6 +1,6 @@
 """Names every array of a block by its module path, its primitive and a counter: `module/path:primitive#k`.
 
-A checkpoint policy sees primitives, but no module paths: it can select a single array only by its name. The counter k starts at
+A JAX policy sees primitives but no module paths, so it can select a single array only by its name. The counter k starts at
 0 and follows the order of execution. A user's own `checkpoint_name` replaces the automatic name.
 
 `name_residuals` names the arrays of the block f, so their names do not depend on how f is differentiated. `name_linearised`
@@ -51,10 +51,11 @@ class Named:
       made: returns `jaxpr`; it is called once, when `jaxpr` is first read.
       path: the block's module path, with which every automatic name begins.
       candidates: name → the properties that selectors match, in the order of execution.
-      shapes: name → the array's shape; inside a scan, of one iteration.
-      counts: how many names each `module/path:primitive` has.
+      shapes: name → the array's shape; inside a scan, its shape in one iteration.
+      counts: `module/path:primitive` → how many automatic names begin with it.
       inputs: the name of each input of the block's jaxpr; None for parameters and RNG keys.
-      values: the value numbering of the named arrays, from which another linearisation takes names; None after a renaming.
+      values: the value numbering of the named arrays, from which another linearisation takes names; None if the names were
+        taken over from an identical block at another path (`core/repeated.py`).
     """
 
     made: Callable[[], Any]
@@ -115,7 +116,8 @@ def can_be_named(value: Any) -> bool:
 class _Values:
     """Value numbering of a program: equal operations on equal values have equal numbers. A named value is numbered by its name.
 
-    If the values of another program (`whole`) are given, each value takes the name of an equal value there, each name once.
+    If the values of another program (`whole`) are given, each value takes the name of an equal value in `whole`. Each
+    name is taken once.
     """
 
     def __init__(self, whole: _Values | None = None) -> None:
@@ -133,7 +135,10 @@ class _Values:
         return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
 
     def of_inner(self, eqn: Any, inputs: Sequence[int], primal_only: Sequence[bool]) -> list[int]:
-        """The numbers of an inner jaxpr's inputs: a call's operands; in a loop or branch, one for each `primal_only` input."""
+        """The numbers of an inner jaxpr's inputs. The inputs of a call have the numbers of its operands.
+
+        In a loop or branch, the `primal_only` inputs are numbered in order, and all other inputs share one number.
+        """
         if eqn.primitive.name in _CALLS and len(inputs) == len(primal_only):
             return list(inputs)
         places = (place if flag else -1 for place, flag in zip(itertools.accumulate(primal_only), primal_only, strict=True))
@@ -223,7 +228,7 @@ class _Namer:
         return value
 
     def _relative(self, path: tuple[str, ...]) -> tuple[str, ...]:
-        """`path` relative to the block. It may begin with the block's own scope, twice if Linen has lifted the block."""
+        """`path` without the block's own scope at its beginning, which is there twice if Linen has lifted the block."""
         block = self.path[-1] if self.path else ""
         for _ in range(2):
             if path and block and (path[0] == block or path[0].startswith(block + ".")):
@@ -231,7 +236,7 @@ class _Namer:
         return path
 
     def next(self, path: str, label: str) -> str:
-        """The next automatic name."""
+        """The next automatic name `path:label#k`."""
         base = f"{path}:{label}"
         self.counts[base] += 1
         return f"{base}#{self.counts[base] - 1}"

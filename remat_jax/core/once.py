@@ -3,7 +3,7 @@
 Reverse over reverse and reverse over forward fail when JAX transposes a `device_put` between memories. JAX's error, «Expected
 cotangent type float32[…] but got float32<host>[…]», does not name the cause. So the tangents that enter and leave an offloading
 block pass through `once_p`, an identity that counts how often it was differentiated (`order`). At order 1 it may be transposed;
-at order 2 transposing it raises our error. A second backward pass does the latter before anything else in the block.
+at order 2 transposing it raises our error. A second backward pass transposes it before anything else in the block.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TWICE = 2
 
 
 def transposed_once(derivative: Any) -> Any:
-    """The tangent `derivative`, which enters or leaves an offloading block, behind an identity that may be transposed once."""
+    """`derivative`, a tangent at an offloading block's border, passed through an identity that may be transposed once."""
     return once_p.bind(derivative, order=1)
 
 
 def transposed_no_more(derivative: Any) -> Any:
-    """`derivative`, the result of a derivative through an offload, behind an identity that may not be transposed."""
+    """`derivative`, computed by differentiating an offload, passed through an identity that raises when transposed."""
     return once_p.bind(derivative, order=_TWICE) if jnp.issubdtype(derivative.dtype, jnp.inexact) else derivative
 
 

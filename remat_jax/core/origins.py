@@ -30,7 +30,7 @@ class Origin:
       name: the residual name; without one, `module/path:primitive`.
       source: the user's source line.
       scanned: whether a scan stacked the array from its iterations.
-      layers: the layers to which the array belongs; None unless it was traced for some layers only.
+      layers: the layers to which the array belongs, if it was traced for some layers only; else None.
       aliases: other residual names of the same array: a block's input is often the output of the previous block.
     """
 
@@ -44,7 +44,7 @@ class Origin:
 
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
-    """The origin of `atom`, a variable or literal of the open `jaxpr`, which was traced in the scopes `outer` for `layers`."""
+    """The origin of `atom`, a variable or literal of the open `jaxpr`. `outer`, `layers`: scopes and layers of its trace."""
     makers = _makers(jaxpr)
     while not hasattr(atom, "val"):
         if atom in jaxpr.invars:

@@ -30,7 +30,7 @@ class FirstLayer:
     Attributes:
       conditions: which inputs `@inputs` selects, JAX's settings, the source line of the last equation, and whether the block
         has a path. Identical blocks have equal conditions.
-      kept: key of `NamedBlock.kept` → its result, in the names of the first layer.
+      kept: a key of `NamedBlock.kept` → the result of `NamedBlock.kept`, with the names of the first layer.
     """
 
     original: Original
@@ -68,7 +68,7 @@ class NamedBlock:
     first: FirstLayer
 
     def linearised(self, key: Any, linearise: Linearise) -> Named:
-        """`linearise(self.named)`: the first block's linearisation for `key`, renamed, unless arrays are constants in it."""
+        """`linearise(self.named)`, made by renaming the first block's linearisation if that has no arrays as constants."""
         of_first = self.first.linearised(key, linearise)
         return linearise(self.named) if of_first is None else self._renaming(of_first.candidates).named(of_first)
 

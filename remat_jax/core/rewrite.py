@@ -132,7 +132,7 @@ def region_body(eqn: Any) -> Any | None:
 
 
 def contains_region(eqn: Any) -> bool:
-    """Whether there is a checkpoint region inside `eqn` on which a policy has an effect."""
+    """Whether `eqn` contains a checkpoint region on which a policy has an effect."""
     if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
         # JAX differentiates these by their rules, so a policy inside their bodies has no effect.
         return False

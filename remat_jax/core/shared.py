@@ -1,4 +1,4 @@
-"""Keeps an input on the device if several blocks read it, even if a policy offloads it: a mask, an encoder's output.
+"""Keeps an input on the device if several blocks read it, even if a policy offloads it: for example a mask.
 
 A shared array is alive from its first reader until the backward pass of its last reader. Offloading it would free nothing, and
 each block would wait for a copy.
@@ -98,7 +98,7 @@ def note_fixed(values: Sequence[Any]) -> None:
 
 
 def note_loop_inputs(eqn: Any, body_inputs: Sequence[Any]) -> None:
-    """Record which inputs of a retraced body of the loop `eqn` are the same in every iteration."""
+    """Record the inputs of a scan's retraced body that are the same in every iteration; other loops are ignored."""
     if eqn.primitive.name == "scan":
         note_fixed(body_inputs[: compat.scan_layout(eqn)[0]])
 
@@ -120,7 +120,7 @@ def _forget(key: tuple[int, int], _: Any) -> None:
 
 
 def staying(read: Mapping[int, Reading]) -> frozenset[int]:
-    """The indices of the arrays that are shared, as far as traced (`Reading.is_shared`)."""
+    """The indices of the arrays that the blocks traced so far share (`Reading.is_shared`)."""
     return frozenset(place for place, reading in read.items() if reading.is_shared)
 
 

@@ -1,6 +1,6 @@
 """Links consecutive tied blocks, so that one block's copies overlap with the next block's compute.
 
-A tied block without a link (`ties`) waits for its own copies to the host at its end, and fetches these copies when its backward
+A tied block without a link (`ties`) waits at its end for its own copies to the host, and fetches these copies when its backward
 pass starts, so little copying overlaps with compute. A linked block i instead waits for hᵢ₋₁, the previous block's residuals on
 the host, and fetches hᵢ₋₁ while its own backward pass runs:
 
@@ -8,7 +8,7 @@ the host, and fetches hᵢ₋₁ while its own backward pass runs:
     x̄ᵢ = fᵢ_linᵀ(rᵢ, ȳᵢ)                  backward pass, in which block i fetches hᵢ₋₁
 
 Block i takes hᵢ₋₁ as arguments, keeps it for its backward pass, and returns the fetched arrays as cotangents of ghosts. A ghost
-is an argument with the shape of an array of hᵢ₋₁, in device memory, whose value nothing reads.
+is an argument in device memory with the shape of an array of hᵢ₋₁. Nothing reads its value.
 
 When a block is traced, it is unknown whether a linked block follows. So a linked block has its outputs twice: tied to its own
 copies, for any reader, and loose, for a next block that waits for the copies itself. A block is recognised as the next block if
@@ -43,7 +43,7 @@ Block = Callable[..., list[Any]]
 class _Link:
     """The arrays that a linked block leaves on the host (`values`), and the `Reading` of each (`readings`, see `Links`).
 
-    `values` is None after the next block has taken the arrays. `serial` numbers the linked blocks that a thread has traced.
+    `values` is None after the next block has taken the arrays. `serial` is the block's number among its thread's linked blocks.
     """
 
     serial: int
@@ -127,7 +127,7 @@ def _run_linked(
 
 @dataclass(frozen=True)
 class _Handed:
-    """An array that a block leaves on the host: its type, and its index among the inputs if it is an input."""
+    """An array that a block leaves on the host: its type, and its index among the block's inputs (None if it is no input)."""
 
     aval: Any
     place: int | None
@@ -239,7 +239,7 @@ def _evaluate(*operands: Any, jaxpr: Any, **_: Any) -> list[Any]:
 
 # A linked block.
 # Operands: the block's arguments; the previous block's arrays on the host (`before` has their readings); their ghosts.
-# Outputs: the outputs tied to the block's copies; the loose outputs; `handed` arrays on the host; their ghosts.
+# Outputs: the outputs tied to the block's copies; the loose outputs; `handed` (a number) arrays on the host; their ghosts.
 # `jaxpr` has the same inputs and outputs. The `offers` are inputs to park on the host. The primitive is bound only under
 # differentiation, so jaxprs rarely contain it.
 linked_block_p = compat.new_primitive("linked_block", _evaluate)

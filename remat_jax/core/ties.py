@@ -63,8 +63,8 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
 
 
 Links = tuple[Reading | None, ...]
-"""For each array that a linked block leaves on the host for the next block: the `Reading` (`core.shared`) of the input of which
-it is the copy; None if it is not the copy of an input."""
+"""An entry for each array that a linked block leaves on the host for the next block. If the array is the copy of an input, the
+entry is the input's `Reading` (`core.shared`); else None."""
 
 
 def bind_linear(
@@ -79,8 +79,8 @@ def bind_linear(
 ) -> tuple[dict[int, Any], list[Any]]:
     """Bind `tied_linear_p`. Returns the tangents of the smooth `outputs` by index, and the tangents of the block's ghosts.
 
-    The ghosts' tangents are zeros in device memory, one for each array that the block hands to the next block. `handed` has the
-    types of these arrays.
+    The block has a ghost (`tied_chain`) for each array that it hands to the next block. The ghosts' tangents are zeros of the
+    types `handed`, in device memory.
     """
     smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
 
@@ -120,7 +120,7 @@ def _evaluate(
 # ghosts of these arrays.
 # Outputs: the tangents ẏ; the tangents of the block's own ghosts, which have the types `handed`.
 #
-# A linked block (`tied_chain`) hands its residuals on the host to the next block. The next block fetches them in its backward
+# A linked block (`tied_chain`) hands its offloaded residuals to the next block. The next block fetches them in its backward
 # pass and returns them as cotangents of their ghosts. These cotangents are no derivatives; ghosts' tangents are always zero.
 tied_linear_p = compat.new_primitive("tied_linear", _evaluate)
 

@@ -40,8 +40,8 @@ class Policy:
 
     Attributes:
         rules: the rules, in order. Only the last rule can be ``*``, which matches every residual.
-        default: the action for a residual that no other rule matches. A last rule ``*`` sets the default, and a default other
-            than ``recompute`` becomes a last rule ``*``. A policy without rules is ``recompute: *``.
+        default: the action for a residual that no rule but ``*`` matches. If the last rule is ``*``, its action is the default.
+            Otherwise the default is added as a last rule ``*``, unless it is ``recompute`` and there are other rules.
         checkpoint: False for ``off``: no checkpointing and no rules.
 
     Raises:
@@ -85,7 +85,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str, argument: str = "policy") -> Policy:
-        """The policy that a text or a name describes. ``argument`` is its name in error messages.
+        """The policy that ``text``, a text or a name, describes. Error messages call the text ``argument``.
 
         Raises:
             UnknownPolicyError: ``text`` is a single word that is not a policy's name.
@@ -151,7 +151,7 @@ class Policy:
         return next((rule.action for rule in self.rules if rule.matches(candidate)), self.default)
 
     def unmatched(self, candidates: Iterable[Candidate]) -> tuple[str, ...]:
-        """The selectors that match none of ``candidates``, whether or not an earlier rule takes a candidate.
+        """The selectors that match none of ``candidates``. Each selector is tested alone, without the earlier rules.
 
         >>> Policy.parse("save: atention_out, @dots").unmatched([Candidate("q:dot_general#0", "dot_general")])
         ('atention_out',)

@@ -1,4 +1,4 @@
-"""Groups of layers as data. A group is consecutive layers under one checkpoint, which keeps only the first layer's input."""
+"""Groups of layers as data. A group is consecutive layers under one checkpoint that keeps only the first layer's input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ def is_in_groups(text: str) -> bool:
 
 
 def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[int]) -> tuple[Group, ...]:
-    """The groups, sorted. Raises unless each is inside one run that does not offload, contains no cut and overlaps no other."""
+    """The groups, sorted.
+
+    Raises:
+        PolicyError: a group is not inside one run, contains a cut or overlaps another group, or its policy offloads.
+    """
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise PolicyError(f"LayerPolicies: groups={groups!r}: expected pairs (first layer, first layer after the group).")
     checked = sorted(_checked_pair(pair) for pair in groups)

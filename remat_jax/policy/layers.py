@@ -39,16 +39,17 @@ class LayerPolicies:
     A text lists the runs, `N × policy` or `N x policy`, separated by bars. `||` cuts a scan between layers under one policy.
     A cut can change memory, because XLA does not treat a scan of a single layer as a loop (`docs/notes/cutting_a_scan.md`).
 
-    `N × policy in groups of k` sets one checkpoint around each k consecutive layers, which keeps only the group's input. The
-    backward pass recomputes the group: its layers, under their policy, and the computation between them. If this policy is
-    `full`, at most N/k + k layer inputs and the residuals of one layer are alive, and each layer runs forward three times. If
-    it is `off`, each layer runs forward twice, and the residuals of k layers are alive (Chen et al., arXiv:1604.06174). The
-    last group of a run may be shorter. A group of one layer is that layer under `full`.
+    `N × policy in groups of k` sets one checkpoint around each k consecutive layers. This checkpoint keeps only the group's
+    input. The backward pass recomputes the group: its layers, under their policy, and the computation between them. If this
+    policy is `full`, at most N/k + k layer inputs and the residuals of one layer are alive, and each layer runs forward three
+    times. If it is `off`, each layer runs forward twice, and the residuals of k layers are alive (Chen et al.,
+    arXiv:1604.06174). The last group of a run may be shorter. A group of one layer is that layer under `full`.
 
     Attributes:
-        runs: pairs of the number of consecutive layers and their policy; equal neighbours become one run.
-        cuts: the layers, counted from 0, before which a scan is cut between layers under one policy. If one iteration of the
-            scan has several layers, the cut is before the next iteration. A cut where the policy changes anyway is dropped.
+        runs: pairs (number of consecutive layers, their policy). Neighbours with equal policies become one run.
+        cuts: the layers, counted from 0, before which a scan is cut between layers under one policy. If such a layer is
+            inside an iteration of several layers, the cut is before the next iteration. A cut where the policy changes anyway
+            is dropped.
         groups: for each group, its first layer and the first layer after it. A group is inside one run and contains no cut.
 
     Raises:
@@ -165,7 +166,7 @@ class LayerPolicies:
 
     @property
     def ranges(self) -> tuple[tuple[range, Policy], ...]:
-        """The layers of each run, counted from 0, and its policy. A run is split at cuts and at the `series_borders` of groups.
+        """Pairs: a run's layers, counted from 0, and its policy. A run is split at cuts and at the `series_borders` of groups.
 
         >>> [(positions.start, positions.stop) for positions, _ in LayerPolicies.parse("8 x full | 4 x dots").ranges]
         [(0, 8), (8, 12)]

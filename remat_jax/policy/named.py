@@ -17,7 +17,7 @@ JaxPolicy = Callable[..., Any]
 
 
 def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Policy | JaxPolicy:
-    """The policy that ``value`` describes: a policy, a name, an alias or a text.
+    """The policy that ``value`` (a policy, a name, an alias or a text) describes.
 
     A JAX policy object, which is a function, is returned unchanged. ``argument`` is the value's name in error messages.
 

@@ -12,7 +12,7 @@ from remat_jax.policy.rule import Action, PolicyRule, first_unreachable, to_acti
 OFF = "off"
 
 # One difference from JAX: JAX's offload_dot_with_no_batch_dims ignores scaled_matmul_wrapper, which JAX's
-# dots_with_no_batch_dims_saveable saves. Our two policies select the same matmuls.
+# dots_with_no_batch_dims_saveable saves. Here the saving and the offloading policy select the same matmuls.
 NAMED_TEXTS: dict[str, str] = {
     OFF: OFF,
     "full": "recompute: *",

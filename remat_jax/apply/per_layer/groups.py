@@ -37,8 +37,8 @@ class EquationGroup:
     Attributes:
       eqns: the blocks, and the equations between them that depend on them.
       inputs: the variables that the group reads.
-      outputs: the variables that the group computes and equations outside the group read.
-      groups: the group's layers; one entry for each block if blocks of several classes alternate.
+      outputs: the variables of the group that later equations read, or that are outputs of the jaxpr.
+      groups: the group's block and layers; one entry for each block if blocks of several classes alternate.
     """
 
     eqns: tuple[Any, ...]
@@ -62,10 +62,10 @@ def in_parts(
     Args:
       starts, counts: for each equation, how often each block was called before it, and how often it calls each block.
       policies: the policies with groups, by block.
-      applied: the groups that contain `jaxpr`, whose checkpoints exist already.
+      applied: the groups that contain `jaxpr`; their checkpoints exist already.
 
     Raises:
-      UnsupportedError: a group ends inside an equation, or groups of several blocks overlap.
+      UnsupportedError: a group begins or ends inside an equation, or groups of several blocks overlap.
     """
     eqns = list(jaxpr.jaxpr.eqns)
     spans: dict[tuple[int, int], set[tuple[Block, range]]] = {}
@@ -95,7 +95,7 @@ def run_group(
     apart: bool,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """`function(*values)`, the layers of a group, under a checkpoint that keeps the inputs. For the rest see `bind_block`."""
+    """`function(*values)`, the layers of a group, under a checkpoint that keeps `values`. For the options see `bind_block`."""
     with unlinked():
         jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(function)(*values))
     block = block_under_policy(jaxpr, FULL, "", [False] * len(jaxpr.in_avals))
@@ -180,10 +180,10 @@ class RoundGroups:
     """The groups of layers in a scan, by its iterations.
 
     Attributes:
-      whole: iteration → the first iteration of its group and the iteration after the last, for groups of several iterations.
-      parts: iteration → for each group inside it, the block's name, the group's first call in the iteration and the call after
-        its last.
-      groups: (first iteration, iteration after the last) → the groups of layers there, for groups of several iterations.
+      whole: iteration → `(first, end)`, if iterations `first` to `end - 1`, two or more, are its group.
+      parts: iteration → a list of the groups inside it: (block's name, first call, call after the last). Calls are counted from
+        0 in each iteration.
+      groups: `(first, end)` as in `whole` → the groups of layers in these iterations.
 
     Raises:
       UnsupportedError: a group begins or ends inside an iteration, or groups of several blocks have different iterations.
@@ -238,10 +238,10 @@ class RoundGroups:
 def scan_of_groups(
     one_round: Any, carry: list[Any], stacks: list[Any], length: int, apart: bool, options: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Scan over groups of `length` iterations, each a scan under a checkpoint. Returns the final carry and the stacked outputs.
+    """Scan over groups of `length` iterations. Each group is a scan under a checkpoint.
 
-    `stacks` are the scanned operands; the first has the indices of the iterations. `apart`: whether the forward and the
-    backward pass have separate loops around the scan.
+    Returns the final carry and the stacked outputs. `stacks` are the scanned operands; the first has the iterations' indices.
+    `apart`: whether the forward and the backward pass have separate loops around the scan.
     """
     number, size = stacks[0].shape[0] // length, len(carry)
 

@@ -51,7 +51,7 @@ class _Surroundings:
       looped: whether the equation is in a loop.
       apart: whether the equation is in a loop that the compiler keeps, so that forward and backward pass have separate loops.
       rows: id of a value that is a row of a stack → the stack and the index.
-      spans: in a scan: block → the layers of all iterations.
+      spans: block → the layers that all iterations of the scan run; empty outside scans.
       idle: whether the equation is in a loop without iterations, whose blocks do not count as layers.
       groups: the groups of layers that contain the equation.
     """
@@ -68,7 +68,7 @@ class _Surroundings:
         return replace(self, looped=self.looped or looped, apart=self.apart or looped, rows={})
 
     def in_group(self, groups: Groups) -> _Surroundings:
-        """The surroundings in these groups. `apart` is False: the loop that recomputes a group also recomputes its layers."""
+        """The surroundings inside `groups`. `apart` is False: no loop separates recomputing a group from its backward pass."""
         return replace(self, apart=False, rows={}, groups=self.groups | groups)
 
 

@@ -56,8 +56,8 @@ RunRound = Callable[[list[Any], Segment, Mapping[int, StackRow], Spans], list[An
 class Cut:
     """A scan over blocks, and its segments in forward order.
 
-    `at` has the positions of the blocks before the scan; it is None in a loop without iterations. There are no segments then,
-    nor if the scan itself has no iterations.
+    `at` has the positions of the blocks before the scan; None if the scan is inside a loop without iterations. There are no
+    segments if `at` is None or the scan has no iterations.
     """
 
     def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None, groups: Groups) -> None:
