@@ -44,8 +44,8 @@ def checkpoint_blocks(
     Raises:
         InvalidArgumentError: if an argument has the wrong type, or a block already has a policy.
         PolicyError: if a policy is malformed.
-        NoEffectError: if `model` has no module of a class, or earlier classes match all of them. After a forward pass: for a
-            selector or a class without effect, as above.
+        NoEffectError: if `model` has no module of a class, or earlier classes match all modules of the class. After a forward
+            pass: for a selector or a class without effect, as above.
         NothingToOffloadError: after a forward pass, for an offload that moved nothing, as above.
 
     >>> import torch, torch_ref
@@ -250,7 +250,7 @@ class _Forward:
         return made
 
     def _noting_starts(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, with all starts noted except the first, which hooks count, because it goes through the module's `__call__`."""
+        """`run` with each start noted, except the first: hooks count it, because it goes through the module's `__call__`."""
         starts = itertools.count()
 
         def noted(*args: Any, **kwargs: Any) -> Any:

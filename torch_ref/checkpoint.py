@@ -32,10 +32,10 @@ def gradient_checkpoint_forward(
     Tensors are found anywhere in positional and keyword arguments, also in lists, tuples, dicts and named tuples. Tensors
     inside other objects stay on the device, as do an `nn.Parameter` and views of it. Copies are pinned and asynchronous on
     CUDA. A tensor that is passed to several calls is copied once. The recomputation restores the random state of the CPU and
-    of every accelerator with arguments or parameters of the block. The checkpoint is non-reentrant. With gradients disabled
+    of every accelerator that has arguments or parameters of the block. The checkpoint is non-reentrant. With gradients disabled
     the block is called plainly, in every mode.
 
-    Every keyword reaches the block, even the parameters of `torch.utils.checkpoint.checkpoint` itself (`debug`,
+    Every keyword reaches the block, even one that is a parameter of `torch.utils.checkpoint.checkpoint` (`debug`,
     `early_stop`, `use_reentrant`, `function`, ...). The exceptions are `model`, `use_gradient_checkpointing` and
     `use_gradient_checkpointing_offload`, for which Python raises a `TypeError`: wrap the block in a function that renames
     the keyword.

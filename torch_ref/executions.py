@@ -65,7 +65,7 @@ class MatmulCount:
 
     @property
     def per_operator(self) -> dict[str, int]:
-        """The number of matrix multiplications by operator."""
+        """Operator → number of its matrix multiplications."""
         return dict(Counter(matmul.operator for matmul in self.executed))
 
     @property
@@ -112,7 +112,7 @@ class CallCount:
     """How often each watched block was started.
 
     Attributes:
-        per_module: calls of each module, by object.
+        per_module: module → number of its calls.
 
     >>> import torch, torch_ref
     >>> layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
@@ -131,7 +131,7 @@ class CallCount:
 
     @property
     def per_class(self) -> dict[str, int]:
-        """Calls by the name of the module's class."""
+        """Class name → number of calls of its modules."""
         by_class: Counter[str] = Counter()
         for module, calls in self.per_module.items():
             by_class[type(module).__name__] += calls
@@ -140,7 +140,7 @@ class CallCount:
 
 @contextmanager
 def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
-    """Count how often modules start in the `with` block; for a class, all of its modules are counted.
+    """Count how often modules start in the `with` block; for a class, all modules of the class are counted.
 
     Recomputation counts too. Starts are counted because a recomputation stops once backward has the tensors it needs, and may
     never reach the end of the block, where forward hooks run.

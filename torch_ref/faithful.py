@@ -15,8 +15,8 @@ everything by keyword offloads nothing and does not restore the device's random 
 raise an error. A captured loop variable silently gives wrong gradients. Flags count by their truth value: 1 is True, 0 and
 None are False. If a flag is forgotten, the truth value of the block's first argument is used in its place.
 
-There is one difference: on the CPU, `save_on_cpu` would keep the tensor itself. Here the tensor is copied, as from a GPU,
-so that a machine without a GPU shows the same bytes.
+There is one difference from the original: on the CPU, the original's `save_on_cpu` keeps the tensor itself. Here the tensor
+is copied, as from a GPU, so that a machine without a GPU shows the same bytes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def mode_of(use_gradient_checkpointing: bool, use_gradient_checkpointing_offload
 
 
 def mode_flags(mode: str) -> dict[str, bool]:
-    """The keyword arguments that select a mode in `gradient_checkpoint_forward` and in `torch_ref`'s models.
+    """The keyword arguments that select a mode in `gradient_checkpoint_forward` and in the models of `examples/`.
 
     Raises:
         InvalidArgumentError: if `mode` is not one of `MODES`.

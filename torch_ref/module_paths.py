@@ -19,8 +19,8 @@ _users = 0
 class ModulePaths:
     """The path of the module that is running inside a block.
 
-    A module of the block has its path in the block. The path of a module that the block only captures is the path of the
-    module that calls it first, followed by its class name.
+    A module of the block has its path in the block. A module that the block only captures has the path of the module that
+    first calls it, followed by the captured module's class name.
     """
 
     def __init__(self, block: Callable[..., Any], path: str) -> None:

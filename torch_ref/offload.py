@@ -20,9 +20,9 @@ class OffloadFunction:
     It handles the cases that hand-written `torch.autograd.Function`s of this name often get wrong. Outputs and gradients
     equal those of `function`, for any number of tensors anywhere in the arguments, for keywords and arguments that are no
     tensors, and for parameters that `function` captures. The recomputation uses forward's autocast and random state. If an
-    argument is a view inside another argument, both share one copy. On CUDA the copies are pinned and asynchronous in both
-    directions: to the host while the function runs, and back while the following call runs backward. Because the checkpoint
-    is non-reentrant, `torch.autograd.grad`, second derivatives and arguments without gradient work.
+    argument is a view inside another argument, both share one copy. On CUDA the copies are pinned and asynchronous: to the
+    host while the function runs, and back while the next call in forward order runs backward. Because the checkpoint is
+    non-reentrant, `torch.autograd.grad`, second derivatives and arguments without gradient work.
 
     Args:
         function: a module or a function; captured tensors and parameters stay on the device.

@@ -124,7 +124,7 @@ class Receipt:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on requested effects that did not happen; empty if all happened."""
+        """A sentence for each requested effect that did not happen."""
         if not self._calls:
             return ("no block was called through torch_ref inside this receipt.",)
         sentences = [f"{call.block}: {call.note}" for call in self._calls if call.note]
@@ -147,7 +147,7 @@ class Receipt:
 
 @contextmanager
 def receipt() -> Iterator[Receipt]:
-    """Record the bytes moved by calls in the `with` block, by `gradient_checkpoint_forward` (both forms) or under policies.
+    """Record the bytes that `gradient_checkpoint_forward` (both forms), `OffloadFunction` and policies move in the block.
 
     Calls of all threads are recorded. Calls during a recomputation (nested checkpoints) are recorded if the backward pass
     also runs inside the `with` block.

@@ -103,7 +103,7 @@ class Replay:
         self._captures.check_unchanged()
         fetched: dict[HostCopy, torch.Tensor] = {}
         leaves = [leaf.fetch(fetched) if isinstance(leaf, OffloadedArgument) else leaf for leaf in kept[self._anchors :]]
-        # Backward reaches the preceding call next: fetch that call's arguments while this call is recomputed.
+        # Backward next reaches the call before this one: fetch that call's arguments while this call is recomputed.
         previous = self._previous() if self._previous is not None else None
         if previous is not None:
             previous.fetch_ahead()
@@ -152,7 +152,7 @@ class OffloadedArgument:
             )
 
     def fetch(self, fetched: dict[HostCopy, torch.Tensor]) -> torch.Tensor:
-        """The argument on the device; `fetched` has the contents that this recomputation has fetched already.
+        """The argument on the device. `fetched`: host copy → its content, if this recomputation has fetched it already.
 
         Raises:
             MutatedTensorError: if the original tensor is alive and was changed in place. Without offload, autograd would raise.

@@ -24,7 +24,7 @@ class SavedEntry:
 
     Attributes:
         nbytes: size of the storage.
-        place: `device`, `host`, or `input` for an argument of the function on the device.
+        place: `device`, `host`, or `input`: an argument of the function that is on the device.
         operator: the operator that made the storage, such as `aten.addmm.default`.
         shape: shape of the first tensor on the storage.
         dtype: data type of the first tensor on the storage.
@@ -85,8 +85,7 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Sav
     The function runs once. A weak reference watches every storage that an operator makes. Then the result is dropped
     while its graph is kept, and finally the graph is dropped. The storages that live exactly until then are kept alive by the
     graph: through saved tensors, hooks, checkpoints or host copies, in any nesting. (Counting the calls of saved-tensor
-    hooks would miss some: only the innermost pair of hooks is called, and a checkpoint keeps its arguments outside of
-    hooks.)
+    hooks would miss storages: only the innermost pair of hooks is called, and a checkpoint keeps its arguments outside hooks.)
 
     Existing tensors are not counted: parameters, buffers, tensors that `fn` captures. Arguments are passed as copies, so
     an argument is counted, as `input_bytes`, exactly if the graph keeps it. `host_bytes` counts the host copies of

@@ -108,7 +108,7 @@ def run_under(
 ) -> tuple[Any, Seen | None]:
     """Call `run`, the block or its original forward, under a policy; also return the arrays that the policy could select.
 
-    Instead of these arrays, a plain call (policy `off`, or gradients disabled) returns None.
+    If the call is plain (policy `off`, or gradients disabled), None is returned in place of the arrays.
     """
     entry = record_call(block, policy.name or str(policy), "selective")
     if policy.is_off or not torch.is_grad_enabled():
@@ -142,7 +142,7 @@ def _inputs(policy: Policy, path: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def check_effect(policy: Policy, calls: list[Seen]) -> None:
-    """Raise an error for a policy, or a part of it, without effect in all of these calls.
+    """Raise an error if the policy, or one of its selectors, has no effect in any of these calls.
 
     Raises:
         NoEffectError: if a selector matched nothing; the message names the selector and the available arrays.

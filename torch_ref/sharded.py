@@ -87,7 +87,7 @@ def shard_blocks(
         reshard_after_forward: whether a block's gathered parameters are freed between the passes.
 
     Raises:
-        InvalidArgumentError: if `mesh` is not a mesh, or the model has no such blocks or is already sharded.
+        InvalidArgumentError: if `mesh` is not a mesh, or the model has no blocks or is already sharded.
         PolicyError: if `policy` is malformed.
 
     >>> import torch, torch.distributed as dist, torch_ref

@@ -23,15 +23,14 @@ def gradient_checkpointing_enable(
     """Switch checkpointing of the model's blocks on; if it is on already, the new policy replaces the old policy.
 
     The switch acts only in training with gradients enabled: each block checks its own mode when it is called. Parameters,
-    their names and the state dict stay the same. Only the outermost lists of modules are used, so blocks are not nested.
-    This is the counterpart of `remat_jax.enable_gradient_checkpointing`; `examples/pytorch/faithful/openpi.py` has OpenPI's
-    switch, with its quirks.
+    their names and the state dict stay the same. This is the counterpart of `remat_jax.enable_gradient_checkpointing`;
+    `examples/pytorch/faithful/openpi.py` has OpenPI's switch, with its quirks.
 
     Args:
         model: any module.
         policy: a policy, its name or text, as for `checkpoint_blocks`.
-        blocks: a class of modules or a tuple of classes. By default, the blocks are the modules in each `ModuleList` or
-            `Sequential` of two or more modules of the same class.
+        blocks: a class of modules or a tuple of classes. By default, the blocks are the modules in each outermost
+            `ModuleList` or `Sequential` that has two or more modules, all of the same class.
 
     Returns:
         The policies in force; `.blocks` lists the paths of the blocks.
@@ -115,7 +114,7 @@ def is_gradient_checkpointing(model: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the outermost lists of two or more modules of one class."""
+    """The modules of the outermost lists that have two or more modules, all of the same class."""
     repeated: dict[str, list[nn.Module]] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len(set(map(type, module))) == 1:

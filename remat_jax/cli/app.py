@@ -69,7 +69,7 @@ def policies(as_json: Json = False) -> None:
 
 
 def targets(as_json: Json = False) -> None:
-    """List the targets: hardware for which steps can be measured and planned. None of it has to be present."""
+    """List the targets: hardware for which steps can be measured and planned. The hardware need not be present."""
     with answering(as_json) as answer:
         listed = [target(name) for name in target_names()]
         cells = [
@@ -82,7 +82,7 @@ def targets(as_json: Json = False) -> None:
 
 
 def _rates(described: Target) -> list[str | None]:
-    """Texts of the nominal rates of memory, of the link to the host and of bfloat16 matmuls; in brackets those of estimates."""
+    """Three cells: the nominal rates of memory, host link and bfloat16 matmuls; in brackets the rates that estimates use."""
     if described.kind == "cpu":
         return [None, None, None]
     rates = Rates.of(described)

@@ -26,9 +26,9 @@ def calibrate(
 ) -> None:
     """Measure the rates of the attached GPU, or of this machine's CPU, and write them as a target for time estimates.
 
-    It measures large and small matmuls in each dtype, memory, and the start of a kernel. On a GPU it also measures the link to
-    host memory in each direction, and the share of compute that can hide copies. Run nothing else at the same time. Afterwards,
-    write FILE.toml:NAME wherever a target is expected.
+    It measures the rates of large and small matmuls in each dtype and of memory, and the time to start a kernel. On a GPU it
+    also measures the link to host memory in each direction, and the share of compute that can hide copies. Run nothing else at
+    the same time. Afterwards, give FILE.toml:NAME wherever a target is expected.
     """
     with answering(as_json) as answer:
         if output.exists() and not overwrite:

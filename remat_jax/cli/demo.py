@@ -35,7 +35,7 @@ def demo(
     ] = "h200",
     as_json: Json = False,
 ) -> None:
-    """Train a byte-level language model in PyTorch and in Flax, in every mode; show that they agree, and the cost of each.
+    """Train a byte-level language model in PyTorch and Flax in every mode; show that they agree, and what each mode costs.
 
     Both frameworks train on real text (the source of the Python standard library), from the same initial weights and with the
     same batches. No GPU is needed; the demo takes two minutes on two cores. Exits with 1 if a check fails.
@@ -65,7 +65,7 @@ def demo(
 
 
 def _driver() -> ModuleType:
-    """The demo's module in the examples, which are inside the package in a wheel and next to the package in a checkout."""
+    """The demo's module. In a wheel the examples are inside the package; in a checkout they are next to it."""
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError(
             "the demo compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'; "

@@ -70,7 +70,7 @@ def measure(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the memory of a training step under each policy, as the target's own compiler lays it out.
+    """Compile a training step under each policy with the target's own compiler, and measure the memory that the step needs.
 
     FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed; with --target
     attached, each step also runs on this machine's GPU.
@@ -130,7 +130,7 @@ def _distinct(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> l
 
 
 def _called(name: str, report: Any) -> Any:
-    """`report` with `name` as its policy if `name` is a plan's file, because the texts of a plan's policies are many lines."""
+    """`report`; if `name` is a plan's file, the report shows `name` instead of the plan's policies, which are many lines."""
     return replace(report, policy=name) if is_plan(name) else report
 
 

@@ -1,4 +1,4 @@
-"""Shared by all commands: where output goes, how errors end a command, and how long work shows progress."""
+"""Shared by all commands: where output goes, how errors end a command, and how progress is shown."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _otherwise(error: UnicodeError) -> tuple[str, int]:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on standard output or standard error, as they are now."""
+    """A console on the current standard output or standard error."""
     stream = sys.stderr if stderr else sys.stdout
     return SafeConsole(file=stream, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)
 
@@ -131,7 +131,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
     With `--json`, other prints, such as those of a user's file, go to standard error.
     """
     answer = Answer(as_json=as_json)
-    # The commands print this package's warnings after their tables.
+    # Warnings are silenced here, because the commands print them after their tables.
     with silenced(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
             yield answer
@@ -164,7 +164,7 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def finite(value: Any) -> Any:
-    """Plain data with None for each number that JSON cannot write (infinity, not a number)."""
+    """`value`, plain data, with None for each number that JSON cannot write (infinity, NaN)."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -24,7 +24,7 @@ def parity(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as one self-contained page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a PyTorch model with its Flax port: outputs, gradients, training, and what both keep in memory.
+    """Compare a PyTorch model with its Flax port: outputs, gradients, training, and the memory of both.
 
     FILE:FUNCTION names a function without arguments that returns a dictionary of the arguments of remat_jax.parity.compare
     (torch_module, flax_module, inputs, and optional ones). Exits 1 if the models differ, or if a planted fault is not found.
@@ -46,7 +46,7 @@ def parity(
 
 
 def parity_report(case: str, show_step: Any) -> ParityReport:
-    """The report for `case`, a user's function that returns a report, or the arguments of the comparison to run here."""
+    """The report that `case` names or returns. If it gives the arguments of `compare` instead, the comparison runs here."""
     result = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
     if isinstance(result, ParityReport):
         return result

@@ -38,7 +38,7 @@ def plan(
     """Find the fastest policy whose compiled training step fits a budget of memory.
 
     FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed or used. Exits 3 if
-    nothing fits; the error names the least memory that was reached, and its largest parts.
+    nothing fits; the error names the least memory that was found, and its largest parts.
     """
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.

@@ -40,7 +40,7 @@ MeshOption = Annotated[
 
 
 def load_on_mesh(name: str, mesh: str | None, target: Target | None) -> Workload:
-    """The workload that `name` refers to, on the mesh described by `mesh`, if given, which must be as large as the target."""
+    """The workload that `name` refers to. `mesh`, if given, replaces its mesh, and must be as large as `target`."""
     divided = None if mesh is None else as_mesh(mesh)
     if divided is not None and target is not None:
         check_size(divided, target, f"mesh={mesh!r}")
@@ -53,7 +53,7 @@ POLICY_HELP = "A name, a text, or the .json file of a plan"
 
 
 def check_policy(given: str) -> Any:
-    """The policy, or the path of the plan, that `given` names. Called to check `given` before the user's file runs."""
+    """Check `given` before the user's file runs, and return its policy; if `given` names a plan's file, return the path."""
     if not is_plan(given):
         return as_block_policy(given)
     path = Path(given)
@@ -63,7 +63,7 @@ def check_policy(given: str) -> Any:
 
 
 def read_policy(given: str, workload: Workload) -> Any:
-    """The policy `given`, or the policies of a plan for the blocks of `workload`."""
+    """`given`; if it names a plan's file, a dict with the plan's policy for each block of `workload`."""
     return dict(Plan.load(given, workload).policies) if is_plan(given) else given
 
 
@@ -76,13 +76,13 @@ _EXPECTED = "expected path/to/file.py:function or package.module:function"
 
 
 def load_workload(name: str) -> Workload:
-    """The workload that `name` refers to, or the workload that the function `name` returns without arguments."""
+    """The workload that `name` refers to; if `name` refers to a function, the workload that it returns without arguments."""
     workload: Workload = load_named(name, "workload", (Workload,), "a remat_jax.Workload")
     return workload
 
 
 def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str) -> Any:
-    """The instance of `kinds` that `name` refers to, or the instance that the function `name` returns without arguments.
+    """The instance of `kinds` that `name` refers to; if `name` refers to a function, the instance that it returns.
 
     Error messages call this argument `argument` and ask for `expected`.
     """
@@ -146,7 +146,7 @@ def _module(where: str, subject: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module in a file, imported as part of its package if the file is in one. It may import modules from its folder."""
+    """Import a file, as part of its package if it is in one. It may import modules next to itself or next to its package."""
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]
@@ -164,7 +164,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _guarded(subject: str, run: Callable[[], Any]) -> Any:
-    """`run()`; raises an ArgumentError with type, message and line for an error of the user's code."""
+    """Return `run()`; an exception of the user's code becomes an ArgumentError with its type, message and line."""
     try:
         return run()
     except RematError:

@@ -85,7 +85,7 @@ def _manual_axes(eqn: Any) -> Any:
 
 @contextlib.contextmanager
 def inner_context(eqn: Any) -> Iterator[None]:
-    """Trace as in the body of `eqn`, where a `shard_map` binds its mesh axes."""
+    """If `eqn` is a `shard_map`, trace with its mesh axes bound, as in its body; else this context does nothing."""
     if eqn.primitive.name != "shard_map":
         yield
         return
@@ -97,7 +97,7 @@ def inner_context(eqn: Any) -> Iterator[None]:
 
 
 def scopes(eqn: Any) -> tuple[str, ...]:
-    """The module path of `eqn`: the named scopes of its name stack, except transformations and scopes of `layers_scope`."""
+    """The module path of `eqn`: the named scopes of its name stack, except those of `layers_scope`."""
     return tuple(part for part in _all_scopes(eqn) if not _LAYERS.fullmatch(part))
 
 
@@ -138,7 +138,7 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[Any], renamed: Mapping[Any, Any]) -> Any:
-    """`jaxpr`, open or closed, with equations `eqns` and outputs mapped by `renamed`; `jaxpr` itself if `eqns` are its own."""
+    """`jaxpr`, open or closed, with equations `eqns` and outputs mapped by `renamed`; `jaxpr` itself if it has `eqns`."""
     body = closed(jaxpr).jaxpr
     if len(eqns) == len(body.eqns) and all(map(operator.is_, body.eqns, eqns)):
         return jaxpr
@@ -171,7 +171,7 @@ def source_line(eqn: Any) -> str:
 
 
 def dce(jaxpr: Any, used_outputs: Sequence[bool] | None = None, *, keep_inputs: bool = True) -> Any:
-    """The closed `jaxpr` without equations that no used output needs, also inside scans, jits and checkpoints."""
+    """The closed `jaxpr` with only the equations that its used outputs need, also inside scans, jits and checkpoints."""
     used = [True] * len(jaxpr.out_avals) if used_outputs is None else list(used_outputs)
     pruned, _ = _pe.dce_jaxpr(jaxpr.jaxpr, used, instantiate=keep_inputs)
     return jex.ClosedJaxpr(pruned, jaxpr.consts)
@@ -224,7 +224,7 @@ def optimization_barrier(operands: Any) -> Any:
 
     JAX's derivative of a barrier is a barrier. For an operand in host memory without a cotangent, this derivative creates zeros
     in device memory, which is an error. In a `shard_map` that checks how values vary over mesh axes, JAX before 0.12 gives all
-    outputs of a barrier the axes of the operand that varies most, which changes their types.
+    outputs of a barrier the axes of the operand that varies over the most axes, which changes the outputs' types.
     """
     leaves, treedef = jax.tree.flatten(operands)
     return jax.tree.unflatten(treedef, _barrier_p.bind(*leaves) if leaves else [])
@@ -262,8 +262,8 @@ def batched(
 ) -> tuple[Any, list[Any], list[int | None]]:
     """In a batching rule: the batched `jaxpr`, `args` with the mapped axis in front, and the mapped axis of each output.
 
-    `axis`, `args` and `axes` are JAX's arguments to the rule. An output that is equal for the whole batch has no mapped axis
-    (None), unless `instantiate` requires a mapped axis for all outputs or for this output.
+    `axis`, `args` and `axes` are JAX's arguments to the rule. The mapped axis of an output is None if the output is equal for
+    the whole batch and `instantiate` (one bool, or a list with a bool for each output) does not force a mapped axis.
     """
     in_front = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
     mapped, which = _batching.batch_jaxpr(jaxpr, axis, [dim is not None for dim in axes], instantiate)
@@ -279,7 +279,7 @@ def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
 def _map_linear(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, num_res: int, bwd: Any, out_avals: Any, in_zeros: Any, **rest: Any
 ) -> tuple[list[Any], list[int]]:
-    """The batching rule for the linear part of a `custom_vjp`. The batched part sums the cotangents of unmapped operands."""
+    """The batching rule for the linear part of a `custom_vjp`. Cotangents of operands without a mapped axis are summed."""
     along = iter(dims[num_res:])
     places = [None if zero else next(along) for zero in in_zeros]
     in_dims = [*dims[:num_res], *[0] * len(out_avals)]
@@ -289,9 +289,9 @@ def _map_linear(
     return list(outputs), [0] * len(avals)
 
 
-# JAX batches a function before it differentiates it. `vmap` of a block instead batches a traced derivative, which contains
-# tangents. JAX's batching rule for them raises that a `custom_vjp` has no forward mode. With the rule above, only evaluating
-# the result raises this error.
+# JAX batches a function before it differentiates it, so its own batching rule for the linear part of a `custom_vjp` raises
+# that there is no forward mode. `vmap` of a block batches a traced derivative, which contains such linear parts. With the rule
+# above, only evaluating the result raises this error.
 _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
 
 

@@ -135,7 +135,7 @@ def _keeps_nothing(*_: Any, **__: Any) -> bool:
 
 
 def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, the body of a loop over chunks, in a checkpoint that saves nothing and does not count as a model's region."""
+    """`function`, the body of a loop over chunks, in a checkpoint that saves nothing and is not treated as the model's own."""
 
     def checkpointed(*args: Any) -> Any:
         with classic_rematerialisation():
@@ -190,7 +190,7 @@ OFFLOAD = _pe.Offloadable(src="device", dst="pinned_host")
 
 
 def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
-    """The names (else primitives) of the equations of `jaxpr`, at any depth, whose outputs the JAX policy would offload."""
+    """The outputs of equations of `jaxpr`, at any depth, that the JAX policy would offload: their names, else primitives."""
     names = []
     for eqn in jaxpr.jaxpr.eqns:
         verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)

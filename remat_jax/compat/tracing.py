@@ -38,7 +38,7 @@ def _traces() -> Iterator[Any]:
 
 
 def _traces_inside_differentiation() -> Iterator[Any]:
-    """The current trace and the traces around it, up to the one that differentiates."""
+    """The current trace, then the traces around it that are inside the innermost differentiation."""
     return itertools.takewhile(lambda trace: type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"), _traces())
 
 
@@ -64,7 +64,7 @@ def in_loop(*, around_gradient: bool = True) -> bool:
 
 
 def is_fixed_in_loops(leaf: Any) -> bool:
-    """Whether `leaf` comes from before the loops that are being traced, so that every iteration reads the same array.
+    """Whether `leaf` was computed before the loops that are being traced, so that every iteration reads the same array.
 
     An array that a loop computes only from such arrays is fixed, too. Loops around the differentiation are ignored.
     """
@@ -88,8 +88,8 @@ def _is_fixed(leaf: Any, traces_in_loops: Container[int]) -> bool:
         elif tracer.parent is None and _is_broadcast(tracer):
             continue
         elif tracer.parent is None or len(seen) > _MOST_EQUATIONS:
-            # The input of a loop or call, which has no equation, may change. So may arrays that depend on many equations: the
-            # search gives up early.
+            # No equation computes an input of a loop or call, so it may change between iterations. After many equations the
+            # search gives up, as if the array changed.
             return False
         else:
             waiting += tracer.parent.in_tracers
@@ -172,7 +172,7 @@ def is_on_host(leaf: Any) -> bool:
 
 
 def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
-    """The equation that computes the tracer `leaf`: its index in the trace, the equation, and its output; None without one."""
+    """The index in the trace, the equation that computes the tracer `leaf`, and its output; None without such an equation."""
     frame: Any = getattr(getattr(leaf, "_trace", None), "frame", None)
     parent = getattr(leaf, "parent", None)
     if parent is None or not hasattr(frame, "tracing_eqns"):
@@ -183,7 +183,7 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
 
 
 def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A function that makes a context with the axes (of `vmap`, of a mesh) bound now, to differentiate a body there later."""
+    """A function that makes a context to trace a body later, with the axes (of `vmap`, of a mesh) that are bound now."""
     axes = _core.get_axis_env().axis_sizes
 
     def bound() -> contextlib.AbstractContextManager[Any]:
@@ -218,7 +218,7 @@ def trace_settings() -> Any:
 
 
 def block_settings() -> Any:
-    """`trace_settings` with the defaults of all contexts made with `reaches_blocks=False`: equal under all policies."""
+    """`trace_settings` with the default of each context made with `reaches_blocks=False`; policies do not change it."""
     with contextlib.ExitStack() as defaults:
         for context, default in _outside_blocks:
             defaults.enter_context(context(default))

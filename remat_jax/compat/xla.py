@@ -20,7 +20,7 @@ from jax._src import config as _config
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.reading import read_limited
 
-# The largest flag file to read; an environment variable cannot be much longer.
+# The largest flag file to read: its content becomes an environment variable, which cannot be much longer.
 _MOST_BYTES = 2**16
 
 _DISABLED_PASSES = re.compile(r"(?<!\S)--xla_disable_hlo_passes=(\S*)")
@@ -88,7 +88,7 @@ GPU_COMPILER_ENVIRONMENT: dict[str, str] = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "
 """Without this variable the CUDA plugin refuses to load if cuDNN is not installed."""
 
 GPU_COMPILER_FLAGS = "--xla_gpu_autotune_level=0"
-"""Switches XLA's autotuning off, which needs a GPU to time GPU kernels."""
+"""Switches off XLA's autotuning, which needs a GPU to time kernels."""
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
@@ -116,7 +116,7 @@ _DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 
 
 def keep_to_cpu_without_gpu() -> None:
-    """Without an NVIDIA device, keep JAX from trying the CUDA plugin, which prints a traceback. Call this before JAX starts."""
+    """Without an NVIDIA device, make JAX use the CPU: the CUDA plugin would print a traceback. Call this before JAX starts."""
     if "JAX_PLATFORMS" not in os.environ and not any(map(os.path.exists, _DEVICES)):
         jax.config.update("jax_platforms", "cpu")
 
@@ -141,7 +141,7 @@ def attention_kernel() -> Any:
 
 
 def wants_cudnn(message: str) -> bool:
-    """Whether an error message of JAX or XLA is about cuDNN, which is missing or does not support an operation."""
+    """Whether an error message of JAX or XLA names cuDNN: it is missing, or does not support an operation."""
     return "cudnn" in message.lower()
 
 

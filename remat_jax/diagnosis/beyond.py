@@ -1,8 +1,8 @@
-"""Compiles the step with each change that `doctor` advises beyond policies, so that the advice states compiled savings.
+"""Compiles the step with each change other than a policy that `doctor` advises. The advice then states compiled bytes.
 
 The model's output head (the matmul that computes the logits) and its attentions are changed in the traced loss. The blocks
 are still marked there (`core.marks`), so a policy reaches the changed blocks. The changed loss computes other values. But its
-arrays have the shapes that they would have if the user made the change, so it needs the same memory. The two changes are:
+arrays have the shapes that they would have if the user made the change, so it needs the same memory. The loss has two changes:
 
 - **head**: the head runs in chunks (`in_chunks`) with optax's cross entropy, which replaces everything that the loss computes
   from the logits.
@@ -63,9 +63,9 @@ Change = Callable[[Any, Sequence[Any]], list[Any]]
 def compiled_advice(
     workload: Workload, policy: Any, report: MemoryReport, target: Target, timeout: float
 ) -> tuple[Advice, ...]:
-    """The advice of `report`, the largest saving first. A saving stays an estimate if the changed step cannot be compiled.
+    """`report.advice` with compiled bytes, the largest first. If a changed step cannot be compiled, its bytes stay estimates.
 
-    Savings below 2 % of the step's own device memory are left out.
+    Reductions below 2 % of the unchanged step's device memory are left out.
     """
     compiled = [_compiled(workload, policy, advice, report, target, timeout) for advice in report.advice]
     worth = [advice for advice in compiled if advice.bytes >= LEAST * report.device_bytes]
@@ -264,7 +264,7 @@ def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], besid
 # --- attention in a kernel ---------------------------------------------------------------------------------------------
 
 
-# The matmul of queries and keys, the matmul of attention weights and values, and the index of the values in its two operands.
+# The matmul of queries and keys, the matmul of weights and values, and the index (0 or 1) of the values in the second matmul.
 _Attention = tuple[Any, Any, int]
 
 
@@ -317,7 +317,7 @@ def _attentions(eqns: Sequence[Any]) -> Iterator[_Attention]:
 
 
 def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:
-    """The result of `mixed`, computed by the attention kernel.
+    """The result of the equation `mixed`, which multiplies attention weights by values, computed by the attention kernel.
 
     Any number of batch dimensions, and of query heads per key head, is allowed.
     """
@@ -351,10 +351,10 @@ def _as_heads(
 ) -> Any:
     """`array` reshaped to (others, batch, rows, heads, features); `batch`, `rows` and `features` list dimensions of `array`.
 
-    The last dimension of the argument `batch` becomes the heads, the rest of them the batch. Rows are positions in the
-    sequence. Without `rows`, they are the left-over dimension of size `length`, or the largest one if none has this size. With
-    `features`, the dimensions that are then left over are the others (for queries: the query heads that share one key head).
-    Without `features`, these dimensions are the features, and others has size 1.
+    The last dimension in the argument `batch` becomes the heads; its other dimensions become the batch. Rows are positions in
+    the sequence. If `rows` is None, they are the unlisted dimension of size `length`, or else the largest unlisted dimension.
+    The remaining unlisted dimensions are the others (for queries: the query heads that share one key head). If `features` is
+    None, these dimensions are the features instead, and others has size 1.
     """
     rest = [dim for dim in range(array.ndim) if dim not in (*batch, *(rows or ()), *(features or ()))]
     if rows is None:

@@ -23,9 +23,9 @@ _PASSES = 3
 
 
 def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float, float] | None:
-    """The last block's path, its offloaded bytes, and seconds of copying and of compute, if compute cannot hide the copies.
+    """The last block's path and offloaded bytes, and the seconds of its copies and of the compute that could hide them.
 
-    None if compute may hide the copies, if the last block does not offload or is in a loop, if no other block offloads, or if
+    None if the compute is long enough, if the last block does not offload or is in a loop, if no other block offloads, or if
     a rate of the target is unknown. An array is copied to the host while the rest of its block and later code run, and must be
     back before the backward pass of its block. The compute time is overestimated: it counts the whole block and the later code,
     and assumes that nothing is fused, so that every equation reads and writes device memory.
@@ -131,7 +131,7 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
 
 
 def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[Finding]:
-    """A step that needs more pinned host memory than XLA's pool, which all devices of a process share.
+    """A step that needs more pinned host memory than XLA's pool has. All devices of a process share the pool.
 
     `host_bytes` is the host memory of the compiled step on one host. If it is None, only offloaded residuals are counted, and a
     workload on a mesh is not checked.
@@ -162,7 +162,7 @@ def host_memory(report: MemoryReport) -> Iterator[Finding]:
 
 
 def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding]:
-    """Copies of the last block's offloaded arrays that the code after the block is too short to hide."""
+    """An offload in the last block, if the code after the block is too short to hide the copies."""
     exposed = exposed_copies(observed, target)
     if exposed is not None:
         path, nbytes, copying, computing = exposed
@@ -200,7 +200,7 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
 
 
 def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
-    """XLA's latency-hiding scheduler, if a flag enables it, and it costs memory without making the step faster (jax#20763)."""
+    """XLA's latency-hiding scheduler, enabled by a flag, if it costs memory and the step is not faster (jax#20763)."""
     settings = _SCHEDULER_FLAG.findall(compat.xla_flags())
     if not settings or settings[-1].lower() in ("false", "0"):
         return
@@ -221,8 +221,8 @@ def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, 
     waited = report.overlap
     if waited is None or _SCHEDULER_FLAG.search(compat.xla_flags()):
         return
-    # `Overlap.coverable` cannot decide this: it describes this schedule, and the other scheduler may hide more. If nothing can
-    # hide the copies, the second compilation below shows no gain.
+    # Only compiling with the other scheduler shows whether it hides the copies: `Overlap.coverable` is an upper bound for the
+    # schedule of this compilation.
     if waited.step_seconds - waited.compute_seconds < _LARGE * waited.step_seconds:
         return
     other = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": True})

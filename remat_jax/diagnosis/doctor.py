@@ -68,22 +68,22 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `parameter_kept` | a policy saves copies of parameters, which are on the device anyway |
     | `keyless_random` | recomputing `lax.rng_uniform` draws different numbers: the gradient is wrong |
     | `pinned_pool` | the step needs more host memory than XLA's pool of pinned memory has |
-    | `host_memory` | the step needs more host memory than the target's hosts have for their devices (GPU target) |
+    | `host_memory` | the devices of a host need more host memory than the host has (GPU target) |
     | `last_block_offloaded` | the code after the last block is too short to hide the block's copies (GPU target) |
     | `miscompiled_offload` | this version of JAX reads the residuals of the wrong layer of a scan (GPU target) |
     | `xla_rematerialization` | XLA recomputes more than the policy asks for, to fit the device (GPU target) |
-    | `latency_hiding_scheduler` | XLA's flag costs over a tenth of the memory, saves under a tenth of the time (GPU target) |
+    | `latency_hiding_scheduler` | XLA's flag adds over 10 % memory, and the step is under 10 % faster (GPU target) |
     | `copies_not_hidden` | compute waits for copies that XLA's latency-hiding scheduler would hide (GPU target) |
 
     The model's own checkpoints (`nn.remat`, `jax.checkpoint`) are examined too; the policy `"off"` examines only these. The
     step is traced, and compiled if there is a target, but never run. A `jax.checkpoint` without a policy is no trap: it may
     deliberately recompute everything.
 
-    With a target the diagnosis also has `advice`: changes that save memory which policies on the blocks cannot save. `doctor`
-    makes and compiles each change where it can; `Advice.compiled` is False for a saving that is only an estimate.
+    With a target the diagnosis also has `advice`: changes that reduce memory where policies on the blocks cannot. `doctor`
+    compiles the step with each change if it can; otherwise the reduction is an estimate, and `Advice.compiled` is False.
 
     Args:
-      policy: a policy, its name or text, a JAX policy object, or a mapping from block to policy.
+      policy: a policy, its name or text, a JAX policy object, or a dict that maps each block to its policy.
       target: a GPU to compile for, or None to trace only.
       timeout: seconds that each compilation may take.
 

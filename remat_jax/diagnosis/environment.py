@@ -28,11 +28,11 @@ class Environment:
 
     Attributes:
       python, platform: the Python version and the platform of this process.
-      versions: the version of each relevant package; None if it is not installed.
-      gpus: name, driver and memory of each GPU, from NVIDIA's driver.
+      versions: package → version; None if the package is not installed.
+      gpus: a dict for each GPU, with the name, driver version and memory that NVIDIA's driver reports.
       attached: JAX's name of the GPU, or the reason why JAX finds no GPU; None if the driver finds no GPU.
-      flags: the environment variables that affect JAX, XLA, PyTorch or remat_jax.
-      limits: the features that are unavailable here, with reason and remedy.
+      flags: name → value of the environment variables that affect JAX, XLA, PyTorch or remat_jax.
+      limits: a text for each unavailable feature, with reason and remedy.
     """
 
     python: str

@@ -17,7 +17,7 @@ class Finding:
 
     Attributes:
       trap: the trap's name in the table of `doctor`.
-      block: the paths or classes of the blocks (the first three if there are more); for some traps the workload or the policy.
+      block: the paths or classes of the blocks (at most three are named); for some traps the workload or the policy.
       place: the line of the user's code, as `file:line (function)`; empty if unknown.
       problem: what happens, with the figures that show it.
       remedy: what to do.
@@ -43,7 +43,7 @@ class Diagnosis:
       findings: the traps; empty if there are none.
       regions: the number of different checkpointed regions; equal blocks, and the layers of a scan, count once.
       replaced_checkpoints: the number of the model's own checkpoints that the policy replaced.
-      advice: changes beyond the policy that would save memory; empty without a target, or if the policy is refused.
+      advice: changes other than a policy that would reduce memory; empty without a target, or if the policy is refused.
     """
 
     workload: str

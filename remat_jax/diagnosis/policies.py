@@ -82,7 +82,7 @@ def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Findi
 
 
 def named_for_offload(observed: Observed) -> Iterator[Finding]:
-    """Names selected for offload whose arrays the backward pass does not read, so that no byte is moved."""
+    """Offloaded names whose arrays the backward pass does not read, so that nothing is moved."""
     for region in observed.regions:
         unmoved = _offloaded_by_name(region) - {kept.name for kept in region.offloaded}
         outputs = _outputs(region) if unmoved else set()
@@ -140,7 +140,7 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
 
 
 def _offloaded_by_name(region: Region) -> set[str]:
-    """The names given by `checkpoint_name` in the model that the policy offloads by their exact name, not by a glob."""
+    """The names that the model gives by `checkpoint_name` and the policy offloads by exact name. Globs do not count."""
     names = set(given_names(region.block.jaxpr))
     if isinstance(region.policy, Policy):
         exact = names & set(region.policy.selectors)
@@ -158,7 +158,7 @@ def _outputs(region: Region) -> set[str]:
 
 
 def _distinct_policies(observed: Observed) -> list[Policy]:
-    """The distinct `Policy` objects of the workload, with the policies of its layers; JAX policies are left out."""
+    """The distinct `Policy` objects of the workload, including those of single layers; JAX policies are left out."""
     entries = observed.policies.entries if observed.policies else ()
     runs = [policy.runs if isinstance(policy, LayerPolicies) else ((None, policy),) for _, policy in entries]
     return [policy for policy in dict.fromkeys(policy for run in runs for _, policy in run) if isinstance(policy, Policy)]
@@ -168,7 +168,7 @@ def _distinct_policies(observed: Observed) -> list[Policy]:
 
 
 def kernel_run_again(observed: Observed) -> Iterator[Finding]:
-    """Kernels that run again although one of their results is saved, such as flash attention for its log-sum-exp."""
+    """Kernels that run again although a result is saved, such as flash attention, to compute another result (log-sum-exp)."""
     for region in observed.regions:
         again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
         makers = region.makers() if again else {}
@@ -192,10 +192,10 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
 
 
 def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
-    """The kernel with several results from which cheap operations compute the array that the equation `name` names.
+    """The kernel from whose results cheap operations compute the array that the equation `name` names.
 
-    None if there is no such kernel, if there are several, or if a matmul is among the operations. `made` maps each variable to
-    the equation that computes it.
+    Only kernels with several results count. None if there is no such kernel, if there are several, or if a matmul is among the
+    operations. `made` maps each variable to the equation that computes it.
     """
     kernels: dict[int, Any] = {}
     seen: set[Any] = set()
@@ -232,7 +232,7 @@ def _is_kernel(eqn: Any) -> bool:
 
 
 def _is_same(eqn: Any, again: Any) -> bool:
-    """Whether `again` recomputes `eqn`, perhaps without unread results; a transpose of `eqn` does not count."""
+    """Whether `again` recomputes `eqn`; it may lack results that are not read. A transpose of `eqn` does not count."""
     first, second = ((each.primitive.name, compat.source_line(each), each.params.get("reverse")) for each in (eqn, again))
     avals = [str(var.aval) for var in eqn.outvars]
     return first == second and all(str(var.aval) in avals for var in again.outvars)
@@ -265,7 +265,7 @@ def _selectors(names: list[str]) -> str:
 
 
 def _copies_of_parameters(region: Region) -> dict[str, bool]:
-    """Maps the name of each array that is a view or a cast of a parameter to whether the array was cast."""
+    """A dict: the name of each array that is a view or a cast of a parameter → whether it is a cast."""
     jaxpr = region.block.named.jaxpr
     views = flagged(jaxpr, region.parameters, is_view)
     copies: dict[str, bool] = {}

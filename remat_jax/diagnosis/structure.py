@@ -1,4 +1,4 @@
-"""Traps of misplaced checkpoints: a checkpoint around others, a checkpoint that is missing, or around a Python flag."""
+"""Traps of misplaced checkpoints: around other checkpoints, missing in `nn.remat_scan`, or around a Python flag."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
     """A checkpoint around all others, which runs everything three times without lowering the peak memory.
 
     The backward pass of the outer checkpoint first recomputes everything that the inner checkpoints save. So the outer
-    checkpoint saves memory only while the code after it runs. The trap is reported if the residuals outside the outer
-    checkpoint have at most as many bytes as the arrays that the backward pass of the largest inner checkpoint recomputes and
-    reads.
+    checkpoint reduces memory only while the code after it runs. The trap is reported if the residuals outside the outer
+    checkpoint are not larger than the largest working set of an inner checkpoint: the arrays that its body computes and its
+    backward pass reads.
     """
     outermost = list(region_equations(observed.jaxpr))
     if len(outermost) != 1 or outermost[0][3]:
@@ -92,7 +92,7 @@ def _outside(observed: Observed, region: Region) -> float:
 
 
 def overruled_policy(observed: Observed) -> Iterator[Finding]:
-    """A checkpoint of the model itself around blocks, which drops the arrays that the workload's policy saves inside."""
+    """A checkpoint that the model itself puts around blocks, and that drops what the workload's policy saves in the blocks."""
     wanted = [kept for region in observed.regions if region.ours for kept in region.kept]
     wanted_bytes, names = sum(kept.nbytes for kept in wanted), {kept.name for kept in wanted}
     for region in observed.regions:
@@ -117,7 +117,7 @@ def _count_blocks(jaxpr: Any) -> int:
 
 
 def traced_flag(observed: Observed) -> Iterator[Finding]:
-    """A Python flag that `jax.checkpoint` traces, so that both sides of a choice that depends on it are computed."""
+    """A Python flag that `jax.checkpoint` traces, so that both branches of each choice on the flag are computed."""
     for eqn, path, inputs in _regions_with_flags(observed.jaxpr, set(), ()):
         body = body_of(eqn)
         for index in inputs:

@@ -1,4 +1,4 @@
-"""The checkpointed regions of a workload, with the arrays that each saves and the equations that it recomputes."""
+"""The checkpointed regions of a workload, with the arrays that each saves and the equations that each recomputes."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Region:
     """Checkpointed code: a block with the workload's policy (`ours`), or the user's own `jax.checkpoint`.
 
     Regions with the same code and policy are merged into one region with several module paths (`paths`). `place` is the user's
-    source line. The policy None is JAX's default, which recomputes everything. `parameters` flags the inputs of the code that
-    are parameters, constants or RNG keys; in a user's own `jax.checkpoint`, all arguments of the loss, and views of them.
-    `looped` says whether the region is in a loop.
+    source line. The policy None is JAX's default, which recomputes everything. `parameters` has a flag for each input of the
+    code. In a block it says whether the input is a parameter, constant or RNG key; in a user's own `jax.checkpoint`, whether
+    the input is an argument of the loss or a view of an argument. `looped` says whether the region is in a loop.
     """
 
     paths: tuple[str, ...]
@@ -70,7 +70,7 @@ class Region:
 
     @functools.cached_property
     def kept(self) -> tuple[Kept, ...]:
-        """The arrays saved for the backward pass, except inputs and constants that are not moved to the host."""
+        """The arrays saved for the backward pass, except inputs and constants in device memory."""
         return _kept(self.block)
 
     @property
@@ -96,14 +96,14 @@ class Region:
         return _flops(compat.jaxpr_function(self.block.jaxpr), self.block.jaxpr)
 
     def makers(self) -> dict[str, tuple[Any, dict[Any, Any]]]:
-        """Maps each residual name to the equation that gives it, and to the equations of the same jaxpr by output variable."""
+        """Residual name → (the equation that gives the name, the equations of the same jaxpr by output variable)."""
         if self.is_opaque:
             return {}
         linearised, primals = self.block.linearised.jaxpr, len(self.block.jaxpr.in_avals)
         return dict(_makers(linearised, [index < primals for index in range(len(linearised.in_avals))]))
 
     def finding(self, trap: str, problem: str, remedy: str, *, eqn: Any = None) -> Finding:
-        """A finding about the region, at the source line of `eqn`; without this line, at the region's line."""
+        """A finding about the region, at the source line of `eqn`; if there is none, at the region's line."""
         return Finding(trap, some(self.paths), (compat.source_line(eqn) if eqn else "") or self.place, problem, remedy)
 
     @property
@@ -161,10 +161,10 @@ def bytes_in_use(body: Any) -> int:
 
 
 def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
-    """The items of `Region.makers`, read from `jaxpr`. Inputs that `primal` does not flag are tangents, which are left out."""
+    """The items of `Region.makers`, read from `jaxpr`. Inputs that `primal` does not flag are tangents."""
     fixed = flagged(jaxpr, primal, all_inputs)
-    # Leave out loops with tangents, which are not the loops that the backward pass recomputes. Keep calls: their bodies are
-    # searched below.
+    # Leave out loops that also compute tangents: they are not the loops that the backward pass recomputes. Keep calls: their
+    # bodies are searched below.
     eqns = [eqn for eqn in jaxpr.jaxpr.eqns if compat.kind(eqn) in CALLS or all(var in fixed for var in eqn.outvars)]
     made = {var: eqn for eqn in eqns for var in eqn.outvars if var in fixed}
     for eqn in jaxpr.jaxpr.eqns:
@@ -189,10 +189,10 @@ def _inner(eqn: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class Observed:
-    """A workload traced under its policies (None for `off`), and the jaxpr of its loss or finished step.
+    """A workload traced under its policies (None for `off`), and the jaxpr of its loss, or of a step without a loss.
 
-    `regions` lists the regions of the workload's policies, then the user's own. `order` lists the paths of the workload's
-    blocks in the order of execution. `unreached` maps a block to the reason why its policy does not reach it.
+    `regions` lists the regions of the workload's policies, then the user's own `jax.checkpoint` regions. `order` lists the
+    paths of the workload's blocks in the order of execution. `unreached`: block → the reason why its policy does not reach it.
     """
 
     workload: Workload
@@ -308,7 +308,7 @@ def region_equations(
 ) -> Iterator[tuple[Any, str, list[bool], bool]]:
     """Each outermost region of a closed jaxpr: its equation, its path, flags of its operands, and whether it is in a loop.
 
-    An operand is flagged if it is an input that `given` flags (None: any input), or a view of such an input.
+    An operand is flagged if it is an input of the jaxpr that `given` flags (None: any input), or a view of such an input.
     """
     outside = flagged(jaxpr, [True] * len(jaxpr.in_avals) if given is None else given, is_view)
     for eqn in jaxpr.jaxpr.eqns:
@@ -332,7 +332,7 @@ def is_region(eqn: Any) -> bool:
 
 
 def body_of(region: Any) -> Any:
-    """The code of a region's equation."""
+    """The body of a region's equation, a closed jaxpr."""
     body = region_body(region)
     assert body is not None, "asked of regions only"
     return body

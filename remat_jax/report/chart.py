@@ -52,8 +52,9 @@ class Panel:
     """One pair of axes; the first series is drawn first, behind the others.
 
     Attributes:
-        binary_x, binary_y: whether an axis is logarithmic to base 2.
-        from_zero, percent: whether the y axis begins at zero, and whether y values are shares.
+        binary_x, binary_y: whether the x axis, or the y axis, is logarithmic to base 2.
+        from_zero: whether the y axis begins at zero.
+        percent: whether y values are shares, written in percent.
         limit: the name and the x value of a dashed vertical line.
         keys: further legend entries.
     """

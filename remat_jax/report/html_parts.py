@@ -41,7 +41,7 @@ def html_table(
     sortable: bool = True,
     passed: Iterable[bool] | None = None,
 ) -> str:
-    """A table as HTML. `label` is for screen readers; rows that did not pass are marked.
+    """A table as HTML. `label` is for screen readers. Rows whose entry in `passed` is False are marked.
 
     >>> text = html_table([Column("policy", "name"), Column("device", "bytes")], [["full", 2048]], label="memory")
     >>> '<td class="number" data-value="2048" title="2,048 bytes">2.0 KiB</td>' in text

@@ -14,7 +14,7 @@ from remat_jax.report.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLI
 from remat_jax.report.tables import byte_unit, format_bytes, scaled_bytes
 
 Memory = Mapping[tuple[str, str], int]
-"""The bytes of one bar, by (module path, phase) or by (part, kind). A part has a colour; some kinds are hatched."""
+"""One bar: (module path, phase) or (part, kind) → bytes. Each part has a colour; some kinds are hatched."""
 
 _COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, "#F0E442")
 _ARGUMENTS = {"parameters": "#4d4d4d", "frozen parameters": "#6e6e6e", "optimizer state": "#909090", "batch": "#b5b5b5"}
@@ -31,7 +31,8 @@ def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int 
     """Stacked bars of device memory at the peak; `memory` maps each policy to its `MemoryReport.live_bytes_by_module`.
 
     Plain parts are arguments and saved arrays of the forward pass. Hatched parts are the working set: recomputed arrays and
-    arrays of the backward pass. The `modules` modules (at most 7) with the largest share of any bar have their own colours.
+    arrays of the backward pass. Modules are ranked by their largest share of any bar; the first `modules` (at most 7) have
+    their own colours.
 
     Raises `ValueError` if there is no policy, if a policy has no bytes, or if `modules` is out of range.
 
@@ -59,7 +60,7 @@ def stacked_figure(
     title: str = "",
     width: float = WIDTH,
 ) -> Picture:
-    """Bars of bytes by part and kind, and a second panel with each bar's shares; each part has a colour and a letter.
+    """Bars of bytes by part and kind; each part has a colour and a letter. A second panel shows the shares of each bar.
 
     Args:
       label: the label of the axis of bytes.
@@ -96,16 +97,16 @@ def stacked_figure(
 
 
 def part_letters(bars: Mapping[str, Memory]) -> dict[str, str]:
-    """A letter for each part of the bars, in order of appearance."""
+    """Part → letter, for all parts of the bars in order of appearance."""
     parts = dict.fromkeys(part for bar in bars.values() for part, _ in bar)
     return dict(zip(parts, itertools.cycle(string.ascii_uppercase), strict=False))
 
 
 def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[str, str], int]]:
-    """The bytes of each bar by (module or argument, `kept` or `working set`).
+    """Policy → a bar that maps (module or argument, `kept` or `working set`) to bytes.
 
     Layers whose paths differ only in a number are merged into one module, and the arrays of an argument into one part. Then
-    all modules except the `modules` modules with the largest share of any bar are merged into one part.
+    modules are ranked by their largest share of any bar, and all after the first `modules` are merged into one part.
     """
     paths = dict.fromkeys(path for bar in memory.values() for path, phase in bar if _argument(path, phase) is None)
     names = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
@@ -131,7 +132,7 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
 
 
 def merged_layers(paths: Iterable[str]) -> list[str]:
-    """Each path with `*` for its outermost number that varies among the paths with the same parts before it.
+    """Each path with `*` for one number: the outermost number that differs in another path with the same parts before it.
 
     >>> merged_layers(["Net/block_0/Dense_0", "Net/block_0/Dense_1", "Net/block_1/Dense_0", "Net/head_0"])
     ['Net/block_*/Dense_0', 'Net/block_*/Dense_1', 'Net/block_*/Dense_0', 'Net/head_0']

@@ -229,7 +229,7 @@ def _flow(keys: Sequence[Key], width: float) -> list[Place]:
 
 
 def _stripes(x: float, y: float, width: float, height: float) -> str:
-    """The path of diagonal stripes in a rectangle. An SVG pattern is not drawn if the picture that defines it is hidden."""
+    """Diagonal stripes in a rectangle, as a path: an SVG pattern is not drawn if the picture that defines it is hidden."""
     inset = _STRIPE / 2
     x, y, width, height = x + inset, y + inset, max(0.0, width - _STRIPE), max(0.0, height - _STRIPE)
     path = ""

@@ -64,7 +64,7 @@ def watched_flags(root: nn.Module | None, kwargs: Mapping[str, Any]) -> Iterator
 
 @contextmanager
 def _reading(cls: type, watched: Mapping[int, Mapping[str, Flag]]) -> Iterator[None]:
-    """Record attribute reads by patching the class, so that `type(module)` stays the same."""
+    """Record attribute reads. The class is patched and not replaced, so that `type(module)` stays the same."""
     own_method: Any = vars(cls).get("__getattribute__")
     original: Any = cls.__getattribute__
 

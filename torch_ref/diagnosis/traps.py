@@ -49,7 +49,7 @@ def findings(regions: Sequence[Region], flags: Flags) -> list[Finding]:
 
 
 def flags_without_effect(flags: Flags, regions: Sequence[Region]) -> Iterator[Finding]:
-    """Flags that are set, but that nothing reads, or after which the model makes no checkpoint."""
+    """Flags that are set although nothing reads them, or although the model makes no checkpoint."""
     for flag in flags.entries:
         block, remedy = flag.owner or "the call", ""
         if not flag.in_training:

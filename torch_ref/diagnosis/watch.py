@@ -77,6 +77,8 @@ class Region:
         is_trainable: whether the block has parameters, or captures tensors, that require a gradient.
         arguments: the region's tensor arguments.
         is_random: whether an operator in the region drew random numbers.
+        mutated_inside: the arguments that were changed in place while the region ran.
+        captures: for each function that the block is or captures, the variables that this function captures.
     """
 
     block: str
