@@ -99,6 +99,7 @@ _widening = compat.trace_context(False)
 _FLOAT64 = jnp.dtype("float64")
 _DTYPE_PARAMETERS = {"new_dtype", "preferred_element_type"}
 # The bodies of these calls and loops are already widened, because they were traced in the context.
+# `bitcast_convert_type` is listed because it depends on its operand's width.
 _CALLS = {"jit", "pjit", "scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "checkpoint", "bitcast_convert_type"}
 
 

@@ -20,7 +20,7 @@ class Link:
     flax: tuple[Place, ...]
 
     def flax_shapes(self, arrays: Mapping[str, Shape]) -> list[Shape]:
-        """The shapes of the places in `arrays`, path → shape."""
+        """The shapes of this link's `flax` places, in order. `arrays` has the shape of each whole array by path."""
         return [place.shape(arrays[place.path]) for place in self.flax]
 
 
