@@ -164,7 +164,7 @@ class Case:
         return nn.apply(self.flax_call, module, mutable=mutable)(variables, *args, **kwargs)
 
     def by_name(self, call: Call) -> Call:
-        """`call` as a function of the model and the input arrays by name; it adds the other inputs."""
+        """`call` as a function of the model, with the input arrays as keywords; it adds the inputs that are no arrays."""
 
         def run(model: Any, **arrays: Any) -> Any:
             args, kwargs = self.inputs.arguments(arrays)

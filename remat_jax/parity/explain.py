@@ -129,7 +129,10 @@ def _shows(array: Any) -> int | None:
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], tuple[str, ...], list[Check]]:
-    """(pass → first module that differs, modules that cannot be observed, failed checks), in the mode of `transform`."""
+    """(`forward` and `backward` → first module that differs or None, modules that cannot be observed, failed checks).
+
+    The Flax model runs in the mode that `transform` applies; `off` if it is None.
+    """
     module = case.flax("float64")
     try:
         result = first_divergences(

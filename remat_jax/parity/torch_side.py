@@ -245,7 +245,10 @@ def _excite(model: Any) -> None:
 
 
 def _repeated(model: Any) -> tuple[type, ...]:
-    """The classes of modules in outermost lists of several modules of one class; without such lists, in lists of one module."""
+    """The classes of the modules in outermost lists of two or more modules that all have one class.
+
+    If there is no such list, lists of one module count.
+    """
     import torch
 
     def outermost(kinds: Any, least: int) -> tuple[type, ...]:
