@@ -122,7 +122,7 @@ class _Recorder:
         return max((call for call in self.calls if call.module is module), key=fits, default=None)
 
     def _tap(self, values: Any, call: _HookedCall | None, role: str, named: Iterable[tuple[str, Any]] = ()) -> Any:
-        """`values` with an alias for every tensor that requires a gradient; the alias's cotangent is this call's alone."""
+        """`values` with an alias for every tensor that requires a gradient; an alias's cotangent is from this call alone."""
         import torch
 
         if call is None:

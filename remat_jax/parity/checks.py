@@ -121,8 +121,8 @@ def precision_check() -> Check:
 def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[Sequence[str]], tuple[set[str], str]]) -> Check:
     """Check that no gradient is 0 in PyTorch, because a gradient that is 0 in both frameworks proves nothing.
 
-    `elsewhere(names)` compares these gradients, which are 0, again with random weights. It returns the names whose gradients
-    are then equal and not 0, and a text of what differs.
+    `elsewhere(names)` compares the named gradients, which are 0 with the model's own weights, with random weights. It returns
+    the names whose gradients are then equal and not 0, and a text of what differs.
     """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]

@@ -172,7 +172,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
 
 
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
-    """Compare the gradients `zero`, which are 0 with the model's own weights, again with random weights in float64.
+    """Compare the gradients named in `zero`, which are 0 with the model's own weights, in float64 with random weights.
 
     Returns the names in `zero` whose gradients are then equal and not 0, and a text of what differs.
     """

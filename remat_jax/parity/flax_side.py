@@ -61,7 +61,7 @@ class FlaxSide:
 
     Attributes:
         names: Flax's name of an output → PyTorch's name.
-        sources: the path of a variable → the PyTorch tensors that fill it.
+        sources: the path of a variable → the names of the PyTorch tensors that fill it.
         trained: the paths of the variables trained in both frameworks, except those that `set_aside` excluded.
         blocks: the classes to checkpoint; empty if there are none.
         down_casts: where the float64 step casts to a smaller dtype; set when the step is compiled.

@@ -48,7 +48,7 @@ class Divergences:
             faults: it recomputes another output, or its output cotangents agree while its input cotangents or parameter
             gradients differ. If a cotangent is lost between two modules, `backward` is their parent. None if no module
             diverges.
-        alone: with `single_step`, every module that is wrong even with PyTorch's inputs and cotangents.
+        alone: with `single_step`, a divergence for every module that is wrong even with PyTorch's inputs and cotangents.
         matched: PyTorch path → Flax path of the compared modules.
         unmatched_torch, unmatched_flax: paths of the modules without a counterpart.
         stale: Flax modules that a checkpoint recomputed from equal inputs to a different output; innermost first.

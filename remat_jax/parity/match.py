@@ -23,7 +23,7 @@ _SAME = {
     "ln": "norm", "layernorm": "norm", "rmsnorm": "norm", "batchnorm": "norm", "mlp": "ffn", "embeddings": "embed",
     "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
 }  # fmt: skip
-# Pattern of a class name → the sort of layer; used only for modules that call no other module.
+# (pattern of a class name, sort of layer); the first match counts. Used only for modules that call no other module.
 _SORTS = (
     ("norm", "norm"),
     ("drop", "dropout"),

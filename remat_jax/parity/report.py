@@ -72,7 +72,7 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every row and every check passes."""
+        """Whether there are rows, and every row and every check passes."""
         return bool(self.rows) and all(row.passed for row in self.rows) and all(check.passed for check in self.checks)
 
     @property

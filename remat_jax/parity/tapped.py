@@ -19,7 +19,7 @@ from remat_jax.core.walk import Visit, bodies, equations, interpret
 
 
 class Label(NamedTuple):
-    """Identifies a tapped array: its call, its `role` ("input", "output" or "state"), and its `number` within the role."""
+    """A tapped array: the index of its call in `Recorder.calls`, its role ("input", "output" or "state"), its index in the role."""
 
     call: int
     role: str

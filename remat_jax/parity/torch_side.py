@@ -44,7 +44,7 @@ class TorchSide:
         ties: every further name of a shared parameter → its name in `named_parameters()`.
         blocks, block_paths: the classes to checkpoint, and the paths of their modules.
         shapes: output name → shape.
-        targets: the default loss's target of every floating-point output.
+        targets: name of a floating-point output → its target in the default loss.
     """
 
     def __init__(self, case: Case) -> None:

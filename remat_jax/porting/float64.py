@@ -23,7 +23,7 @@ _NARROW = (np.dtype("float32"), np.dtype("float16"))
 
 
 class WideArray(np.ndarray):
-    """An array that stays float64 when float32 is requested; NumPy functions of such arrays return such arrays."""
+    """An array that stays float64 when float32 is requested; NumPy functions of a `WideArray` return a `WideArray`."""
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         """NumPy's `astype`, with float64 in place of a narrower floating-point dtype."""
@@ -136,7 +136,7 @@ def keep_float64() -> Iterator[None]:
 def keep_jax_float64() -> Iterator[None]:
     """Make traced JAX code use float64 wherever a cast or a matmul requests float32, float16 or bfloat16.
 
-    Flax modules cast to float32 for a norm, a softmax or a position, which hides real faults of a port below 1e-7. Trace both
+    Flax modules cast to float32 for a norm, a softmax or a position, which hides a port's faults below 1e-7. Trace both
     passes in the context, with 64-bit types enabled. Tables that a model's own code makes with NumPy stay float64 too. An array
     created in float32 without a cast keeps its rounding; JAX raises an error if a loop's carry starts as such an array.
 

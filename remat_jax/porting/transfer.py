@@ -62,7 +62,7 @@ def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = Non
     for bit; `scale` and `shift` round; the inverse of `sum` sets one tensor to the whole value and the others to 0.
 
     Raises:
-        PortingError: lists every array that no rule matches, and every tensor of `like` that no rule gives in its shape.
+        PortingError: lists every array that no rule matches, and every tensor of `like` that no rule makes in its shape.
 
     >>> variables = {"params": {"head": {"kernel": np.ones((2, 3))}}}
     >>> to_torch(variables, "head.weight -> params/head/kernel | linear", numpy=True)["head.weight"].shape

@@ -154,7 +154,7 @@ def _require_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> No
 
 
 def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -> None:
-    """Raise an error if the name, shape and kind of an `unused` unit allow several places or several ways."""
+    """Raise an error if an `unused` unit's name, shape and kind allow several places or ways, or its two names are unlike."""
     places = [answer.places[unit] for unit in unused]
     open_units = []
     for unit in unused:
