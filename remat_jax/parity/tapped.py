@@ -19,7 +19,10 @@ from remat_jax.core.walk import Visit, bodies, equations, interpret
 
 
 class Label(NamedTuple):
-    """A tapped array: the index of its call in `Recorder.calls`, its role ("input", "output" or "state"), its index in the role."""
+    """Identifies a tapped array: `call` is an index into `Recorder.calls`, `number` the index of the array in its role.
+
+    `role` is "input", "output" or "state".
+    """
 
     call: int
     role: str
