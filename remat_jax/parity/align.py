@@ -16,7 +16,7 @@ _GAP = 1e-3  # an array hides positions only if the magnitudes of its other numb
 
 
 class Distance(NamedTuple):
-    """How far Flax's array is from PyTorch's: the norm of their difference, and the norm of PyTorch's array."""
+    """The distance of two arrays: `error` is the norm of their difference, `reference` the norm of PyTorch's array."""
 
     error: float
     reference: float
@@ -98,7 +98,7 @@ def _distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
 
 
 def hidden(x: np.ndarray) -> np.ndarray:
-    """A boolean array of the positions that `x` hides from a softmax by a number far below all others.
+    """A boolean array of the positions that `x` hides from a softmax by a number far below all other numbers.
 
     These numbers are not compared: their size has no effect on the softmax and would hide every other error.
 
@@ -117,8 +117,9 @@ def shown_norm(x: np.ndarray) -> float:
 def pairs(
     torch: Sequence[np.ndarray], flax: Sequence[np.ndarray], names: tuple[Sequence[str], Sequence[str]] = ((), ())
 ) -> list[tuple[int, int]]:
-    """Index pairs (PyTorch, Flax): arrays with equal names, then each other Flax array with the first PyTorch array that fits.
+    """Index pairs (PyTorch, Flax) of the arrays to compare, in Flax's order.
 
+    Arrays with equal names are paired first; each remaining Flax array is paired with the first PyTorch array that fits.
     `names` are the names of both sides' arrays, PyTorch's first; an array without a name has "". Paired arrays have equal sizes
     and are of one sort: masks, floating-point numbers or integers. If any name occurs on both sides, integer arrays with two
     different names never pair.

@@ -112,16 +112,16 @@ class ModuleCall:
 
     @property
     def misled(self) -> bool:
-        """Whether a checkpoint recomputed this call from other inputs than in the forward pass, due to an earlier module."""
+        """Whether a checkpoint recomputed this call from inputs that differ from those of the forward pass."""
         return "input" in self.changed
 
     @property
     def stale(self) -> Distance | None:
-        """The distance between an output and its value recomputed from equal inputs; None if all agree or inputs differ."""
+        """The distance between an output and its value recomputed from equal inputs; None if outputs agree or inputs differ."""
         return None if self.misled else self.changed.get("output")
 
     def compare(self, slot: Slot, again: np.ndarray) -> None:
-        """Enter the distance of an array from its recomputed value `again` in `changed`, if they differ."""
+        """If an array differs from its recomputed value `again`, enter their distance in `changed`."""
         before = self.arrays[slot].value
         if not is_close(before, again):
             comparable = before.shape == again.shape and before.dtype.kind == "f"
@@ -216,7 +216,7 @@ def names_by_id(named: Iterable[tuple[str, Any]], arrays_in: Callable[[Any], Ite
 
 
 def probed(outputs: Sequence[Any], as_array: Callable[..., Any]) -> Any:
-    """The default loss: the sum of all outputs, weighted by random numbers that are equal in both frameworks.
+    """The default loss of both captures: the sum of all outputs, weighted by random numbers that are equal in both frameworks.
 
     >>> x = np.ones(2)
     >>> bool(probed([x, x], np.asarray) == probed([x, x], np.asarray) != 2 * probed([x], np.asarray))

@@ -30,7 +30,7 @@ class TracedPass:
     Attributes:
         jaxpr: the closed jaxpr from `arguments` to the loss and the gradients of the floating-point arguments.
         arguments: the arrays of (variables, inputs), floating-point arrays first.
-        visits: the taps in the order of execution, once per iteration of a loop; `recorder.calls` has their calls.
+        visits: the visits of taps in the order of execution; a tap in a loop is visited in every iteration.
         numbers: a tree like (variables, inputs) with each array's index in `arguments`, and None for other leaves.
         hidden: indices in `recorder.calls` of the calls whose taps cannot be read, such as calls in a `while` loop.
     """
@@ -57,8 +57,9 @@ def capture_flax(
     `module` is a Linen module with its `variables`, or an NNX module; `variables=None` uses the NNX module's own state.
     `inputs` is a tuple of arguments or a dict of keywords. The default loss is the sum of all outputs, weighted by fixed random
     numbers. `call(module, variables, *inputs)` replaces a Linen model's `module.apply`, for instance to set train mode, RNGs or
-    mutable collections; an NNX model is run by `call(module, *inputs)`. `transform` is applied to the function of
-    (variables, inputs) before it is differentiated, such as `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`.
+    mutable collections; an NNX model is run by `call(module, *inputs)`. `transform`, such as
+    `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`, is applied to the function of (variables, inputs) before it is
+    differentiated.
 
     Layers in `nn.scan` or `nnx.scan` are listed one by one: `layers/0`, `layers/1`, …. A checkpointed module is listed once.
 
@@ -127,7 +128,7 @@ def _floating(outputs: Any) -> list[Any]:
 
 
 def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> Trace:
-    """Run a traced step; return its calls. `given` is as in `evaluate`."""
+    """Run a traced step; return its calls. `given` is as in `evaluate` (`tapped.py`)."""
     # The step runs operation by operation: compiling a program that returns every intermediate takes many times longer.
     outputs, values = evaluate(step.jaxpr, step.arguments, given or {})
     computed = [np.asarray(gradient) for gradient in outputs[1:]]

@@ -63,7 +63,7 @@ class _HookedCall(ModuleCall):
     aliases: set[int] = field(default_factory=set)
 
     def forget_padding(self) -> None:
-        """Zero an embedding's output cotangents at `padding_idx`: PyTorch ignores them, an equivalent Flax model has zeros."""
+        """Zero an embedding's output cotangents at `padding_idx`: PyTorch ignores them, and Flax has zeros there."""
         padding, output = getattr(self.module, "padding_idx", None), self.arrays.get(("output", 0))
         if padding is not None and output and output.cotangent is not None:
             is_padding = (self.inputs[0] == padding)[..., None]
@@ -92,7 +92,7 @@ class _Recorder:
         return self._tap((args, kwargs), call, "input", argument_names(module.forward, args, kwargs))
 
     def _after(self, module: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
-        # PyTorch stops a recomputation by an exception when all tensors are recomputed, so the calls inside it never end.
+        # PyTorch stops a recomputation by an exception once all saved tensors are recomputed: calls that run then never end.
         while self.running and self.running[-1][0] is not module:
             self.running.pop()
         call = self.running.pop()[1] if self.running else None
@@ -112,7 +112,7 @@ class _Recorder:
         return _HookedCall(path, type(module).__name__, started=self.begun, module=module, caller=caller)
 
     def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
-        """The call of `module` that is recomputed: preferably one without a graph, then with equal inputs, then the latest."""
+        """The call of `module` that is recomputed. Calls without a graph are preferred, then equal inputs, then later calls."""
         arrays = [as_numpy(tensor) for tensor in _tensors(arguments)]
 
         def fits(call: _HookedCall) -> tuple[bool, bool, int]:
@@ -122,7 +122,7 @@ class _Recorder:
         return max((call for call in self.calls if call.module is module), key=fits, default=None)
 
     def _tap(self, values: Any, call: _HookedCall | None, role: str, named: Iterable[tuple[str, Any]] = ()) -> Any:
-        """`values` with an alias for every tensor that requires a gradient; the alias's cotangent is this call's alone."""
+        """`values` with an alias for every tensor that requires a gradient; an alias's cotangent is from this call alone."""
         import torch
 
         if call is None:

@@ -27,7 +27,7 @@ _FAULTS = {"sign": -1, "doubled": 2}
 def verdicts(
     reference: Tensors, candidate: Tensors, yardstick: Tensors, dtype: str, limit: str = "float64"
 ) -> dict[str, tuple[float, str]]:
-    """Tensor name → (figure, reason why the tensor fails or "").
+    """Tensor name → (figure, why the tensor fails); the reason is "" if the tensor passes.
 
     In float64 the figure is the relative error, and `TOLERANCES[limit]` its limit. In other dtypes the figure is the ratio of
     `judge`, and `yardstick` has PyTorch's tensors in `dtype`.
@@ -94,7 +94,7 @@ class Ledger:
 
 
 def _large(reference: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
-    """The tensors whose norm is more than twice their permitted error, so that a sign flip or a doubling must fail."""
+    """The names of tensors whose norm is more than twice the permitted error: a sign flip or a doubling must fail."""
     if dtype == "float64":
         limit = TOLERANCES["float64"].value * global_norm(reference)
         return {name for name, x in reference.items() if norm(x) > 2 * limit}
@@ -121,8 +121,8 @@ def precision_check() -> Check:
 def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[Sequence[str]], tuple[set[str], str]]) -> Check:
     """Check that no gradient is 0 in PyTorch, because a gradient that is 0 in both frameworks proves nothing.
 
-    `elsewhere(names)` compares these gradients, which are 0, again with random weights. It returns the names whose gradients
-    are then equal and not 0, and a text of what differs.
+    `elsewhere(names)` compares the named gradients, which are 0 with the model's own weights, with random weights. It returns
+    the names whose gradients are then equal and not 0, and a text of what differs.
     """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
@@ -199,9 +199,9 @@ def losses_check(reference: list[float], yardstick: list[float], losses: list[fl
 def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str, *, agreed: bool) -> Check:
     """Check that the outputs differ after one Flax weight is transposed, shifted or doubled.
 
-    `agreed`: whether the outputs agree without the change. If they agree only with it, the weight map itself has this fault,
-    which counts as detected. If a weight has too little influence, such as a query weight of an untrained model, weights of
-    larger norm are tried.
+    `agreed`: whether the outputs agree without the change. If they agree only with the change, the weight map itself has
+    this fault, which counts as detected. If a weight has too little influence, such as a query weight of an untrained model,
+    weights of larger norm are tried.
     """
     floating = {name: x for name, x in reference.outputs.items() if is_floating(x)}
     measured = {name: yardstick.outputs[name] for name in floating}
@@ -224,7 +224,7 @@ def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype:
 
 
 def _chosen(flax: Any, weights: Any) -> list[str]:
-    """Paths of the weights to try: the matrix of median norm and a few of larger norm; without matrices, other arrays."""
+    """Paths of the weights to try: the matrix of median norm and a few of larger norm; other arrays if there is no matrix."""
     paths = sorted(flax.trained, key=lambda path: (norm(weights[path]), path))
     matrices = [path for path in paths if weights[path].ndim > 1 and weights[path].size > 1]
     larger = (matrices or paths)[len(matrices or paths) // 2 :]

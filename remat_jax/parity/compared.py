@@ -63,7 +63,7 @@ class TensorPair:
     floors: Mapping[str, float]
 
     def bad(self, kind: str) -> tuple[str, Distance] | None:
-        """The label and the distance of the array of a kind that differs most; None if all arrays agree."""
+        """Of the arrays of one kind, the label and distance of the array that differs most; None if all agree."""
         floor = self.floors[kind]
         wrong = [(label, apart) for label, apart in self.distances[kind].items() if apart.is_bad(floor)]
         return max(wrong, key=lambda entry: entry[1].relative(floor), default=None)
@@ -144,7 +144,7 @@ def _distances(
 
 
 def pairs_of(role: str, torch: ModuleCall, flax: ModuleCall) -> list[tuple[int, int]]:
-    """Index pairs (PyTorch, Flax) of the inputs or outputs of two calls that are compared."""
+    """Index pairs (PyTorch, Flax) of two calls' inputs, or of their outputs: the arrays to compare."""
     theirs, ours = torch.arrays_of(role), flax.arrays_of(role)
     names = [array.name for array in theirs], [array.name for array in ours]
     return pairs([array.value for array in theirs], [array.value for array in ours], names)
@@ -161,7 +161,7 @@ def _by_name(label: str, torch: Mapping[str, np.ndarray], flax: Mapping[str, np.
 
 
 def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray]) -> dict[str, dict[str, Distance]]:
-    """Module path → the distances of its parameters' gradients, including the parameters of unmatched inner modules."""
+    """Module path → label → distance of a parameter's gradient; parameters of unmatched inner modules are included."""
     called = {call.path for call in torch.calls if call.path in matched}
     by_owner: dict[str, dict[str, Distance]] = {}
     for name in torch.gradients.keys() & gradients.keys():
@@ -262,7 +262,7 @@ def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Dive
 
 
 def noted(divergence: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Sequence[str]) -> Divergence:
-    """The divergence, with a note of the inner modules that only one of the models has."""
+    """The divergence, with a note that names the inner modules that only one of the models has."""
     if divergence.note == _OTHER_INPUTS:
         return divergence
 

@@ -1,4 +1,4 @@
-"""Compile options for the steps of a comparison; unread inputs, and casts from float64, in their jaxprs."""
+"""Compile options for the steps of a comparison, and the unread inputs and the casts from float64 of a jaxpr."""
 
 from __future__ import annotations
 

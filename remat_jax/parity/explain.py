@@ -129,7 +129,10 @@ def _shows(array: Any) -> int | None:
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], tuple[str, ...], list[Check]]:
-    """(pass → first module that differs, modules that cannot be observed, failed checks), in the mode of `transform`."""
+    """(`forward` and `backward` → first module that differs or None, modules that cannot be observed, failed checks).
+
+    The Flax model runs in the mode that `transform` applies; `off` if it is None.
+    """
     module = case.flax("float64")
     try:
         result = first_divergences(
@@ -169,7 +172,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
 
 
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
-    """Compare the gradients `zero`, which are 0 with the model's own weights, again with random weights in float64.
+    """Compare the gradients named in `zero`, which are 0 with the model's own weights, in float64 with random weights.
 
     Returns the names in `zero` whose gradients are then equal and not 0, and a text of what differs.
     """

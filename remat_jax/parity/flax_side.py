@@ -35,7 +35,7 @@ Leaves = dict[str, Any]
 
 
 def structure(case: Case, dtype: str) -> tuple[Any, Any]:
-    """(model, variables): a Linen module and the given variables or their shapes, or an NNX graph definition and state."""
+    """(model, variables): a Linen module with the given variables or `init`'s shapes; or an NNX graph definition and state."""
     module = case.flax(dtype)
     if isinstance(module, nnx.Module):
         return nnx.split(module)
@@ -61,7 +61,7 @@ class FlaxSide:
 
     Attributes:
         names: Flax's name of an output → PyTorch's name.
-        sources: the path of a variable → the PyTorch tensors that fill it.
+        sources: the path of a variable → the names of the PyTorch tensors that fill it.
         trained: the paths of the variables trained in both frameworks, except those that `set_aside` excluded.
         blocks: the classes to checkpoint; empty if there are none.
         down_casts: where the float64 step casts to a smaller dtype; set when the step is compiled.
@@ -84,7 +84,7 @@ class FlaxSide:
         self.names, self.blocks = self._look()
 
     def set_aside(self, names: Collection[str]) -> set[str]:
-        """Exclude from `trained` the variables that the step does not read and that no tensor outside `names` fills.
+        """Exclude from `trained` each variable that the step does not read and that only tensors in `names` fill.
 
         Returns the PyTorch names in `names` whose variables are all excluded.
         """

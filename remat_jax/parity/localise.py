@@ -44,10 +44,11 @@ class Divergences:
     Attributes:
         forward: the first module to run whose inputs agree and whose outputs, or written variables, differ; None if no module
             diverges. The path `loss` is the loss function.
-        backward: the first module, in the order of the backward pass, that agrees in the forward pass but recomputes another
-            output, or has wrong input cotangents or parameter gradients although its output cotangents agree. If a cotangent is
-            lost between two modules, it is their parent. None if no module diverges.
-        alone: with `single_step`, every module that is wrong even with PyTorch's inputs and cotangents.
+        backward: the first module, in the order of the backward pass, that agrees in the forward pass and has one of two
+            faults: it recomputes another output, or its output cotangents agree while its input cotangents or parameter
+            gradients differ. If a cotangent is lost between two modules, `backward` is their parent. None if no module
+            diverges.
+        alone: with `single_step`, a divergence for every module that is wrong even with PyTorch's inputs and cotangents.
         matched: PyTorch path → Flax path of the compared modules.
         unmatched_torch, unmatched_flax: paths of the modules without a counterpart.
         stale: Flax modules that a checkpoint recomputed from equal inputs to a different output; innermost first.
@@ -103,12 +104,12 @@ def first_divergences(
             sum of all outputs, weighted by fixed random numbers.
         mapping: a dict, or the path of a JSON file, for modules that are not matched automatically (by names, order and sizes):
             PyTorch module path → Flax module path, or None for no counterpart.
-        rules: the weight map (`remat_jax.porting`) for comparing gradients, also of a PyTorch tensor that is split into
+        rules: the weight map (`remat_jax.porting`), by which gradients are compared even if a PyTorch tensor is split into
             several Flax arrays. Without rules, gradients are compared by name.
         torch_call, flax_call, transform: `call` of `capture_torch`, and `call` and `transform` of `capture_flax`.
 
     Raises:
-        ArgumentError: `mapping` contains a path without a module, the outputs differ in shape, or the PyTorch module is in
+        ArgumentError: `mapping` contains a path that no module has, the outputs differ in shape, or the PyTorch module is in
             train mode and has dropout.
 
     >>> import flax.linen as nn, numpy as np, torch

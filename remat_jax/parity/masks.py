@@ -1,6 +1,6 @@
 """The signs of attention masks: whether a 1 (in an additive mask a 0) shows a position or hides it.
 
-A mask hides a position if it makes the position's score, at a softmax, far lower than the others. So a mask's sign is
+A mask hides a position if it makes the position's score, at a softmax, far lower than the other scores. So a mask's sign is
 followed through the operations up to a softmax; an operation that `through` does not know ends the search. Flax's signs come
 from the traced program, PyTorch's from a forward pass.
 """
@@ -17,7 +17,8 @@ from remat_jax.core.walk import bodies
 from remat_jax.parity.tapped import Running, is_tap
 
 Signs = dict[str, dict[int, str]]
-"""Mask name → sign at a softmax (1 if a 1, or an additive 0, shows a position; −1 if it hides one) → first module with it."""
+"""Mask name → sign at a softmax (1: a 1, or in an additive mask a 0, shows a position; −1: it hides the position) → the Flax
+module of the first softmax with this sign, always "" for PyTorch."""
 
 FAR = -1e3  # models hide a score by adding -inf, the dtype's lowest number, or a number of at most -1e4
 
@@ -45,7 +46,7 @@ class Fact:
 
     @property
     def is_far(self) -> bool:
-        """Whether adding this value to a score hides it."""
+        """Whether adding this value to a score hides the score."""
         return self.value is not None and self.value <= FAR
 
 
@@ -132,9 +133,9 @@ def _enter_softmax(fact: Fact, signs: Signs, module: str = "") -> None:
 
 
 def flax_masks(jaxpr: Any, names: Mapping[int, str], paths: Sequence[tuple[str, ...]], added: Collection[str] = ()) -> Signs:
-    """The signs with which arguments of a closed jaxpr with taps enter its softmaxes.
+    """The signs with which the masks among the arguments of a closed jaxpr, which has taps, enter its softmaxes.
 
-    `names`: position of an argument → its name; `paths`: the module path of every call; `added`: the additive masks.
+    `names`: argument position of a mask → its name; `paths`: the module path of every call; `added`: the additive masks.
     """
     equations = _Equations(paths)
     facts = {place: Fact({name: 1}, added=name in added) for place, name in names.items()}
@@ -171,11 +172,11 @@ class _Equations:
         return [_as_boolean(result) if result.added and eqn.outvars[0].aval.dtype == bool else result]
 
     def _called(self, inside: Sequence[Any], operands: Sequence[Fact], count: int) -> list[Fact]:
-        """The facts of a call's or loop's results. A loop's body is followed once; bodies with other arguments are skipped."""
+        """The facts of a call's or loop's results; a loop's body is followed once."""
         results = [NOTHING] * count
         for body in inside:
             skipped = len(operands) - len(body.jaxpr.invars)
-            if skipped in (0, 1):  # 1: the branches of a cond do not take its index
+            if skipped in (0, 1):  # 1: the branches of a cond do not take its index; other bodies are skipped
                 returned = self.follow(body, operands[skipped:])
                 results = returned if len(returned) == count else results
         return results

@@ -23,7 +23,7 @@ _SAME = {
     "ln": "norm", "layernorm": "norm", "rmsnorm": "norm", "batchnorm": "norm", "mlp": "ffn", "embeddings": "embed",
     "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
 }  # fmt: skip
-# Pattern of a class name → the sort of layer; used only for modules that call no other module.
+# (pattern of a class name, sort of layer); the first match counts. Used only for modules that call no other module.
 _SORTS = (
     ("norm", "norm"),
     ("drop", "dropout"),
@@ -33,8 +33,9 @@ _SORTS = (
     ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
 _MOVED = 0.75
-"""The base score of two modules that share only their leaves with weights, or of a linear layer and a convolution."""
-_LEAST = 0.35  # a pair needs twice this score, which unrelated names at distant positions do not reach; the best is 2.35
+"""The base score, instead of 1, of two modules whose inner layers are the same except for layers without weights, or of a
+linear layer and a convolution."""
+_LEAST = 0.35  # a pair must exceed twice this score, as unrelated names at distant positions do not; the best score is 2.35
 MOST_BYTES = 64 * 2**20
 """The largest mapping file that is read."""
 
@@ -62,7 +63,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
     path means that a module has no counterpart.
 
     Raises:
-        ArgumentError: `mapping` contains a path without a module.
+        ArgumentError: `mapping` contains a path that no module has.
 
     >>> torch = [MatchedModule("h/0/fc", "Linear", 4, True),
     ...     MatchedModule("h/0", "Block", 4, False),
@@ -89,7 +90,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
     weighted = [(leaf, other) for leaf, other in leaves if leaf.has_weights]
 
     def within(leaves: Sequence[Any], theirs: MatchedModule, ours: MatchedModule) -> tuple[set[str], set[str]]:
-        """Flax paths of matched leaves: those inside `theirs`, and those inside `ours`."""
+        """The Flax paths of the matched leaves inside `theirs`, and of those inside `ours`."""
         inside = {other for leaf, other in leaves if _is_in(leaf.path, theirs.path)}
         return inside, {other for _, other in leaves if _is_in(other, ours.path)}
 
@@ -102,7 +103,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
         return _MOVED if inside[0] and inside[0] == inside[1] else None
 
     def nearly_same(theirs: MatchedModule, ours: MatchedModule) -> float | None:
-        """The score if names are equal and most leaves are common: a leaf that two modules share is listed in only one."""
+        """The score if names are equal and most leaves are common: a leaf shared by two modules is listed in one of them."""
         inside = within(weighted, theirs, ours)
         most = 2 * len(inside[0] & inside[1]) > len(inside[0] | inside[1])
         return _MOVED if most and words(theirs.path) == words(ours.path) else None
@@ -169,7 +170,7 @@ def _assigned(
 
 
 def similarity(one: str, other: str) -> float:
-    """How similar two module paths are, from 0 to 1.5: the share of common words, plus half that share in the last parts.
+    """How similar two module paths are, from 0 to 1.5: the share of common words, plus half the share in the last parts.
 
     >>> similarity("h/0/attn/c_proj", "layers_0/attention/c_proj"), similarity("h/0/attn/c_proj", "layers_1/mlp/c_proj")
     (1.5, 1.0)

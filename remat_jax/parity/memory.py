@@ -67,7 +67,8 @@ def _of_jax(mode: str, residuals: Any) -> Iterator[KeptAlone]:
 def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]:
     """PyTorch's peak memory in bytes over both passes in a mode, and the source of the figure.
 
-    Returns (None, reason) if the step needs tensor values, or tensors other than parameters, buffers and inputs.
+    Returns (None, reason) if the step cannot run on fake tensors: it needs tensor values, or tensors other than parameters,
+    buffers and inputs.
     """
     import torch_ref
 

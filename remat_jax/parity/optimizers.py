@@ -22,8 +22,8 @@ class Optimizer:
         learning_rate, momentum, beta1, beta2: SGD uses the momentum, Adam and AdamW the betas.
         weight_decay: decoupled for AdamW, whose default is 1e-2 in PyTorch and 1e-4 in optax; SGD and Adam add it to the
             gradient, as in PyTorch.
-        epsilon: added to Adam's denominator. Some gradients are 0 except for rounding, such as that of an attention's key
-            bias; PyTorch's default of 1e-8 would turn this rounding into steps that differ between any two programs.
+        epsilon: added to Adam's denominator. Some gradients are 0 except for rounding, such as the gradient of an attention's
+            key bias; PyTorch's default of 1e-8 would turn this rounding into steps that differ between any two programs.
 
     >>> Optimizer("adamw").weight_decay
     0.01

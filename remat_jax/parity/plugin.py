@@ -16,7 +16,7 @@ from remat_jax.parity.report import ParityReport
 
 @pytest.fixture
 def parity(tmp_path: Any, record_property: Callable[[str, object], None]) -> Callable[..., ParityReport]:
-    """`parity(torch_module, flax_module, inputs, **options)`: `assert_parity`, which also writes an HTML page if it fails.
+    """`parity(torch_module, flax_module, inputs, **options)` does what `assert_parity` does; on failure it writes an HTML page.
 
     The page is written to the test's `tmp_path`. The verdict is recorded as the test property `parity`.
     """

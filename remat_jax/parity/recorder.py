@@ -48,8 +48,8 @@ class RecordedTrace:
 class Recorder:
     """The calls that were traced inside `recording`, in the order in which they began.
 
-    `running` has the indices of the calls that have not ended, and `loss` is the index of the loss. `outputs` has the shapes of
-    the model's outputs. `differentiated` has the taps whose arrays are differentiated.
+    `running` has the indices in `calls` of the calls that have not ended, and `loss` is the index of the loss. `outputs` has
+    the shapes of the model's outputs. `differentiated` has the labels of the taps whose arrays are differentiated.
     """
 
     calls: list[RecordedTrace] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, model: Any) -> Iterator[None]:
-        """Tap the calls of Linen modules, or of the modules of an NNX `model` that `tag` has tagged."""
+        """Tap the calls of Linen modules; if `model` is an NNX module, those of the inner modules that `tag` has tagged."""
         if isinstance(model, nnx.Module):
             classes = {type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
             tapping = patched(classes, self._wrapped)

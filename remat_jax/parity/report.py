@@ -26,7 +26,7 @@ from remat_jax.report.html_parts import Cell, Column, html_table, stacked_bars, 
 from remat_jax.report.tables import format_bytes, format_error, format_ratio, render, table
 
 _SHOWN, _SHOWN_ALONE = 60, 6
-"""The largest number of printed rows: of tensors, and of unpaired residuals per mode. `to_dict` and the page have all."""
+"""The largest number of printed rows: of tensors, and of unpaired residuals per mode. `to_dict` and the page have all rows."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class ParityReport:
         checks: the precision of both frameworks, the modes of PyTorch, the planted faults, the training run, …
         memory: residual bytes and peak memory of both frameworks in every mode.
         kept_alone: the residuals that only one framework saves; the bytes of all other residuals are equal in both.
-        divergences: `forward` and `backward` → the first module that differs, or None; empty if no row fails, except updates.
-        hidden: Flax modules whose arrays cannot be captured, such as in a `while` loop; `divergences` cannot name these
+        divergences: `forward` and `backward` → the first module that differs, or None. The dict is empty if every row passes; a
+            failed `update` row does not count.
+        hidden: Flax modules whose arrays cannot be captured, such as modules in a `while` loop; `divergences` cannot name these
             modules. Empty if `divergences` is empty.
         differences: the settings in which the models differ, such as an epsilon; they do not fail the report by themselves.
         torch, flax: the names of the compared models.
@@ -71,7 +72,7 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every row and every check passes."""
+        """Whether there are rows, and every row and every check passes."""
         return bool(self.rows) and all(row.passed for row in self.rows) and all(check.passed for check in self.checks)
 
     @property

@@ -51,7 +51,7 @@ def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors
     would accept anything.
 
     Raises:
-        ArgumentError: `reference64` is empty (nothing would be compared), or `dtype` is not in the table.
+        ArgumentError: `reference64` is empty (nothing would be compared), or `dtype` has no ε in `TOLERANCES`.
 
     >>> reference = {"w": np.array([1.0, 2.0])}
     >>> torch = {"w": np.array([1.0, 2.0000002], np.float32)}

@@ -114,7 +114,7 @@ class Comparison:
         return divergences
 
     def _set_aside(self, exact: Run) -> list[str]:
-        """Exclude and return the weights on which neither framework's results depend; no weights if PyTorch uses none."""
+        """Exclude and return the weights on which neither framework's results depend; none if PyTorch uses no weight."""
         if not exact.unused or len(exact.unused) == len(self.torch.trained):
             return []
         unused = self.flax.set_aside(exact.unused)
@@ -246,7 +246,10 @@ class Comparison:
 
 
 def _updates(after: Any, before: Any, dtype: str) -> Arrays:
-    """Each parameter's change in a step; below float64 the updated parameter, whose rounding error the change would share."""
+    """Path → a parameter's change in a step; below float64 the updated parameter itself.
+
+    Below float64 the change would contain the parameter's rounding error.
+    """
     changes = dtype == "float64"
     return {path: np.asarray(x) - np.asarray(before[path]) if changes else np.asarray(x) for path, x in after.items()}
 

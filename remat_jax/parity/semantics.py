@@ -53,8 +53,8 @@ def differences(
     running statistics; the form of GELU, for which PyTorch's GELU modules are evaluated; padding, strides, dilation and groups
     of convolutions; dropout rates; whether there is a bias; dtypes; and the matmul precision that modules request. A Linen
     model is traced on `variables` and `inputs` (a tuple of arguments or a dict of keywords), which may be
-    `jax.ShapeDtypeStruct`. For an NNX model `variables` is None. `mapping` is as in `first_divergences`, whose result has
-    `matched`: a mapping that is more reliable than names alone.
+    `jax.ShapeDtypeStruct`. For an NNX model `variables` is None. `mapping` is as in `first_divergences`. Modules without an
+    entry are matched automatically; if you have run `first_divergences`, pass its result's `matched`, which is more reliable.
 
     Plain function calls in PyTorch, such as `torch.nn.functional.gelu`, are not seen.
 
@@ -81,7 +81,7 @@ def step_differences(torch_module: Any, step: TracedPass, mapping: Any = None) -
     outer = {path.rpartition("/")[0] for path in ours} | {""}
     others = [MatchedModule(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
     matched = match(listed, others, mapping)
-    # The class name gives the sort only of a module without submodules: a ConvNet is no convolution.
+    # The class name shows the sort only if a module has no submodules: a ConvNet is no convolution.
     leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
     differing: list[Difference] = []
     for path, other in matched.items():
@@ -106,7 +106,8 @@ def torch_facts(module: Any) -> Facts:
             facts["statistics"] = "of the batch" if module.training or not module.track_running_stats else "running"
     if sort == "convolution" and hasattr(module, "transposed"):
         facts |= {"strides": tuple(module.stride), "dilation": tuple(module.dilation), "groups": module.groups}
-        if not module.transposed:  # the frameworks count a transposed convolution's padding from opposite ends
+        # A transposed convolution's padding crops the output in PyTorch and pads the dilated input in Flax: it is not compared.
+        if not module.transposed:
             text = isinstance(module.padding, str)
             pads = module.padding.upper() if text else module.padding
             facts["padding"] = _padding(pads, module.kernel_size, module.stride, module.dilation)
@@ -187,7 +188,8 @@ def _rates(torch: Mapping[str, Any], flax: Mapping[str, RecordedTrace]) -> list[
     return [] if theirs == rates or not theirs else [Difference("", "dropout rates", sorted(theirs), sorted(rates))]
 
 
-# In JAX, GELU is a function that adds an erf or a tanh to the jaxpr; the taps around it show which module called it.
+# In JAX, GELU is a function that adds an erf, a tanh or (quick GELU) a factor 1.702 to the jaxpr. The taps, which mark the
+# inputs and outputs of each module call (`tapped.py`), show which module called it.
 
 _FORMS = {"erf": "exact", "erfc": "exact", "tanh": "by tanh"}
 _QUICK = 1.702

@@ -19,7 +19,10 @@ from remat_jax.core.walk import Visit, bodies, equations, interpret
 
 
 class Label(NamedTuple):
-    """Identifies a tapped array: its call, its `role` ("input", "output" or "state"), and its `number` within the role."""
+    """Identifies a tapped array: `call` is an index into `Recorder.calls`, `number` the index of the array in its role.
+
+    `role` is "input", "output" or "state".
+    """
 
     call: int
     role: str
@@ -143,7 +146,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], given: Mapping[int, Any]) -> tuple
 
 
 def _scan(eqn: Any, body: Any, inputs: list[Any], visit: Visit) -> list[Any]:
-    """Run a scan as a Python loop: the next model reuses the compiled operations, but could not reuse a compiled loop."""
+    """Run a scan as a Python loop: another model can reuse the compiled operations, but not a compiled loop."""
     consts, carried = compat.scan_layout(eqn)
     # NumPy arrays are cheap to index; RNG keys stay in JAX.
     xs = [x if _is_key(x) else np.asarray(x) for x in inputs[consts + carried :]]

@@ -76,10 +76,10 @@ def dtype_name(dtype: Any) -> str:
 
 
 def epsilon(dtype: Any) -> float:
-    """Return ε of a floating dtype: the distance from 1 to the next number.
+    """Return ε of a floating dtype: the distance from 1 to the next larger number.
 
     Raises:
-        ArgumentError: `dtype` is not in the table.
+        ArgumentError: `dtype` has no ε in `TOLERANCES`.
 
     >>> epsilon("bfloat16"), epsilon(np.float32) == 2.0**-23
     (0.0078125, True)

@@ -44,7 +44,7 @@ class TorchSide:
         ties: every further name of a shared parameter → its name in `named_parameters()`.
         blocks, block_paths: the classes to checkpoint, and the paths of their modules.
         shapes: output name → shape.
-        targets: the default loss's target of every floating-point output.
+        targets: name of a floating-point output → its target in the default loss.
     """
 
     def __init__(self, case: Case) -> None:
@@ -245,7 +245,10 @@ def _excite(model: Any) -> None:
 
 
 def _repeated(model: Any) -> tuple[type, ...]:
-    """The classes of modules in outermost lists of several modules of one class; without such lists, in lists of one module."""
+    """The classes of the modules in outermost lists of two or more modules that all have one class.
+
+    If there is no such list, lists of one module count.
+    """
     import torch
 
     def outermost(kinds: Any, least: int) -> tuple[type, ...]:

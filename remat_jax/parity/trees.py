@@ -78,7 +78,7 @@ def in_order(value: Any) -> list[Any]:
 
 
 def same_names(torch: Mapping[str, tuple[int, ...]], flax: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Flax's name → PyTorch's name, for outputs given as name → shape; if both have one output, they match under any names."""
+    """Flax's name → PyTorch's name, for outputs given as name → shape; if both have one output, the names may differ."""
     single = len(torch) == len(flax) == 1
     names = dict(zip(flax, torch if single else flax, strict=True))
     problems = [f"{name} {shape}: only PyTorch has it" for name, shape in torch.items() if name not in names.values()]
@@ -102,7 +102,7 @@ def default_targets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarr
 
 
 def default_loss(outputs: Mapping[str, Any], targets: Mapping[str, Any]) -> Any:
-    """The sum over outputs of the squared distance from the target, divided by √size, for both frameworks.
+    """The default loss of `compare`: each output's squared distance from its target, divided by √size, summed over outputs.
 
     Division by the size itself would make gradients underflow in float16.
     """

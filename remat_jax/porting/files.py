@@ -58,7 +58,7 @@ def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[s
     `metadata` (text → text) is for the header of a safetensors file; `format: pt`, which Hugging Face needs, is always added.
 
     Raises:
-        PortingError: the suffix is unknown, a value is no array, the file format does not support its dtype, the metadata is no
+        PortingError: the suffix is unknown, a value is no array or has a dtype that the file format lacks, the metadata is no
             text, or the file cannot be written.
 
     >>> import tempfile

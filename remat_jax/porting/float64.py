@@ -23,7 +23,7 @@ _NARROW = (np.dtype("float32"), np.dtype("float16"))
 
 
 class WideArray(np.ndarray):
-    """An array that stays float64 when float32 is requested; NumPy functions of such arrays return such arrays."""
+    """An array that stays float64 when float32 is requested; NumPy functions of a `WideArray` return a `WideArray`."""
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         """NumPy's `astype`, with float64 in place of a narrower floating-point dtype."""
@@ -99,6 +99,7 @@ _widening = compat.trace_context(False)
 _FLOAT64 = jnp.dtype("float64")
 _DTYPE_PARAMETERS = {"new_dtype", "preferred_element_type"}
 # The bodies of these calls and loops are already widened, because they were traced in the context.
+# `bitcast_convert_type` is listed because it depends on its operand's width.
 _CALLS = {"jit", "pjit", "scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "checkpoint", "bitcast_convert_type"}
 
 
@@ -135,7 +136,7 @@ def keep_float64() -> Iterator[None]:
 def keep_jax_float64() -> Iterator[None]:
     """Make traced JAX code use float64 wherever a cast or a matmul requests float32, float16 or bfloat16.
 
-    Flax modules cast to float32 for a norm, a softmax or a position, which hides real faults of a port below 1e-7. Trace both
+    Flax modules cast to float32 for a norm, a softmax or a position, which hides a port's faults below 1e-7. Trace both
     passes in the context, with 64-bit types enabled. Tables that a model's own code makes with NumPy stay float64 too. An array
     created in float32 without a cast keeps its rounding; JAX raises an error if a loop's carry starts as such an array.
 

@@ -20,7 +20,7 @@ class Link:
     flax: tuple[Place, ...]
 
     def flax_shapes(self, arrays: Mapping[str, Shape]) -> list[Shape]:
-        """The shapes of the places in `arrays`, path → shape."""
+        """The shapes of this link's `flax` places, in order. `arrays` has the shape of each whole array by path."""
         return [place.shape(arrays[place.path]) for place in self.flax]
 
 
@@ -36,7 +36,7 @@ def links_of_tensors(rules: Rules, names: Iterable[str]) -> dict[str, Link]:
 
 
 def links_of_places(rules: Rules, shapes: Mapping[str, Shape]) -> dict[Place, Link]:
-    """Array, or part of a stacked array → the link of the first rule that fills it."""
+    """Place (an array, or part of a stacked array) → the link of the first rule that fills it."""
     links: dict[Place, Link] = {}
     for path, shape in shapes.items():
         here: dict[Place, Link] = {}

@@ -194,7 +194,7 @@ class Sum(Step):
 
 @dataclass(frozen=True)
 class GruBias(Step):
-    """PyTorch's two GRU biases, of input and state, become four in Flax: the sums for gates r and z, and both of gate n."""
+    """PyTorch's two GRU biases, of input and state, become four in Flax: the sums for gates r and z, and both biases of n."""
 
     def __str__(self) -> str:
         return "gru_bias"

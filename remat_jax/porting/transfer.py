@@ -23,9 +23,9 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
     """Return `variables` filled with PyTorch's values; every tensor is used exactly once and every array is filled.
 
     `state_dict` maps names to tensors or arrays. `variables` are arrays or `jax.ShapeDtypeStruct`: the result of a Linen
-    module's `init`, an NNX State, or an NNX module; the result has the same type. `rules` is a `Rules`, its text, or a sequence
-    of rules. The result's arrays are copies with the tensors' dtypes; floating-point arrays get `dtype` if it is given. Each
-    array has the NamedSharding, if any, of the array in `variables`.
+    module's `init`, an NNX State, or an NNX module; the returned tree has the same type. `rules` is a `Rules`, its text, or a
+    sequence of rules. The result's arrays are copies with the tensors' dtypes; floating-point arrays get `dtype` if it is
+    given. Each array has the NamedSharding, if any, of the array in `variables`.
 
     Raises:
         PortingError: lists every tensor that is missing, extra, duplicated or of the wrong shape, and every array that is not
@@ -58,11 +58,11 @@ def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = Non
     """Return the PyTorch state dict from which `from_torch` would make `variables`: the inverse of the map.
 
     `like` is a state dict of the PyTorch model: the result must have the same names and shapes, and tensors that the rules name
-    as extra are copied from `like`. The values are copies: tensors, or arrays with `numpy`. A permutation is inverted bit for
-    bit; `scale` and `shift` round; the inverse of `sum` sets one tensor to the whole value and the others to 0.
+    as extra are copied from `like`. The values are copies: tensors, or NumPy arrays if `numpy`. A permutation is inverted bit
+    for bit; `scale` and `shift` round; the inverse of `sum` sets one tensor to the whole value and the others to 0.
 
     Raises:
-        PortingError: lists every array that no rule matches, and every tensor of `like` that no rule gives in its shape.
+        PortingError: lists every array that no rule matches, and every tensor of `like` that no rule makes in its shape.
 
     >>> variables = {"params": {"head": {"kernel": np.ones((2, 3))}}}
     >>> to_torch(variables, "head.weight -> params/head/kernel | linear", numpy=True)["head.weight"].shape
@@ -115,8 +115,8 @@ def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> di
     """Convert JAX's gradients to PyTorch's names and shapes, by the adjoint of the map.
 
     `gradients` is a tree like the variables (`{"params": …}`, an NNX State); only the parameters are used. Tied tensors have a
-    single gradient, under the name that rules use. With `numpy` the values are arrays. Raises a PortingError that lists every
-    array that no rule matches.
+    single gradient, under the name that rules use. If `numpy`, the values are NumPy arrays. Raises a PortingError that lists
+    every array that no rule matches.
 
     >>> gradients_to_torch({"params": {"table": np.array([2.0])}}, "table -> params/table | scale(4)", numpy=True)
     {'table': array([8.])}
@@ -226,7 +226,7 @@ def _refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, 
 
 
 def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
-    """Whole Flax arrays, also stacks, from PyTorch's values (`direction` "forward") or gradients ("gradient")."""
+    """Flax path → whole array, also a stack, from PyTorch's values (`direction` "forward") or gradients ("gradient")."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     links, misfits = fit(rules, {name: array.shape for name, array in arrays.items()}, shapes)
     problems += misfits

@@ -22,7 +22,7 @@ class Variables:
 
     A path starts with the collection. A Linen tree is nested dictionaries. An NNX tree is a State or a module: the collection
     is Flax's name for the variable's type, and the index of a list is appended to the list's name, such as
-    `params/layers_0/up/kernel`. `leaves` excludes NNX's random keys, which stay the same; `trainable` selects only parameters.
+    `params/layers_0/up/kernel`. `leaves` omits NNX's random keys, which `rebuild` keeps; `trainable` selects only parameters.
 
     Raises:
         PortingError: `tree` has another type, a leaf is no array or shape, or two variables have the same path.

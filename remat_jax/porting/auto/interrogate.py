@@ -1,8 +1,9 @@
 """Find the right candidate for a weight map by running both models, and check that it is unique.
 
-If all exchangeable modules have equal values, their order has no effect; if a square matrix is symmetric, its orientation has
-no effect. So each run tests one module or matrix: only this module has different values, and the models agree if it is in the
-right place. This takes at most one run per pair of modules, not one per permutation.
+If all modules of equal shapes have equal values, their order has no effect. So a run in which one module has different values
+shows whether this module is in the right place. This takes at most one run per pair of modules, not one per permutation. If
+a square matrix is symmetric, its orientation has no effect. So a run in which only one module's matrices are not symmetric
+shows whether they must be transposed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class MapCandidate:
-    """A possible weight map: for every PyTorch unit (one module's weights), the indices of its Flax unit and of its `Way`."""
+    """A possible weight map.
+
+    For every PyTorch unit (one module's weights), `places` has the index of its Flax unit, `choices` the index of its `Way` in
+    the `Table` of `recipes.py`.
+    """
 
     places: tuple[int, ...]
     choices: tuple[int, ...]

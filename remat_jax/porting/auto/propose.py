@@ -34,9 +34,9 @@ def propose(
     """Return a weight map between two models of the same function, proved by running both in float64 with random weights.
 
     Names, shapes and kinds of modules give the first guess; running the models decides. With the returned map, outputs and the
-    gradients of all parameters agree to 1e-9 on `inputs`; with any other map, such as with two equal modules exchanged or a
-    square kernel transposed, they do not. If the outputs do not depend on a weight, the weight is mapped with a `RematWarning`,
-    provided that its name, shape and kind allow only one rule.
+    gradients of all parameters agree to 1e-9 on `inputs`; with any other map, such as one that exchanges two equal modules or
+    transposes a square kernel, they do not. If the outputs do not depend on a weight, its name, shape and kind must allow only
+    one rule; the weight is then mapped by this rule, and a `RematWarning` names it.
 
     `inputs` are arrays for both models: a tuple of positional arguments, or a dictionary of keywords. `torch_call` and
     `flax_call` replace `model(*inputs)` by `call(model, *inputs)`, for instance if only one model takes channels last.
@@ -47,7 +47,7 @@ def propose(
     Raises:
         PortingError: no map fits the shapes; the models agree under no map, or under several, as in a model with a symmetry
             (the error lists the lines in which the maps differ; choose one map and give its lines as `rules`); or the outputs
-            do not depend on a weight whose name, shape and kind allow several rules, or none by name.
+            do not depend on a weight whose name, shape and kind allow several rules, or whose two names are unlike.
 
     >>> import flax.linen as nn
     >>> import numpy as np
@@ -116,7 +116,7 @@ def _fitting(pair: ModelPair, rules: Rules) -> tuple[tuple[Space, MapCandidate] 
 def _together(units: Sequence[TorchUnit], names: list[str]) -> list[list[str]]:
     """Sets of Flax attentions whose query, key and value may be one PyTorch tensor.
 
-    They are: none, all, and for each PyTorch `MultiheadAttention` the Flax attention whose name is most like its name.
+    The sets are: none; all; and for each PyTorch `MultiheadAttention` the Flax attention with the most similar name.
     """
     fused = [unit.name for unit in units if unit.kind == "MultiheadAttention"]
     alike = {max(names, key=lambda name: likeness(unit, name)) for unit in fused} if names else set()
@@ -154,7 +154,7 @@ def _require_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> No
 
 
 def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -> None:
-    """Raise an error if the name, shape and kind of an `unused` unit allow several places or several ways."""
+    """Raise an error if an `unused` unit's name, shape and kind allow several places or ways, or its two names are unlike."""
     places = [answer.places[unit] for unit in unused]
     open_units = []
     for unit in unused:

@@ -14,9 +14,9 @@ from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.rules import Rule
 from remat_jax.porting.transform import Transform
 
-# A way to convert a PyTorch unit (one module's weights) to a Flax unit: a rule for every tensor.
+# A way to convert a PyTorch unit (one module's weights) to a Flax unit: rules that together use all its tensors.
 Way = tuple[Rule, ...]
-# PyTorch unit → Flax unit → the possible ways; empty if the units do not fit.
+# `table[i][j]` lists the possible ways to convert PyTorch unit i to Flax unit j; it is empty if the units do not fit.
 Table = list[list[list[Way]]]
 
 _CONVOLUTION = {

@@ -13,7 +13,7 @@ from remat_jax.porting.tensors import memory_of
 # The names that Flax modules give their arrays. An array with a different name is its own unit, like a bare parameter.
 _OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var"}
 _TOGETHER = (("query", "key", "value"), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
-# The layers of an LSTM in Linen and in NNX, of a GRU, and of cells whose gates are fused.
+# The names of the layers of an LSTM in Linen and in NNX, of a GRU, and of cells whose gates are fused.
 _CELLS = (
     ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho"),
     ("ii", "if_", "ig", "io", "hi", "hf", "hg", "ho"),
@@ -24,7 +24,7 @@ _CELLS = (
 
 @dataclass(frozen=True)
 class TorchUnit:
-    """A module's own tensors: local name → shape; `kind` is the name of its class, or of its PyTorch base class."""
+    """A module's own `tensors`, as (local name, shape); `kind` is the name of its class, or of its PyTorch base class."""
 
     name: str
     kind: str
@@ -96,7 +96,7 @@ def _divided(prefix: str, kind: str, tensors: Mapping[str, Shape]) -> Iterator[T
 def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
     """The units of a Flax model from `shapes` (path → shape); below `stack`, whose layers are stacked, one unit per layer.
 
-    In the attentions named in `together`, query, key and value are one unit. The layers of a recurrent cell always are one.
+    In the attentions named in `together`, query, key and value are one unit. The layers of a recurrent cell are one unit too.
     """
     modules = _modules(shapes, stack)
     units: list[FlaxUnit] = []
