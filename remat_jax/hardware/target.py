@@ -23,7 +23,7 @@ _SEVERAL = re.compile(r"(?:(?P<hosts>\d{1,6})x)?(?P<each>\d{1,6})x(?P<one>(?!\d+
 MOST_BYTES = 2**16
 """The largest target file that is read."""
 MOST_LETTERS = 2_000
-"""The most characters in a line that is read: parsing time is quadratic in the number of parts of a dotted key."""
+"""A file with a longer line is refused: parsing time is quadratic in the number of parts of a dotted key."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Target:
         devices: the number of devices on all hosts together.
         hosts: the number of hosts, each with the same number of devices.
         device_kinds: JAX's names for the device (``device_kind``), the usual name first.
-        attached: whether the device is attached, so that programs can run on it.
+        attached: whether the device is the GPU of this machine, so that programs can run on it.
         source: the origin of each figure, by attribute name.
         core_count: the number of multiprocessors of a GPU.
         reached: published measurements of rates and latencies, with a ``source`` for each figure.

@@ -96,7 +96,8 @@ def device_kind() -> str:
 def measured_peak(program: ExportedProgram, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
     """The allocator's peak in bytes while `program` runs once on the device, on random numbers, in a child process.
 
-    Only the step's allocations count: nothing is preallocated, and XLA chooses kernels as it does for the compiled figures.
+    Only the step's allocations count, because nothing is preallocated. XLA gets the flags of `compiler_environment`, so that it
+    chooses kernels as in a compilation without a GPU.
     """
     with scratch() as folder:
         path = folder / "program.jaxexport"

@@ -5,8 +5,9 @@ XLA:GPU schedules and rematerialises so that a step's temporary memory fits
     (device memory · 80 % − held) · factor / 100,
 
 where *held* is the size of the arguments and of the results that reuse no argument's buffer. The compiler option `OPTION` sets
-the integer *factor*, 95 by default. On an attached GPU, XLA uses the size of JAX's allocator pool instead of 80 %: 75 % unless
-XLA_PYTHON_CLIENT_MEM_FRACTION changes it. XLA works towards the limit but does not guarantee it: a step may need more.
+the integer *factor*, 95 by default. On an attached GPU, XLA uses the size of JAX's allocator pool instead of 80 %. The pool has
+75 % of device memory unless XLA_PYTHON_CLIENT_MEM_FRACTION changes this share. XLA works towards the limit, but a step may need
+more.
 
 Steps under different policies share most kernels, and generating kernels takes most of the compile time. XLA assigns memory
 before it generates kernels, so cached or unoptimised kernels do not change the sizes (`docs/how/planner.md`).
@@ -52,7 +53,7 @@ def check_timeout(timeout: float) -> None:
 
 
 def limit_bytes(memory_limit: Any, target: Target) -> int | None:
-    """A user's `memory_limit`, written like a budget, in bytes on `target`; None for no limit."""
+    """The bytes that a user's `memory_limit`, written like a budget, means on `target`; None for no limit."""
     if memory_limit is None:
         return None
     if target.kind != "gpu" or target.memory_bytes is None:
@@ -88,9 +89,9 @@ def never_run_options(kind: str) -> dict[str, Any]:
 
 
 class Kernels:
-    """Files of compiled GPU kernels, in a folder that the caller removes. No two processes use one file at the same time.
+    """Files of compiled GPU kernels, in a folder that the caller removes.
 
-    Both might add the same kernel, and XLA refuses a file with duplicates.
+    A file is used by one process at a time: two might add the same kernel, and XLA refuses a file with duplicates.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -26,7 +26,7 @@ class Collective:
     Attributes:
       kind: XLA's name: `all-gather`, `reduce-scatter`, `all-reduce`, …
       phase: `forward`, `recomputed`, `backward`, or `other`, from the operator's name. If both the recomputation and the
-        gradient read the result, the collective runs once and is in one of the two phases.
+        gradient read the result, the collective runs once and counts in one of the two phases.
       count: the number of arrays; an array in a loop counts once per iteration.
       bytes: the bytes of the operands or of the results on one device, whichever are larger: the results of an all-gather, the
         operands of a reduce-scatter.
@@ -59,7 +59,7 @@ def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
 
 
 def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
-    """Kind of collective → the number of arrays in all phases together, and their bytes."""
+    """Kind of collective → (number of arrays, their bytes), in all phases together."""
     totals: dict[str, tuple[int, int]] = {}
     for each in collectives:
         count, nbytes = totals.get(each.kind, (0, 0))
@@ -70,7 +70,7 @@ def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
 def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[tuple[str, str], int, int]]:
     """Yield (kind, phase), number of arrays and bytes of each collective in a computation that runs `times` times."""
     for instruction in computation:
-        # Merged instructions have no operator name, so they get the phase of their loop.
+        # Merged instructions have no operator name, so they get the phase of the loop around them.
         named_phase = module_path(instruction.op_name)[2]
         inner_phase = phase if named_phase == "other" else named_phase
         if instruction.kind in COLLECTIVES:
@@ -81,7 +81,7 @@ def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[
 
 
 def _sent(collective: Instruction) -> tuple[Instruction | None, ...]:
-    """The operands that a collective sends. A ragged one sends only its first; the others are a buffer, offsets and sizes."""
+    """The operands that a collective sends. A ragged all-to-all sends its first; the others are a buffer, offsets and sizes."""
     return collective.inputs[:1] if collective.opcode.startswith("ragged-") else collective.inputs
 
 
