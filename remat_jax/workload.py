@@ -90,8 +90,7 @@ class Workload:
         has its parameters' shardings. By default, mesh and shardings are read from arrays that have a `NamedSharding`.
       name: the workload's name in reports.
       own_checkpoints: `"replace"`: policies replace the model's own checkpoints around the blocks, as in `checkpoint_blocks`;
-        `"keep"` keeps them, with a `RematWarning`. With either value, the policy `"off"` leaves the model as its author
-        wrote it.
+        `"keep"` keeps them, with a `RematWarning`. With either value, the policy `"off"` leaves the model as written.
 
     Raises:
       ArgumentError: an argument is invalid; the message names it, its value, the expected values and the remedy.
@@ -314,7 +313,7 @@ class Workload:
         return self._placed(TrainingStep(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
     def step_with_residuals(self, policy: Any) -> tuple[TrainingStep, Callable[..., Any]]:
-        """A step on the mesh that returns (residuals, gradients), and a function of its arguments that returns residuals."""
+        """A step on the mesh that returns (residuals, gradients), and a function of the same arguments for residuals alone."""
         loss, trained, frozen = self.split_loss(policy)
         of_trained, of_frozen = self._parted(self.shardings[0])
 

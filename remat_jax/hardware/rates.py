@@ -171,7 +171,7 @@ class Rates:
         return cls(**_figures(described))
 
     def flops_per_s(self, dtype: str) -> float:
-        """The rate for a dtype in operations per second: its own, or that of its `fallback`; `TargetError` without either."""
+        """The rate of `dtype`, or of its `fallback`, in operations per second; `TargetError` if neither has a rate."""
         return self.flops[self.fallback(dtype)]
 
     def fallback(self, dtype: str) -> str:

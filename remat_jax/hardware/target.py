@@ -28,14 +28,14 @@ MOST_LETTERS = 2_000
 
 @dataclass(frozen=True)
 class Target:
-    """The figures of a device that do not depend on a program. Rates are nominal; an unknown figure is None.
+    """The figures of a device, independent of any program. Rates are nominal; an unknown figure is None.
 
     Attributes:
         name: the target's name, in lower case.
         kind: ``"cpu"`` or ``"gpu"``.
         description: one line for people.
         memory_bytes: memory of one device, in bytes.
-        hbm_bytes_per_s: rate of that memory, in bytes per second.
+        hbm_bytes_per_s: rate of the device's memory, in bytes per second.
         host_memory_bytes: one device's share of the host's memory, in bytes: an eighth for a host with eight devices.
         host_link_bytes_per_s: rate of the link to host memory, each way, in bytes per second.
         device_link_bytes_per_s: rate of the links to the other devices of the host, each way.

@@ -42,7 +42,7 @@ class Advice:
       bytes: the device memory that the change frees; on a mesh, on one device.
       how: the code to write.
       why: the buffers that occupy the memory now.
-      compiled: whether the changed step was compiled (`doctor`). Otherwise `bytes` is estimated: the peak of the compiled
+      compiled: whether `doctor` compiled the changed step. Otherwise `bytes` is estimated: the peak of the compiled
         schedule is computed again without the buffers that the change removes.
     """
 
@@ -186,8 +186,7 @@ class _Adviser:
         arguments = [self.step.local_arguments[place] for place in undonated]
         twice = sum(map(device_bytes, arguments))
         elements = {math.prod(leaf.shape) for leaf in jax.tree.leaves(arguments)}
-        # XLA uses a result's buffer for temporary arrays until the result is written. With donation, these arrays need
-        # other memory.
+        # XLA uses a result's buffer for temporary arrays until the result is written. With donation, these need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
         names = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]

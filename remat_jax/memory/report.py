@@ -66,8 +66,7 @@ class MemoryReport:
       replaced_checkpoints: how many of the model's own checkpoints around blocks the policy replaced. A checkpoint in a scan
         counts once.
       memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
-      compiler_options: `memory_limit` as an option for `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's
-        own limit is lower.
+      compiler_options: `memory_limit` for `jax.jit(step, compiler_options=…)`; empty without one, or if XLA's own is lower.
       seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
         target. None for the target `cpu`, and if a rate is unknown; `no_time` gives the reason.
       compute_seconds: the part of `seconds` in which compute runs. In the rest, compute waits for copies and collectives.

@@ -222,7 +222,7 @@ def _ordered(rows: list[Residual]) -> list[Residual]:
 
 
 def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
-    """The offloaded inputs that stay on the device. An input is listed once even if its loop is traced twice."""
+    """The offloaded inputs that stay on the device. An input of a loop is listed once even if the loop is traced twice."""
     by_name: dict[tuple[str, int], SharedInput] = {}
     for reading in read:
         if reading.name and reading.stays():

@@ -254,7 +254,7 @@ def _answers(
 
 
 def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
-    """The child's sizes with buffers and time from XLA's files; without the files both are unknown, without rates the time."""
+    """The child's sizes, with buffers and time from XLA's files. A missing file leaves both unknown, a missing rate the time."""
     dump = folder / "dump"
     module = played = _module(_last(dump, "gpu_after_optimizations.txt"))
     miscompiled: bool | None = False

@@ -105,7 +105,7 @@ def _type(leaf: Any) -> tuple[Any, ...]:
 def _exported(
     flat: Callable[..., Any], leaves: Sequence[Any], target: Target, shardings: Sequence[Any]
 ) -> tuple[Any, tuple[tuple[str, float], ...]]:
-    """The exported `flat`, and `ExportedProgram.kernels`, because the exported program does not state these operations.
+    """The exported `flat`, and `ExportedProgram.kernels`, whose operations the exported program itself does not state.
 
     Custom calls without a stable serialised form are allowed, because the same version of JAX compiles the program.
     """

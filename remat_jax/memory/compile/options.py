@@ -6,8 +6,7 @@ XLA:GPU schedules and rematerialises so that a step's temporary memory fits
 
 where *held* is the size of the arguments and of the results that reuse no argument's buffer. The compiler option `OPTION` sets
 the integer *factor*, 95 by default. On an attached GPU, XLA uses the size of JAX's allocator pool instead of 80 %. The pool has
-75 % of device memory unless XLA_PYTHON_CLIENT_MEM_FRACTION changes this share. XLA works towards the limit, but a step may need
-more.
+75 % of device memory unless XLA_PYTHON_CLIENT_MEM_FRACTION changes this. XLA aims at the limit, but a step may need more.
 
 Steps under different policies share most kernels, and generating kernels takes most of the compile time. XLA assigns memory
 before it generates kernels, so cached or unoptimised kernels do not change the sizes (`docs/how/planner.md`).
@@ -91,7 +90,7 @@ def never_run_options(kind: str) -> dict[str, Any]:
 class Kernels:
     """Files of compiled GPU kernels, in a folder that the caller removes.
 
-    A file is used by one process at a time: two might add the same kernel, and XLA refuses a file with duplicates.
+    A file is used by one process at a time: two processes might add the same kernel, and XLA refuses a file with duplicates.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -66,7 +66,7 @@ class Question:
       keys: the keys of the programs to compile; for a request to the attached device, its one key.
       doing, who: words for error messages: the activity, and the program that refuses a key.
       timeout, left: the limit in seconds for all keys together; the seconds left of it, None if all are left.
-      again: whether the child waits for another question after it prints `{"done": true}`, to save starting a process.
+      again: whether the child waits for another question after it prints `{"done": true}`; starting a process is slow.
     """
 
     child: Path

@@ -104,7 +104,7 @@ def exchange_seconds(collective: Instruction, target: Target, links: Links | Non
 
 
 def largest_group(attributes: str, devices: int) -> list[int]:
-    """The device numbers in one group of a collective: the group with the widest range of numbers.
+    """The device numbers in one group of a collective: of a tiling the first, of listed groups that with the widest range.
 
     >>> largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8), largest_group("replica_groups={}", 2)
     ([0, 2, 4, 6], [0, 1])

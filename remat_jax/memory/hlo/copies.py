@@ -57,8 +57,8 @@ class Overlap:
       compute_seconds: the time of compute alone.
       step_seconds: the time of compute and of its waits for copies and collectives. Use it to compare schedules.
       coverable_seconds: an upper bound of the copy time that compute can cover if the first start and the last wait of each
-        direction do not move. An array can be copied out and back only between its computation and the next time it is read.
-        For an array of the last block, hardly any compute runs in between.
+        direction do not move. An array can be copied out and back only between its computation and the first read of
+        the copy. For an array of the last block, hardly any compute runs in between.
     """
 
     out: Copies

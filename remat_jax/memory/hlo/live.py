@@ -68,7 +68,7 @@ _Places = tuple[int, ...]
 def _traced(
     instruction: Instruction, places: _Places, step: Callable[[Instruction, _Places], tuple[Instruction | None, _Places]]
 ) -> tuple[Instruction, _Places]:
-    """The origin of an element of an instruction's result: repeats `step`, which returns an element's source or None."""
+    """The origin of an element of an instruction's result, found by repeating `step`, which returns a source or None."""
     seen = set()
     while (instruction, places) not in seen:
         seen.add((instruction, places))
@@ -274,7 +274,7 @@ def _apart(spans: list[Span]) -> Iterator[Span]:
 
 
 def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> tuple[LiveBuffer, ...]:
-    """`buffers` with `args[i]` renamed to `names[i]`. Its `module` becomes the first part of the name, such as `parameters`."""
+    """`buffers` with `args[i]` renamed to `names[i]`; the buffer's `module` becomes the name's first part, as `parameters`."""
     by_number = {f"args[{number}]": name for number, name in enumerate(names)}
     return tuple(
         replace(buffer, name=name, module=name.partition("/")[0]) if (name := by_number.get(buffer.name)) else buffer

@@ -56,8 +56,7 @@ def step_time(
 
     A kernel takes its launch time, plus its compute time or its memory time, whichever is longer. A loop runs for the trip
     count that the compiler knows, else once. A `conditional` runs its longest branch; if some branches start copies or
-    collectives, it runs the longest of these. `kernels` maps the name of a Pallas kernel to the number of floating-point
-    operations of one call.
+    collectives, it runs the longest of these. `kernels` maps the name of a Pallas kernel to the FLOPs of one call.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
@@ -238,7 +237,7 @@ class _Player:
         return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
 
     def _coverable(self, out: Copies, back: Copies) -> float:
-        # The two copies of an array can overlap only the compute between the array's computation and its next read.
+        # An array's two copies can overlap only the compute between the array's computation and the first read of the copy.
         # `together`: the name of the copy out → how many seconds the two copies take beyond this compute. `alone`: direction →
         # name of the copy → the same for this one copy. If an array is copied back several times, the largest number counts.
         together: dict[str, float] = {}

@@ -2,8 +2,8 @@
 
 An iteration of a loop copies to or from one slot of a stacked array. XLA:GPU computes the slot's address when it compiles: it
 writes a byte offset and a byte stride per iteration into the `backend_config` of the `dynamic-slice` or `dynamic-update-slice`.
-The program's own index is still an operand. JAX 0.10.2 and 0.11.0 write a wrong address in the backward pass: iteration k asks
-for slot L-1-k of L slots, but the address is that of slot k.
+The program's own index is still an operand. With JAX 0.10.2 and 0.11.0 the address is wrong in the backward pass: iteration k
+asks for slot L-1-k of L slots, but the address is that of slot k.
 """
 
 from __future__ import annotations
