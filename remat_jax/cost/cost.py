@@ -38,7 +38,7 @@ class Cost:
         return Cost(tuple((work, times * rounds) for work, times in self.kernels))
 
     def scaled(self, factors: Mapping[str, float], traffic: float) -> Cost:
-        """The cost with bytes times `traffic`, and operations times `factors[dtype]`, or `traffic` for other dtypes."""
+        """The cost with bytes times `traffic`, and operations times `factors[dtype]`, or times `traffic` without a factor."""
 
         def scaled(work: Work) -> Work:
             flops = {dtype: factors.get(dtype, traffic) * count for dtype, count in work.flops.items()}

@@ -42,7 +42,7 @@ class Target:
         network_bytes_per_s: rate of one device's share of the network between hosts, each way.
         peak_flops: FLOPs per second by dtype name, dense; ``tensorfloat32`` is float32 at reduced matmul precision.
         compiler_description: XLA's description of the GPU, a ``GpuTargetConfigProto`` as text. None for the CPU, and for
-            a GPU whose table has none: XLA cannot compile for it.
+            a GPU whose table has no ``compiler``: XLA cannot compile for such a GPU.
         devices: the number of devices on all hosts together.
         hosts: the number of hosts, each with the same number of devices.
         device_kinds: JAX's names for the device (``device_kind``), the usual name first.

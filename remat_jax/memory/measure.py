@@ -56,7 +56,7 @@ def measure(
       TargetError: the target is unknown, XLA cannot compile for it, or it is `"attached"` and this machine has no GPU.
       ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is not an amount of
         the target's memory, or is given for a CPU.
-      UnsupportedError: the target has several devices, but the workload has no mesh; or its compiler is not installed.
+      UnsupportedError: the target has several devices, but the workload has no mesh; or the target's compiler is not installed.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
       PolicyError, BlockError, NoEffectError: the policy is invalid, or has no effect on this workload.
 

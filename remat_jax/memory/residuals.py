@@ -41,7 +41,7 @@ class Residual:
       source: the user's source line.
       count: the number of arrays of this name.
       scanned: whether the array is an output of a `scan`, with the layers stacked.
-      layers: under policies by layer, the layers of the residual as (start, stop), from 0 and without `stop`; else None.
+      layers: under policies by layer, the residual's layers (start, stop), counted from 0, `stop` excluded; else None.
     """
 
     name: str

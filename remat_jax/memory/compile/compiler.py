@@ -254,7 +254,7 @@ def _answers(
 
 
 def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
-    """The child's sizes, with buffers and time from XLA's files. A missing file leaves both unknown, a missing rate the time."""
+    """The child's sizes, with buffers and time from XLA's files. Without a file both are unknown; without a rate, the time."""
     dump = folder / "dump"
     module = played = _module(_last(dump, "gpu_after_optimizations.txt"))
     miscompiled: bool | None = False
@@ -300,7 +300,7 @@ def _step_time(module: HloModule | None, target: Target, program: ExportedProgra
 
 
 def _live(module: HloModule, dump: Path, program: ExportedProgram) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
-    """The device buffers at the peak and over the schedule, with names for arguments; none if XLA wrote no buffers."""
+    """`Sizes.live` and `Sizes.timeline`, with the arguments' names; () and None if XLA wrote no buffers."""
     assignment, ranges = _last(dump, "-buffer-assignment.txt"), _last(dump, "-live-range.txt")
     if assignment is None or ranges is None:
         return (), None

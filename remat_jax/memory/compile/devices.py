@@ -54,7 +54,7 @@ def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
 
 
 def host_shortage(host_bytes: int, target: Target) -> str | None:
-    """A warning if a step with `host_bytes` of host memory per device exceeds the memory of the target's hosts, else None.
+    """A warning if a step needs more host memory, `host_bytes` per device, than the target's hosts have; else None.
 
     >>> from remat_jax.hardware import target
     >>> host_shortage(10**12, target("l4")) is None  # nothing is known of its hosts

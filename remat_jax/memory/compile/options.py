@@ -34,7 +34,7 @@ OPTION = "xla_gpu_memory_limit_slop_factor"
 LARGEST_FACTOR = 95
 """XLA's default factor. A larger factor has no effect, so it is not set."""
 _AVAILABLE_PERCENT = 80
-"""The share of its memory, in per cent, that XLA takes as available on a GPU that is described but not attached."""
+"""On a GPU that is described but not attached, XLA takes this percentage of the memory as available."""
 
 _KERNEL_OPTIONS = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")
@@ -64,7 +64,7 @@ def limit_bytes(memory_limit: Any, target: Target) -> int | None:
 
 
 def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
-    """The option for the largest XLA limit within `limit` bytes; empty if XLA's own limit is lower, or cannot be set.
+    """The option that sets the largest XLA limit within `limit` bytes; empty if XLA's own is lower, or none can be set.
 
     `held_bytes` is the device memory of the step's arguments and of results that reuse no argument's buffer.
 
@@ -82,7 +82,7 @@ def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[st
 
 
 def never_run_options(kind: str) -> dict[str, Any]:
-    """The options for a program that is compiled only for its sizes, for a `kind` of target."""
+    """The options for a program that is compiled only for its sizes; `kind` is that of the target."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return options | ({"xla_gpu_disable_gpuasm_optimizations": True} if kind == "gpu" else {})
 

@@ -28,7 +28,7 @@ class Collective:
       phase: `forward`, `recomputed`, `backward`, or `other`, from the operator's name. If both the recomputation and the
         gradient read the result, the collective runs once and counts in one of the two phases.
       count: the number of arrays; an array in a loop counts once per iteration.
-      bytes: the bytes of the operands or of the results on one device, whichever are larger: the results of an all-gather, the
+      bytes: the bytes of the operands or of the results on one device, whichever are more: the results of an all-gather, the
         operands of a reduce-scatter.
     """
 
@@ -81,7 +81,7 @@ def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[
 
 
 def _sent(collective: Instruction) -> tuple[Instruction | None, ...]:
-    """The operands that a collective sends. A ragged all-to-all sends its first; the others are a buffer, offsets and sizes."""
+    """The operands that a collective sends. Those of a ragged all-to-all after the first are a buffer, offsets and sizes."""
     return collective.inputs[:1] if collective.opcode.startswith("ragged-") else collective.inputs
 
 
@@ -104,7 +104,7 @@ def exchange_seconds(collective: Instruction, target: Target, links: Links | Non
 
 
 def largest_group(attributes: str, devices: int) -> list[int]:
-    """The device numbers in one group of a collective: of a tiling the first, of listed groups that with the widest range.
+    """The device numbers in one group of a collective: the first of a tiling, or the listed group with the widest range.
 
     >>> largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8), largest_group("replica_groups={}", 2)
     ([0, 2, 4, 6], [0, 1])

@@ -14,7 +14,7 @@ _NO_COPIES = FREE | {"while", "call", "conditional", "custom-call"}
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies in one direction between device and host; in `StepTime.exchanges` (`schedule.py`), the collectives.
+    """The copies in one direction between device and host. `StepTime.exchanges` (`schedule.py`) describes collectives so.
 
     Attributes:
       count: the number of copies; a copy in a loop counts once per iteration.

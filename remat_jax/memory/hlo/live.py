@@ -1,7 +1,7 @@
 """The device buffers that are alive during a compiled step and at its peak, by module path.
 
-They are read from XLA's dump: the optimised program, its buffer assignment and the live range of each buffer. Module paths come
-from operator names. XLA's own peak is not used, since it counts host buffers as device memory.
+The buffers are read from XLA's dump: the optimised program, its buffer assignment and the live range of each buffer. Module
+paths come from operator names. XLA's own peak is not used, since it counts host buffers as device memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LiveBuffer:
       nbytes: the size of the buffer in bytes.
       shape: as XLA writes it, such as `f32[16,256]`.
       collective: the kind of collective that returns or reads the buffer, such as `all-gather` for a gathered parameter and
-        `reduce-scatter` for a gradient before its sum; empty if no collective does.
+        `reduce-scatter` for a gradient before its sum over devices; empty if no collective does.
     """
 
     name: str
@@ -274,7 +274,7 @@ def _apart(spans: list[Span]) -> Iterator[Span]:
 
 
 def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> tuple[LiveBuffer, ...]:
-    """`buffers` with `args[i]` renamed to `names[i]`; the buffer's `module` becomes the name's first part, as `parameters`."""
+    """`buffers` with `args[i]` renamed to `names[i]`; `module` becomes the name's first part, such as `parameters`."""
     by_number = {f"args[{number}]": name for number, name in enumerate(names)}
     return tuple(
         replace(buffer, name=name, module=name.partition("/")[0]) if (name := by_number.get(buffer.name)) else buffer
