@@ -66,7 +66,7 @@ __all__ = [
     "save_report",
 ]
 
-# The module of each name, imported at the name's first use: importing all, Flax and Optax too, takes longer than importing JAX.
+# The module of each name, imported at the name's first use: all modules, with Flax and Optax, take longer to import than JAX.
 _HOMES = {
     "apply.blocks": ("checkpoint_blocks",),
     "apply.jax_policies": ("jax_policy",),

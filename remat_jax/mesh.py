@@ -165,7 +165,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _checked(mesh: AbstractMesh, sharding: Any, shape: tuple[int, ...], where: str) -> NamedSharding:
-    """`sharding` as a sharding over `mesh` for an array of `shape`, which errors call `where`."""
+    """`sharding` as a sharding over `mesh` for an array of `shape`; errors call the array `where`."""
     if not _is_spec(sharding):
         raise ArgumentError(
             f"shardings: {sharding!r} for {where}: expected a PartitionSpec, a NamedSharding, or None for replicated"
@@ -215,7 +215,7 @@ def _axes(entries: Iterable[Any]) -> list[str]:
 
 
 def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:
-    """The shardings of an optimizer's state; `shardings` are those of `trained`, its parameters.
+    """The shardings of an optimizer's state; `shardings` are those of `trained`, the trained parameters.
 
     A state array with the shape of its parameter is sharded like the parameter; other state arrays are replicated. For a state
     array in host memory, the sharding has the memory kind `pinned_host`.

@@ -44,7 +44,7 @@ def visible(text: str) -> str:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """An instance of `kind`, a dataclass or a field's type, made from `value`: its form in JSON or `dataclasses.asdict`.
+    """An instance of `kind` (a dataclass, or the type of a field) from `value`, its form in JSON or in `dataclasses.asdict`.
 
     Raises:
       ValueError: a wrong type, a number that is negative or not finite, an integer from `LARGEST` up, a missing or unknown key.

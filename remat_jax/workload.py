@@ -90,7 +90,7 @@ class Workload:
         has its parameters' shardings. By default, mesh and shardings are read from arrays that have a `NamedSharding`.
       name: the workload's name in reports.
       own_checkpoints: `"replace"`: policies replace the model's own checkpoints around the blocks, as in `checkpoint_blocks`;
-        `"keep"` keeps them, with a `RematWarning`. Under `"off"` the model stays as its author wrote it.
+        `"keep"` keeps them, with a `RematWarning`. With either value, the policy `"off"` leaves the model as written.
 
     Raises:
       ArgumentError: an argument is invalid; the message names it, its value, the expected values and the remedy.
@@ -180,7 +180,8 @@ class Workload:
         """A workload of the NNX `model` and `loss(model, *batch)`; `options` are those of `Workload`.
 
         The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) reaches the loss
-        unchanged. By default `blocks` are the classes of modules in lists of one class, as in `enable_gradient_checkpointing`.
+        unchanged. By default, as in `enable_gradient_checkpointing`, each list of two or more modules that all have one class
+        gives this class as a block; lists inside such a list do not count.
         """
         if not isinstance(model, nnx.Module):
             raise ArgumentError(f"model={model!r}: expected an NNX module")
@@ -213,7 +214,8 @@ class Workload:
             partitioned over `data` and `fsdp`, and each parameter over `fsdp` along its largest divisible dimension.
 
         Raises:
-          ArgumentError: the mesh lacks an axis of the shardings, or no array is partitioned over one of its axes.
+          ArgumentError: the mesh lacks an axis of the shardings, or has a new axis over which no array is partitioned. Without
+            shardings: an axis is neither `data` nor `fsdp`, or the mesh does not divide the batch.
           UnsupportedError: the workload is a finished step.
 
         >>> import jax.numpy as jnp
@@ -250,7 +252,7 @@ class Workload:
         return workload
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-        """`fn` with `policy` (or policies by layer) on every block of the workload, or with a mapping from block to policy."""
+        """`fn` with `policy` on the workload's blocks: a policy, policies by layer, or a mapping from block to either."""
         if not isinstance(policy, dict):
             checked = as_block_policy(policy)
             if is_off(checked):
@@ -311,7 +313,7 @@ class Workload:
         return self._placed(TrainingStep(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
     def step_with_residuals(self, policy: Any) -> tuple[TrainingStep, Callable[..., Any]]:
-        """A step on the mesh that returns (residuals, gradients), and a function of its arguments that returns residuals."""
+        """A step on the mesh that returns (residuals, gradients), and a function of the same arguments for residuals alone."""
         loss, trained, frozen = self.split_loss(policy)
         of_trained, of_frozen = self._parted(self.shardings[0])
 

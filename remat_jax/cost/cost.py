@@ -38,7 +38,7 @@ class Cost:
         return Cost(tuple((work, times * rounds) for work, times in self.kernels))
 
     def scaled(self, factors: Mapping[str, float], traffic: float) -> Cost:
-        """The cost with bytes times `traffic`, and operations times `factors[dtype]` (times `traffic` if that is missing)."""
+        """The cost with bytes times `traffic`, and operations times `factors[dtype]`, or times `traffic` without a factor."""
 
         def scaled(work: Work) -> Work:
             flops = {dtype: factors.get(dtype, traffic) * count for dtype, count in work.flops.items()}
@@ -104,8 +104,8 @@ def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: Rates) -> d
     """Each equation's part of the time in seconds. The parts add up to `flat_cost(eqns, outputs).seconds(rates)`.
 
     A memory-bound kernel's time is divided in proportion to its equations' bytes, a compute-bound kernel's in proportion to
-    their operations. If several equations of a kernel read an array, its bytes count for the first. An array that stays
-    inside a kernel has no bytes.
+    their operations. If several equations of a kernel read an array, its bytes count for the first equation. An array
+    that stays inside a kernel has no bytes.
     """
     result = dict.fromkeys(eqns, 0.0)
     for kernel in _kernels(eqns, outputs):
@@ -181,8 +181,8 @@ def _structured(eqn: FlatEqn) -> Cost | None:
 def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, Array]]:
     """The groups of equations that each fuse into one kernel, and a map from each view to the array behind it.
 
-    An equation fuses with those equations that compute its operands and have its level. The level of an equation is the largest
-    number of unfusable equations on a path to it. So no kernel depends on its own result through another kernel.
+    The level of an equation is the largest number of unfusable equations on a path to it. An equation fuses with the equations
+    of its level that compute its operands. So no kernel depends on its own result through another kernel.
     """
     roots: dict[Array, Array] = {}
     level: dict[Array, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""Counts the matmuls and FLOPs that a jaxpr executes: not those in dead code, and those in a scan once per iteration."""
+"""Counts the matmuls and FLOPs that a jaxpr executes. Dead code does not count; a scan's body counts once per iteration."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Flat:
     outputs: tuple[Array, ...]
 
     def copied(self, copies: dict[Array, Array]) -> Flat:
-        """The same program with copies of its arrays: those in `copies`, and new copies, which are added to `copies`."""
+        """The same program on copies of its arrays. `copies` maps arrays to copies; missing copies are made and added."""
 
         def each(arrays: Iterable[Array]) -> tuple[Array, ...]:
             return tuple(copies.setdefault(array, replace(array, names=list(array.names))) for array in arrays)

@@ -33,7 +33,7 @@ def own_kernel(eqn: FlatEqn) -> Work:
         work = _scatter(eqn)
     else:
         work = Work({}, _touched(eqn))
-    # `bytes` counts only one device's share already.
+    # The bytes are already those of one device.
     return replace(work, flops={dtype: eqn.share * count for dtype, count in work.flops.items()})
 
 
@@ -126,7 +126,7 @@ def _pallas_flops(eqn: Any) -> float:
 
 
 def named_kernels(jaxpr: Any) -> dict[str, float]:
-    """Name of a Pallas kernel in the closed `jaxpr` → its operations. A name of kernels with different work is left out."""
+    """Name of a Pallas kernel in the closed `jaxpr` → its operations. A name of kernels with unequal work is left out."""
     flops_by_name: dict[str, set[float]] = {}
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "pallas_call":

@@ -38,7 +38,7 @@ def device_amount(given: Any, target: Target, argument: str, error: type[RematEr
 
 
 def amount(given: Any, target: Target | None, argument: str, error: type[RematError]) -> int:
-    """`given` in bytes, 0 or more. A share is one of the target's device memory; without a target a share raises `error`."""
+    """`given` in bytes, 0 or more. A share is taken of the target's device memory; without a target it raises `error`."""
     if isinstance(given, str):
         return _written(given, target, argument, error)
     if isinstance(given, float):

@@ -2,8 +2,8 @@
 
 The extra `gpu-compile` installs the plugin without NVIDIA's libraries. When JAX starts, the plugin looks for these libraries,
 and JAX prints a traceback about cuDNN. A machine without a GPU does not need the libraries, so an environment variable skips
-the search. Python runs the wheel's `remat_jax_quiet.pth` at startup. This file sets the variable as `quiet_without_gpu` does,
-for scripts that do not import this package.
+the search. `quiet_without_gpu` sets it. For scripts that do not import this package, `remat_jax_quiet.pth` sets it in the same
+way: Python runs this file of the wheel at startup.
 """
 
 from __future__ import annotations

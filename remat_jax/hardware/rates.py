@@ -17,7 +17,7 @@ from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
 
 MATMUL_SHARE, MEMORY_SHARE, LINK_SHARE, HIDDEN_SHARE = 0.8, 0.9, 0.8, 0.9
-"""The shares of nominal rates that are assumed without a measurement, and the share of compute that copies can overlap.
+"""Assumptions for lack of a measurement: shares of nominal rates, and (last) the share of compute that copies can overlap.
 
 Large matmuls, PCIe copies and collectives commonly reach four fifths of a data sheet's figure, streaming reads nine tenths.
 """
@@ -71,8 +71,8 @@ class Links:
     def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1) -> float | None:
         """The seconds of one collective among `devices` on `hosts`; None if the network rate is needed but unknown.
 
-        `size` is the bytes on one device of the operand or the result, whichever is larger. The slowest link sets the rate. The
-        network between hosts has the combined rate of a host's participating devices. The latency is that of
+        `size`: the bytes that one device holds of the operand or of the result, whichever are more. The slowest link sets the
+        rate. The network between hosts has the combined rate of a host's participating devices. The latency is that of
         log₂ (devices of a host) messages inside the host, one after another, and then log₂ (hosts) messages between hosts.
         """
         if devices < 2:
@@ -106,7 +106,7 @@ class Rates:
             interpolated; `cores` is not used for these dtypes.
         links: the links between devices; None if there are none or they are unknown.
         source: the origin of each figure, by attribute name.
-        assumed_dtypes: the dtypes whose rate was not measured.
+        assumed_dtypes: the dtypes whose rate in `flops` is assumed, neither measured nor published.
 
     Raises:
         TargetError: a rate is not a positive number, `flops` is empty, or `hidden_share` is not between 0 and 1.
@@ -152,7 +152,7 @@ class Rates:
 
     @classmethod
     def of(cls, target: Target | str) -> Rates:
-        """The rates of a target. Each was measured on it, or else is a published measurement, or a share of the nominal rate.
+        """The rates of a target: measured by `remat-jax calibrate`, else published, else an assumed share of a nominal rate.
 
         The rates of the CPU are assumed until `remat-jax calibrate` measures them.
 
@@ -171,7 +171,7 @@ class Rates:
         return cls(**_figures(described))
 
     def flops_per_s(self, dtype: str) -> float:
-        """The rate for a dtype in operations per second: its own, or that of its `fallback`; `TargetError` without either."""
+        """The rate of `dtype`, or of its `fallback`, in operations per second; `TargetError` if neither has a rate."""
         return self.flops[self.fallback(dtype)]
 
     def fallback(self, dtype: str) -> str:
@@ -194,7 +194,7 @@ class Rates:
         return tried[-1]
 
     def seconds(self, flops: Mapping[str, float], size: float) -> float:
-        """The seconds of the operations in `flops`, by dtype, or of `size` bytes of memory traffic, whichever are more."""
+        """The seconds for the operations in `flops`, by dtype, or for `size` bytes of memory traffic, whichever are more."""
         compute = sum(count / self.flops_per_s(dtype) for dtype, count in flops.items() if count)
         return max(compute, size / self.hbm_bytes_per_s)
 
@@ -212,7 +212,9 @@ class Rates:
         return product.flops / (self.flops[dtype] * share)
 
     def assumed(self, dtypes: Iterable[str]) -> tuple[str, ...]:
-        """The names of the rates and latencies that were not measured; `flops` is one only if it is so for one of `dtypes`.
+        """The names of the rates and latencies that are assumed, neither measured nor published.
+
+        `flops` is among them if the rate used for one of `dtypes` is assumed.
 
         >>> Rates.of("h200").assumed(["bfloat16"])
         ('hidden_share', 'launch_seconds', 'copy_seconds', 'network_seconds')

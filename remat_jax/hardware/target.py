@@ -23,30 +23,30 @@ _SEVERAL = re.compile(r"(?:(?P<hosts>\d{1,6})x)?(?P<each>\d{1,6})x(?P<one>(?!\d+
 MOST_BYTES = 2**16
 """The largest target file that is read."""
 MOST_LETTERS = 2_000
-"""The most characters in a line that is read: parsing time is quadratic in the number of parts of a dotted key."""
+"""A file with a longer line is refused: parsing time is quadratic in the number of parts of a dotted key."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The figures of a device that do not depend on a program. Rates are nominal; an unknown figure is None.
+    """The figures of a device, independent of any program. Rates are nominal; an unknown figure is None.
 
     Attributes:
         name: the target's name, in lower case.
         kind: ``"cpu"`` or ``"gpu"``.
         description: one line for people.
         memory_bytes: memory of one device, in bytes.
-        hbm_bytes_per_s: rate of that memory, in bytes per second.
+        hbm_bytes_per_s: rate of the device's memory, in bytes per second.
         host_memory_bytes: one device's share of the host's memory, in bytes: an eighth for a host with eight devices.
         host_link_bytes_per_s: rate of the link to host memory, each way, in bytes per second.
         device_link_bytes_per_s: rate of the links to the other devices of the host, each way.
         network_bytes_per_s: rate of one device's share of the network between hosts, each way.
         peak_flops: FLOPs per second by dtype name, dense; ``tensorfloat32`` is float32 at reduced matmul precision.
         compiler_description: XLA's description of the GPU, a ``GpuTargetConfigProto`` as text. None for the CPU, and for
-            a GPU whose table has none: XLA cannot compile for it.
+            a GPU whose table has no ``compiler``: XLA cannot compile for such a GPU.
         devices: the number of devices on all hosts together.
         hosts: the number of hosts, each with the same number of devices.
         device_kinds: JAX's names for the device (``device_kind``), the usual name first.
-        attached: whether the device is attached, so that programs can run on it.
+        attached: whether the device is the GPU of this machine, so that programs can run on it.
         source: the origin of each figure, by attribute name.
         core_count: the number of multiprocessors of a GPU.
         reached: published measurements of rates and latencies, with a ``source`` for each figure.

@@ -1,4 +1,4 @@
-"""Advice on saving memory that policies on blocks cannot save, from the compiled schedule of the measured step."""
+"""Advice on reducing memory by changes other than policies on blocks, from the compiled schedule of the measured step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from remat_jax.train.parameters import device_bytes, result_structs
 from remat_jax.workload import Workload
 
 LEAST = 0.02
-"""The least saving for which a change is advised, as a share of the step's device memory."""
+"""A change is advised if it reduces the step's device memory by at least this share."""
 
 SHOWN = 0.05
-"""The least saving for which advice is printed with a report or a plan, as a share of the step's device memory."""
+"""Advice is printed with a report or a plan if it reduces the step's device memory by at least this share."""
 
 CHUNKS = 8
 MICRO_BATCHES = 2
@@ -35,14 +35,14 @@ MICRO, DONATION, DTYPE = "micro-batches", "donated arguments", "parameters in bf
 
 @dataclass(frozen=True)
 class Advice:
-    """A change other than a policy on blocks, and the memory that this change alone would save.
+    """A change other than a policy on blocks, and the memory that this change alone would free.
 
     Attributes:
       what: the change in a few words, such as `"head in chunks"`.
-      bytes: the device memory that the change saves; on a mesh, on one device.
+      bytes: the device memory that the change frees; on a mesh, on one device.
       how: the code to write.
       why: the buffers that occupy the memory now.
-      compiled: whether the changed step was compiled (`doctor`). Otherwise `bytes` is estimated: the peak of the compiled
+      compiled: whether `doctor` compiled the changed step. Otherwise `bytes` is estimated: the peak of the compiled
         schedule is computed again without the buffers that the change removes.
     """
 
@@ -58,7 +58,7 @@ class Advice:
 
 
 def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
-    """The matmuls in the traced step whose results a softmax reads."""
+    """The matmuls before a softmax in the traced loss, or in the finished step of a workload without a loss."""
     function, arguments = workload.loss, (workload.params, *workload.batch)
     if not workload.has_loss:
         step = workload.step("off")
@@ -67,7 +67,7 @@ def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
 
 
 def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...], devices: int = 1) -> tuple[Advice, ...]:
-    """Changes that would save at least 2 % of a compiled step's device memory, the largest first; empty for the CPU.
+    """Changes that would each free at least 2 % of a compiled step's device memory, the largest first; empty for the CPU.
 
     `sizes` are the compiled sizes of the workload's step under any policy on a mesh of `devices` devices; `products` are the
     workload's `traced_products`.
@@ -80,7 +80,7 @@ def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...
 
 
 def largest_advice(workload: Workload, sizes: Sizes, devices: int = 1) -> str | None:
-    """A sentence with the advice that saves most, for a step that needs too much memory; None if it saves less than 5 %."""
+    """A sentence with the advice that frees most, for a step that needs too much memory; None if it frees less than 5 %."""
     advice = advise(workload, sizes, traced_products(workload), devices)
     return f"Beyond the blocks: {advice[0]}" if advice and advice[0].bytes >= SHOWN * sizes.device else None
 
@@ -96,7 +96,7 @@ class _Adviser:
         self._sizes_of_parameters = {math.prod(leaf.shape) for leaf in jax.tree.leaves(self.parameters)}
 
     def all(self) -> Iterator[Advice]:
-        """Yield all advice that applies to the step, including changes that save little."""
+        """Yield all advice that applies to the step, including changes that free little."""
         chunked = f"rj.in_chunks(head_loss, {CHUNKS}, axis=…), a head and its loss in {CHUNKS} chunks"
         kernel = 'jax.nn.dot_product_attention(q, k, v, implementation="cudnn"), or another kernel that never stores the scores'
         heads, scores = ([each for each in self.products if each.is_head is is_head] for is_head in (True, False))
@@ -124,8 +124,8 @@ class _Adviser:
     def _is_product(self, buffer: LiveBuffer, products: list[SoftmaxProduct]) -> bool:
         """Whether a buffer is the result of one of the `products`, or is computed elementwise from such a result."""
         primitive = buffer.name.rpartition(":")[2]
-        # A backward matmul computes the gradient of an operand, such as the weights of an output head. It may be as large as
-        # the logits.
+        # A backward matmul computes the gradient of an operand, such as the weights of an output head. This gradient may
+        # be as large as the logits.
         is_gradient = buffer.phase == "backward" and primitive in ("dot_general", "transpose")
         is_unnamed = self._is_unnamed(buffer)
         if buffer.phase in ("argument", RESULT) or is_gradient or (buffer.phase == "other" and not is_unnamed):
@@ -186,7 +186,7 @@ class _Adviser:
         arguments = [self.step.local_arguments[place] for place in undonated]
         twice = sum(map(device_bytes, arguments))
         elements = {math.prod(leaf.shape) for leaf in jax.tree.leaves(arguments)}
-        # XLA uses a result's buffer for temporary arrays until the result is written. With donation they need other memory.
+        # XLA uses a result's buffer for temporary arrays until the result is written. With donation, these need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
         names = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]
@@ -224,7 +224,7 @@ class _Adviser:
 
 
 def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:
-    """Whether the leading axes of all arrays of the batch have one even length on each device."""
+    """Whether all arrays of the batch have the same number of rows (leading axis) on one device, and this number is even."""
     if not workload.has_loss:
         return False
     batch = jax.tree.leaves(local_arguments[len(local_arguments) - len(workload.batch) :])

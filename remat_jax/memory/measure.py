@@ -36,8 +36,8 @@ def measure(
 ) -> MemoryReport:
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed.
 
-    If the policy offloads, or the policy of a `replan` in the loss does, a second step that saves these residuals is compiled
-    too: the receipt compares both steps. Reports are cached as long as the workload object exists. Programs compiled for a GPU
+    If the policy, or the policy of a `replan` in the loss, offloads residuals, a second step that saves them is compiled too.
+    The receipt compares the two steps. Reports are cached as long as the workload object exists. Programs compiled for a GPU
     are also cached on disk (`remat_jax.memory.compile.cache`).
 
     A workload with a mesh needs a target with as many devices (`"8x8xh200"`); the report's sizes are for one device. On the
@@ -48,15 +48,15 @@ def measure(
       target: the name of a target (`"cpu"`, `"h200"`, `"attached"`) or a `Target`.
       timeout: the limit in seconds for compiling, and for each run on an attached GPU.
       memory_limit: a device memory limit for XLA, written like a budget: bytes, a text (`"40GiB"`, `"80%"`) or a share (0.8).
-        XLA rematerialises by itself to meet the limit, but the step may still need more. Run the step with
-        `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, about 76 % of device memory. A
-        larger limit has no effect.
+        XLA rematerialises by itself to meet the limit, but the step may still need more. To run the step under the limit, use
+        `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, about 76 % of device memory;
+        a larger `memory_limit` has no effect.
 
     Raises:
       TargetError: the target is unknown, XLA cannot compile for it, or it is `"attached"` and this machine has no GPU.
       ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is not an amount of
         the target's memory, or is given for a CPU.
-      UnsupportedError: the target has several devices, but the workload has no mesh; or its compiler is not installed.
+      UnsupportedError: the target has several devices, but the workload has no mesh; or the target's compiler is not installed.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
       PolicyError, BlockError, NoEffectError: the policy is invalid, or has no effect on this workload.
 
@@ -102,7 +102,7 @@ _reports: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref
 
 @dataclass(frozen=True)
 class _NothingOffloaded:
-    """`policy` for a step whose loss, made by a `replan` that offloads, saves the offloaded residuals instead."""
+    """Stands for `policy` on a changed loss: the `replan` in the loss saves the residuals that its own policy offloads."""
 
     policy: Any
 
@@ -175,8 +175,8 @@ def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
     with silenced():  # the report has the same warning
         if not workload.has_loss:
             return None
-        # Listing recomputed residuals takes a second trace. Only a model that keeps its own checkpoints needs it: the rows show
-        # whether these checkpoints overrule the policy.
+        # The recomputed residuals take a second trace. They are needed only if the workload keeps the model's own checkpoints,
+        # because they show whether these checkpoints overrule the policy.
         return (residuals if workload.own.keeps else kept_residuals)(workload, _given(policy))
 
 

@@ -25,8 +25,8 @@ class Receipt:
       host_bytes: the bytes of the compiled step's temporary buffers in host memory, for one device.
       returned_bytes: how much more device memory the step needs if these residuals are saved; None if the step that saves them
         was not compiled.
-      warnings: failures of the offload. On a mesh, the host holds a replicated residual once for each device. With these copies
-        the bytes on the host may suffice although another residual is missing there.
+      warnings: failures of the offload. A missing residual is found by the total of bytes on the host. On a mesh this may fail:
+        a replicated residual is on the host once per device, and its further copies may have as many bytes as are missing.
       shared: the offloaded inputs that stay on the device because several blocks read them; not in `offered_bytes`.
     """
 
@@ -49,7 +49,8 @@ class MemoryReport:
       device_bytes: device memory, which is arguments + outputs − aliased + temp. Host memory never counts.
       temp_bytes: device memory of temporary buffers, including saved residuals.
       host_bytes: host memory of temporary buffers, arguments and outputs.
-      argument_bytes, output_bytes, alias_bytes: device memory of arguments, outputs, and outputs that reuse an argument.
+      argument_bytes, output_bytes, alias_bytes: device memory of arguments, of outputs, and of outputs that reuse an
+        argument's buffer.
       residual_device_bytes, residual_host_bytes: the bytes of the saved and of the offloaded residuals, as JAX's linearisation
         lists them; None for a workload made by `Workload.from_step`.
       receipt: the effect of the offload; None if the policy offloads nothing.
@@ -62,18 +63,17 @@ class MemoryReport:
       host_warning: a warning if the hosts have too little memory; None if their memory suffices or is unknown.
       policy_warning: a warning if the model's own checkpoints overrule the policy; else None.
       compiler_warning: what the compiler could not do without a GPU, and the effect on the figures; else None.
-      replaced_checkpoints: how many of the model's own checkpoints the policy replaced, because they are around blocks. A
-        checkpoint in a scan counts once.
+      replaced_checkpoints: how many of the model's own checkpoints around blocks the policy replaced. A checkpoint in a scan
+        counts once.
       memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
-      compiler_options: the limit for `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's own one is lower.
+      compiler_options: `memory_limit` for `jax.jit(step, compiler_options=…)`; empty without one, or if XLA's own is lower.
       seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
         target. None for the target `cpu`, and if a rate is unknown; `no_time` gives the reason.
       compute_seconds: the part of `seconds` in which compute runs. In the rest, compute waits for copies and collectives.
       exchanges: the bytes, the time and the overlap of the collectives; None if there are none, or `seconds` is None.
-      untimed: targets of custom calls, and opcodes, whose arithmetic the model does not know. Their time is that of the bytes
-        that they move.
-      assumed_rates: the names in `Rates` of the rates that were not measured on such a device.
-      advice: changes beyond the policy that each save at least 2 % of `device_bytes`; empty for the target `cpu`.
+      untimed: opcodes and `custom_call_target`s whose arithmetic is unknown to the estimate, which counts only their bytes.
+      assumed_rates: the assumed rates in `seconds`, neither measured nor published, by their names in `hardware.rates.Rates`.
+      advice: changes other than a policy that would each free at least 2 % of `device_bytes`; empty for the target `cpu`.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -135,7 +135,7 @@ class MemoryReport:
 
     @property
     def exchanged_bytes(self) -> int:
-        """The bytes at the peak in buffers that collectives read or write. The step's arguments, and copies, do not count."""
+        """The bytes at the peak in buffers that collectives read or write, without the step's arguments."""
         return sum(buffer.nbytes for buffer in self.live if buffer.collective and buffer.phase != "argument")
 
     def to_dict(self) -> dict[str, Any]:

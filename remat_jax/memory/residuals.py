@@ -24,7 +24,7 @@ from remat_jax.warning import warn
 from remat_jax.workload import Workload
 
 SHOWN_ROWS, SHOWN_SHARED = 40, 3
-"""The largest number of rows in a printed table, and of shared inputs below the table. `to_dict` has all of them."""
+"""A printed table has at most so many rows, and so many shared inputs below them. `to_dict` has all rows and inputs."""
 
 _EVERY_NAME, _EVERY_NAME_TOO = Policy.parse("save: *"), Policy.parse("save: **")
 
@@ -41,7 +41,7 @@ class Residual:
       source: the user's source line.
       count: the number of arrays of this name.
       scanned: whether the array is an output of a `scan`, with the layers stacked.
-      layers: under policies by layer, the residual's range of layers as (start, stop), counted from 0; else None.
+      layers: under policies by layer, the residual's layers (start, stop), counted from 0, `stop` excluded; else None.
     """
 
     name: str
@@ -82,10 +82,11 @@ class ResidualTable:
     Attributes:
       rows: the saved, then the offloaded, then the recomputed residuals, the largest of each first.
       policy: the policy's text.
-      warning: a warning if the policy has no effect, because the blocks are inside the model's own checkpoints.
-      shared: the offloaded inputs that stay on the device because several blocks read them, the largest first. An input that is
-        an argument of the loss is not in `rows`.
-      replaced_checkpoints: how many of the model's own checkpoints the policy replaced, because they are around blocks.
+      warning: a warning if the policy has no effect because the workload keeps the model's own checkpoints around the blocks
+        (`own_checkpoints="keep"`); else None.
+      shared: the offloaded inputs that stay on the device because several blocks read them, the largest first. If an argument
+        of the loss is such an input, it is not in `rows`.
+      replaced_checkpoints: how many of the model's own checkpoints around blocks the policy replaced.
     """
 
     rows: tuple[Residual, ...]
@@ -186,7 +187,7 @@ def kept_residuals(workload: Workload, policy: Any) -> ResidualTable:
 
 
 def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, set[tuple[str, Any]]]:
-    """The table of saved and offloaded residuals, and the other names of these arrays, each with its range of layers."""
+    """The table of saved and offloaded residuals, and a set of (other name of such an array, its range of layers)."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     workload.require_loss()
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
@@ -198,7 +199,11 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
 
 @contextlib.contextmanager
 def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
-    """A context for new traces. At its end, a glob of `policies` that keeps no array that a gradient reads is an error."""
+    """Inside this context everything is traced again.
+
+    When it ends, a glob that saves or offloads (`Policy.kept_globs`) raises `NoEffectError` if it keeps no array that the
+    requested gradients need. If no policy has such a glob, the context does nothing.
+    """
     selecting: list[Policy] = []
     for policy in map(as_block_policy, policies):
         plain = [run[1] for run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]
@@ -217,7 +222,7 @@ def _ordered(rows: list[Residual]) -> list[Residual]:
 
 
 def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
-    """The offloaded inputs that stay on the device. An input is listed once even if its loop is traced twice."""
+    """The offloaded inputs that stay on the device. An input of a loop is listed once even if the loop is traced twice."""
     by_name: dict[tuple[str, int], SharedInput] = {}
     for reading in read:
         if reading.name and reading.stays():
@@ -245,9 +250,9 @@ def _every_name(policy: Any) -> Policy | LayerPolicies:
 
 
 def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple[list[Residual], set[tuple[str, Any]]]:
-    """The arrays that pass from the forward to the backward pass, as one row for each name, and other names of these arrays.
+    """Rows for the arrays that pass from the forward to the backward pass, and a set of (other name, range of layers).
 
-    `only_named` leaves out arrays that no policy selects: arrays made outside the blocks, and carries of a scan.
+    `only_named` leaves out arrays that no policy can select: arrays made outside the blocks, and carries of a scan.
     """
     loss, trained, frozen = workload.split_loss(policy)
 
@@ -287,7 +292,7 @@ def _row(array_origin: Origin, atom: Any) -> Residual:
 
 
 def described(row: Any) -> tuple[str, str, str]:
-    """The cells of a `Residual` or a `Move` in a table: the name with the number of arrays, the shape and the dtype."""
+    """The first cells of a `Residual`, or of a `Move` of `diff.py`, in a table: name with number of arrays, shape, dtype."""
     name = f"{row.name} ×{row.count}" if row.count > 1 else row.name
     return name, "×".join(map(str, row.shape)) or "scalar", row.dtype
 

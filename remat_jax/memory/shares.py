@@ -23,7 +23,7 @@ from remat_jax.workload import Workload
 
 @dataclass(frozen=True)
 class Shares:
-    """The share of each residual on one device, from 1 / devices to 1, and the mean of the shares, weighted by bytes."""
+    """`by_name`: residual name → its share on one device, from 1 / devices to 1. `mean`: their mean, weighted by bytes."""
 
     by_name: Mapping[str, float]
     mean: float
@@ -33,7 +33,7 @@ class Shares:
         return self.by_name.get(name, self.mean)
 
     def of_parts(self, parts: int) -> Shares:
-        """The shares relative to one of `parts` equal parts, for arrays that have a part's shape, as inside a `shard_map`.
+        """The shares of arrays that are one of `parts` equal parts, as in a `shard_map`: `parts` times as large, at most 1.
 
         >>> Shares({"x": 0.25, "y": 1.0}, 0.4).of_parts(2)
         Shares(by_name={'x': 0.5, 'y': 1.0}, mean=0.8)

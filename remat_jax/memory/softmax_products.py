@@ -1,6 +1,6 @@
-"""The matmuls of a traced step whose results a softmax reads: the logits of the output head, and the scores of attention.
+"""Finds the matmuls before a softmax in a traced step: they compute the logits of the output head, and attention scores.
 
-No model needs all logits or all scores at once. These matmuls are recognised by an exponential of the same size, not by names.
+No model needs all logits or all scores at once. Such a matmul is recognised by an exponential of the same size, not by names.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
         for eqn, path in body.products:
             result = eqn.outvars[0]
             is_head = not _has_batch(eqn)
-            # Attention multiplies the scores by the values, in another batched matmul. An output head is outside loops.
+            # An output head is outside loops. Scores are an operand of another batched matmul, which multiplies them by values.
             is_candidate = not body.in_loop if is_head else _size(result) in read
             readers = [(atom, module) for atom, module in body.exponentials if is_softmax_of(atom, result, is_head=is_head)]
             if is_candidate and readers:
@@ -68,7 +68,7 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
 
 
 def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) -> list[_Body]:
-    """The bodies of the loops in `jaxpr`, then its own equations outside the loops."""
+    """The bodies of the loops in `jaxpr`, then the equations outside the loops."""
     loops: list[_Body] = []
     body = _Body(in_loop)
 
@@ -93,10 +93,10 @@ def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) ->
 def is_softmax_of(exponential: Any, product: Any, *, is_head: bool) -> bool:
     """Whether an exponential may belong to a softmax of the result of the matmul `product`: their shapes are compared.
 
-    For attention the numbers of elements must be equal, because scores may be reshaped before the softmax. A feed-forward
-    matmul may have as many elements as scores, so for an output head the last dimension must be equal too, or all dimensions
-    in another order (transposed logits). With an equal last dimension half of the elements suffice, because a loss may leave
-    out the last token.
+    For attention only the numbers of elements must be equal, because scores may be reshaped before the softmax. For an output
+    head the last dimension must be equal too, or all dimensions in another order (transposed logits). Otherwise a feed-forward
+    matmul with as many elements as the scores would count as a head. If the last dimension of a head is equal, half of the
+    elements suffice, because a loss may leave out the last token.
     """
     shapes = exponential.aval.shape, product.aval.shape
     size, whole = map(math.prod, shapes)

@@ -115,9 +115,9 @@ def _of_others(folder: Path) -> Path | None:
 
 
 def _is_others(folder: Path, *, sticky: bool) -> bool:
-    """Whether another user owns or may write a folder. With `sticky`, a folder like `/tmp` counts as not writable.
+    """Whether another user owns or may write a folder.
 
-    It has the sticky bit, so users can replace only their own files in it.
+    With `sticky`, a folder with the sticky bit (`/tmp`) counts as not writable: users can replace only their own files in it.
     """
     try:
         status = folder.stat()

@@ -47,8 +47,8 @@ class Sizes:
     Attributes:
       live, timeline: the device buffers at the peak, and over the whole schedule.
       time: the modelled time of the compiled schedule; None if it is unknown, for the reason in `no_time`.
-      miscompiled: whether a loop copies a wrong slot of a host buffer; None if the step uses host memory but its copies cannot
-        be checked.
+      miscompiled: whether a loop copies a wrong slot of a host buffer (`slots.py`); None if the step uses host memory but its
+        copies cannot be checked.
       collectives: the collectives on a mesh; None for one device, or if the compiled text is unknown.
       untiled: whether a matmul fits no Triton tile, so that all matmuls were compiled without Triton.
       limit_options: the memory limit of the compilation, as options for `jax.jit`; empty for XLA's own limit.
@@ -84,7 +84,7 @@ class Sizes:
 
     @property
     def is_miscompiled(self) -> bool:
-        """Whether a loop copies a wrong slot of a host buffer. If `miscompiled` is None, whether this JAX is known to do so."""
+        """`miscompiled`; if it is None, whether this version of JAX is known to compile copies of a wrong slot."""
         if self.miscompiled is None:
             return compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED
         return self.miscompiled
@@ -123,8 +123,8 @@ def compile_programs(
       memory_limit: a device memory limit for XLA in bytes (`options.py`).
       on_done: called with each key when its program is compiled.
       kernels: the GPU kernels compiled by earlier calls for the same target with the same options, to reuse.
-      children: the processes of the caller, who can kill them; this call adds its own. If this call runs several processes and
-        one of them fails, all of `children` are killed.
+      children: this call adds its processes to `children`, so that the caller can kill them. If this call runs several
+        processes and one of them fails, all of `children` are killed.
     """
     if target.kind == "gpu":
         if target.compiler_description is None:
@@ -254,7 +254,7 @@ def _answers(
 
 
 def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
-    """The sizes in the child's answer, with time and buffers from XLA's files; both unknown if a file or a rate is missing."""
+    """The child's sizes, with buffers and time from XLA's files. Without a file both are unknown; without a rate, the time."""
     dump = folder / "dump"
     module = played = _module(_last(dump, "gpu_after_optimizations.txt"))
     miscompiled: bool | None = False
@@ -300,7 +300,7 @@ def _step_time(module: HloModule | None, target: Target, program: ExportedProgra
 
 
 def _live(module: HloModule, dump: Path, program: ExportedProgram) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
-    """The device buffers at the peak and over the schedule, with names for arguments; none if XLA wrote no buffers."""
+    """`Sizes.live` and `Sizes.timeline`, with the arguments' names; () and None if XLA wrote no buffers."""
     assignment, ranges = _last(dump, "-buffer-assignment.txt"), _last(dump, "-live-range.txt")
     if assignment is None or ranges is None:
         return (), None

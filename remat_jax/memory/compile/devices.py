@@ -54,7 +54,7 @@ def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
 
 
 def host_shortage(host_bytes: int, target: Target) -> str | None:
-    """A warning if a step with `host_bytes` of host memory per device exceeds the memory of the target's hosts, else None.
+    """A warning if a step needs more host memory, `host_bytes` per device, than the target's hosts have; else None.
 
     >>> from remat_jax.hardware import target
     >>> host_shortage(10**12, target("l4")) is None  # nothing is known of its hosts
@@ -96,7 +96,8 @@ def device_kind() -> str:
 def measured_peak(program: ExportedProgram, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
     """The allocator's peak in bytes while `program` runs once on the device, on random numbers, in a child process.
 
-    Only the step's allocations count: nothing is preallocated, and XLA chooses kernels as it does for the compiled figures.
+    Only the step's allocations count, because nothing is preallocated. XLA gets the flags of `compiler_environment`, so that it
+    chooses kernels as in a compilation without a GPU.
     """
     with scratch() as folder:
         path = folder / "program.jaxexport"

@@ -36,7 +36,7 @@ class ExportedProgram:
       donated: the positions of the arguments whose buffers the program may reuse.
       arguments: the name of each argument.
       mesh: the axes of the program's mesh with their sizes; empty for a single device.
-      kernels: name of a Pallas kernel → number of floating-point operations of one call, as pairs.
+      kernels: pairs (name of a Pallas kernel, floating-point operations of one call), in the order of the names.
       held_bytes: one device's memory for the arguments and for results that reuse no argument's buffer.
     """
 
@@ -105,7 +105,7 @@ def _type(leaf: Any) -> tuple[Any, ...]:
 def _exported(
     flat: Callable[..., Any], leaves: Sequence[Any], target: Target, shardings: Sequence[Any]
 ) -> tuple[Any, tuple[tuple[str, float], ...]]:
-    """The exported `flat`, and the operations of its Pallas kernels, which the exported program does not contain.
+    """The exported `flat`, and `ExportedProgram.kernels`, whose operations the exported program itself does not state.
 
     Custom calls without a stable serialised form are allowed, because the same version of JAX compiles the program.
     """

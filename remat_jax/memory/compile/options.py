@@ -5,8 +5,8 @@ XLA:GPU schedules and rematerialises so that a step's temporary memory fits
     (device memory · 80 % − held) · factor / 100,
 
 where *held* is the size of the arguments and of the results that reuse no argument's buffer. The compiler option `OPTION` sets
-the integer *factor*, 95 by default. On an attached GPU, XLA uses the size of JAX's allocator pool instead of 80 %: 75 % unless
-XLA_PYTHON_CLIENT_MEM_FRACTION changes it. XLA works towards the limit but does not guarantee it: a step may need more.
+the integer *factor*, 95 by default. On an attached GPU, XLA uses the size of JAX's allocator pool instead of 80 %. The pool has
+75 % of device memory unless XLA_PYTHON_CLIENT_MEM_FRACTION changes this. XLA aims at the limit, but a step may need more.
 
 Steps under different policies share most kernels, and generating kernels takes most of the compile time. XLA assigns memory
 before it generates kernels, so cached or unoptimised kernels do not change the sizes (`docs/how/planner.md`).
@@ -34,7 +34,7 @@ OPTION = "xla_gpu_memory_limit_slop_factor"
 LARGEST_FACTOR = 95
 """XLA's default factor. A larger factor has no effect, so it is not set."""
 _AVAILABLE_PERCENT = 80
-"""The share of its memory, in per cent, that XLA takes as available on a GPU that is described but not attached."""
+"""On a GPU that is described but not attached, XLA takes this percentage of the memory as available."""
 
 _KERNEL_OPTIONS = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")
@@ -52,7 +52,7 @@ def check_timeout(timeout: float) -> None:
 
 
 def limit_bytes(memory_limit: Any, target: Target) -> int | None:
-    """A user's `memory_limit`, written like a budget, in bytes on `target`; None for no limit."""
+    """The bytes that a user's `memory_limit`, written like a budget, means on `target`; None for no limit."""
     if memory_limit is None:
         return None
     if target.kind != "gpu" or target.memory_bytes is None:
@@ -64,7 +64,7 @@ def limit_bytes(memory_limit: Any, target: Target) -> int | None:
 
 
 def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
-    """The option for the largest XLA limit within `limit` bytes; empty if XLA's own limit is lower, or cannot be set.
+    """The option that sets the largest XLA limit within `limit` bytes; empty if XLA's own is lower, or none can be set.
 
     `held_bytes` is the device memory of the step's arguments and of results that reuse no argument's buffer.
 
@@ -82,15 +82,15 @@ def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[st
 
 
 def never_run_options(kind: str) -> dict[str, Any]:
-    """The options for a program that is compiled only for its sizes, for a `kind` of target."""
+    """The options for a program that is compiled only for its sizes; `kind` is that of the target."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return options | ({"xla_gpu_disable_gpuasm_optimizations": True} if kind == "gpu" else {})
 
 
 class Kernels:
-    """Files of compiled GPU kernels, in a folder that the caller removes. No two processes use one file at the same time.
+    """Files of compiled GPU kernels, in a folder that the caller removes.
 
-    Both might add the same kernel, and XLA refuses a file with duplicates.
+    A file is used by one process at a time: two processes might add the same kernel, and XLA refuses a file with duplicates.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -63,10 +63,10 @@ class Question:
     Attributes:
       child: the script. It reads `request` as a line of JSON on standard input, with this process's id as `parent`, and prints
         one JSON object for each of `keys`.
-      keys: the keys of the programs in the request, or the one key of another request.
+      keys: the keys of the programs to compile; for a request to the attached device, its one key.
       doing, who: words for error messages: the activity, and the program that refuses a key.
-      timeout, left: the limit in seconds for all keys together; what is left of it if earlier questions used a part, else None.
-      again: whether the child waits for another question after it prints `{"done": true}`, to save starting a process.
+      timeout, left: the limit in seconds for all keys together; the seconds left of it, None if all are left.
+      again: whether the child waits for another question after it prints `{"done": true}`; starting a process is slow.
     """
 
     child: Path
@@ -213,7 +213,7 @@ class _Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def expire(self) -> None:
-        """Kill the child's process group after the timeout. If the child has ended, its own children may keep a pipe open."""
+        """Kill the child's process group after the timeout: even if the child has ended, its children may keep a pipe open."""
         self.expired = True
         self.kill()
 
@@ -276,7 +276,7 @@ _idle = _Idle()
 
 
 def end_idle() -> None:
-    """End the waiting compile processes. The operating system adds a child's use of resources only when the child has ended."""
+    """End the waiting compile processes. Only then do their CPU time and memory count in `resource.RUSAGE_CHILDREN`."""
     _idle.end()
 
 

@@ -14,7 +14,7 @@ _NO_COPIES = FREE | {"while", "call", "conditional", "custom-call"}
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies in one direction between device and host. In `StepTime.exchanges`, collectives take the place of the copies.
+    """The copies in one direction between device and host. `StepTime.exchanges` (`schedule.py`) describes collectives so.
 
     Attributes:
       count: the number of copies; a copy in a loop counts once per iteration.
@@ -39,7 +39,7 @@ class Copies:
     def coverable(self) -> float:
         """An upper bound of `covered`: the compute time between the first start and the last wait, as a share of `seconds`.
 
-        A copy starts after its array is computed and ends before the array is read, so `Overlap.coverable` may be lower.
+        `Overlap.coverable` may be lower, because a copy also starts after its array is computed and ends before it is read.
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 
@@ -55,10 +55,10 @@ class Overlap:
     Attributes:
       out, back: the copies from device to host and from host to device.
       compute_seconds: the time of compute alone.
-      step_seconds: the time of compute and of its waits for copies and collectives. Compare schedules by it.
+      step_seconds: the time of compute and of its waits for copies and collectives. Use it to compare schedules.
       coverable_seconds: an upper bound of the copy time that compute can cover if the first start and the last wait of each
-        direction do not move. An array's two copies run one after the other between its computation and its first read. For
-        an array of the last block, hardly any compute runs in this time.
+        direction do not move. An array can be copied out and back only between its computation and the first read of
+        the copy. For an array of the last block, hardly any compute runs in between.
     """
 
     out: Copies
@@ -121,7 +121,7 @@ Roots = str | list[Any]
 
 
 class RoundTrip(NamedTuple):
-    """The names of the instructions that compute an array, copy it to the host and back, and then read it first."""
+    """For one array, the names of the instructions that compute it, copy it out, copy it back, and first read the copy."""
 
     made: str
     out: str
@@ -130,7 +130,7 @@ class RoundTrip(NamedTuple):
 
 
 def round_trips(computation: Computation) -> Iterator[RoundTrip]:
-    """Yield the arrays that `computation` itself, outside its loops, copies to the host and back."""
+    """Yield a `RoundTrip` for each array that `computation` copies to the host and back outside its loops."""
     roots: dict[str, Roots] = {}
     copies: dict[str, tuple[Direction, str]] = {}
     readers: dict[str, str] = {}

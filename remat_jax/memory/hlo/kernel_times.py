@@ -29,7 +29,7 @@ With heads of width 128 on an A100, FlashAttention-2 reaches 0.6 to 0.73 of 312 
 the backward pass (Dao, 2023, Figures 4 to 6). A large matmul reaches 0.87.
 """
 _PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
-"""Prefixes of the targets of custom calls with little compute. Their time is that of the bytes that they move."""
+"""Prefixes of the `custom_call_target`s that compute little. Their time is that of the bytes that they move."""
 _PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
 _DTYPES = {
     "bf16": "bfloat16",
@@ -49,7 +49,7 @@ class KernelTimes:
     """The time of each kernel: its launch time, plus its compute time or its memory time, whichever is longer.
 
     `kernels` maps the name of a Pallas kernel to the number of floating-point operations of one call, which the compiled module
-    does not contain. `dtypes` collects the dtypes of matmuls, `unknown` the targets of custom calls, and the opcodes, whose
+    does not contain. `dtypes` collects the dtypes of matmuls. `unknown` collects the opcodes and `custom_call_target`s whose
     arithmetic is not known, so that only their bytes count.
     """
 
@@ -204,7 +204,7 @@ def attention_products(instruction: Instruction) -> list[Product]:
 
 
 def _positions(array: HloArray) -> int:
-    """The number of positions in (…, positions, heads, width) or (…, heads, positions, width): the larger axis."""
+    """The number of positions in (…, positions, heads, width) or (…, heads, positions, width): the larger of the two axes."""
     return max(array.dims[-3:-1])
 
 

@@ -1,7 +1,7 @@
 """The device buffers that are alive during a compiled step and at its peak, by module path.
 
-They are read from XLA's dump: the optimised program, its buffer assignment and the live range of each buffer. Module paths come
-from operator names. XLA's own peak is not used, since it counts host buffers as device memory.
+The buffers are read from XLA's dump: the optimised program, its buffer assignment and the live range of each buffer. Module
+paths come from operator names. XLA's own peak is not used, since it counts host buffers as device memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remat_jax.memory.hlo.text import HloModule, Instruction, elements, parse, s
 
 DEVICE_SPACE = 0
 _LARGE = 0.0002
-"""The share of the peak from which on a buffer is tracked by itself; low, because unrolled models have many small arrays."""
+"""A buffer is tracked by itself from this share of the peak on. It is low, because unrolled models have many small arrays."""
 RESULT = "result"
 """The phase of a result that does not reuse an argument's buffer."""
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
@@ -48,7 +48,7 @@ class LiveBuffer:
       nbytes: the size of the buffer in bytes.
       shape: as XLA writes it, such as `f32[16,256]`.
       collective: the kind of collective that returns or reads the buffer, such as `all-gather` for a gathered parameter and
-        `reduce-scatter` for a gradient before its sum; empty if no collective does.
+        `reduce-scatter` for a gradient before its sum over devices; empty if no collective does.
     """
 
     name: str
@@ -68,7 +68,7 @@ _Places = tuple[int, ...]
 def _traced(
     instruction: Instruction, places: _Places, step: Callable[[Instruction, _Places], tuple[Instruction | None, _Places]]
 ) -> tuple[Instruction, _Places]:
-    """The origin of an element of an instruction's result: `step`, which returns an element's source or None, is repeated."""
+    """The origin of an element of an instruction's result, found by repeating `step`, which returns a source or None."""
     seen = set()
     while (instruction, places) not in seen:
         seen.add((instruction, places))
@@ -130,7 +130,7 @@ class Schedule:
         origin = _traced(instruction, places, self._before)[0]
         if origin.opcode == "parameter":
             is_argument = instruction.opcode in ("parameter", "get-tuple-element", "tuple", "while")
-            # A copy or a slice of an argument has its own buffer, for example one layer of a stack of parameters.
+            # A copy or a slice of an argument, such as one layer of stacked parameters, has a buffer of its own.
             phase = "argument" if is_argument else module_path(instruction.op_name)[2]
             return LiveBuffer(origin.op_name or name, "", phase, nbytes, shape)
         path, primitive, phase = module_path(origin.op_name)
@@ -198,7 +198,7 @@ class Schedule:
 
 
 class Span(NamedTuple):
-    """The segments of a `Timeline`, from `first` to `last`, in which its buffer number `buffer` is alive."""
+    """Large buffer number `buffer` of a `Timeline` is alive from segment `first` to segment `last`, both included."""
 
     first: int
     last: int
@@ -274,7 +274,7 @@ def _apart(spans: list[Span]) -> Iterator[Span]:
 
 
 def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> tuple[LiveBuffer, ...]:
-    """`buffers` with `args[i]` renamed to `names[i]`. An argument's module is its name's first part, such as `parameters`."""
+    """`buffers` with `args[i]` renamed to `names[i]`; `module` becomes the name's first part, such as `parameters`."""
     by_number = {f"args[{number}]": name for number, name in enumerate(names)}
     return tuple(
         replace(buffer, name=name, module=name.partition("/")[0]) if (name := by_number.get(buffer.name)) else buffer

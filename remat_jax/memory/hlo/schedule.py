@@ -25,7 +25,7 @@ Lane = Literal["out", "back", "exchange"]
 """The streams other than compute: copies to the host, copies back to the device, collectives."""
 _ENTERED = ("while", "call", "conditional")
 _MATTERS = 0.05
-"""Assumed latencies are reported only if the step would be shorter by at least this share of its modelled time without them."""
+"""Assumed latencies are reported if they make up at least this share of the step's modelled time."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,9 @@ class StepTime:
       seconds, compute_seconds: the time of the step, and the part in which compute runs. In the rest, compute waits for copies
         to and from the host, and for collectives.
       overlap, exchanges: the copies to and from the host, and the collectives.
-      untimed: targets of custom calls, and opcodes, whose arithmetic the model does not know. Their time is that of the bytes
-        that they move.
-      assumed: the names, in `Rates`, of the rates used that were not measured. Latencies are listed only if they make up at
-        least 5 % of `seconds`.
+      untimed: opcodes and `custom_call_target`s whose arithmetic is unknown here. Their time is that of the bytes they move.
+      assumed: the names, in `Rates`, of the rates used that are assumed, neither measured nor published. Assumed latencies are
+        listed if they make up at least 5 % of `seconds`.
     """
 
     seconds: float
@@ -56,8 +55,8 @@ def step_time(
     """The modelled time of the compiled module `text` on one device of `target`, at the target's rates or at `rates`.
 
     A kernel takes its launch time, plus its compute time or its memory time, whichever is longer. A loop runs for the trip
-    count that the compiler knows, else once. A `conditional` runs its longest branch, or the longest of those that start copies
-    or collectives. `kernels` maps the name of a Pallas kernel to the number of floating-point operations of one call.
+    count that the compiler knows, else once. A `conditional` runs its longest branch; if some branches start copies or
+    collectives, it runs the longest of these. `kernels` maps the name of a Pallas kernel to the FLOPs of one call.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
@@ -153,7 +152,7 @@ class _Player:
             self._work(self.kernels.seconds(instruction))
 
     def _beside(self, instruction: Instruction) -> tuple[Lane, int, float] | None:
-        """The lane, bytes and seconds of a copy or collective that an instruction starts; None if it computes."""
+        """(lane, bytes, seconds) of the copy or collective that an instruction starts; None if it starts neither."""
         collective = instruction.collective
         if collective is not None:
             seconds = exchange_seconds(collective, self.target, self.rates.links)
@@ -238,9 +237,9 @@ class _Player:
         return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
 
     def _coverable(self, out: Copies, back: Copies) -> float:
-        # `together` maps the name of an array's copy to the host to the part of the time of its two copies that exceeds the
-        # compute between the array's computation and its first read (the largest such part, if the array is copied back more
-        # than once). `alone` is the same for each direction by itself, as if the array's other copy took no time.
+        # An array's two copies can overlap only the compute between the array's computation and the first read of the copy.
+        # `together`: the name of the copy out → how many seconds the two copies take beyond this compute. `alone`: direction →
+        # name of the copy → the same for this one copy. If an array is copied back several times, the largest number counts.
         together: dict[str, float] = {}
         alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
         for trip in round_trips(self.entry):
@@ -260,7 +259,7 @@ def _raise_to(longest: dict[str, float], name: str, seconds: float) -> None:
 
 
 def _common(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """The total length of the intersection of two lists of spans. Each list is sorted and has no overlaps."""
+    """The total length of the intersection of two sorted lists of spans; spans of one list do not overlap."""
     total, place = 0.0, 0
     for begin, end in some:
         while place < len(others) and others[place][1] <= begin:

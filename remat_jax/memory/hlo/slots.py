@@ -2,8 +2,8 @@
 
 An iteration of a loop copies to or from one slot of a stacked array. XLA:GPU computes the slot's address when it compiles: it
 writes a byte offset and a byte stride per iteration into the `backend_config` of the `dynamic-slice` or `dynamic-update-slice`.
-The program's own index is still an operand. In JAX 0.10.2 and 0.11.0, where iteration k of the backward pass asks for slot
-L-1-k of L slots, the address is that of slot k.
+The program's own index is still an operand. With JAX 0.10.2 and 0.11.0 the address is wrong in the backward pass: iteration k
+asks for slot L-1-k of L slots, but the address is that of slot k.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _is_wrong(loop: Instruction, instruction: Instruction) -> bool:
 
 
 def _constant_address(copy: Instruction) -> tuple[int, int] | None:
-    """The offset and the stride per iteration of the innermost loop, in bytes, that XLA wrote for a copy; None without them."""
+    """(offset, stride per iteration of the innermost loop) in bytes, as XLA wrote them for a copy; None if it wrote none."""
     if copy.opcode not in ("dynamic-slice", "dynamic-update-slice"):
         return None
     config = copy.config.get("dynamic_slice_config")
@@ -85,7 +85,7 @@ def _constant_address(copy: Instruction) -> tuple[int, int] | None:
 
 
 def _address(instruction: Instruction, copy: Instruction, whole: HloArray, counters: dict[int, int]) -> int:
-    """The offset in bytes that the program's own index gives, for these values of the loop's counters."""
+    """The byte offset of the slot that the program's own index selects, at these values of the loop's counters."""
     first, part = (1, copy) if copy.opcode == "dynamic-slice" else (2, copy.input(1))
     if part is None or not part.arrays:
         raise UnsupportedError("a dynamic-update-slice whose update has no shape in the module's text; give the whole text")
@@ -110,7 +110,10 @@ def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
 
 
 def _value(instruction: Instruction, counters: dict[int, int], parameter: Callable[[int], int] | None) -> int:
-    """A scalar's integer value. `counters` has the loop's counters by index in its state; `parameter` returns a parameter."""
+    """The integer value of a scalar instruction.
+
+    `counters` maps an index in the loop's state to the value of the counter there; `parameter(i)` is the value of parameter i.
+    """
     opcode = instruction.opcode
     if opcode == "constant":
         return int({"true": 1, "false": 0}.get(instruction.argument, instruction.argument))

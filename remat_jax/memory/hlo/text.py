@@ -95,7 +95,7 @@ class Instruction:
 
     @cached_property
     def collective(self) -> Instruction | None:
-        """The collective that this instruction runs: itself, or inside an asynchronous call; None if there is none."""
+        """This instruction if it is a collective, or the collective inside the asynchronous call that it starts; else None."""
         inside = self.called if self.opcode == "async-start" else None
         return next((each for each in inside or (self,) if each.kind in COLLECTIVES), None)
 
@@ -126,7 +126,7 @@ class Instruction:
         return int(self.attribute("index") or 0)
 
     def trip_count(self, unknown: int) -> int:
-        """The iterations of a loop, or `unknown`."""
+        """The number of iterations of a loop if the compiler knows it, else `unknown`."""
         return int(self.config.get("known_trip_count", {}).get("n", unknown))
 
     @cached_property
@@ -179,14 +179,14 @@ def _array(dtype: str, dims: str, layout: str) -> HloArray:
 
 
 def elements(shape: str) -> list[str]:
-    """The shape, as text, of each element of a tuple's shape; for any other shape, a list with that shape."""
+    """The shapes of a tuple's elements, as texts, from the tuple's shape; for any other shape, a list with that shape."""
     if not shape.startswith("("):
         return [shape]
     return [_COMMENT.sub("", part).strip() for part in split_outside_brackets(shape[1:-1], ",")]
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """The parts of `text` between those of its separators, `,` or `/`, that are outside brackets."""
+    """`text` split at each `separator`, `,` or `/`, that is outside brackets."""
     parts, depth, start = [], 0, 0
     for mark in _BRACKET_OR_SEPARATOR.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")
