@@ -104,7 +104,7 @@ class BlockProgram:
     def seconds(self) -> dict[FlatEqn, float]:
         """Seconds to recompute each equation: its part of the time to recompute all equations, or 0 if it fuses.
 
-        A fusible equation (`is_pass`) fuses into the equations that read its results, if all are fusible. They read its operands.
+        A fusible equation (`is_pass`) fuses with its readers if all are fusible: they then read its operands, not its results.
         """
         again = region(self.flat.eqns, self.needed, self._given)
         seconds = shares(again, [array for array in self.needed if array not in self._given], self.rates)

@@ -43,7 +43,7 @@ class Proposals:
     Args:
       fit: the compiled steps, and the stack fitted to them.
       named: the applicable named policies, including `off`.
-      own: returns the candidate with the given choices of the solver, with its estimated time.
+      own: returns the candidate with the solver's given choices and with its estimated time.
       recut: returns a candidate with its scans cut at the given places; None leaves scans uncut.
       most_runs: the maximum number of policies among layers of one kind; None for the solver's own limit.
     """

@@ -32,7 +32,7 @@ _MUCH_LEFT = 0.01
 _FAR_OFF = 0.02
 """While predictions miss by more than this share of the budget, a safer plan is compiled together with each plan."""
 _AFTER_FAILURE = 0.05
-"""If a plan could not be compiled, the next plan must be smaller by this share of the budget."""
+"""If a plan could not be compiled, the solver plans again for a budget smaller by this share."""
 _WORTH_DARING = 5.0
 """Predictions that were too low reduce the share of the unused budget that plans may use (`_share`). If no plan is proposed
 within this share, a plan at the whole budget is compiled if it gains this multiple of `WORTH_COMPILING`."""
