@@ -55,7 +55,7 @@ class Compared:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the compiler is not known to miscompile the policy."""
+        """False if the compiler is known to miscompile the policy."""
         return all(finding.trap != "miscompiled_offload" for finding in self.diagnosis.findings)
 
     def to_dict(self) -> dict[str, Any]:

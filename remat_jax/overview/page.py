@@ -201,7 +201,7 @@ def modules(policies: Sequence[Compared]) -> str:
 
 
 def _by_module(policies: Sequence[Compared]) -> dict[str, Memory]:
-    """Bytes of the arrays alive at the peak, by module; for a CPU, where these are unknown, bytes of residuals."""
+    """Policy name → bytes by module: of the arrays alive at the peak or, for a CPU, where these are unknown, of residuals."""
     alive: dict[str, Memory] = {policy.name: policy.memory.live_bytes_by_module for policy in policies if policy.memory.live}
     return alive or {policy.name: kept for policy in policies if (kept := _kept(policy))}
 

@@ -91,7 +91,7 @@ def gather(
     asked = checked_policies(policies)
     check_devices(workload, described)
     tell = progress or (lambda *_: None)
-    # Plan first, so that a budget that no step fits ends the report before minutes of compiling.
+    # Plan first: an infeasible budget then ends the report before minutes of compiling.
     gathered = Gathered(workload, described, _plan(workload, plan, described, timeout, tell), parity)
     compare(gathered, asked, timeout, tell)
     return gathered

@@ -28,8 +28,8 @@ class LargestBatch:
     Attributes:
       batch: the argument of `make_workload`.
       plan: the plan for the workload of that batch.
-      tried: each batch tried, in order, with the least device bytes that its compiled steps reach; None instead of bytes if
-        the step's arguments alone exceed the budget, so that nothing was compiled.
+      tried: the pair (batch, bytes) for each batch tried, in order. The bytes are the least device memory of its compiled
+        steps, or None if the step's arguments alone exceed the budget and nothing was compiled.
     """
 
     batch: int
@@ -66,16 +66,16 @@ def largest_batch(
     """The largest batch whose training step fits a memory budget, and the plan for it.
 
     The batch is doubled until it does not fit, then bisected. Once two batches are compiled, linear extrapolation of their
-    memory predicts the limit, and the predicted batch is tried next. For each batch, only the policy with the least memory is
-    compiled; a plan is made only for the largest batch.
+    memory predicts the largest batch that fits, which is tried next. For each batch `full` is compiled and, if it does not
+    fit, the policy with the least predicted memory. A plan is made only for the largest batch.
 
     Args:
-      make_workload: returns the workload for a batch size of at least 1. A larger batch must not need less memory. Any
-        such size may be tried: on a mesh, take it as the batch per device, and multiply it by the number of devices.
+      make_workload: returns the workload for a batch size. Any integer of at least 1 may be tried, and a larger batch must
+        not need less memory. On a mesh, let the number be the batch per device, and multiply it by the number of devices.
       budget, target, host_budget: as for `plan`.
       start: the first batch to try.
-      timeout: seconds for the compilations of one batch, and again for the plan.
-      progress: called as by `plan`; before the plan is made, it counts batches instead of compiled steps.
+      timeout: seconds for the compilations of each batch, and separately for the plan.
+      progress: called as by `plan`, but until the plan is made its numbers are of batches, not of compiled steps.
 
     Raises:
       InfeasibleBudget: a batch of 1 does not fit. The message states the least memory reached and what occupies it.
@@ -150,7 +150,7 @@ def _largest(start: int, fits: Callable[[int], bool], tried: list[tuple[int, int
 
 
 def _limit(sizes: list[tuple[int, int]], budget: int) -> int | None:
-    """The largest batch within `budget`, extrapolated from the two largest batches; None if their memory does not grow."""
+    """The largest batch within `budget`, extrapolated from the last two (batch, bytes) of `sizes`; None without growth."""
     if len(sizes) < 2:
         return None
     (first, small), (last, large) = sizes[-2:]

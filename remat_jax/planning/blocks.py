@@ -37,13 +37,14 @@ class Call:
       path: the module path at the start of its residuals' names.
       block: its jaxpr, with every array named.
       live: for each input of the jaxpr, whether the loss is differentiated with respect to it.
-      free: for each input, whether saving it needs no memory: parameters, the batch, and arrays that several calls read.
+      free: for each input, whether saving it needs no further memory, as for parameters, the batch, and arrays that several
+        calls or iterations read.
       same: for each input, whether it is the same in all iterations of the scans around the call.
-      shared: for each input, whether several blocks or iterations read it, so that it stays on the device.
+      shared: for each input, whether several blocks or iterations read it. If so, it stays on the device.
       rounds: how often the call runs: the product of the trip counts of the scans around it.
       scanned: whether the call is in a scan.
-      nested: whether it is in nested scans, so that its iterations cannot have different policies.
-      position: its first position among all calls of its key; each further iteration adds `stride`.
+      nested: whether it is in nested scans. If so, its iterations cannot have different policies.
+      position: the position of its first iteration among all calls of its key; each further iteration adds `stride`.
       batches: the `vmap`s around the call, innermost first.
       within: the `shard_map`s around the call; each device runs the call on its own shards.
     """
@@ -131,9 +132,10 @@ def _traced(workload: Workload) -> Any:
 
 @dataclass(eq=False)
 class _Source:
-    """The origin of an array; `argument`: it is an argument of the loss; `shared`: all iterations of a loop read it.
+    """The origin of an array.
 
-    `readers` is the number of block calls that read it.
+    `argument`: it is an argument of the loss or a view of one. `shared`: all iterations of a loop read it. `readers`: the
+    number of block calls that read it.
     """
 
     argument: bool = False
@@ -215,7 +217,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
 def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
     """The calls, each with its block's program and its positions among the calls of its key."""
     blocks: dict[int, BlockUnderPolicy] = {}
-    # Two loops with the same body share its equations: count each equation once.
+    # Two loops may have one body in common: count each of its equations once.
     by_eqn = {id(marked_call.eqn): marked_call.eqn for marked_call in marked}
     readers = Counter(atom for eqn in by_eqn.values() for atom in set(variables(eqn.invars)))
     # Several calls of one key in one loop take turns in each iteration.

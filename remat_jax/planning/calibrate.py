@@ -1,4 +1,4 @@
-"""Measures this machine's device: rates of matmuls, memory and the link to the host, and how much compute copies overlap."""
+"""Measures this machine's device: rates of matmuls, memory and host link, and the share of compute that can overlap copies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Calibration:
       out_bytes_per_s, in_bytes_per_s: the rates of copies to and from pinned host memory; None on a CPU.
       hidden_share: the share of compute time that a copy can overlap, from 0 to 1; None on a CPU.
       source: the device, the JAX version and the date of the measurement.
-      products: operations per second of square matmuls, by dtype name and size (as text).
+      products: for each dtype name, a dict from matrix size (as text) to operations per second of a square matmul.
       launch_seconds: the time of a kernel that does almost no work.
     """
 
@@ -61,7 +61,7 @@ class Calibration:
         return {key: value for key, value in figures.items() if value not in (None, {})}
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> str:
-        """Write the target as TOML, with the known data of its device; returns the target's name, `FILE:NAME`.
+        """Write the target as TOML, with its device's entry in the table of targets, if any; returns the name `FILE:NAME`.
 
         Raises:
           TargetError: the file exists and `overwrite` is False, or it cannot be written.
@@ -142,7 +142,7 @@ def launch_seconds(device: Any) -> float:
 
 
 def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
-    """Operations per second of square matmuls by size; the size is doubled until a run takes long enough or `seconds` end."""
+    """Matrix size → operations per second of square matmuls; sizes double until a run exceeds `_ENOUGH` or `seconds` end."""
     precision = "highest" if dtype in ("float32", "float64") else None
     kind = "float32" if dtype == "tensorfloat32" else dtype
 
@@ -238,7 +238,7 @@ def _timed(run: Callable[[], Any], calls: int) -> float:
 
 
 def _known(device_kind: str) -> dict[str, Any]:
-    """The device's entry in the table of targets, without its name; for an unknown device, only its kind and description."""
+    """The device's entry in the table of targets, without a name; for an unknown device, only its kind and description."""
     for name in targets():
         if device_kind.lower() in (kind.lower() for kind in target_named(name).device_kinds):
             return entry(name)

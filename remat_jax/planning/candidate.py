@@ -13,13 +13,13 @@ from remat_jax.solver import Block, BlockPolicy, Choice, Stack, StackPlan, stack
 Choices = tuple[tuple[Choice, ...], ...]
 """For each block in forward order, the choice for each of its residuals."""
 Cuts = tuple[int, ...]
-"""Indices of blocks in the stack before which a scan is cut in two, although the blocks on both sides have equal choices."""
+"""Indices of blocks, in forward order. A scan is cut before each of them, although the block before it has equal choices."""
 
 FAILED = 2**62
 """The device bytes of a candidate that could not be compiled."""
 
 _ORDERS: tuple[Callable[[BlockPolicy, BlockPolicy], Any], ...] = (
-    # First the blocks that offload, because the last block of the stack may not; then the blocks that save least.
+    # First the blocks that offload, because the stack's last block may not offload; then those that save least.
     lambda policy, last: (policy.host_bytes == 0, policy.saved_bytes),
     lambda policy, last: policy.choices == last.choices,
 )
@@ -135,7 +135,7 @@ def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
 
 
 def choices_together(stack: Stack, plan: StackPlan) -> Choices:
-    """A plan's choices, with equal choices of one kind made adjacent if that costs neither memory nor time.
+    """A plan's choices, reordered so that equal choices of one kind are adjacent, if that costs neither memory nor time.
 
     Blocks that save least come first if possible, because residuals of later blocks have shorter live ranges.
     """

@@ -117,7 +117,7 @@ def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int |
 
 
 def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
-    """The device bytes at a compiled step's peak by category, the largest first."""
+    """Category → its device bytes at a compiled step's peak, the largest first."""
     if not sizes.live:
         return _without_text(workload, sizes)
     # Both the trained and the frozen parameters.

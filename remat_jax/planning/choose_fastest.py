@@ -1,4 +1,4 @@
-"""Chooses the fastest compiled step that fits, by the times of the compiled schedules; estimates the times of others."""
+"""Chooses the fastest compiled step that fits, by the times of compiled schedules; estimates the times of other steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.workload import Workload
 
 TIME_ERROR = 0.04
-"""The relative error of modelled ratios of step times, compared with published ratios of steps with the same computation
+"""The relative error of the modelled ratio of two steps' times, against the published ratio, if both steps compute the same
 (`docs/notes/published_steps.md`). Compiled times that differ by less count as equal."""
 
 
@@ -26,7 +26,7 @@ class Times:
     """The time of a whole step: its compiled time (`Compiled.seconds`), or the traced estimate scaled by `pace`.
 
     If any compiled step has no compiled time, as on a CPU, every time is the traced estimate. The traced estimate is
-    `traced_base` plus the time to keep, recompute and copy residuals. If all residuals are kept, that is `keeping_everything`.
+    `traced_base` plus the time to keep, recompute and copy residuals. `keeping_everything` is the time to keep all residuals.
     """
 
     fit: Fit
@@ -59,7 +59,7 @@ class Times:
         return self.pace * self.traced(candidate), False
 
     def of_compiled(self, tried: Tried) -> tuple[float, bool]:
-        """Like `of`, for one compiled step: its candidate may have been compiled again with another memory limit."""
+        """Like `of`, but for just this compiled step: its candidate may also have been compiled with another memory limit."""
         if self.compiled and tried.compiled.seconds:
             return tried.compiled.seconds, True
         return self.of(tried.candidate)
@@ -76,8 +76,8 @@ def choose_fastest(searched: Tried, fitting: Sequence[Tried]) -> tuple[Tried, li
     """The step for the plan, and notes; `searched` is the search's best step, by the traced estimate.
 
     Of the compiled steps within `TIME_ERROR` of the fastest, the simplest is chosen: a named policy before a mix of policies or
-    groups, then a step without offload before one with offload. If a step in `fitting` has no compiled time, `searched` is
-    chosen.
+    groups of layers, then a step without offload before one with offload. If a step in `fitting` has no compiled time,
+    `searched` is chosen.
     """
     if any(not step.compiled.seconds for step in fitting):
         return searched, []

@@ -65,8 +65,8 @@ class Compiler:
         `memory_limit` is in bytes; None means XLA's own limit.
 
         Raises:
-          CompileError, PolicyError, BlockError, UnsupportedError: all these candidates failed, and they are the first ones, or
-            the time is up and no step fits. The first error is raised.
+          CompileError, PolicyError, BlockError, UnsupportedError: all `candidates` failed, and either they are the first of
+            the search, or the time is up and no step fits. The first error is raised.
         """
         if best is not None and self.is_over:
             self.notes.append(f"The search ended after timeout={self.timeout:g} s; a longer timeout may find a faster plan")
@@ -109,7 +109,7 @@ class Compiler:
         return pool.submit(sizes_of, program)
 
     def _raise_fatal(self, errors: Sequence[BaseException], best: Tried | None, *, all_failed: bool) -> None:
-        """Raise the first error that ends the search, because it concerns all steps or in the cases that `compile` names."""
+        """Raise the first error that ends the search: an error about all steps, or an error in a case that `compile` lists."""
         fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
         if all_failed and (not self.count or (time.monotonic() > self.deadline and best is None)):
             fatal += errors

@@ -17,8 +17,8 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
 
     Residuals have the shares that the compiler gives them. Any other array has the share of an array computed from it or of an
     operand (`_divide`). Parameters have share 1, because they are gathered where they are read. A constant has the share of an
-    array computed from it: the compiler leaves constants unsharded, but writes them where they are read. An equation has the
-    smallest share of its arrays. Each kernel is priced by the shares of its own arrays.
+    array computed from it: the compiler leaves constants unsharded, but writes them only where they are read. The work of an
+    equation has the smallest share of its arrays; the bytes of a kernel are those of its arrays' shares.
     """
     program = _copied(program)
     flat, backward, parameters = program.flat, program.backward_program, program.parameters
@@ -28,7 +28,7 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
     before = flat_cost(flat.eqns, flat.outputs)
     _divide(flat, _known_shares(program, shares), parameters, shares.mean)
     after = flat_cost(flat.eqns, flat.outputs)
-    # The forward pass is approximately the residuals' program, so it is scaled by the ratios of that program.
+    # The program that computes the residuals approximates the forward pass, so its ratios scale the forward cost.
     forward = after.scaled(_ratios(program.forward, before), _ratio(program.forward.bytes, before.bytes))
     residuals = dict(zip(backward.inputs, flat.outputs, strict=False))
     # Each device computes whole gradients of the parameters, before a collective sums them.
@@ -87,10 +87,12 @@ _PARTS = frozenset({"concatenate", "dynamic_slice", "pad", "slice", "split"})
 def _divide(flat: Flat, known_shares: Mapping[Array, float], whole: Set[Array], otherwise: float) -> None:
     """Set the share of every array, by the first rule that applies.
 
-    The rules are: its known share; the share of an array computed from it, if that has the same size or is computed by one of
-    `_PARTS`; the share of an operand of the same size from which it is computed, else of the largest operand; the share of any
-    array of its shape, for constants that only the backward pass reads; `otherwise`. An unsharded operand implies nothing about
-    a larger result, and an operand in `whole` nothing about any result.
+    1. Its share in `known_shares`.
+    2. The share of a result computed from it, if the result has the same size or one of `_PARTS` computes it.
+    3. The share of an operand from which it is computed: one of the same size, else the largest. Operands in `whole` do not
+       count, nor does an unsharded operand that is smaller than the result.
+    4. The share of any array of its shape, for constants that only the backward pass reads.
+    5. `otherwise`.
     """
     share_of = dict(known_shares)
     _from_results(flat.eqns, share_of)
@@ -110,7 +112,7 @@ def _divide(flat: Flat, known_shares: Mapping[Array, float], whole: Set[Array], 
 
 
 def _from_results(eqns: Sequence[FlatEqn], share_of: dict[Array, float]) -> None:
-    """Give each array without a share the share of an array computed from it, of the same size or by one of `_PARTS`."""
+    """Apply rule 2 of `_divide`: give arrays without a share the share of a result computed from them."""
     for eqn in reversed(eqns):
         in_parts = eqn.primitive in _PARTS
         for array in eqn.inputs:

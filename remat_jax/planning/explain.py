@@ -92,7 +92,7 @@ def time_text(plan: PlanData, seconds: float | None) -> str:
 
 
 def _over_everything(plan: PlanData) -> str:
-    """The time difference from a step that keeps everything. It may be negative, because keeping residuals takes time."""
+    """The time difference from a step that keeps everything, as text. It may be negative: keeping residuals takes time."""
     extra = plan.seconds - plan.base_seconds
     share = f" ({100 * abs(extra) / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
     return f"{time_text(plan, abs(extra))} {'over' if extra >= 0 else 'less than'} keeping everything{share}"

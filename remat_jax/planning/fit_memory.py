@@ -1,9 +1,9 @@
 """Predicts the device memory of candidates by a model that is fitted to the compiled steps.
 
-The predicted peak is the maximum over the blocks of F + (bytes saved so far) + W + ρ · (recomputed) + φ · (offloaded). The
-saved bytes are exact; W is the block's working set. The fixed bytes F and the shares ρ and φ of the block's recomputed and
-offloaded bytes are refitted after every compilation, with the first guess of ρ and φ as a weak prior. The fit is then shifted
-to be exact at the compiled step nearest to the budget.
+The predicted peak is the maximum over the blocks of F + (bytes saved so far) + W + ρ · (recomputed bytes) + φ · (offloaded
+bytes). F is the fixed bytes, W the block's working set, and ρ and φ are the shares of the block's recomputed and offloaded
+bytes that are in memory at its peak. F, ρ and φ are refitted after every compilation, with the first guess of ρ and φ as a
+weak prior. The fit is then shifted to be exact at the compiled step nearest to the budget.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROUNDS = 8
 _FITTED = 2
 """The number of compiled steps after which a prediction counts as fitted rather than guessed."""
 _OVER = 0.01
-"""A candidate is surely too large only if its prediction exceeds the budget by more than this share of the budget."""
+"""The least excess over the budget, as a share of it, with which a prediction is surely too large (`is_surely_over`)."""
 _OFF_SHARE = 0.5
 """Under `off` XLA may rematerialise by itself. This share of the saved bytes is assumed to stay: 0.55 was observed."""
 
@@ -121,7 +121,7 @@ class Fit:
         return round(predicted(self.stack, candidate.loads))
 
     def shown(self, candidate: StepCandidate) -> int:
-        """The device bytes: compiled if known, otherwise predicted by the stack fitted `around` the predicted bytes."""
+        """The device bytes: compiled if known, otherwise predicted by the stack that is exact near these bytes (`around`)."""
         if (tried := self.known(candidate)) is not None:
             return tried.compiled.device_bytes
         return round(predicted(self.around(predicted(self.stack, candidate.loads)), candidate.loads))
@@ -140,11 +140,11 @@ class Fit:
         return abs(plans[-1].predicted_bytes - plans[-1].compiled.device_bytes) if plans else math.inf
 
     def is_surely_over(self, candidate: StepCandidate, stack: Stack) -> bool:
-        """Whether the prediction of `stack` exceeds the budget by more than the share `_OVER` and more than twice `missed`."""
+        """Whether the prediction of `stack` exceeds the budget by more than `_OVER` of it, and by more than twice `missed`."""
         return round(predicted(stack, candidate.loads)) - self.budget > max(2 * self.missed, _OVER * self.budget)
 
     def may_fit(self, candidate: StepCandidate) -> bool:
-        """Whether arguments and saved bytes alone are within the budget; for `off`, half the saved bytes (`_OFF_SHARE`)."""
+        """Whether arguments and saved bytes alone are within the budget; for `off`, only half the saved bytes count."""
         share = _OFF_SHARE if candidate.name == "off" else 1
         return self.arguments + sum(load.saved for load in candidate.loads) * share <= self.budget
 
@@ -182,8 +182,8 @@ def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> S
         errors = [fixed + _needs(table, shares).max() for table in tables] - sizes
         return sum(error * error for error in (*errors, *(weights * np.subtract(shares, guess))))
 
-    # Try several starts. The shares decide which block has the peak, and only peaks are fitted: if a share is too small, blocks
-    # with many of its bytes have no peak and cannot correct it.
+    # Try several starts. The shares decide which block has the peak, and only peaks are fitted. If a share starts too small,
+    # a block with many recomputed or offloaded bytes does not have the peak, and cannot correct the share.
     fixed, recomputed, fetched = min((_settled(tables, sizes, guess, start) for start in (guess, *_STARTS)), key=misfit)
     blocks = tuple(replace(block, recomputed_share=recomputed, fetched_share=fetched) for block in stack.blocks)
     fit = replace(stack, blocks=blocks, fixed_bytes=fixed)
@@ -206,7 +206,7 @@ def _needs(table: Array, shares: Sequence[float]) -> Array:
 def _settled(
     tables: Sequence[Array], sizes: Array, guess: Sequence[float], start: Sequence[float]
 ) -> tuple[float, float, float]:
-    """The fixed bytes and the two shares, by alternately finding each step's peak block and least squares for these blocks."""
+    """The fixed bytes and the two shares, found by alternating between each step's peak block and a least-squares fit."""
     # Imported here: SciPy takes a quarter of remat_jax's import time.
     from scipy.optimize import lsq_linear
 

@@ -18,7 +18,7 @@ _DROPS = (None, jax.checkpoint_policies.nothing_saveable)
 
 
 def inner_names(jaxpr: Any) -> frozenset[str]:
-    """The names of the arrays that checkpoints in the closed `jaxpr` drop, for checkpoints that save only their inputs."""
+    """The names of the arrays dropped by those checkpoints in the closed `jaxpr` that save only their inputs."""
     regions = filter(compat.is_checkpoint, equations(jaxpr))
     dropping = (eqn for eqn in regions if compat.checkpoint_parts(eqn)[1].get("policy") in _DROPS)
     inside = [body for eqn in dropping for body in bodies(eqn)]

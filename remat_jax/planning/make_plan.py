@@ -58,11 +58,11 @@ def plan(
     timeout: float = DEFAULT_TIMEOUT,
     progress: Progress | None = None,
 ) -> Plan:
-    """The fastest policy found for `workload` whose training step, compiled for `target`, fits a memory budget.
+    """The fastest policy found under which a training step of `workload`, compiled for `target`, fits a memory budget.
 
     The planning problem is each block's residuals, their bytes, and the time to recompute them. The solver's mix of a few
     policies is compiled, and so is the fastest named policy predicted to fit. The compiled memory corrects the problem, which
-    is solved again. Each named policy that may fit, and is faster than the search's best step by the traced time estimate, is
+    is solved again. If a named policy may fit, and its traced time estimate is below that of the search's best step, it is
     compiled, or a note names it. On a GPU target, the plan is chosen from the compiled steps by the times of their
     schedules. `docs/how/planner.md` states the exact guarantees. On a mesh, all figures but `recompute_flops` are per device.
 
@@ -165,7 +165,7 @@ class _Planner:
     # --- the problem ----------------------------------------------------------------------------------------------------
 
     def _described(self) -> tuple[Described, str]:
-        """The planning problem without offloads that cannot run, and why named policies may not offload (empty if they may)."""
+        """The planning problem without offloads that cannot run, and why named policies may not offload ("" if they may)."""
         described = describe(self.workload, self.target, timeout=max(1.0, self.deadline - time.monotonic()))
         stack = described.stack
         if self.target.kind == "cpu":
@@ -247,13 +247,13 @@ class _Planner:
         return self.fit.best
 
     def _faster_groups(self, best: Tried) -> list[StepCandidate]:
-        """If the best step offloads, the groups of layers expected to fit and to be faster, as they may be over a slow link."""
+        """If the best step offloads: groups of layers expected to fit and be faster (if the link is slow, they may be)."""
         least = best.candidate.seconds - self.proposals.worth
         groups = self._grouped(compiled=False) if best.candidate.host_bytes else []
         return [step for step in groups if step.seconds < least and self.fit.expected(step) <= self.budget]
 
     def _without_copies(self, best: Tried) -> list[StepCandidate]:
-        """The fastest plan without offload if a step that fits offloads: its copies may take longer than estimated."""
+        """The fastest plan without offload, if any step that fits offloads: copies may take longer than estimated."""
         offloads = any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried))
         plan = self.proposals.without_copies(self.fit.stack, self.budget) if offloads else None
         return [plan] if plan is not None and self.fit.known(plan) is None else []
@@ -270,7 +270,7 @@ class _Planner:
         return self.proposals.near_named(best, slack, always=("full",) if self.target.devices > 1 else ())
 
     def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
-        """Groups of layers, predicted from the step under `full`; empty if that step must be `compiled` but was not."""
+        """Groups of layers, predicted from the step under `full`; empty if `compiled` and that step was not compiled."""
         full = self.proposals.named_policy("full")
         if full is None or (compiled and self.fit.known(full) is None):
             return []
@@ -356,7 +356,7 @@ class _Planner:
             self.notes.append(beyond)
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
-        """The FLOPs that the blocks recompute; for groups of layers, counted in the traced step, or else those of `full`."""
+        """The FLOPs that the blocks recompute; for groups of layers, those of the traced step or, if not counted, of `full`."""
         if not any(isinstance(policy, LayerPolicies) and policy.groups for policy in policies.values()):
             return recompute_flops(self.described, dict(policies))
         counted = None if self._is_late() else counted_flops(self.workload, dict(policies))

@@ -34,7 +34,7 @@ class Model:
 
     Attributes:
       blocks: the `block_key` of each block.
-      mesh: the axes with more than one device, and their sizes; None if unknown, as in older files.
+      mesh: (name, size) of each axis with more than one device; None if unknown, as in older files.
       checkpoints: the number of `jax.checkpoint` regions in the loss, a scanned region counted once; None if unknown.
     """
 
@@ -177,7 +177,7 @@ def _type_text(leaf: Leaf) -> str:
 
 
 def _types(arguments: Any) -> tuple[Leaf, ...]:
-    """The arrays and numbers among the arguments of a call, with JAX's dtypes."""
+    """For each array and number among a call's arguments, a `Leaf` with an empty path and JAX's dtype."""
     leaves = jax.tree.leaves(jax.tree.map(_state, arguments, is_leaf=is_node))
     numbers = [jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf for leaf in leaves]
     canonical = functools.partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)

@@ -73,11 +73,11 @@ def nodes(program: BlockProgram) -> list[Node]:
     - Only fusible equations (`is_pass`) compute it, from one array with no more bytes: if that array is kept, recomputing
       the intermediate is cheap.
 
-    Such an intermediate is left out, and its cost is added to the arrays computed from it. But if several arrays are computed
-    from it, and not only fusible equations compute it, it stays as a node that can only be recomputed. So its time counts once.
+    Such an intermediate is left out, and its cost is added to the arrays computed from it. But if only the first case applies,
+    and several arrays are computed from it, it stays as a node that can only be recomputed. So its time counts once.
 
     Arrays computed by fusible equations from the same arrays become one node, because they cost the same per byte. An array
-    below `SMALL` of the largest array joins one with the same sources, one that it is computed from, or one computed from it.
+    below `SMALL` of the largest array joins a large one: with the same sources, a child, or a parent.
     """
     graph = _all_nodes(program)
     _join_same_names(graph)

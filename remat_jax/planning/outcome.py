@@ -34,7 +34,7 @@ def outcome(
 ) -> dict[str, Any]:
     """The fields of a `Plan` that a search decides. Once `is_over` returns True, no further problem is solved.
 
-    `searched` is the best step by the traced estimate; `best` is the plan's step; `remarks` are further named points.
+    `searched` is the best step by the traced estimate, `best` is the plan's step, and `remarks` are further points for `named`.
     """
     fit = times.fit
     stack = fit.stack
@@ -164,7 +164,7 @@ def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | Non
 
 
 def _next_gib(proposals: Proposals, times: Times, searched: Tried, best: Tried) -> float | None:
-    """The seconds that a step gains from `next_bytes` more memory: traced estimates, scaled to the time of `searched`.
+    """The seconds that a step gains from `next_bytes` more memory, by traced estimates scaled to the time of `searched`.
 
     None if no step is faster with any amount of memory.
     """

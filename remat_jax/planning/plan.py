@@ -27,24 +27,24 @@ R = TypeVar("R")
 
 
 class Plan(PlanData):
-    """Policies for a workload, compiled for its target within its budget.
+    """Policies under which the training step of a workload, compiled for a target, fits a budget.
 
     Attributes:
-      policies: block → a policy, or a policy for each of its layers; `off` if the step fits without any checkpoint.
+      policies: a dict from block to its `Policy` or (one per layer) `LayerPolicies`; `off` if the step fits unchanged.
       device_bytes, host_bytes: the bytes of one training step, as compiled, in device memory and in host memory.
       predicted_bytes: the device bytes predicted before compilation.
-      recompute_flops: the recomputed FLOPs of the blocks (if layers are in groups, of the traced step), over all devices.
+      recompute_flops: the FLOPs that the blocks recompute (for groups of layers: that the step recomputes), over all devices.
       seconds: the estimated time of a step; `base_seconds` is the estimate for a step that keeps everything.
       timed: whether `seconds` come from the compiled schedule, as on a GPU target; otherwise they are the traced estimate.
-      assumed_rates: the names (in `Rates`) of the rates behind `seconds` that are assumed, not measured on the target's device.
+      assumed_rates: the names of those rates (`hardware.Rates`) used for `seconds` that are assumed, not measured.
       frontier: the Pareto-optimal points of time and device memory, smallest memory first, some compiled, some predicted.
       named: the memory and time of the named policies, some compiled and some predicted.
       parts: for each run of equal layers, in forward order, the action for each residual.
-      workload, target, budget, host_budget: the arguments of `plan`; budgets are in bytes, None means no limit.
-      next_gib_seconds: the estimated time that a step gains from `next_bytes` more memory; None if no plan is faster, or if
-        `timeout` ended the search.
+      workload, target: their names. budget, host_budget: the budgets in bytes; None means no limit.
+      next_gib_seconds: the estimated time that a step gains from `next_bytes` more memory; None if no amount of memory makes
+        it faster, or if `timeout` ended the search.
       next_bytes: 1 GiB; for a budget below 16 GiB, between 1/32 and 1/16 of the budget.
-      tried: the name and device bytes of each compiled step.
+      tried: (name, device bytes) of each compiled step, in order.
       notes: further remarks on the plan and the search.
       model: the model that the plan was made for.
       jax_version: the JAX version that compiled the plan's step.
@@ -66,7 +66,7 @@ class Plan(PlanData):
     """
 
     def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
-        """`fn`, a loss or another function that runs the model, with the plan's policies on its blocks.
+        """`fn`, a loss or another function that runs the model, with the plan's policies on the model's blocks.
 
         A plan may fit only with a memory limit for XLA. Pass the limit to the outermost `jax.jit`:
 
@@ -132,7 +132,7 @@ class Plan(PlanData):
         """The plan that `save` wrote. With a workload, it raises if the plan is for another model, batch or blocks.
 
         Without a workload, blocks are looked up among the loaded classes and functions, and another model raises only when the
-        plan is applied. Nothing that the file names is imported or executed.
+        function that `apply` returns is called. Nothing that the file names is imported or executed.
 
         Raises:
           PlanningError: the file cannot be read, was not written by `save`, has an unknown version, or is for another model.

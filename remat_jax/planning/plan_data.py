@@ -65,10 +65,10 @@ class PlanData:
 
     @property
     def is_maximal(self) -> bool:
-        """Whether compiling showed that no further residual can be saved in a run of equal layers within the budget.
+        """Whether compiling showed that no further residual fits.
 
-        A further residual is saved in all layers of one run, and the runs stay the same. It counts only if the step becomes
-        faster by at least 0.3 % (`docs/how/planner.md`).
+        If so, saving one more residual in all layers of any one run, with the same runs, exceeds the budget or makes the step
+        less than 0.3 % faster (`docs/how/planner.md`).
         """
         return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerRow:
-    """The action for one residual in a run of equal layers: `save`, `offload` or `recompute`.
+    """The action (`save`, `offload` or `recompute`) for one residual in a run of equal layers.
 
     Attributes:
       bytes: its bytes in one layer.

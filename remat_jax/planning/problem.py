@@ -42,8 +42,8 @@ class Kind:
       layers: the blocks' positions in forward order among all calls of the key.
       paths: the module path of each block; iterations of a scan share one path.
       residuals: the names of the solver's residuals, as in the first block.
-      members: for each residual, the names of all arrays for which its choice is made.
-      program: the program of the first block, which prices policies.
+      members: for each residual, the names of all arrays that share its choice, the largest array first.
+      program: the program of the first block; it prices policies.
     """
 
     name: str
@@ -140,7 +140,7 @@ def describe(
 
 
 def _equal_calls(workload: Workload) -> Iterator[list[Call]]:
-    """The calls of the workload's blocks; consecutive equal calls are in one list if their positions form a range."""
+    """The calls of the workload's blocks, in lists: consecutive equal calls share a list if their positions form a range."""
     for _, neighbours in groupby(calls(workload), key=lambda call: call.signature):
         same = list(neighbours)
         layers = sorted(layer for call in same for layer in call.layers())
@@ -186,8 +186,8 @@ def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], 
     for kind in kinds:
         saved, constant = kind.program.saved_bytes, kind.program.constant_bytes
         inside += len(kind.layers) * saved + (1 if kind.scanned else len(kind.layers)) * constant
-    # Take `everything` if shares are needed, because `off` gives residuals no names, or if the model's own checkpoints would
-    # drop residuals under `off`.
+    # Take `everything` in two cases: shares are looked up by residual names, and `off` gives no names; or the model's own
+    # checkpoints would drop residuals under `off`.
     named = shares is not None or any(kind.program.dropped for kind in kinds) or workload.replaced_checkpoints > 0
     rows = [row for row in residuals(workload, "everything" if named else "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
@@ -200,7 +200,8 @@ def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], 
 def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
     """The solver's choice for a block of `kind` as a policy for every block of the kind.
 
-    If the blocks have different paths, the selectors match any path. Raises `PlanningError` if `choice` has other residuals.
+    If the blocks have different paths, the selectors match any path. Raises `PlanningError` if `choice` and `kind` differ in
+    their residuals.
     """
     residual_names = [block_residual.name for block_residual in choice.block.residuals]
     if residual_names != list(kind.residuals):
@@ -246,7 +247,7 @@ def busy_seconds(link: solver.HostLink | None, price: Price) -> float:
 
 
 def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, busy: float, *, last: bool) -> float:
-    """The seconds of copying `away` bytes of one block to the host and back that compute does not hide.
+    """The exposed seconds (not hidden by compute) of copying `away` bytes of one block to the host and back.
 
     The backward compute that can hide copies includes the `busy` seconds (`busy_seconds`).
     """

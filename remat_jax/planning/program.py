@@ -85,7 +85,7 @@ class BlockProgram:
 
     @cached_property
     def free(self) -> frozenset[Array]:
-        """The arrays that cost nothing to keep: views of parameters, inputs in memory anyway (`Call.free`), and constants.
+        """The arrays that cost nothing to keep: views of parameters, inputs that are in memory anyway (`Call.free`), constants.
 
         Loop-invariant arrays count as constants, because JAX hoists them out of the loop. The compiler writes constants where
         they are read.
@@ -104,7 +104,7 @@ class BlockProgram:
     def seconds(self) -> dict[FlatEqn, float]:
         """Seconds to recompute each equation: its part of the time to recompute all equations, or 0 if it fuses.
 
-        A fusible equation (`is_pass`) fuses if only fusible equations read its results. They then read its operands instead.
+        A fusible equation (`is_pass`) fuses with its readers if all are fusible: they then read its operands, not its results.
         """
         again = region(self.flat.eqns, self.needed, self._given)
         seconds = shares(again, [array for array in self.needed if array not in self._given], self.rates)
@@ -147,9 +147,9 @@ class BlockProgram:
         return self.rates.seconds({}, sum(array.bytes for array in kept))
 
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
-        """The names, in this block, of the residuals that `policy` saves and offloads in an equal block at `path`.
+        """The residuals that `policy` saves, and that it offloads, in an equal block at `path`; by their names in this block.
 
-        Without a checkpoint around the block, every residual is saved except those that checkpoints inside the block drop.
+        If `policy` makes no checkpoint, every residual is saved except those that checkpoints inside the block drop.
         """
         if not policy.checkpoint:
             computed = frozenset(name for array in self.arrays for name in array.names) - frozenset(self.inputs)
@@ -211,7 +211,7 @@ class BlockProgram:
 
     @property
     def working_bytes(self) -> int:
-        """An estimate of the backward pass's memory in addition to its residuals: the peak in the order of its jaxpr.
+        """An estimate of the backward pass's memory in addition to its residuals: its peak if the jaxpr runs in order.
 
         Arrays that are written to memory between two kernels count, including cotangents and gradients.
         """

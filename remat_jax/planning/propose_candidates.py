@@ -43,7 +43,7 @@ class Proposals:
     Args:
       fit: the compiled steps, and the stack fitted to them.
       named: the applicable named policies, including `off`.
-      own: returns the candidate with the given choices of the solver, with its estimated time.
+      own: returns the candidate with the solver's given choices and with its estimated time.
       recut: returns a candidate with its scans cut at the given places; None leaves scans uncut.
       most_runs: the maximum number of policies among layers of one kind; None for the solver's own limit.
     """
@@ -172,7 +172,7 @@ class Proposals:
         return all(step is not None and step.compiled.device_bytes < FAILED and not self.fit.fits(step) for step in tried)
 
     def least_more(self, best: Tried) -> list[StepCandidate]:
-        """`best` with one more residual saved: the variants with the fewest saved bytes and with the least predicted memory.
+        """At most two variants of `best` that save one more residual: with fewest saved bytes, and with least predicted memory.
 
         Only variants that gain at least `worth` seconds count. An uncompiled variant that is surely over the budget is left
         out (`Fit.is_surely_over`).
@@ -196,7 +196,7 @@ class Proposals:
         return [step for step in variants if step.seconds < candidate.seconds]
 
     def without_host(self, candidate: StepCandidate) -> StepCandidate | None:
-        """The candidate with its offloaded residuals saved; None if it has none or no choices, or one may not be saved."""
+        """The candidate with offloaded residuals saved; None if it offloads none, has no choices, or one may not be saved."""
         choices = candidate.effective_choices
         if not candidate.host_bytes or choices is None:
             return None

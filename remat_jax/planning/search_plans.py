@@ -32,10 +32,10 @@ _MUCH_LEFT = 0.01
 _FAR_OFF = 0.02
 """While predictions miss by more than this share of the budget, a safer plan is compiled together with each plan."""
 _AFTER_FAILURE = 0.05
-"""If a plan could not be compiled, the next plan must be smaller by this share of the budget."""
+"""If a plan could not be compiled, the solver plans again for a budget smaller by this share."""
 _WORTH_DARING = 5.0
-"""If predictions that were too low have reduced the share that plans may use (`_share`), and no plan is proposed within it, a
-plan at the whole budget is compiled only if it gains this multiple of `WORTH_COMPILING`."""
+"""Predictions that were too low reduce the share of the unused budget that plans may use (`_share`). If no plan is proposed
+within this share, a plan at the whole budget is compiled if it gains this multiple of `WORTH_COMPILING`."""
 
 
 class Search:
@@ -128,7 +128,8 @@ class Search:
             fits = [step for step in named if self.fit.expected(step) <= self.fit.budget]
             return (fits or named)[:1] + self._solved_at_budget(None)
         # If the best step has choices (`effective_choices`), compilations beyond `_most` are for variants with one more
-        # residual and for faster named policies. While much memory is left, all but the last are also for the solver's plans.
+        # residual and for faster named policies. While much memory is left, all of them but the last are also for the
+        # solver's plans.
         over = len(self.fit.tried) - self._most if best.candidate.effective_choices is not None else -1
         if over >= 0 and not (self._much_is_left(best) and over < MORE_COMPILED - 1):
             return named[:1]
@@ -176,7 +177,7 @@ class Search:
 
     @property
     def _share(self) -> float:
-        """The share of the unused budget that plans may use: halved for each too low prediction after the first."""
+        """The share of the unused budget that plans may use: 1, halved for each too low prediction but the first."""
         over = sum(step.compiled.device_bytes > max(self.fit.budget, 1.02 * step.predicted_bytes) for step in self.fit.tried)
         return 0.5 ** max(0, over - 1)
 
@@ -206,12 +207,12 @@ class Search:
         return []
 
     def _one_more(self, best: Tried) -> list[StepCandidate]:
-        """A variant of the best step that saves all further residuals predicted to fit, or only one more."""
+        """A variant of the best step: with all further residuals saved that are predicted to fit, or with one more saved."""
         if best.candidate.effective_choices is None:
             return []
         much = self._much_is_left(best)
         if len(self.fit.tried) < (self._most + MORE_COMPILED if much else self._most) - 1:
-            # If the best step, compiled last, needed less than predicted, its variant may be predicted to exceed the budget by
+            # If the best step was compiled last and needed less than predicted, a variant's prediction may exceed the budget by
             # the difference.
             dares = much and best is self.fit.tried[-1]
             spared = max(0, best.predicted_bytes - best.compiled.device_bytes) if dares else 0

@@ -15,9 +15,9 @@ def selectors(chosen: Mapping[str, Sequence[str]], paths: Sequence[str], names: 
     """The policy that applies the given action to each residual in `chosen` and recomputes the rest.
 
     Args:
-      chosen: action → residual names in the block at the first of `paths`.
-      paths: the module paths of all blocks of the policy.
-      names: all residual names in the block at the first of `paths`.
+      chosen: a dict from action to residual names, as in the block at `paths[0]`.
+      paths: the module paths of all blocks that get the policy.
+      names: all residual names of the block at `paths[0]`.
 
     >>> selectors({"save": ["a_0/up:add#0"], "offload": []}, ["a_0", "a_1"], ["a_0/up:add#0", "a_0/b/up:add#0"])
     Policy.parse('recompute: */b/up:add#0; save: */up:add#0')

@@ -47,7 +47,7 @@ def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCan
     assert choices is not None, "a named policy is one for all layers"
     kept, first = [], 0
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
-        # A cut of a scan in which several kinds alternate would cut all of them, so their kinds cannot be cut.
+        # If several kinds alternate in one scan, a cut for one kind would cut the others too: drop it.
         if kind.scanned and kind.program.call.stride == 1:
             kept += [at for at in cuts if first < at < first + block.repeats and choices[at - 1] == choices[at]]
         first += block.repeats
@@ -71,7 +71,7 @@ def named_candidate(described: Described, name: str) -> StepCandidate:
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
     named = StepCandidate(name, tuple(loads), extra_seconds(described, meant))
     like = None if name == "off" else _like(described, named, meant)
-    # These loads do not count recomputed intermediates. Take the loads of the equivalent choices: equal programs compare equal.
+    # These loads do not count recomputed intermediates. Take those of the equivalent choices, so that equal programs are equal.
     return named if like is None else replace(named, like=like.choices, loads=like.loads)
 
 

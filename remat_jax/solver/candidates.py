@@ -29,8 +29,8 @@ def grow(block: Block, offloads: bool, most: int) -> Array | None:
 
     The objectives are: bytes saved, bytes that the block needs during its own backward pass, bytes in host memory, and extra
     seconds. Each objective is monotone in four sums over the residuals: bytes saved, needed and offloaded, and seconds of
-    keeping and recomputing. So a partial policy is pruned if another partial policy has no larger sums, and if both leave
-    the same parents of undecided residuals unused.
+    keeping and recomputing. So a partial policy is pruned if another partial policy is no larger in any sum, and if both
+    leave the same parents of undecided residuals unused.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -72,7 +72,7 @@ def _choose(block: Block, index: int, code: int, codes: Array, sums: Array) -> t
 
 
 def _last_uses(block: Block) -> list[int]:
-    """For each residual, the step that decides its last child; -1 if it has no child or the backward pass reads it."""
+    """For each residual, the place in `Block.order` of its last child; -1 if it has no child or the backward pass reads it."""
     last_use = [-1] * len(block.residuals)
     for step, index in enumerate(block.order):
         for parent in block.parents[index]:

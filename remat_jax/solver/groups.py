@@ -1,7 +1,7 @@
 """Groups of layers for a memory budget: one checkpoint around k equal layers saves only the first layer's input.
 
 The method is from Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174). A group of layers without
-checkpoints is a segment of that paper; a group of checkpointed layers is its recursion of depth two.
+checkpoints is one of the paper's segments; a group of checkpointed layers is the paper's recursion of depth two.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def groupings(
 ) -> tuple[Grouping, ...]:
     """The groupings within a budget that are Pareto-optimal in peak memory and time, fastest first; empty if none fits.
 
-    For each group size from 2 to ``layers``, only the grouping with the fewest groups within ``budget`` bytes is considered.
+    For each group size from 2 to ``layers``, only the grouping with the fewest groups that fits ``budget`` bytes is considered.
     Without a budget, all layers are in groups.
 
     >>> full = GroupedLayer(input_bytes=1.0, saved_bytes=0.0, extra_seconds=1.0)

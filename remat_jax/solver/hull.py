@@ -27,8 +27,8 @@ _DEMANDS = 16
 _FEW = 300
 """A block's policies are enumerated only while there are at most this many partial policies."""
 _SEEDS, _TRANSIENT = 13, (0.0, 0.03, 0.3, 1.0)
-"""A block's first policies are the cheapest at this many prices of a saved byte, each combined with these multiples of it as
-prices of a transient byte."""
+"""A block's first policies are the cheapest at this many prices of a saved byte. Each price is combined with several prices of
+a transient byte, which are these multiples of it."""
 _OVER = 1e3
 """The penalty, per block and per `unit` of memory over the budget, as a multiple of the largest extra time of a policy."""
 
@@ -149,7 +149,7 @@ def _seeds(table: BlockTable, count: int) -> Array:
 
 
 def _swept(table: BlockTable, count: int) -> Array:
-    """The cheapest policies of a block at prices from 0 to above any recomputation, and those of least memory."""
+    """The cheapest policies of a block at prices from 0 to above any recomputation, and the policies of least memory."""
     recompute_seconds = table.seconds[table.allowed[:, RECOMPUTE]].sum()
     total_seconds = recompute_seconds + table.block.forward_seconds + table.block.backward_seconds
     scale = float(total_seconds or 1.0) / (float(table.bytes.sum()) or 1.0)

@@ -1,9 +1,9 @@
 """The best mix of policies for equal layers: at most three runs of consecutive layers, with one policy each.
 
 At each layer, the bytes saved by earlier layers plus the bytes that the layer needs must fit the budget. A run needs most
-at its last layer, so each run gives one constraint. Fix three policies in order and the number of layers under the third. Then
-the time and the constraints are linear in the number of layers under the second, so an end of the feasible interval is optimal.
-All triples are evaluated at once as arrays.
+memory at its last layer, so each run gives one constraint. Fix three policies in order and the number of layers under the
+third. Then the time and the constraints are linear in the number of layers under the second, so an end of the feasible interval
+is optimal. All triples of policies are evaluated at once as arrays.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from remat_jax.solver.problem import Block, Choice, HostLink, Stack, all_of
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """A block and one choice per residual, in the block's order; raises `PlanningError` for a choice that is not allowed.
+    """A block and one choice for each of its residuals, in order; raises `PlanningError` for a choice that is not allowed.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -38,7 +38,7 @@ class BlockPolicy:
 
     @cached_property
     def of(self) -> dict[str, Choice]:
-        """From residual name to choice."""
+        """Residual name → choice."""
         return {residual.name: choice for residual, choice in zip(self.block.residuals, self.choices, strict=True)}
 
     def _total(self, cost: str, *choices: Choice) -> float:

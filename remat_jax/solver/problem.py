@@ -1,7 +1,7 @@
 """A planning problem as plain data: blocks with residuals, stacks of blocks, and the link to host memory.
 
-Sizes are bytes per device, and times are seconds per training step. Both may be fractions, in any consistent unit. Malformed
-data raises `PlanningError`. ``docs/how/planner.md`` states the problem and how it is solved.
+Sizes are bytes per device, and times are seconds per training step. Both may be fractions, and any other units will do if they
+are used throughout. Malformed data raises `PlanningError`. ``docs/how/planner.md`` states the problem and how it is solved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HostLink:
         out_bytes_per_s: the achieved rate from device to host, not the nominal rate.
         in_bytes_per_s: the achieved rate from host to device.
         hidden_share: the share of a block's compute time that can overlap its copies, from 0 to 1.
-        memory_bytes_per_s: the bandwidth of device memory, which copies use too; infinity ignores the use by copies.
+        memory_bytes_per_s: the bandwidth of device memory. Copies use a part of it; infinity neglects this part.
 
     >>> HostLink(50.0, 50.0).exposed_out(100.0, 1.5)
     0.5
@@ -64,7 +64,7 @@ class HostLink:
         return 2 / self.memory_bytes_per_s
 
     def exposed_out(self, size: float, compute_seconds: float) -> float:
-        """The exposed seconds of copying ``size`` bytes to the host, which ``compute_seconds`` of compute do not hide."""
+        """The exposed seconds of copying ``size`` bytes to the host: those that ``compute_seconds`` of compute do not hide."""
         return max(0.0, size / self.out_bytes_per_s - self.hidden_share * compute_seconds)
 
     def exposed_in(self, size: float, compute_seconds: float) -> float:
@@ -118,9 +118,10 @@ class ResidualCosts:
 class Block:
     """The unit of checkpointing: its residuals, its times, and the memory that its backward pass needs.
 
-    In addition to the saved bytes, the backward pass of a block needs ``working_bytes``, ``recomputed_share`` of the bytes of
-    its recomputed residuals, and ``fetched_share`` of the bytes of its offloaded residuals. With a share of 1 all of these
-    residuals are live at once. With a smaller share only some are. A share above 1 adds buffers for the next block.
+    In addition to the saved bytes, the backward pass of a block needs ``working_bytes``, plus ``recomputed_share`` times the
+    bytes of its recomputed residuals, plus ``fetched_share`` times the bytes of its offloaded residuals. With a share of 1 all
+    of these residuals are live at once, with a smaller share only some. A ``fetched_share`` above 1 also counts arrays that are
+    already fetched for the block whose backward pass runs next.
 
     Attributes:
         name: unique in its stack.
@@ -269,7 +270,7 @@ def check_count(where: str, value: object, least: int = 1, most: int | None = No
 
 
 def check_budget(name: str, value: object) -> None:
-    """Raise `PlanningError` unless ``value`` is positive, or 0 for a host budget; infinity means no limit."""
+    """Raise `PlanningError` unless ``value`` is positive (a host budget may be 0); infinity means no limit."""
     check_number(name, value, positive=name == "budget", infinite=True)
 
 

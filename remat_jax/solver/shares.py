@@ -1,8 +1,8 @@
 """Divides the memory among the kinds of blocks: a multiple-choice knapsack, solved approximately by a dynamic program.
 
-Each kind uses one mix of two policies. A mix fits if its need plus the memory saved by earlier kinds is within the budget. The
-dynamic program goes through the kinds in forward order and keeps the fastest combinations for each amount of saved memory.
-Nearly equal amounts share a bin (`_BINS`), so the program is fast for any number of kinds, but not exact.
+Each kind uses one mix of two policies. A mix fits if the bytes that it needs plus those saved by earlier kinds are within the
+budget. The dynamic program goes through the kinds in forward order and keeps the fastest combinations for each amount of saved
+memory. Nearly equal amounts share a bin (`_BINS`), so the program is fast for any number of kinds, but not exact.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price
 
 
 def _fronts(states: Array) -> Array:
-    """The indices of the cheapest state and the state with the least memory of each bin, without dominated states."""
+    """For each bin, the indices of its cheapest state and of its state with least memory, without dominated states."""
     bins = _binned(states[:, 0], _BINS)
     order = np.lexsort((states[:, 2], bins))
     _, cheapest = np.unique(bins[order], return_index=True)

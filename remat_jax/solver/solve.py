@@ -181,8 +181,8 @@ def _share(kinds: Sequence[_Kind], budget: float, whole: Room) -> bool:
     """Set each kind's mix by the dynamic program; returns False if it finds no combination within the budgets."""
     room = budget - whole.before
     mixes = [kind.mixes(room) for kind in kinds]
-    # The price of host memory is the relaxation's dual value of the host budget, so it is 0 unless that budget is scarce: host
-    # bytes have no cost of their own, only exposed copies take time.
+    # The price of host memory is the relaxation's dual value of the host budget. It is 0 unless this budget is scarce, because
+    # host bytes cost nothing: only exposed copies take time.
     chosen = shared(mixes, room, whole.host, kinds[-1].host_price) if room > 0 else None
     if chosen is None:
         return False

@@ -1,9 +1,8 @@
 """One block as arrays: bytes and seconds of its policies, and the cheapest policy at given prices by a minimum s-t cut.
 
-A policy is an int8 array of shape (residuals,) whose codes index `CHOICES`. At given prices, the cheapest policy is a
-minimum-weight closure, which a minimum s-t cut finds (Picard, Management Science 22, 1976): recomputing a residual requires its
-parents, and an array that the backward pass does not read may be absent. Residuals without such constraints are decided one by
-one.
+A policy is an int8 array of shape (residuals,) whose codes index `CHOICES`. Recomputing a residual requires its parents, and an
+array that the backward pass does not read may be absent. So the cheapest policy at given prices is a minimum-weight closure,
+which a minimum s-t cut finds (Picard, Management Science 22, 1976). Residuals without such requirements are decided one by one.
 """
 
 from __future__ import annotations

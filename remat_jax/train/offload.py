@@ -132,7 +132,7 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
     def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """`(params, state)` after one step: `update` and `optax.apply_updates` in one, parameter by parameter.
 
-        This needs less memory than the two calls, for which XLA applies the updates late, and keeps all of them to the end.
+        This needs less memory than the two calls. XLA would apply their updates late, and keep all of them to the end.
         """
 
         def applied(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
@@ -154,19 +154,20 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     """`tx` with its state in host memory between steps; the updates and the pytree of state are those of `tx`.
 
     In a step, the state comes to the device parameter by parameter: a leaf is fetched after the previous parameter's leaves
-    have gone back to the host. Leaves of rank 0 (step counts, hyperparameters) stay on the device. The largest leaves move
-    first, up to the share `fraction` of the state's bytes; `placement` lists them. `apply` needs less memory than `update`.
+    have gone back to the host. Leaves of rank 0 (step counts, hyperparameters) stay on the device. If `fraction` is below 1,
+    the largest leaves are chosen first, up to this share of the bytes; `placement` lists where each leaf lives. `apply` needs
+    less memory than `update`.
 
     It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are reused),
-    and on a mesh (each array of the state has its parameter's sharding). State saved with one of the two works in the other.
-    Under `jit` the updates are bit-equal to those of `tx`; op by op they agree within rounding, because optax compiles parts of
+    and on a mesh (each array of the state has its parameter's sharding). A saved state works with `tx` and the result. Under
+    `jit` the updates are bit-equal to those of `tx`; without `jit` they agree within rounding, because optax compiles parts of
     an update.
 
-    All operands of an equation are on the device together: the stacked layers of a `scan` are one leaf, `optax.MultiSteps`
-    updates everything in one `cond` (use `accumulate_gradients`), and a norm of all updates needs all of them. With a norm of
-    all gradients and unrolled layers, XLA's schedule can need more memory than with `tx`, unless the blocks offload too
-    (`offload_inputs`); check with `measure`. The method is that of ZeRO-Offload and Megatron-LM's `HybridDeviceOptimizer`, but
-    here the update runs on the device.
+    All operands of an equation are on the device together: all stacked layers of a `scan` (they are one leaf), everything under
+    `optax.MultiSteps` (which updates in one `cond`; use `accumulate_gradients`), and all updates if their norm is computed.
+    With a norm of all gradients and unrolled layers, XLA's schedule can need more memory than with `tx`, unless the blocks
+    offload too (`offload_inputs`); check with `measure`. The method is that of ZeRO-Offload and Megatron-LM's
+    `HybridDeviceOptimizer`, but here the update runs on the device.
 
     Args:
       tx: an optax optimizer.
@@ -222,7 +223,7 @@ def _init(tx: Any, fraction: float, params: Any) -> Any:
 
 
 def _streamed(function: Callable[..., Any], fraction: float, *args: Any) -> Any:
-    """`function(*args)` with the moved part of the state, which is the second argument and second result, in host memory."""
+    """`function(*args)` with the moved leaves of the state (the second argument and the second result) in host memory."""
     if not fraction:
         return function(*args)
     traced = trace(function, *args)
@@ -257,7 +258,7 @@ def _checked(tx: Any, fraction: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _moved(paths: Iterable[Path], avals: Iterable[Any], fraction: float) -> set[Path]:
-    """The paths of the leaves that live on the host: the largest first, but none beyond `fraction` of all bytes."""
+    """The paths of the leaves that live on the host: from the largest down, each that still fits `fraction` of all bytes."""
     sizes = {
         path: compat.tree_bytes(aval)
         for path, aval in zip(paths, avals, strict=True)

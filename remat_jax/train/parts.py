@@ -30,16 +30,16 @@ def accumulate_gradients(
     The batch's leading axis is split into `n` equal micro-batches that run one after the other; micro-batch i has the rows
     `x[i::n]`. The summed gradients are one more tree of gradients in memory. Sums are divided once, by the number of all
     targets: a mean of the micro-batches' means would give more weight to targets in micro-batches with few targets. On a mesh
-    every device keeps its own rows, and the rows of a micro-batch must divide evenly over the devices of the batch.
+    every device keeps its own rows, and the rows of a micro-batch must divide evenly over the devices that share the batch.
 
     Args:
       loss: `loss(params, *micro_batch)` returns `(sum of the losses over the targets, number of targets)`, two scalars, or
         `((sum, number), aux)` if `has_aux`.
       n: the number of micro-batches; it divides the leading axis of every array in the batch. A scalar `jax.random.key` in the
         batch is not split: micro-batch i gets `jax.random.fold_in(key, i)`.
-      has_aux: the result is `((mean, aux), gradients)`; every array of aux has a new leading axis of length `n`.
+      has_aux: if True, the result is `((mean, aux), gradients)`; every array of aux has a new leading axis of length `n`.
       dtype: the dtype of the sums of gradients and of the returned gradients. By default gradients are summed in the
-        parameter's dtype, in float32 for bfloat16 and float16, and returned in the parameter's dtype.
+        parameter's dtype (bfloat16 and float16 in float32), and returned in the parameter's dtype.
 
     Returns:
       A function `(params, *batch)` that returns `(mean loss over all targets, gradients)`, like `jax.value_and_grad` of the

@@ -24,11 +24,11 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 @dataclasses.dataclass(frozen=True)
 class FlatTrace:
-    """A traced function of pytrees as a closed jaxpr of their arrays, all in device memory.
+    """A function of pytrees, traced to a closed jaxpr of their arrays as if all arrays were in device memory.
 
-    `values` are the arguments' arrays, each still in its own memory. `in_paths` and `out_paths` are the paths of the jaxpr's
-    inputs and outputs in the pytrees; the first key of an input's path is the argument's position. `finish` builds the
-    function's result from the outputs.
+    `values` are the arguments' arrays, in device or host memory as they were passed. `in_paths` and `out_paths` are the paths
+    of the jaxpr's inputs and outputs in the pytrees; the first key of an input's path is the argument's position. `finish`
+    builds the function's result from the outputs.
     """
 
     jaxpr: Any
@@ -73,8 +73,8 @@ class Stream:
 
     Args:
       from_host: for each input, whether to fetch it to the device.
-      not_before: for each input, the index of another input, such as the gradient, whose computation the fetch waits for; or
-        None.
+      not_before: for each input, the index of another input, such as the gradient, or None. The fetch waits until that input is
+        computed.
       to_host: for each output, whether it goes to host memory.
       order: every output's index, in the order of evaluation.
     """
