@@ -22,8 +22,8 @@ from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 
 TRACES, STEPS = 3, 9
-# The most compiled temporary memory relative to the peer. The contract is the same bytes for a GPU, and 2 % more on the CPU,
-# where the order of the passes moves some buffers.
+# The largest allowed ratio of compiled temporary memory to the peer's: the same bytes for a GPU, and 2 % more for the CPU,
+# where the order of XLA's passes moves some buffers.
 LIMITS = {"h200": 1.0, "cpu": 1.02}
 
 
@@ -51,7 +51,7 @@ def measure(setting: Setting, group: Sequence[Contender], say: Callable[[str], N
     for row, one, seconds in zip(found, group, _trace_seconds(group), strict=True):
         row.trace_seconds = seconds
         row.matmul_flops = flops(jax.value_and_grad(one.loss), one.params, _input())
-    # Unrolled, XLA's CPU compiler does not order blocks for memory, and an offload moves nothing on a CPU.
+    # XLA's CPU compiler does not schedule unrolled blocks for memory, and an offload moves nothing on a CPU.
     if setting.scan and setting.policy == "full":
         say(f"{setting}: compiling for the CPU")
         for row, size in zip(found, _temp_bytes(group, "cpu"), strict=True):
