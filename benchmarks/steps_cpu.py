@@ -76,7 +76,7 @@ def models(small: bool) -> dict[str, rj.Workload]:
 
 
 def rows_of(model: str, work: rj.Workload, target: Target, rounds: int) -> list[dict[str, Any]]:
-    """One model's three steps: measured, and estimated from the traced step and, if its text can be parsed, the compiled step."""
+    """One model's three steps: measured, and estimated from the traced step and, if it can be parsed, the compiled step."""
     described = describe(work, target)
     policies = {"off": "off", "full": "full", "kept": KEPT.get(model, "dots_with_no_batch_dims")}
     made = {name: compiled_runner(work, policy) for name, policy in policies.items()}
