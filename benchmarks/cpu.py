@@ -1,4 +1,4 @@
-"""Costs of the wrapper relative to handwritten code, measured in one run: tracing, FLOPs, compiled memory, step time."""
+"""Costs of remat_jax relative to handwritten checkpoints, measured in one run: tracing, FLOPs, compiled memory, step time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _input() -> jax.ShapeDtypeStruct:
 
 
 def _trace_seconds(group: Sequence[Contender]) -> list[float]:
-    """The shortest of several first traces of each contender: disturbances only add time."""
+    """Each contender's shortest trace of several, all without JAX's caches: disturbances only add time."""
 
     def once(one: Contender) -> float:
         jax.clear_caches()  # a second trace of a wrapper around one function would come from a cache
@@ -129,7 +129,7 @@ def ratios(row: Measured, peer: Measured) -> dict[str, float | None]:
 
 
 def problems(row: Measured, peer: Measured) -> list[str]:
-    """Where our wrapper costs too much: other FLOPs than the peer's, or more compiled memory. Time is not judged."""
+    """Where remat_jax costs too much: other FLOPs than the peer's, or more compiled memory. Time is not judged."""
     if not row.is_ours:
         return []
     ratio, found = ratios(row, peer), []

@@ -109,7 +109,7 @@ def measuring(layers: int) -> tuple[float, float]:
 
 
 def planning(job: rj.Workload) -> tuple[float, float, float, float, int]:
-    """Wall-clock and processor seconds to measure `full`; the same to plan for 1.2 × its memory; the number of compiled steps."""
+    """Wall-clock and processor seconds to measure `full`; both to plan for 1.2 × its memory; the number of compiled steps."""
     reports, plans = [], []
     with without_answers():
         measured = clocked(lambda: reports.append(rj.measure(job, "full", "h200")))

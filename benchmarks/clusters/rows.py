@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def row(case: str, hosts: int, policy: str, gpu: str, budget: int) -> Row:
-    """Measure `policy`: a policy, `plan`, or `STATE`: `full`, with the optimizer's state on the hosts. Failures are rows too."""
+    """Measure `policy`: a policy, `PLAN`, or `STATE` (`full` and the optimizer's state on hosts). A failure is a row too."""
     begin, work = time.perf_counter(), CASES[case].make(hosts)
     target = on_gpus(gpu, hosts)
     with compiling("") as flags:

@@ -14,7 +14,7 @@ SAME = 0.01
 
 
 def rank_correlations(rows: Sequence[Row], rivals: Rivals) -> dict[str, float]:
-    """By workload, the rank correlation (Spearman) of traced and compiled seconds; left out if fewer than three steps have both."""
+    """By workload, Spearman's rank correlation of traced and compiled seconds; left out if fewer than three steps have both."""
     from scipy.stats import spearmanr
 
     found = {}
