@@ -1,1 +1,1 @@
-"""Measurements against peers and on GPUs. `python -m benchmarks` needs no GPU, `python -m benchmarks.gpu` one."""
+"""Comparisons and measurements. `python -m benchmarks` needs no GPU, `python -m benchmarks.gpu` needs one."""

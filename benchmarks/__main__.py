@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: compares the wrapper with Flax's and JAX's own, and plans with PyTorch's, on a processor."""
+"""`python -m benchmarks`: compares `rj.remat` with Flax's and JAX's checkpoints, and plans with PyTorch's budgets, on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every setting and print the tables; 1 if the wrapper costs FLOPs or memory or a plan loses, 0 otherwise."""
+    """Measure every setting and print the tables; return 1 if `rj.remat` costs more than its peer or a plan loses, else 0."""
     options = parse(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     from benchmarks import cpu, peers  # after the platform is chosen

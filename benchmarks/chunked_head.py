@@ -1,10 +1,10 @@
 """`python -m benchmarks.chunked_head`: device memory of Llama 3 8B with its head and loss in chunks, compiled for a GPU.
 
     python -m benchmarks.chunked_head --batch 8 32                  8 and 32 × 1024 tokens, policy full, one H200
-    python -m benchmarks.chunked_head --batch 2 --length 4096       where the scores of attention hold the peak
+    python -m benchmarks.chunked_head --batch 2 --length 4096       where attention scores set the peak
 
-Adam, parameters in bfloat16, layers scanned, 128,256 words. Nothing is run. Standard error has the advice of the first row on
-its head and its attention, estimated by the report and compiled by the doctor. The modelled step is that of the compiled
+Adam, parameters in bfloat16, layers scanned, 128,256 words. Nothing is run. For the first row, standard error has the advice
+about head and attention: as estimated by `measure`, and as compiled by `doctor`. The modelled step time is that of the compiled
 schedule, at the rates that programs reach on the target.
 """
 
@@ -46,7 +46,7 @@ def decoder(batch: int, length: int, chunks: int) -> rj.Workload:
 
 
 def column(batch: int, length: int, chunks: list[int], policy: str, target: str) -> Iterator[tuple[str, str]]:
-    """Device memory and the modelled step for each number of chunks; the advice is about the first."""
+    """Device memory and modelled step time for each number of chunks. Prints the advice for the first number."""
     for number in chunks:
         work = decoder(batch, length, number)
         report = rj.measure(work, policy, target)

@@ -1,8 +1,8 @@
-"""A ResNet-50 under several policies, compiled for a described GPU: the table of docs/choosing.md.
+"""A ResNet-50 under several policies, compiled for a GPU that need not be present: the table of docs/choosing.md.
 
 python -m benchmarks.convolutions [--images N] [--size PIXELS] [--target NAME]
 
-Bottlenecks are the blocks; bfloat16, SGD with momentum, batch statistics of each step. Nothing is run.
+The blocks are the bottlenecks. bfloat16, SGD with momentum, norms by the batch's own statistics. Nothing is run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=jnp.bfl
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions with their normalisations, added to the input or to a projection of it."""
+    """Three normalised convolutions; their result is added to the input, or to a projection of the input."""
 
     channels: int
     stride: int
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        """Four times `channels` channels, on 1/`stride` of the rows and columns."""
+        """(batch, rows, columns, any) → (batch, rows / stride, columns / stride, 4 · channels)."""
         y = nn.relu(_norm()(_conv(self.channels, (1, 1))(x)))
         y = nn.relu(_norm()(_conv(self.channels, (3, 3), strides=self.stride)(y)))
         y = _norm(scale_init=nn.initializers.zeros)(_conv(4 * self.channels, (1, 1))(y))
@@ -48,7 +48,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The network of He et al. 2016, with the stride in the convolution of 3 × 3 pixels."""
+    """The network of He et al. 2016, but the stride is in the 3 × 3 convolution."""
 
     stages: Sequence[int] = STAGES
 
@@ -70,7 +70,7 @@ def job(images: int, size: int) -> rj.Workload:
     variables = jax.eval_shape(model.init, jax.random.key(0), batch[0])
 
     def loss(params: Any, images: Any, labels: Any) -> Any:
-        # The running averages are not part of the loss: with batch statistics they are only written.
+        # The updated running averages are dropped, because the loss does not read them.
         states = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables["batch_stats"])
         logits, _ = model.apply({"params": params, "batch_stats": states}, images, mutable=["batch_stats"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

@@ -1,4 +1,4 @@
-"""Costs of the wrapper relative to handwritten code, measured in one run: tracing, FLOPs, compiled memory, step time."""
+"""Costs of remat_jax relative to handwritten checkpoints, measured in one run: tracing, FLOPs, compiled memory, step time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 
 TRACES, STEPS = 3, 9
-# The most compiled temporary memory relative to the peer. The contract is the same bytes for a GPU, and 2 % more on the CPU,
-# where the order of the passes moves some buffers.
+# The largest allowed ratio of compiled temporary memory to the peer's: the same bytes for a GPU, and 2 % more for the CPU,
+# where the order of XLA's passes moves some buffers.
 LIMITS = {"h200": 1.0, "cpu": 1.02}
 
 
@@ -51,7 +51,7 @@ def measure(setting: Setting, group: Sequence[Contender], say: Callable[[str], N
     for row, one, seconds in zip(found, group, _trace_seconds(group), strict=True):
         row.trace_seconds = seconds
         row.matmul_flops = flops(jax.value_and_grad(one.loss), one.params, _input())
-    # Unrolled, XLA's CPU compiler does not order blocks for memory, and an offload moves nothing on a CPU.
+    # XLA's CPU compiler does not schedule unrolled blocks for memory, and an offload moves nothing on a CPU.
     if setting.scan and setting.policy == "full":
         say(f"{setting}: compiling for the CPU")
         for row, size in zip(found, _temp_bytes(group, "cpu"), strict=True):
@@ -74,7 +74,7 @@ def _input() -> jax.ShapeDtypeStruct:
 
 
 def _trace_seconds(group: Sequence[Contender]) -> list[float]:
-    """The shortest of several first traces of each contender: disturbances only add time."""
+    """Each contender's shortest trace of several, all without JAX's caches: disturbances only add time."""
 
     def once(one: Contender) -> float:
         jax.clear_caches()  # a second trace of a wrapper around one function would come from a cache
@@ -129,7 +129,7 @@ def ratios(row: Measured, peer: Measured) -> dict[str, float | None]:
 
 
 def problems(row: Measured, peer: Measured) -> list[str]:
-    """Where our wrapper costs too much: other FLOPs than the peer's, or more compiled memory. Time is not judged."""
+    """Where remat_jax costs too much: other FLOPs than the peer's, or more compiled memory. Time is not judged."""
     if not row.is_ours:
         return []
     ratio, found = ratios(row, peer), []

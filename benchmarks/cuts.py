@@ -1,7 +1,7 @@
 """`python -m benchmarks.cuts mlp` (or `last`, `gpt2`): what a cut of a scan costs; the tables of docs/notes/cutting_a_scan.md.
 
-Six scanned layers, compiled for an H200: device memory in MiB under one policy, with the scan cut into runs of so many layers.
-`last` has more layers of the MLP under `everything`, in one scan and each in a scan of its own.
+Six scanned layers, compiled for an H200. The tables have device memory in MiB; "4 + 1 + 1" is a scan cut into runs of 4, 1 and
+1 layers. In `last`, one to three last layers of the MLP are under `everything`, in one scan or each in a scan of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRODUCTS = "MaxText minimal_with_context"
 
 
 def text_of(runs: Sequence[tuple[int, str]]) -> str:
-    """The text of policies by layer with a cut between all runs.
+    """The text of policies by layer, with a cut after every run but the last.
 
     >>> text_of([(4, "full"), (1, "dots"), (1, "dots")])
     '4 × full || 1 × dots || 1 × dots'
@@ -54,7 +54,7 @@ def last() -> str:
 
 
 def gpt2() -> str:
-    """Policies of GPT-2 under every cut; P saves the products."""
+    """Policies of GPT-2 under every cut; P saves the matrix products."""
     case = decoder_scanned(LAYERS)
     products = policies(Case(case.workload, case.layers, roles_that_keep(case)))[PRODUCTS]
     columns = {"`full`": ("full",) * 2, "P": (products,) * 2, "`everything`": ("everything",) * 2}
@@ -68,7 +68,7 @@ def gpt2() -> str:
 
 
 def _runs(cut: Sequence[int], first: str, last: str) -> list[tuple[int, str]]:
-    """The last two layers under `last`; nothing where a run would have both policies."""
+    """The runs of `cut`, with the last two layers under `last`; a single run is split. [] if a run would have both policies."""
     if first == last:
         return [(count, first) for count in cut]
     if len(cut) == 1:

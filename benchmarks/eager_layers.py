@@ -1,8 +1,9 @@
 """`python -m benchmarks.eager_layers`: the cost of a policy for each layer in calls without `jit`.
 
 Eight small layers under `4 × full | 4 × dots`, scanned and unrolled: the processor time of a gradient's first call and of later
-calls, and what a later call adds to the memory of the process. Each way runs in its own process: eager calls with the cache of
-identical programs (`remat_jax/apply/per_layer/kept_programs.py`), eager calls without it, and calls under `jit`.
+calls, and what a later call adds to the memory of the process. There are three variants, each in its own process: eager calls
+with the cache of identical programs (`remat_jax/apply/per_layer/kept_programs.py`), eager calls without it, and calls under
+`jit`.
 """
 
 from __future__ import annotations

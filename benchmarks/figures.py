@@ -4,8 +4,8 @@
     python -m benchmarks.figures convolutions      the tables whose command contains this word
     python -m benchmarks.figures --check           lists the tables with their state; runs nothing
 
-A table stands between two comments, and its text is what its command prints on standard output. Output that is not a
-Markdown table is fenced. A command may begin with environment variables, `NAME=value python …`.
+A table is between two comments, and its text is what its command prints on standard output. Output that is not a Markdown table
+is fenced. A command may begin with environment variables, `NAME=value python …`.
 
     <!-- figures: python -m benchmarks.convolutions @ 0f3c81d2a6b4 -->
 
@@ -13,11 +13,12 @@ Markdown table is fenced. A command may begin with environment variables, `NAME=
 
     <!-- end of figures -->
 
-Behind the @ is one of three states:
+After the @ is one of three states:
 
-- A digest of the command's sources when the table was written: the files that it names and everything that these import of
-  benchmarks, examples and tests, without comments and docstrings. The table is stale if these sources have changed. The digest
-  does not cover `remat_jax`; a test reruns light commands instead.
+- A digest of the command's sources, as they were when the table was written. The sources are the files that the command names
+  and all files of this repository's benchmarks, examples and tests that these import, without comment lines and without the
+  docstrings of modules, classes and functions. The table is stale if these sources have changed. The digest does not cover
+  `remat_jax`; a test reruns light commands instead.
 - `older`: the table is stale and must be written again.
 - `recorded DATE COMMIT`: the command printed these figures on this date, with the sources of this commit. Such a table is never
   rewritten or stale: its command takes long, needs an idle machine, or ran with several versions of JAX. To write it again,
@@ -105,7 +106,7 @@ def blocks() -> list[Figures]:
 
 
 def write(page: Path, command: str, text: str) -> None:
-    """Replace the table of `command` in `page` by `text`, with the digest of today's sources.
+    """Replace the table of `command` in `page` by `text`, with the digest of the current sources.
 
     Raises:
         LookupError: the page has no table of this command, or several.
@@ -119,7 +120,7 @@ def write(page: Path, command: str, text: str) -> None:
 
 
 def block(command: str, text: str) -> str:
-    """The marked text with the digest of today's sources; output that is not a Markdown table is fenced."""
+    """The marked text with the digest of the current sources; output that is not a Markdown table is fenced."""
     text = text.strip()
     if not text.startswith("| "):
         text = "```text\n" + "\n".join(line.rstrip() for line in text.splitlines()) + "\n```"
@@ -127,7 +128,7 @@ def block(command: str, text: str) -> str:
 
 
 def markdown(columns: list[str], rows: list[tuple[Any, ...]]) -> str:
-    """A table in Markdown; columns of figures stand at the right.
+    """A table in Markdown; columns of figures are right-aligned.
 
     >>> print(markdown(["policy", "device", "host"], [("full", "1.0 GiB", ""), ("off", "2.0 GiB", "")]))
     | policy | device | host |
@@ -150,7 +151,7 @@ def digest_of(command: str) -> str:
 
 
 def _code(source: str) -> str:
-    """The lines of a module without docstrings, lines of comments and empty lines; the same in every Python."""
+    """A module's lines without docstrings, comment lines and empty lines; independent of the Python version."""
     lines = dict(enumerate(source.splitlines(), 1))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
@@ -163,7 +164,7 @@ def _named_files(command: str) -> list[Path]:
     """The files that a command names: a module, a script, a workload.
 
     Raises:
-        LookupError: the command names no file of ours.
+        LookupError: the command names no file of this repository.
     """
     words = [word.rstrip(";") for word in shlex.split(command)]
     paths = [ROOT / word.partition(":")[0] if ".py" in word else _file(word) for word in words]
@@ -182,7 +183,7 @@ def _file(module: str) -> Path | None:
 
 
 def _sources(files: list[Path]) -> set[Path]:
-    """The files and all files of ours that they import, directly or not."""
+    """`files`, and all files of this repository that they import, directly or indirectly."""
     sources, waiting = set[Path](), list(files)
     while waiting:
         path = waiting.pop()
@@ -208,7 +209,7 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Write the tables whose command contains `part`, except recorded ones; with `--check`, 1 if a table is stale."""
+    """Write the tables whose command contains `part`, except recorded ones; with `--check`, return 1 if a table is stale."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", default="", help="of the command")
     parser.add_argument("--check", action="store_true", help="only list the tables with their state")

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.memory_limit mlp`: what a step needs, and how long it takes, if XLA may use less memory.
+"""`python -m benchmarks.memory_limit mlp`: memory and modelled time of a step if XLA may use less memory.
 
-Compiles a workload for a target without a limit, then with limits that are shares of what it needed, and prints device memory
-and the modelled time: the tables of docs/notes/memory_limit.md. `--json` prints the same as data.
+Compiles a workload for a target without a limit, then with limits that are shares of the memory needed without one. Prints
+device memory and modelled time: the tables of docs/notes/memory_limit.md. `--json` prints the same as data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLICIES = ("off", "full", "dots_with_no_batch_dims", "offload_inputs")
 
 
 class MlpBlock(nn.Module):
-    """Two products in bfloat16 beside a residual connection."""
+    """Two matrix products in bfloat16, whose result is added to the input."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ WORKLOADS: dict[str, tuple[Callable[[], rj.Workload], tuple[str, ...]]] = {
 
 
 def rows(name: str, target: str) -> list[dict[str, Any]]:
-    """Each policy of a workload, without a limit and with each limit."""
+    """One row for each policy of a workload and each limit; the first row of a policy has no limit."""
     make, policies = WORKLOADS[name]
     job, measured = make(), []
     for policy in policies:
@@ -87,7 +87,7 @@ def rows(name: str, target: str) -> list[dict[str, Any]]:
 
 
 def table(measured: list[dict[str, Any]]) -> str:
-    """The rows as the note has them."""
+    """The rows as a table of the note."""
     columns = ["policy", "limit", "factor", "device", "modelled step"]
     return markdown(columns, [_cells(row) for row in measured])
 

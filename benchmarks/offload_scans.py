@@ -1,7 +1,7 @@
-"""`python -m benchmarks.offload_scans`: how much device memory an offload of inputs frees in a model of several scans.
+"""`python -m benchmarks.offload_scans`: how much device memory an offload of inputs frees in a model with several scans.
 
-Compiles each workload under `full` and under `offload_inputs`, and prints device and host memory, the freed share of the bytes
-on the host, and the modelled time: the table of docs/notes/offload_in_scans.md. `--json` prints the same as data.
+Compiles each workload under `full` and under `offload_inputs`, and prints device and host memory, the freed device bytes per
+offloaded byte, and the modelled time: the table of docs/notes/offload_in_scans.md. `--json` prints the same as data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYERS, ROWS, LENGTH, WIDTH, HIDDEN, WORDS = 12, 16, 512, 512, 2048, 50000
 
 
 def encoder_and_decoder(policy: str) -> rj.Workload:
-    """Two scans of `jax.checkpoint` around plain functions, replanned; the decoder's rounds read the encoder's output."""
+    """An encoder and a decoder, both scans over a checkpointed function. Each decoder iteration reads the encoder's output."""
 
     def mix(weights: Any, x: Any) -> Any:
         return x + jax.nn.gelu(x @ weights["up"]) @ weights["down"]
@@ -84,7 +84,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def table(measured: list[dict[str, Any]]) -> str:
-    """The rows as the note has them."""
+    """The rows as the table of the note."""
     columns = ["workload", "policy", "device MB", "host MB", "freed", "copied back MB", "step ms"]
     cells = [
         (
@@ -102,7 +102,7 @@ def table(measured: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; the exit status is 1 if a workload frees less than 0.9 of the bytes on the host."""
+    """Print the table; return 1 if a workload frees less than 0.9 device bytes per offloaded byte."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.offload_scans", description=__doc__.split(":")[0])
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help=f"{', '.join(WORKLOADS)}; all unless given")
     parser.add_argument("--json", action="store_true")

@@ -1,4 +1,4 @@
-"""One stack of decoder layers, checkpointed in every way: by hand with Flax's and JAX's own functions, and with ours."""
+"""One stack of decoder layers, checkpointed with Flax's and JAX's own functions and with remat_jax's."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SETTINGS = (
 
 
 def contenders(setting: Setting) -> Iterator[Contender]:
-    """The contenders of one setting; the first, written by hand with Flax's own wrapper, is the peer of the others."""
+    """The implementations of one setting. The first uses Flax's own wrapper; the others are compared with it, their peer."""
     yield from (_linen if setting.interface == "linen" else _nnx)(setting)
 
 
@@ -102,7 +102,7 @@ def _linen(setting: Setting) -> Iterator[Contender]:
         stack = Stack(layer, setting.scan)
         return lambda params, x: jnp.mean(stack.apply({"params": params}, x) ** 2)
 
-    # Inside a scan nothing can be merged with its recomputation, so authors leave out the barriers.
+    # In a scan XLA cannot merge the recomputation with the forward pass, so authors leave out the barriers.
     remat = nn.remat(layer, policy=hand_written, prevent_cse=not setting.scan)
     yield Contender(setting, "nn.remat", of(remat), params)
     yield Contender(setting, "jax.checkpoint", _functional(setting, hand_written), params)

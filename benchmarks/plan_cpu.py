@@ -1,7 +1,7 @@
-"""`python -m benchmarks.plan_cpu`: plans against the best named policy that fits, in real time, on this machine's processor.
+"""`python -m benchmarks.plan_cpu`: times plans and the fastest named policy that fits, on this machine's CPU.
 
-The processor is calibrated first; the model is the demo's, under scan. Steps alternate. The plan's own step runs twice in each
-round, and the difference is the noise of the machine. Let nothing else run meanwhile.
+The CPU is calibrated first. The model is the demo's, with scanned layers. In each round every step runs once, but the plan's
+step twice: the difference is the noise of the machine. Run nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def calibrated(seconds: float) -> Target:
 
 
 def runner(work: rj.Workload, policy: Any) -> Callable[[], float]:
-    """The compiled step under `policy`: a function that runs it on random numbers and returns its seconds."""
+    """A function that runs the compiled step under `policy` on random numbers and returns its seconds."""
     return compiled_runner(work, policy)[1]
 
 
@@ -104,7 +104,7 @@ def compiled_runner(work: rj.Workload, policy: Any) -> tuple[str, Callable[[], f
 
 
 def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The seconds of each run in every round; every second round goes in reverse order."""
+    """The seconds of each of `runs` in every round. Every second round runs them in reverse order."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         for name in list(runs)[:: 1 if number % 2 == 0 else -1]:
@@ -113,7 +113,7 @@ def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, 
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
-    """The median of the ratios of the rounds, and their quartiles.
+    """The median of the ratios, round by round, and their lower and upper quartiles.
 
     >>> ratio([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0, 1.0])
     (3.0, 2.0, 4.0)
@@ -124,7 +124,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[f
 
 
 def row(work: rj.Workload, target: Target, budget: int, sizes: Mapping[str, int], rounds: int) -> dict[str, Any]:
-    """One plan and all named policies that fit, alternating; `slower` says whether the plan is slower than it may be."""
+    """Times of one plan and of all named policies that fit. `slower`: the plan loses by more than `SLOWER` and the noise."""
     plan = rj.plan(work, budget, target, timeout=600)
     fits = [name for name, size in sizes.items() if size <= budget]
     policy = "off" if plan.is_off else dict(plan.policies)
@@ -146,7 +146,7 @@ def row(work: rj.Workload, target: Target, budget: int, sizes: Mapping[str, int]
         "ratio": middle,
         "ratio_quartiles": [low, high],
         "noise_quartiles": list(noise[1:]),
-        # The whole inner half must exceed the limit: one busy round does not make a plan slower.
+        # The lower quartile must exceed the limit, so that one busy round does not make a plan slower.
         "slower": low > max(SLOWER, noise[2]),
         "rounds": seconds,
     }

@@ -1,9 +1,9 @@
 """How long a plan takes: Llama 3 8B with Adam, layers scanned, 2 × 4096 tokens, on one H200, at several budgets.
 
     python -m benchmarks.plan_seconds                      at 65, 70, 75, 80, 85 and 90 % of its memory
-    python -m benchmarks.plan_seconds 85% --layers 64      how it grows with the stack
+    python -m benchmarks.plan_seconds 85% --layers 64      one budget, with 64 layers
 
-No budget uses what another budget compiled. `first fit` is the time after which the first fitting step was known.
+Each budget is planned with an empty cache. `first fit` is the time until the first step that fits was known.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
     columns = ["budget", "wall", "first fit", "own processor", "compilers", "compiled", "step", "device", "best named policy"]
     rows = []
     for budget in options.budgets:
-        # A process of its own: a budget uses nothing that another budget compiled.
+        # Each budget has its own process, so it uses no step that another budget compiled.
         with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             os.environ["XDG_CACHE_HOME"] = folder
             rows.append(process.submit(row, budget, options.layers).result())

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.plan_torch`: plans against PyTorch's `activation_memory_budget`, at the bytes that PyTorch saves.
+"""`python -m benchmarks.plan_torch`: compares plans with PyTorch's `activation_memory_budget`, at the bytes that PyTorch saves.
 
-PyTorch's automatic checkpointing solves a knapsack over the whole graph, embedding and head included. So the whole loss is one
-block here too, and the planner looks for the plan that keeps no more and recomputes the fewest FLOPs. The columns "by layer"
-have the layers as blocks: then the layers' inputs, and all arrays kept outside the layers, are always kept.
+PyTorch's automatic checkpointing solves a knapsack over the whole graph, embedding and head included. So here, too, the whole
+loss is one block, and the planner looks for the plan that recomputes the fewest FLOPs and saves no more bytes than PyTorch. For
+the columns "by layer" each layer is a block: then the layers' inputs, and all residuals outside the layers, are always saved.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Sizes:
 _DEMO = Setting()
 SETTINGS = {
     "demo": Sizes(_DEMO.num_layers, _DEMO.d_model, _DEMO.nhead, _DEMO.length, _DEMO.batch),
-    # Most kept bytes are attention weights.
+    # Here most saved bytes are attention weights.
     "long": Sizes(3, 128, 4, 512, 2),
 }
 
@@ -80,8 +80,8 @@ def workload(sizes: Sizes, blocks: type) -> rj.Workload:
 class Plans:
     """The plans of one workload with the fewest recomputed FLOPs.
 
-    Kept bytes and recomputed FLOPs do not come from the planner's model: the bytes are those of JAX's own linearisation
-    (`rj.residuals`), the FLOPs those of the traced step.
+    The reported bytes and FLOPs do not come from the planner's model: the saved bytes are those of JAX's own linearisation
+    (`rj.residuals`), the recomputed FLOPs those of the traced step.
     """
 
     def __init__(self, sizes: Sizes, blocks: type) -> None:
@@ -99,7 +99,7 @@ class Plans:
     def within(self, saved_bytes: int) -> tuple[int, int] | None:
         """Kept bytes and recomputed FLOPs of the best plan that keeps no more than `saved_bytes`; None if there is none."""
         try:
-            # A budget is positive; no residual is as small as a byte.
+            # The solver needs a positive budget; no residual fits one byte.
             plan = solver.solve(self.stack, max(1.0, float(saved_bytes)))
         except rj.errors.InfeasibleBudget:
             return None
@@ -151,14 +151,14 @@ def rows(name: str, sizes: Sizes, budgets: Sequence[float]) -> list[dict[str, An
 
 
 def holds(row: dict[str, Any]) -> bool:
-    """Whether the plan of the whole loss keeps no more and recomputes no more than PyTorch, in steps of equal FLOPs."""
+    """Whether both steps have equal FLOPs, and the plan of the whole loss saves and recomputes no more than PyTorch."""
     ours = row["whole"]
     equal = row["step_flops"] == row["step_flops_jax"]
     return equal and ours is not None and ours["kept_bytes"] <= row["saved_bytes"] and ours["again_flops"] <= row["again_flops"]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows in plain text; FLOPs are shares of the step's."""
+    """The rows in plain text; recomputed FLOPs are printed as shares of the step's FLOPs."""
     lines = []
     for row in rows:
         cells = [f"{row['setting']} {row['budget']:g}", format_bytes(row["saved_bytes"]), _share(row, row)]

@@ -137,7 +137,7 @@ def compare(workload: rj.Workload, short: rj.Workload, target: str, policies: in
     """One row per random policy: its compiled temp bytes, and the predictions of each method.
 
     Args:
-        short: the same workload with two layers, which one of the ways compiles.
+        short: the same workload with two layers, for the method `two layers`.
     """
     drawn = random_policies(workload, policies, POLICY_SEED)
     predictor = Predictor(workload, target, calibration, seed=CALIBRATION_SEED)
@@ -145,7 +145,7 @@ def compare(workload: rj.Workload, short: rj.Workload, target: str, policies: in
     full_temp = predictor.predict_from(full).temp_bytes
     sizes = compile_policies(workload, drawn, target_named(target), timeout=3600)
     of_two = compile_policies(short, [*drawn, "full"], target_named(target), timeout=3600)
-    # What more layers cost besides the residuals of `full`: stacked gradients.
+    # The cost of the further layers in addition to the residuals of `full`: stacked gradients.
     growth = full_temp - of_two["full"].temp - full.device_bytes + rj.residuals(short, "full").device_bytes
     rows = []
     for policy in drawn:
@@ -189,7 +189,7 @@ def summary(rows: Sequence[dict[str, Any]], way: str) -> dict[str, float]:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """The results in plain text: model, method, policies, and the errors in per cent of the temp bytes."""
+    """The results in plain text: model, method, number of policies, and the errors in per cent of the temp bytes."""
     lines = []
     for name, rows in results.items():
         for way in WAYS:
@@ -200,7 +200,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, predict, print the table; always 0: tests and the note judge the errors."""
+    """Compile, predict, print the table, and return 0: tests and the note judge the errors."""
     options = parse(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     compat.keep_to_cpu_without_gpu()

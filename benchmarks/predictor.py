@@ -1,8 +1,9 @@
 """Predicting the memory of a policy without compiling it, from a few compiled policies.
 
-Between the passes a step keeps its residuals, whose bytes the linearisation gives exactly. The rest, the working set, changes
-little from policy to policy. A `Predictor` compiles a few policies, subtracts the residuals, and fits the working set to the
-bytes that one layer saves and fetches from host memory. The figures are in `docs/notes/predicted_memory.md`.
+Between the passes a step keeps its residuals, whose bytes are known exactly from the traced program. The rest of its memory,
+the working set, changes little from policy to policy. A `Predictor` compiles a few policies, subtracts their residuals, and
+fits the working set as a linear function of the bytes that one layer saves and of the bytes that it offloads. The figures are
+in `docs/notes/predicted_memory.md`.
 """
 
 from __future__ import annotations
@@ -47,19 +48,20 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts the compiled memory of any policy on `workload`, whose layers are scanned, from a few compiled policies.
+    """Predicts the compiled memory of any policy on `workload` from a few compiled policies.
 
     temp ≈ residuals kept on the device + a + b · (saved bytes of one layer) + c · (offloaded bytes of one layer). The
     coefficients a, b and c are fitted to the calibration by least absolute deviations, which are robust against single policies
-    that the compiler treats oddly. The sum a + b · … + c · … is clipped to the calibration's range. Unrolled layers have no b
-    and c.
+    that the compiler treats oddly. The sum a + b · … + c · … is clipped to the calibration's range. Only scanned layers count
+    as "one layer": if all layers are unrolled, the sum is a.
 
-    A prediction cannot foresee the compiler's choices for a single policy. Read the note's figures, rank policies by their
-    predictions, and compile the best; `learn` adds their results.
+    A prediction cannot foresee the compiler's choices for a single policy; the note has the errors. So rank policies by their
+    predictions, compile the best, and pass the results to `learn`.
 
     Args:
       target: the name of a target, or a `Target`.
-      calibration: the policies to compile, or the number of random policies beside `full`, `everything` and `dots`.
+      calibration: the policies to compile, or the number of random policies to compile in addition to `full`, `everything`
+        and `dots`.
       seed: the seed of the random policies.
       timeout: seconds for all compilations.
       on_done: called with each policy once it is compiled.
@@ -121,7 +123,7 @@ class Predictor:
         return self.predict_from(table)
 
     def predict_from(self, table: ResidualTable) -> Prediction:
-        """The same for a table of residuals, without tracing."""
+        """The predicted memory of a step with the residuals of `table`; nothing is traced."""
         compiled_temp = self._known.get(_key(table))
         beyond = float(np.clip(np.dot(self._features(table), self._coefficients), *self._range))
         temp = compiled_temp if compiled_temp is not None else self._kept(table) + round(beyond)
@@ -183,7 +185,7 @@ def compile_policies(
 def random_policies(workload: Workload, count: int, seed: int = 0) -> list[str]:
     """`count` different policies; each saves some residuals of the blocks by name, offloads some, and recomputes the rest.
 
-    The shares of kept and of offloaded residuals are random too, so that lean and lavish policies occur.
+    The shares of kept and of offloaded residuals are random too, so that policies with little and with much memory occur.
 
     Raises:
       UnsupportedError: the blocks have too few residuals for `count` policies.
@@ -261,7 +263,7 @@ def _drawn(names: Sequence[str], draw: random.Random) -> str:
 
 
 def _of_a_layer(table: ResidualTable, *actions: Action) -> float:
-    """The bytes of one layer; under policies by layer, the most of any layer."""
+    """The bytes of one scanned layer's residuals under `actions`; the largest layer's if layers have different policies."""
     rows = [row for row in table if row.scanned and row.action in actions and row.shape]
     runs = {row.layers for row in rows} - {None} or {None}
     return max(sum(row.bytes / row.shape[0] for row in rows if row.layers in (None, run)) for run in runs)

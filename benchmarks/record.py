@@ -37,7 +37,7 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """The command line without this machine's paths: of absolute paths the last part.
+    """The command line, with every absolute path shortened to its last part.
 
     >>> command([os.path.abspath("python3"), "-m", "benchmarks.plan", "--output", os.path.abspath("mlp"), "--resume"])
     ['python3', '-m', 'benchmarks.plan', '--output', 'mlp', '--resume']

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.segments kept` (or `rules`): tables of docs/notes/segments.md, on fake tensors and traced steps."""
+"""`python -m benchmarks.segments kept` (or `rules`): tables of docs/notes/segments.md, from fake tensors and traced steps."""
 
 from __future__ import annotations
 

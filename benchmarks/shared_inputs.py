@@ -1,4 +1,4 @@
-"""What an attention mask that all layers read costs if inputs are offloaded, compiled for a described GPU.
+"""The cost of an attention mask that all layers read, if inputs are offloaded; compiled for a GPU that need not be present.
 
 python -m benchmarks.shared_inputs [--layers N] [--target NAME] [--scan]
 """
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, layers that all read one causal mask with padding in float32, and a head."""
+    """An embedding, layers that all read one float32 mask (causal, with padding), and a head."""
 
     layers: int
     scan: bool

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.steps_cpu`: twelve steps in real time on this processor, compared with the time model calibrated for
-it.
+"""`python -m benchmarks.steps_cpu`: times twelve steps on this CPU, and compares them with the time model calibrated for it.
 
-A decoder scanned and unrolled, a deep MLP and a convolutional net, each without a checkpoint, fully recomputed, and with its
-products kept. Steps of a model alternate. The exit status is 1 if the rank correlation of estimated and measured seconds is
-below 0.9, or the ratio to no checkpoint is off by more than 10 % in the median. Let nothing else run meanwhile.
+The models are a decoder, scanned and unrolled, a deep MLP and a convolutional net. Each runs without checkpoints, fully
+recomputed, and with its matrix products (the net: its convolutions) saved. The three steps alternate. The exit status is 1 if
+the rank correlation of estimated and measured seconds is below 0.9, or if the ratio to the step without checkpoints has a
+median error above 10 %. Run nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from remat_jax.planning.problem import describe, extra_seconds
 
 CORRELATION, RATIO_ERROR = 0.9, 0.1
 KEPT = {"conv": "save: @primitive:conv_general_dilated"}
-"""What is kept in the third step of a model; products, of the others."""
+"""The policy of a model's third step; a model that is not listed saves its matrix products."""
 
 
 class Convolutions(nn.Module):
@@ -66,7 +66,7 @@ def conv_net(layers: int, width: int, batch: int, side: int) -> rj.Workload:
 def models(small: bool) -> dict[str, rj.Workload]:
     """The four models; `small` ones take milliseconds.
 
-    The steps of two models differ by a factor of about two: the ranks of equally long steps would only be noise.
+    Steps of different models differ by a factor of about two, because the ranks of equally long steps would be noise.
     """
     if small:
         shapes = dict.fromkeys(("scanned", "unrolled", "mlp"), Shape(2, 32, 2, 16))
@@ -76,9 +76,7 @@ def models(small: bool) -> dict[str, rj.Workload]:
 
 
 def rows_of(model: str, work: rj.Workload, target: Target, rounds: int) -> list[dict[str, Any]]:
-    """The three steps of one model: measured, and estimated from the traced step and, if its text can be read, the compiled
-    step.
-    """
+    """One model's three steps: measured, and estimated from the traced step and, if it can be parsed, the compiled step."""
     described = describe(work, target)
     policies = {"off": "off", "full": "full", "kept": KEPT.get(model, "dots_with_no_batch_dims")}
     made = {name: compiled_runner(work, policy) for name, policy in policies.items()}

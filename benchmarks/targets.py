@@ -1,4 +1,4 @@
-"""`python -m benchmarks.targets`: the table of docs/hardware.md, of nominal rates."""
+"""`python -m benchmarks.targets`: prints the table of nominal rates of docs/hardware.md."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m benchmarks.torch_budgets '{"layers": 8, "d_model": 128, "heads": 4, "length": 64, "batch": 16}' 0 0.5 1
 
 prints JSON. Nothing is compiled or allocated, and no GPU is needed. The decompositions are those of `torch.compile`, so that
-the partitioner sees the graph that it sees there.
+the partitioner sees the same graph as in `torch.compile`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from examples import pytorch
 from torch_ref.executions import MATMULS, Matmul
 
 KNAPSACK = {"activation_memory_budget_runtime_estimator": "flops", "activation_memory_budget_solver": "dp"}
-"""Those are the defaults: an operation costs its FLOPs, and the knapsack is solved by dynamic programming."""
+"""PyTorch's defaults: an operation costs its FLOPs, and dynamic programming solves the knapsack."""
 
 
 class Training(torch.nn.Module):
@@ -44,14 +44,14 @@ class Training(torch.nn.Module):
 
 
 def at_budgets(sizes: Mapping[str, int], budgets: Sequence[float]) -> list[dict[str, Any]]:
-    """For each budget the bytes saved for backward, the recomputed FLOPs of products, and those of the plain step."""
+    """For each budget: the bytes saved for backward, and the matrix products' FLOPs, recomputed and in the plain step."""
     found: list[dict[str, Any]] = []
 
     def cut(joint: Any, arguments: Any, **options: Any) -> Any:
         plain, graphs = matmul_flops(joint), None
         for budget in budgets:
             with config.patch(activation_memory_budget=budget, **KNAPSACK):
-                # The partitioner changes the graph that it partitions.
+                # The partitioner changes its input graph.
                 given = copy.deepcopy(joint)
                 graphs = min_cut_rematerialization_partition(given, arguments, compiler="inductor", **options)
             again = sum(map(matmul_flops, graphs)) - plain
@@ -93,10 +93,10 @@ def matmul_flops(module: Any) -> int:
 
 
 def saved_bytes(forward: Any, outputs: int) -> int:
-    """The bytes that the forward graph hands to the backward graph behind its `outputs` results, without parameters and inputs.
+    """The bytes of the forward graph's results after its first `outputs`, which the backward graph reads, without inputs.
 
-    Several views of one array count once. A view of a part counts as that part, in PyTorch's favour: the view keeps the whole
-    array alive.
+    Several views of one array count once. If they show only a part of the array, only the part counts. This favours PyTorch,
+    where a view keeps the whole array alive.
     """
     nodes = list(forward.graph.nodes)
     given = {_storage(node.meta["val"]) for node in nodes if node.op == "placeholder"}

@@ -1,11 +1,12 @@
-"""The cost of our own Python: tracing under a policy, measuring, planning, in processor seconds of this process.
+"""The processor seconds that remat_jax's own Python takes to trace under a policy, to measure and to plan.
 
     python -m benchmarks.tracing                             all that is below
     python -m benchmarks.tracing --layers 12 --scanned 2 4   shorter stacks
 
-A policy is held against the same model with `nn.remat` written by hand, in turns, the least of three runs each. `measure` is
-held against what XLA takes for the same step, in its own processes. A plan of a scanned stack is made for 4 and for 64 layers:
-in all, and for each compiled step. A plan of unrolled layers is held against one `measure` of them, by the clock too.
+Tracing is compared with the same model under a handwritten `nn.remat`; the two alternate, and the shortest of three runs
+counts. `measure` is compared with the time of XLA's own processes for the same step. Plans of scanned stacks of 4 and of 64
+layers are given in total and per compiled step. A plan of unrolled layers is compared with one `measure` of them, also in
+wall-clock time.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def unrolled(layers: int) -> rj.Workload:
 
 
 def measuring(layers: int) -> tuple[float, float]:
-    """Seconds of this process, and of XLA, to measure a step under `full`."""
+    """Processor seconds of this process, and of XLA's processes, to measure a step under `full`."""
     job = unrolled(layers)
     before = compiler_seconds()
     own = processor(lambda: rj.measure(job, "full", "h200"))
@@ -108,9 +109,7 @@ def measuring(layers: int) -> tuple[float, float]:
 
 
 def planning(job: rj.Workload) -> tuple[float, float, float, float, int]:
-    """Seconds of the clock and of this process to measure under `full` and to plan for 1.2 × that memory; and the compiled
-    steps.
-    """
+    """Wall-clock and processor seconds to measure `full`; both to plan for 1.2 × its memory; the number of compiled steps."""
     reports, plans = [], []
     with without_answers():
         measured = clocked(lambda: reports.append(rj.measure(job, "full", "h200")))
@@ -122,7 +121,7 @@ def planning(job: rj.Workload) -> tuple[float, float, float, float, int]:
 
 @contextlib.contextmanager
 def without_answers() -> Iterator[None]:
-    """An empty cache folder, and new compile processes."""
+    """A context with an empty cache folder and new compile processes."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         end_idle()
@@ -130,14 +129,14 @@ def without_answers() -> Iterator[None]:
 
 
 def clocked(run: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of the clock, and of this process, that `run()` takes."""
+    """Wall-clock seconds, and processor seconds of this process, that `run()` takes."""
     begin = time.perf_counter()
     own = processor(run)
     return time.perf_counter() - begin, own
 
 
 def print_plans(console: Console, layers: int, scanned: tuple[int, int]) -> None:
-    """Plans of scanned stacks, and a plan of an unrolled stack compared with one `measure` of it."""
+    """Print plans of scanned stacks, and a plan of an unrolled stack compared with one `measure` of it."""
     table = Table("plan of", "our Python", "compiled", "for each step", title="scanned layers, an 8B decoder's")
     totals = []
     for count in scanned:

@@ -1,9 +1,10 @@
 """`python -m benchmarks.clusters`: decoders on hosts of eight GPUs, compiled without a GPU.
 
-Llama 3 8B and 70B, Llama 3.1 405B and Qwen 3 235B A22B: the memory of a device and a host under each policy and under the plan
-for 90 % of a device, and what the devices send each other. The exit status is 1 if a plan does not fit, if a named policy that
-fits is faster, or if recomputing gathers weights again. Without `--all` it measures 8B on one host. With `--layer` it prints
-only the time of a layer of experts, and the exit status is 1 if this time grows with the number of hosts.
+Llama 3 8B and 70B, Llama 3.1 405B and Qwen 3 235B A22B: the memory of each device and host, and the bytes that devices send
+each other, under each policy and under the plan for 90 % of a device's memory. The exit status is 1 if a plan does not fit, if
+a named policy that fits is faster, or if recomputing gathers weights again. Without `--all` it measures only 8B on one host.
+With `--layer` it prints only the time of a layer of experts, and the exit status is 1 if this time grows with the number of
+hosts.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Case:
 
 
 def dense(config: LlamaConfig, name: str) -> Callable[[int], rj.Workload]:
-    """Parameters, state and batch partitioned over all GPUs (FSDP)."""
+    """Returns `make` of a `Case`: parameters, optimizer state and batch are sharded over all GPUs (FSDP)."""
     return lambda hosts: decoder_job(
         config,
         {"data": hosts, "fsdp": GPUS},

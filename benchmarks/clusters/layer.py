@@ -1,4 +1,4 @@
-"""One layer of experts on more and more hosts, each GPU with one sequence: its estimated time must not grow."""
+"""The estimated time of one layer of experts: with one sequence per GPU it must not grow with the number of hosts."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ Row = dict[str, Any]
 
 
 def row(case: str, hosts: int, policy: str, gpu: str, budget: int) -> Row:
-    """What `policy` needs, or why this is unknown; `policy` is a policy, `plan`, or `full` with the optimizer's state on the
-    hosts.
-    """
+    """Measure `policy`: a policy, `PLAN`, or `STATE` (`full` and the optimizer's state on hosts). A failure is a row too."""
     begin, work = time.perf_counter(), CASES[case].make(hosts)
     target = on_gpus(gpu, hosts)
     with compiling("") as flags:

@@ -29,12 +29,12 @@ _SHOWN = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What one device needs and the part that collectives read or write; what a host needs; what a device sends or receives."""
+    """A device's memory, the part that collectives read or write, the host memory, and the bytes that a device exchanges."""
     return text_table(COLUMNS, [_cells(one) for one in rows])
 
 
 def ordered(rows: Sequence[Row], cases: Sequence[str], policies: Sequence[str]) -> list[Row]:
-    """The rows by case, number of hosts and policy; of repeated measurements the last."""
+    """The rows by case, number of hosts and policy. If a row was measured several times, only the last is returned."""
     last = {(one["case"], one["target"], one["policy"], one["budget"]): one for one in rows}
 
     def rank(one: Row) -> tuple[int, int, int]:
@@ -75,7 +75,7 @@ def fits(row: Row) -> bool:
 
 
 def gathered_again(rows: Sequence[Row]) -> list[str]:
-    """What the devices send more under `full` than without any checkpoint."""
+    """A line for each kind of collective that runs more or less often under `full` than under `off`."""
     found = []
     for row in rows:
         plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == row["workload"]), None)
@@ -90,7 +90,7 @@ def gathered_again(rows: Sequence[Row]) -> list[str]:
 
 
 def compiled_seconds(rows: Sequence[Row]) -> list[str]:
-    """The compiled seconds of each plan, and of the other steps of its workload that fit, fastest first."""
+    """A line for each plan: its compiled seconds, then those of the other steps that fit its budget, fastest first."""
     lines = []
     for row in rows:
         if row["policy"] == PLAN and row.get("seconds"):
@@ -113,7 +113,7 @@ def _fitting(plan: Row, rows: Sequence[Row]) -> list[Row]:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """The failed claims: those about plans, and that recomputing gathers at most 1 % more bytes than `off`."""
+    """The failed claims about plans, state on the hosts, and `full`, which gathers at most 1 % more bytes than `off`."""
     found = []
     for row in rows:
         name = f"{row['workload']}, {row['policy']}"
@@ -132,8 +132,8 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 
 def _of_plan(plan: Row, rows: Sequence[Row]) -> list[str]:
-    """Claims about a plan: it fits, the hosts have enough memory, no other step of the table that fits is faster as compiled
-    by more than the estimate's error, and its devices send no more than under `full`.
+    """The failed claims about a plan. It fits, and the hosts have enough memory. Its devices send no more than under `full`. No
+    other step of the table that fits is faster, as compiled, by more than the estimate's error.
     """
     found = [] if fits(plan) else [f"the plan needs {format_bytes(plan['device_bytes'])}"]
     for other in _fitting(plan, rows)[:1] if plan.get("seconds") else ():

@@ -1,9 +1,9 @@
 """`python -m benchmarks.gpu --output DIR`: twelve steps on this machine's GPU, estimated and measured, within nine minutes.
 
-The device is calibrated first. Then the steps run: two models, the decoder unrolled and scanned, under policies with and
-without offload and under plans; and PyTorch's decoder, plain, with its checkpoint, and with pinned offload. The table compares
-time and the allocator's peak with the estimates. `DIR/gpu.json` is rewritten after every row, so an interrupted run keeps its
-rows.
+The device is calibrated first. Then the steps run: a deep MLP and the decoder, unrolled and scanned, under policies with and
+without offload and under plans. PyTorch's decoder runs without checkpoints, with them, and with pinned offload. The table
+compares time and the allocator's peak with the estimates. `DIR/gpu.json` is rewritten after every row, so an interrupted run
+keeps its rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.record import ROOT, gpus, provenance, write_json
 CALIBRATED = "calibrated.toml"
 SECONDS = 530.0
 RESERVE_SECONDS = 8.0
-"""For the last row's file and the table."""
+"""Seconds reserved to write the last row's file and to print the table."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Run:
-    """One run: its options, its folder of exchanged files, its rows."""
+    """One run: its options, the folder through which its processes exchange files, its rows."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         from benchmarks.gpu.steps import LARGE, ORDER, PEERS, TINY
@@ -87,7 +87,7 @@ class Run:
             self.save()
 
     def calibrate(self) -> None:
-        """Measure the device's rates, as a user does."""
+        """Measure the device's rates with `remat-jax calibrate`."""
         seconds = "2" if self.options.dry_run else "20"
         command = [sys.executable, "-m", "remat_jax.cli", "calibrate", "--output", str(self.folder / CALIBRATED)]
         subprocess.run(
@@ -101,7 +101,7 @@ class Run:
         self.calibration = (self.folder / CALIBRATED).read_text(encoding="utf-8")
 
     def start_predictor(self) -> subprocess.Popen[bytes]:
-        """Start the process that predicts the steps, at low priority beside the device."""
+        """Start the process that predicts the steps, at low priority while the device works."""
         request = {
             "steps": self.steps,
             "shapes": {model: dataclasses.asdict(shape) for model, shape in self.shapes.items()},
@@ -166,7 +166,7 @@ class Run:
         return 2 if self.options.dry_run else int(self.options.steps)
 
     def measure(self, line: dict[str, Any], module: str, job: Any, environment: dict[str, str]) -> None:
-        """Run one row in its own process, and store its figures beside the predicted ones."""
+        """Run one row in its own process, and store its figures with the predicted figures."""
         if self.remaining <= 0:
             self.keep(line | {"error": "not reached in time"})
             return

@@ -1,4 +1,4 @@
-"""Processes that measure one row each: start, time limit and result; a failing process cannot end the run."""
+"""Starts a process for each row, limits its time and reads its result; a failing process cannot end the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def environment(extra: dict[str, str]) -> dict[str, str]:
 
 
 def run_child(module: str, job: Told, seconds: float, env: dict[str, str]) -> dict[str, Any]:
-    """The JSON object that `python -m module JOB` prints last, or `{"error": …}`; never raises for what the child does."""
+    """The JSON object that `python -m module JOB` prints last, or `{"error": …}` if the child fails."""
     command = [sys.executable, "-m", module, job.to_json()]
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         child = subprocess.Popen(
@@ -84,7 +84,7 @@ def answer_with(run: Callable[[Any], dict[str, Any]], read: Callable[[str], Any]
     try:
         answer = run(read(sys.argv[1]))
     except Exception as error:
-        # Out of memory and a refusing compiler are results.
+        # Running out of memory and being refused by the compiler are results too.
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {error}"[:1500]}
     print(json.dumps(answer), flush=True)

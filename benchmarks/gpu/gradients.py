@@ -13,12 +13,12 @@ from remat_jax.parity import TOLERANCES
 
 
 def compare_and_keep(job: Job, gradients: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Save and compare a row's gradients as its job demands, and return the row's fields about them.
+    """Save and compare a row's gradients, if its job asks for it, and return the row's fields about gradients.
 
-    Gradients agree if the norm of all differences is within rounding of the norm of all gradients. In bfloat16 two orders of
-    summation differ by about 1e-2. A gradient of another layer, as from the miscompiled scanned offload of JAX 0.10.2 and
-    0.11.0 on GPUs (openxla/xla#46231), differs by about 1. A single tensor, or bfloat16 in another framework, may differ more
-    and still be right.
+    Gradients agree if the norm of all differences, relative to the norm of all gradients, is explained by rounding. In bfloat16
+    two orders of summation differ by about 1e-2. If a layer gets another layer's gradient, as from the miscompiled scanned
+    offload of JAX 0.10.2 and 0.11.0 on GPUs (openxla/xla#46231), the relative norm is about 1. A single tensor, or bfloat16 in
+    another framework, may differ more and still be right.
     """
     fields: dict[str, Any] = {}
     if job.reference and (path := Path(job.folder, job.reference)).exists():

@@ -51,7 +51,7 @@ def optimizer_of(job: Job) -> Any:
 
 
 def step_of(job: Job) -> Any:
-    """The training step under the job's policy, in micro-batches if the job says so."""
+    """The training step under the job's policy, in micro-batches if its mode asks for them."""
     whole = workload(job)
     plain = whole.step(job.policy)
     if job.variant == "unlinked":
@@ -73,7 +73,7 @@ def step_of(job: Job) -> Any:
 
 
 def unlinked(function: Any) -> Any:
-    """`function` with each block tied to its own place and not linked."""
+    """`function` with each block tied to its place in the schedule, but not linked to the next block (`core/tied_chain.py`)."""
 
     def alone(*args: Any) -> Any:
         with overlap.unlinked():
@@ -170,7 +170,7 @@ def train(job: Job, compiled: Any) -> tuple[dict[str, Any], dict[str, np.ndarray
 
 
 def initial_params(job: Job) -> Any:
-    """The shared weights as the parameter tree of this form."""
+    """The shared weights as the parameter tree of the job's form."""
     flat = load_arrays(Path(job.folder, "weights.npz"), job.size.dtype)
     tree = unflatten_dict(flat, sep="/")
     return weights.stack_layers(tree) if job.form == "scan" else tree

@@ -11,7 +11,7 @@ import numpy as np
 
 from examples import text
 
-# 1 − B1 is a power of two: Adam's first moment after one step is then the gradient itself, without rounding. So the timed step
+# 1 − b1 is a power of two, so Adam's first moment after one step is exactly (1 − b1) times the gradient. The timed step thus
 # also gives the gradient to compare.
 ADAM = {"learning_rate": 3e-4, "b1": 0.875, "b2": 0.9375, "eps": 1e-8}
 MICRO_BATCHES = 2
@@ -44,10 +44,11 @@ class Job:
     Attributes:
         form: how the layers are written: `unrolled` or `scan` in JAX, `eager` in PyTorch.
         mode: a mode or a named policy; `…+host_optimizer` keeps Adam's state in host memory, `…+accumulate` takes the batch in
-            two micro-batches, `…+unlinked` ties each block to its own place, so that fewer copies overlap compute.
-        folder: where the weights are and gradients are exchanged.
-        reference: the file of gradients in the folder that this row's are compared with; None for none.
-        keep_gradients: the file in the folder to write this row's gradients to; None for none.
+            two micro-batches, `…+unlinked` ties each block to its place in the schedule but does not link blocks, so that fewer
+            copies overlap compute.
+        folder: the folder with the weights, through which processes exchange gradients.
+        reference: the file in the folder with the gradients to compare this row's gradients with; None for no comparison.
+        keep_gradients: the file in the folder to write this row's gradients to; None to write none.
         device: `cuda` or `cpu`.
     """
 

@@ -1,4 +1,4 @@
-"""How near the estimates are to what a GPU took: rank correlation, ratios, memory; and the rows as a table."""
+"""Compares estimates with measurements on a GPU (rank correlation, ratios, memory), and formats the rows as a table."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from benchmarks.record import text_table
 
 Row = dict[str, Any]
 SLOWER = 1.02
-"""How much slower than a named policy within its budget a plan may be."""
+"""The largest allowed ratio of a plan's time to that of a named policy within the same budget."""
 
 
 def judged(rows: Sequence[Row]) -> dict[str, Any]:
     """Compare the estimates of all rows that ran with their measurements, and list plans that lost.
 
-    `rank_correlation` is Spearman's, of estimated and measured seconds; `ratio_error` the median by which the estimated ratio
-    to the same model without a checkpoint is off; `seconds_error` and `memory_error` medians of |estimated / measured − 1|.
+    `rank_correlation` is Spearman's, of estimated and measured seconds. `ratio_error` is the median error of a step's estimated
+    ratio to the same model's step without checkpoints. `seconds_error` and `memory_error` are medians of |estimated / measured
+    − 1|.
 
     >>> times = [("off", 1.0, 2.0), ("full", 2.0, 3.0), ("dots", 3.0, 5.0)]
     >>> rows = [{"model": "mlp", "policy": a, "estimated_seconds": {"nominal": b}, "step_seconds": c} for a, b, c in times]
@@ -81,7 +82,7 @@ COLUMNS = ("model, policy", "budget GB", "compiled GB", "peak GB", "nominal ms",
 
 
 def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The rows as text, in 10⁹ bytes and milliseconds; empty if there is no figure."""
+    """The rows as text, in 10⁹ bytes and milliseconds; a cell without a figure is empty."""
     plain = {row["model"]: row["step_seconds"] for row in rows if row["policy"] == "off" and "step_seconds" in row}
     lines = []
     for row in rows:
@@ -99,7 +100,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The rows as the note has them."""
+    """The rows as the table of the note."""
     lines = [COLUMNS, ("---",) * len(COLUMNS), *cells(rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -23,7 +23,7 @@ from benchmarks.record import ROOT, gpus, provenance, write_json
 
 MODULES = {"jax": "benchmarks.gpu.jax_run", "torch": "benchmarks.gpu.torch_run"}
 # `peak_bytes_in_use` counts used memory, with or without preallocation. Without preallocation a second process can use the
-# GPU. The limit, three quarters of the memory by default, is raised so that `off` has room. Scanned offload is right on GPUs
+# GPU. JAX's limit, three quarters of the memory by default, is raised so that `off` has room. Scanned offload is right on GPUs
 # from JAX 0.11.1 on, and wrong in 0.10.2 and 0.11.0 (openxla/xla#46231): the column of gradient errors shows it.
 JAX_ON_GPU = {
     "JAX_PLATFORMS": "cuda",
@@ -69,7 +69,7 @@ def cases(text: str) -> tuple[Case, ...]:
 
 
 class Run:
-    """One run of the benchmark: its options, its folder of exchanged files, its rows."""
+    """One run of the benchmark: its options, the folder through which its processes exchange files, its rows."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
@@ -109,7 +109,7 @@ class Run:
         return {**JAX_ON_GPU, "JAX_COMPILATION_CACHE_DIR": str(self.folder / "xla")}
 
     def start_predictor(self) -> None:
-        """Start predicting, in the order of the rows, at low priority beside them."""
+        """Start the process that predicts the rows, in their order, at low priority while they run."""
         wanted = [f"{row.form}/{row.mode}" for row in self.rows if row.framework == "jax"]
         if self.options.no_predict or not wanted:
             return

@@ -1,4 +1,4 @@
-"""The predictions of `rj.measure`: `python -m benchmarks.gpu.predict JOB FILE CASE…`, beside the run and without its GPU.
+"""The predictions of `rj.measure`: `python -m benchmarks.gpu.predict JOB FILE CASE…`, during the run but without its GPU.
 
 Each case is `form/mode`; each answer is appended to FILE as a line of JSON.
 """

@@ -39,7 +39,7 @@ class Case:
 
     @property
     def reference(self) -> Case | None:
-        """The case that this case's gradients are compared with: the framework's plain case, and for that of PyTorch JAX's.
+        """The case that this case's gradients are compared with: the framework's `off` case; for PyTorch's `off`, JAX's.
 
         >>> str(Case.parse("jax/scan/offload").reference)
         'jax/unrolled/off'
@@ -83,21 +83,21 @@ ORDER: tuple[Case, ...] = tuple(
 
 @dataclasses.dataclass
 class Row:
-    """One measured case. Memory is in bytes, time in seconds; None is what was not measured.
+    """One measured case. Memory is in bytes, time in seconds; a figure that was not measured is None.
 
     Attributes:
         status: `done`, `failed` (then `error` says why) or `skipped` (no time was left).
         predicted_device_bytes, predicted_host_bytes: by `rj.measure` for `predicted_target`, without the GPU.
-        compiled_device_bytes, compiled_host_bytes: what the compiler says of the very executable that ran.
+        compiled_device_bytes, compiled_host_bytes: the compiler's figures for the executable that ran.
         measured_peak_bytes: the allocator's peak (JAX: `peak_bytes_in_use`; PyTorch: `max_memory_allocated`).
-        host_peak_bytes: the process's resident memory at its highest.
+        host_peak_bytes: the highest resident memory of the process.
         seconds, step_seconds: each step after the warm-up, and their median.
-        relative_time: the step's time over that of `off` in the same framework and form.
-        link_bytes_per_second: of a copy of 1 GiB to the host, and of one back, where the mode offloads (JAX).
+        relative_time: the step's time divided by that of `off` in the same framework and form.
+        link_bytes_per_second: the rates of a copy of 1 GiB to the host and of a copy back; only for modes of JAX that offload.
         losses: the loss before each step, warm-up included.
-        gradient_error: the largest over the tensors, norm-wise, of the first step's gradients against
-            `gradient_reference`; `gradient_worst` is the tensor, `gradient_global_error` all differences together.
-        gradients_agree: whether the last is rounding.
+        gradient_error: the largest norm-wise error of a tensor of the first step's gradients against `gradient_reference`;
+            `gradient_worst` is that tensor's name, and `gradient_global_error` the error of all tensors together.
+        gradients_agree: whether rounding explains `gradient_global_error`.
     """
 
     framework: str

@@ -1,4 +1,4 @@
-"""Estimates of the steps: `python -m benchmarks.gpu.step_predict REQUEST FILE`, beside the run and without its GPU.
+"""Estimates of the steps: `python -m benchmarks.gpu.step_predict REQUEST FILE`, during the run but without its GPU.
 
 Each step is appended to FILE as a line of JSON: its policies, its memory, and its estimated seconds at the target's nominal
 and calibrated rates. Plans are made here; a plan's line has the compiler options that it needs.
@@ -29,7 +29,7 @@ def predict(
     """Report every step, plans last.
 
     Args:
-      targets: by what rates the seconds are told; what a plan is made for is `calibrated`.
+      targets: by the names `nominal` and `calibrated`, the targets to estimate seconds for; plans are made for `calibrated`.
     """
     work = cache(lambda model: workload(model, shapes[model]))
     for model, policy in sorted(steps, key=lambda step: step[1] == PLAN):
@@ -65,9 +65,7 @@ def _told(whole: rj.Workload, policy: Any, targets: dict[str, str], limit: int |
 
 
 def _seconds(report: MemoryReport, whole: rj.Workload, policy: Any, target: str) -> float:
-    """The seconds of the compiled step, or of the traced step if the target is a processor, whose compiled steps are not
-    modelled.
-    """
+    """The seconds of the compiled step; on a CPU, for which compiled steps have no time model, of the traced step."""
     if report.seconds is not None:
         return report.seconds
     described = describe(whole, target)

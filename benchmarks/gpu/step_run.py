@@ -38,8 +38,8 @@ def run(job: StepJob) -> dict[str, Any]:
 
 
 def filled(arguments: Any) -> Any:
-    """Arrays of the arguments' types, made on their device: small normal numbers for two axes or more, bytes for integers,
-    ones for other parameters, zeros for an optimizer's state.
+    """Arrays of the arguments' shapes and dtypes, made on their device: small normal numbers for two axes or more, bytes for
+    integers, ones for other parameters, zeros for an optimizer's state.
     """
     trained, state, *others = arguments
     made = jax.tree.map(_random, (trained, *others))

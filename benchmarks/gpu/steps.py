@@ -18,7 +18,7 @@ from examples.models import linen
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model's size: layers, width, and rows; for a decoder the rows are batch × length."""
+    """A model's size. A decoder has `batch` sequences of `length` tokens; the MLP has batch × length rows."""
 
     layers: int
     width: int
@@ -30,7 +30,7 @@ LARGE = {"scanned": Shape(16, 2048, 8, 1024), "unrolled": Shape(12, 1536, 8, 102
 TINY = {name: Shape(3, 32, 2, 16) for name in LARGE}
 PLAN = "plan"
 SHARE = 0.5
-"""The budget of a plan, of what lies between `full` and `off`."""
+"""A plan's budget, as a share of the way from the memory of `full` to that of `off`."""
 
 # The most important steps come first, in case time runs out. A plan is the last step of its model, because the planner works
 # meanwhile.
@@ -54,7 +54,7 @@ PEERS = ("off", "checkpoint", "offload")
 
 
 class Perceptron(nn.Module):
-    """A residual block of two products and a norm."""
+    """A residual block of two dense layers and a norm."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -81,7 +81,7 @@ class StepJob:
 
     Attributes:
       policies: the policy of each block, by the name of its class; empty for no checkpointing at all.
-      compiler_options: what the step is compiled with: a plan's memory limit.
+      compiler_options: the options to compile the step with, such as a plan's memory limit.
     """
 
     model: str

@@ -71,7 +71,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load_model(job: Job) -> pytorch.ByteDecoder:
-    """The decoder with the shared weights; PyTorch never initialises it."""
+    """The decoder with the shared weights; PyTorch's own initialisation is skipped."""
     size = job.size
     with torch.device("meta"):
         model = pytorch.ByteDecoder(d_model=size.d_model, nhead=size.heads, num_layers=size.layers, max_len=size.length)
@@ -83,7 +83,7 @@ def load_model(job: Job) -> pytorch.ByteDecoder:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor of a NumPy array, also of bfloat16, which PyTorch cannot read."""
+    """A tensor of a NumPy array, also of bfloat16, which PyTorch cannot read from NumPy."""
     if array.dtype.name != "bfloat16":
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

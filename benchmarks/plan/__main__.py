@@ -1,8 +1,8 @@
 """`python -m benchmarks.plan`: do plans keep their promise, and are they better than the policies that people use?
 
-For each workload and budget it checks three claims. The plan is within the budget, as compiled. No further residual that makes
-the step faster could be saved as well. No named policy and none of MaxText's that fits is faster by its compiled schedule, as
-far as the estimate can tell. The exit status is 1 if a claim fails.
+For each workload and budget it checks three claims. The compiled plan is within the budget. No further residual that makes the
+step faster could be saved as well. No named policy and no policy of MaxText's that fits is faster, by its compiled schedule, by
+more than the estimate's error. The exit status is 1 if a claim fails.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def run(name: str, options: argparse.Namespace, record: Record) -> None:
 
 
 def known_rivals(record: Record, workload: str) -> list[Rival]:
-    """The policies that were measured before."""
+    """The workload's rivals in the record; empty if none was measured."""
     kept = record.data["workloads"].get(workload, {"rivals": []})["rivals"]
     return [Rival(**one | {"names": tuple(one["names"])}) for one in kept]
 

@@ -1,4 +1,4 @@
-"""The claims about plans, judged row by row and over all rows, and the table."""
+"""Judges the claims about plans, row by row and over all rows, and formats the table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def broken(row: Row) -> list[str]:
 
 
 def slower_as_compiled(row: Row, other: float | None) -> bool:
-    """Whether the plan is as fast as another step by their compiled schedules, as far as the estimate can tell.
+    """Whether another step, of `other` compiled seconds, is not faster than the plan by more than the estimate's error.
 
     >>> slower_as_compiled({"seconds": 1.0}, 0.97), slower_as_compiled({"seconds": 1.0}, 0.9), slower_as_compiled({}, 0.9)
     (True, False, False)
@@ -47,7 +47,7 @@ def slower_as_compiled(row: Row, other: float | None) -> bool:
 
 
 def ratio_of(row: Row) -> float | None:
-    """The plan's time over that of the best other policy; None if no other policy fits.
+    """The plan's time divided by that of the best other policy; None if no other policy fits.
 
     The times are those of the compiled schedules, or of the traced estimate if a schedule has no time, as on a CPU.
 

@@ -14,9 +14,7 @@ SAME = 0.01
 
 
 def rank_correlations(rows: Sequence[Row], rivals: Rivals) -> dict[str, float]:
-    """Spearman's rank correlation, by workload, of the traced and compiled seconds of all plans and policies, if three have
-    both.
-    """
+    """By workload, Spearman's rank correlation of traced and compiled seconds; left out if fewer than three steps have both."""
     from scipy.stats import spearmanr
 
     found = {}
@@ -33,8 +31,8 @@ def rank_correlations(rows: Sequence[Row], rivals: Rivals) -> dict[str, float]:
 
 
 def changed(rows: Sequence[Row], rivals: Rivals) -> tuple[list[str], int]:
-    """The budgets at which another plan or policy that fits is faster as compiled, and the number of budgets where this is
-    known.
+    """A line for each budget at which another plan or policy that fits is faster as compiled, and the number of budgets whose
+    plan has a compiled time.
     """
     found, known = [], 0
     for row in rows:

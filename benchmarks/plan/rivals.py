@@ -42,15 +42,15 @@ that a model does not have is passed by, as `jax.checkpoint_policies` passes it 
 
 @dataclass(frozen=True)
 class Rival:
-    """A policy and its figures; without a remark all figures are known.
+    """A policy and its figures; with a remark it has no figures.
 
     Attributes:
-      names: it may have several: MaxText's differ in tensors that not every model has.
-      policy: for all blocks, or by block.
-      device_bytes, host_bytes: compiled.
-      extra_seconds: what the residuals cost, estimated as plans are.
-      seconds: of the compiled step, estimated from its schedule.
-      remark: why it is not considered.
+      names: all its names; policies of MaxText's are equal if they differ only in tensors that the model does not have.
+      policy: one policy for all blocks, or a policy by block (in a file, by the block's name).
+      device_bytes, host_bytes: of the compiled step.
+      extra_seconds: the planner's traced estimate of the seconds to keep and recompute residuals.
+      seconds: of the compiled step, estimated from its schedule; None if unknown.
+      remark: why the policy cannot run here; empty if it can.
     """
 
     names: tuple[str, ...]
@@ -70,25 +70,25 @@ class Rival:
         """Plain data; policies by block become texts by the block's name."""
         policy = self.policy
         if isinstance(policy, Mapping):
-            # Read back from a file, the blocks are names already.
+            # In a policy read from a file, the blocks are names already.
             policy = {getattr(block, "__name__", block): text for block, text in policy.items()}
         return vars(self) | {"policy": policy}
 
 
 def in_words_of(roles: Roles, named: Mapping[str, tuple[str, ...]]) -> str:
-    """The text of a policy that keeps the named tensors, as far as the model has them.
+    """The text of a policy that saves or offloads the tensors in `named`, except those that the model does not have.
 
     >>> in_words_of({"out_proj": "*out:add#0"}, {"offload": ("decoder_layer_input", "out_proj", "qkv_proj")})
     'offload: *:input#0, *out:add#0'
     """
-    # Not `@inputs`: a mask or table that all layers share is no layer's input in MaxText.
+    # Not `@inputs`: MaxText's layer input does not include a mask or table that all layers share.
     selectors = {INPUT: "*:input#0", **roles}
     rules = {action: [selectors[name] for name in names if name in selectors] for action, names in named.items()}
     return "; ".join(f"{action}: {', '.join(found)}" for action, found in rules.items() if found) or "full"
 
 
 def policies(case: Case) -> dict[str, Any]:
-    """All policies by name; for several kinds of blocks MaxText's policies name the tensors of each."""
+    """All policies by name. A policy of MaxText's is a text, or, if the blocks' texts differ, a text by block."""
     found: dict[str, Any] = dict.fromkeys(NAMED)
     found = {name: name for name in found}
     for name, named in MAXTEXT.items():
@@ -98,16 +98,14 @@ def policies(case: Case) -> dict[str, Any]:
 
 
 def rivals(case: Case, described: Described, target: str) -> list[Rival]:
-    """Every policy, compiled and priced, equal policies once. A policy that offloads inside a miscompiled scan gets only a
-    remark.
-    """
+    """Every policy with its compiled figures; equal policies are one rival. A policy that cannot run here has only a remark."""
     names_by_policy: dict[Any, list[str]] = {}
     for name, policy in policies(replace(case, roles=roles_that_keep(case))).items():
         names_by_policy.setdefault(tuple(policy.items()) if isinstance(policy, Mapping) else policy, []).append(name)
     asked = [(tuple(names), dict(key) if isinstance(key, tuple) else key) for key, names in names_by_policy.items()]
     remarks = [_remark(case, described, policy) for _, policy in asked]
     able = [policy for (_, policy), remark in zip(asked, remarks, strict=True) if not remark]
-    # Together, because they compile side by side.
+    # One call, so that the policies compile in parallel.
     reports = iter(measure_many(case.workload, able, target, timeout=3600))
     found = []
     for (names, policy), remark in zip(asked, remarks, strict=True):
@@ -120,7 +118,7 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
 
 
 def roles_that_keep(case: Case) -> dict[Any, Roles]:
-    """The roles of tensors that a backward pass reads. A selector of another tensor, such as a last product, is an error."""
+    """`case.roles` of tensors that a backward pass reads. A selector of another tensor, as of the last matmul, would raise."""
     return {
         block: {name: glob for name, glob in roles.items() if _keeps(case, block, glob)} for block, roles in case.roles.items()
     }
@@ -151,6 +149,6 @@ def _offloads(policy: Any) -> bool:
 
 
 def best_within(found: list[Rival], budget: int) -> Rival | None:
-    """The fastest policy that fits, by its compiled time if known; of equal policies the one with less memory."""
+    """The fastest policy that fits: by compiled time, or by traced estimate if none has one. Ties go to less memory."""
     fits = [one for one in found if not one.remark and one.device_bytes is not None and one.device_bytes <= budget]
     return min(fits, key=lambda one: (one.seconds is None, one.seconds or one.extra_seconds, one.device_bytes), default=None)

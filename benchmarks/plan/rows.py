@@ -28,9 +28,10 @@ class Further:
     """A plan with one residual more saved in one run of equal layers.
 
     Attributes:
-      where: the layers; `residual`: the first of the arrays that are decided on together.
-      saved_bytes: what the device keeps more between the passes; what only it was made from is kept no longer.
-      policies: the plan's policies, so changed.
+      where, residual: the layers, and the name of the first of the arrays that are saved or not saved together.
+      saved_bytes: by how much the bytes kept on the device between the passes grow. Arrays from which only the saved residual
+        was recomputed are no longer kept.
+      policies: the plan's policies with this change.
     """
 
     where: str
@@ -40,9 +41,9 @@ class Further:
 
 
 def budgets(case: Case, target: str, shares: Sequence[float]) -> list[int]:
-    """Budgets at shares of the way from the planner's leanest step to the step without any checkpoint."""
+    """Budgets in bytes, at `shares` of the way from the least memory that the planner reaches to that of `off`."""
     full = rj.measure(case.workload, "full", target, timeout=TIMEOUT).device_bytes
-    # With a budget that `full` misses by a byte, the planner's own leanest step is compiled too.
+    # If `full` exceeds the budget by one byte, the planner also compiles its own step of least memory.
     least, _ = leanest(case.workload, full - 1, target_named(target), None, timeout=TIMEOUT)
     most = rj.measure(case.workload, "off", target, timeout=TIMEOUT).device_bytes
     assert least is not None, "more than what the step is given"
@@ -97,7 +98,7 @@ def one_more(case: Case, described: Described, found: Plan, target: str) -> dict
 
 
 def further(described: Described, found: Plan) -> list[Further]:
-    """Every way to save one more residual in one run of equal layers that is worth a compilation by the estimate."""
+    """Every way to save one more residual in one run of equal layers whose estimated gain is worth a compilation."""
     if found.is_off:
         return []
     worth = WORTH_COMPILING * described.base_seconds
@@ -121,9 +122,8 @@ def further(described: Described, found: Plan) -> list[Further]:
 
 
 def saving(described: Described, kind: Kind, found: Plan, layers: range, members: Sequence[str]) -> LayerPolicies:
-    """The plan's policies for the blocks of a kind, with some arrays saved in some layers, each by its own name.
-
-    The runs stay: a scan is not joined with the next, even if the two now have the same policy.
+    """The plan's policies for the blocks of `kind`, with the arrays `members` saved in `layers`, each by its own name. Scans
+    stay cut where the plan cuts them, even between layers that now have the same policy.
     """
     count = sum(len(other.layers) for other in described.kinds if other.block == kind.block)
     policies = [policy_at(found.policies[kind.block], layer) for layer in range(count)]

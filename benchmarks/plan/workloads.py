@@ -30,8 +30,8 @@ class Case:
     """A model to plan for.
 
     Attributes:
-      layers: of each tower.
-      roles: of each block, which tensors have a name in MaxText.
+      layers: the number of layers of each tower.
+      roles: by block, the selectors of the tensors that have a name in MaxText.
     """
 
     workload: rj.Workload
@@ -43,7 +43,7 @@ def decoder_unrolled(layers: int) -> Case:
     """Llama 3.2 with 1B parameters, its layers unrolled: 4 texts of 1024 tokens. Attention is XLA's."""
     config = dataclasses.replace(LlamaConfig.llama3_2_1b(), num_layers=layers)
     job = language_model(Llama(config, param_dtype=DTYPE), LlamaBlock, 4, 1024, "decoder, unrolled")
-    # Queries and keys are named after their rotation.
+    # MaxText names queries and keys after it has rotated them.
     roles = {
         "query_proj": "*self_attn:concatenate#0",
         "key_proj": "*self_attn:concatenate#1",
@@ -86,7 +86,7 @@ def language_model(model: nn.Module, block: type, batch: int, length: int, name:
 def decoder_pallas(layers: int) -> Case:
     """A decoder of width 1024 with JAX's Pallas kernel for attention, its layers scanned: 4 texts of 1024 tokens."""
     job = predict_memory.decoder("pallas", layers)
-    # The kernel's backward pass reads its output and the logarithms of its sums; MaxText gives both the same name.
+    # The kernel's backward pass reads the kernel's output and log-sum-exp; MaxText gives both the same name.
     roles = {
         "query_proj": "layers:reshape#0",
         "key_proj": "layers:reshape#1",

@@ -43,7 +43,7 @@ class Row:
 
 
 def row(case: Case) -> Row:
-    """Compile a step and estimate its time. Many unrolled layers are extrapolated; `case.tensor` gives one layer's time."""
+    """Compile a step and estimate its time, or with `case.tensor` one layer's. Many unrolled layers are extrapolated."""
     if not case.shape.unrolled or case.shape.layers <= max(FEW) and not case.tensor:
         return Row(case, *_times(case, case.shape.layers))
     few, more = (_times(case, layers) for layers in FEW)
@@ -86,7 +86,7 @@ def ratios(rows: list[Row]) -> list[tuple[Case, float, float]]:
 
 
 def missed(rows: list[Row]) -> dict[str, str]:
-    """The errors that exceed a bound, by the name of the case: of its time, its ratio or both."""
+    """By case name, the errors of time or ratio that exceed a bound, as text."""
     found: dict[str, list[str]] = {}
     for one in rows:
         if one.off is not None and abs(one.off) > ABSOLUTE:

@@ -91,12 +91,12 @@ EIGHT_HOSTS = {"data": 8, "fsdp": 8}
 
 
 def whole(shape: Shape) -> Shape:
-    """The shape with `whole`: torchtune compiles each layer by itself, and Megatron's checkpoint does not stop early."""
+    """`shape` with `whole` set: torchtune compiles each layer by itself, and Megatron's checkpoint does not stop early."""
     return replace(shape, whole=True)
 
 
 def pairs(shape: Shape) -> Shape:
-    """The shape with `pairs`, so that every second layer has its own policy."""
+    """`shape` with `pairs` set, so that every second layer has its own policy."""
     return replace(shape, pairs=True)
 
 

@@ -1,10 +1,10 @@
 """`python -m benchmarks.true_shapes`: published models at their true sizes, compiled for cards of 80 and of 141 GB.
 
-π0 with all its parameters trained; Qwen-Image, Qwen-Image-Edit and Wan 14B frozen, with adapters trained. For each, what the
-modes and a named policy or two need, and the plan for the card: the exit status is 1 where a plan does not fit, where a policy
-that fits is faster by the estimate, where nothing was found to fit and something does, or where no plan was asked for. It takes
-no GPU. A plan takes some minutes, all of it hours: `--resume` goes on. Without `--all` it is π0's plan for 80 GB, and what that
-is held against.
+All parameters of π0 are trained; Qwen-Image, Qwen-Image-Edit and Wan 14B are frozen, with trained adapters. For each model the
+table has the memory of the modes, of a named policy, and of the plan for the card. The exit status is 1 if a plan does not fit,
+if a policy that fits is faster by the estimate, if no plan was found although a policy fits, or if no plan was asked for. No
+GPU is needed. A plan takes some minutes and everything takes hours; `--resume` continues an interrupted run. Without `--all` it
+measures π0 for 80 GB: `full`, `offload_inputs` and the plan.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ class Case:
     """A training step.
 
     Attributes:
-      make: gives the workload.
-      trained: what has gradients and optimizer state.
-      flags: for XLA, without which it does not compile.
+      make: returns the workload.
+      trained: which parameters have gradients and optimizer state, `all` or `adapters`.
+      flags: flags for XLA, without which the step does not compile.
     """
 
     make: Callable[[], rj.Workload]
@@ -42,7 +42,7 @@ CASES = {
 
 @contextmanager
 def compiling(flags: str) -> Iterator[str]:
-    """A context in which compilers get these flags, and the flag that makes scanned offload right; yields all flags."""
+    """A context in which compilers get `flags` and, if this JAX miscompiles scanned offload, `SOUND`; yields all flags."""
     before = os.environ.get("XLA_FLAGS")
     wanted = [before or "", flags, SOUND if compat.miscompiles_scanned_offload() else ""]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, wanted))

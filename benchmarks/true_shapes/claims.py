@@ -1,4 +1,4 @@
-"""The claims of the benchmark, judged row by row among rows of the same workload, target and budget, and the table."""
+"""Judges the claims of the benchmark, among rows of the same workload, target and budget, and formats the table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def broken(row: Row, rows: Sequence[Row]) -> list[str]:
     """The claims that a row breaks, with its figures; `rows` are all rows of the record.
 
     A plan that was saved, loaded and measured needs the memory that it reported and fits both budgets, and no policy that fits
-    is faster by the estimate. If the planner finds no plan, no policy fits. A policy that offloads has bytes in host memory,
-    and `offload_inputs` needs no more of the device than `full`.
+    is faster by the estimate. If the planner finds no plan, no policy fits. `offload_inputs` has bytes in host memory, and
+    needs no more device memory than `full`.
     """
     beside = {one["policy"]: one for one in rows if _place(one) == _place(row)}
     if row["policy"] == PLAN:
@@ -98,7 +98,7 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _seconds(row: Row, rows: Sequence[Row]) -> float | None:
-    """The estimate of a plan, or of a named policy as the plan for the same budget estimates it."""
+    """The estimated seconds of a row: a plan's own, or a named policy's according to the plan for the same budget."""
     if row["policy"] == PLAN:
         return row.get("estimated_seconds")
     same = [one for one in rows if _place(one) == _place(row) and one["policy"] == PLAN]
@@ -118,7 +118,7 @@ def verdict(rows: Sequence[Row]) -> tuple[str, int]:
 
 
 def held(rows: Sequence[Row]) -> list[str]:
-    """What takes the memory where nothing fits."""
+    """A line for each row without a plan that fits: the least memory, and its largest parts."""
     return [
         f"{row['workload']} on {row['target']} needs {format_bytes(row['infeasible'])} at least: "
         + ", ".join(f"{what} {format_bytes(size)}" for what, size in list(row["held_by"].items())[:5])

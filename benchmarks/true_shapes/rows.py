@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 class Card(NamedTuple):
-    """A target, with budgets for its memory and its host's; None is no limit."""
+    """A target, with budgets in bytes for device memory and host memory; without a host budget (None) there is no limit."""
 
     target: str
     budget: int
@@ -40,7 +40,7 @@ class Card(NamedTuple):
 
 
 def row(work: rj.Workload, policy: str, card: Card) -> Row:
-    """What `policy` needs (a policy or `plan`), or why it does not compile or nothing fits."""
+    """Measure `policy`, a policy or `plan`. A row of a failed compilation or of a budget that nothing fits has the reason."""
     begin = time.perf_counter()
     told: Row = {"workload": work.name, **card._asdict(), "policy": policy}
     try:
@@ -65,7 +65,7 @@ def _of_policy(work: rj.Workload, policy: Any, target: str) -> Row:
 
 
 def _of_plan(work: rj.Workload, card: Card) -> Row:
-    """The plan's own figures, and those of its step as saved, loaded and applied."""
+    """The plan's own figures, and those of its step after the plan was saved, loaded and applied."""
     found = rj.plan(work, card.budget, card.target, card.host_budget, timeout=TIMEOUT)
     with tempfile.TemporaryDirectory() as folder:
         found.save(Path(folder) / "plan.json")
