@@ -12,7 +12,7 @@ from remat_jax.parity.rule import norm, relative_error
 from remat_jax.parity.tolerances import TOLERANCES
 
 _MASKED = -1e9  # additive masks hide a score by adding this number, a lower number, or minus infinity
-_GAP = 1e-3  # an array hides positions only if the magnitudes of its other numbers are below this fraction of -_MASKED
+_GAP = 1e-3  # `hidden`: the array's other numbers must be smaller in magnitude than -_MASKED * _GAP = 1e6
 
 
 class Distance(NamedTuple):
@@ -31,10 +31,10 @@ class Distance(NamedTuple):
 
 
 def distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
-    """The distance between two arrays of equal size, in the order of axes for which it is smallest.
+    """The distance between two arrays of equal size; the axes of `torch` are reordered to make it smallest.
 
-    Two attention masks, boolean or additive, are compared by the positions that they show. If either is boolean, the two may
-    also be each other's inverses.
+    Two attention masks, boolean or additive, are compared by the positions that they show. If either is boolean, a
+    mask and its inverse count as equal.
 
     >>> distance(np.eye(2, 3), np.eye(3, 2)).error
     0.0
@@ -121,8 +121,8 @@ def pairs(
 
     Arrays with equal names are paired first; each remaining Flax array is paired with the first PyTorch array that fits.
     `names` are the names of both sides' arrays, PyTorch's first; an array without a name has "". Paired arrays have equal sizes
-    and are of one sort: masks, floating-point numbers or integers. If any name occurs on both sides, integer arrays with two
-    different names never pair.
+    and are both masks, both floating-point numbers, or both integers. If the sides share at least one name, two integer arrays
+    whose names differ are never paired.
 
     >>> pairs([np.zeros((2, 3)), np.zeros(4)], [np.zeros(4), np.zeros(5), np.zeros((3, 2))])
     [(1, 0), (0, 2)]

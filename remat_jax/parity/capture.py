@@ -16,7 +16,7 @@ Slot = tuple[str, int]
 """Identifies an array of a call: its role ("input", "output" or "state") and its index among the arrays of that role."""
 
 Instance = tuple[int, tuple[int, ...]]
-"""The number of a traced call, and the iteration of each enclosing loop, outermost first."""
+"""Identifies a Flax call: its index in `Recorder.calls` (`recorder.py`), and the iteration of each loop, outermost first."""
 
 LOSS = "loss"
 """The path of the loss, which is recorded like a module that follows the model."""
@@ -53,7 +53,8 @@ class ModuleCall:
         gradients: the gradients of the module's own parameters, by the parameter's name in the module.
         state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
         instance: the `Instance` of a Flax call.
-        changed: role → the distance between a value and its recomputed value, for the role's first array that differs.
+        changed: role → distance between an array and its recomputed value, for the role's first array that differs; a role
+            whose arrays all agree is absent.
     """
 
     path: str
@@ -137,8 +138,8 @@ class Trace:
         calls: the calls, in the order in which they ended.
         outputs: the shapes of the model's floating-point outputs, which the loss reads.
         hidden: paths of modules called where capture is impossible, such as inside a `while` loop.
-        loss: the loss as a call, from the model's outputs to a scalar.
-        gradients: the gradients of all parameters, by PyTorch's names or by the paths of Flax's variables.
+        loss: the call of the loss; its inputs are the model's outputs.
+        gradients: the gradients of all parameters, by parameter name in a PyTorch trace, by variable path in a Flax trace.
         ties: every further name of a shared PyTorch parameter → its name in `named_parameters()`.
     """
 
@@ -216,7 +217,7 @@ def names_by_id(named: Iterable[tuple[str, Any]], arrays_in: Callable[[Any], Ite
 
 
 def probed(outputs: Sequence[Any], as_array: Callable[..., Any]) -> Any:
-    """The default loss of both captures: the sum of all outputs, weighted by random numbers that are equal in both frameworks.
+    """The default loss of `capture_torch` and `capture_flax`: the sum of all outputs, weighted by the same random numbers.
 
     >>> x = np.ones(2)
     >>> bool(probed([x, x], np.asarray) == probed([x, x], np.asarray) != 2 * probed([x], np.asarray))

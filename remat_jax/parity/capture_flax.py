@@ -161,7 +161,7 @@ def _assembled(step: TracedPass, values: Sequence[np.ndarray], gradients: Mappin
 
 
 class _TappedCall(ModuleCall):
-    """A call whose `started` and `ended` are indices of visits; `ended` is -1 if no output was visited."""
+    """A call whose `started` and `ended` are indices in `TracedPass.visits`; `ended` is -1 if no output was visited."""
 
     ended = -1
 
@@ -196,7 +196,7 @@ def _is_wrapped(key: Instance, calls: Mapping[Instance, _TappedCall], traced: Se
 
 
 def _parent(key: Instance, kept: Mapping[Instance, _TappedCall], traced: Sequence[RecordedTrace]) -> Instance | None:
-    """The nearest enclosing call, in the same iteration of every loop that contains both calls."""
+    """The nearest enclosing call in `kept`, in the same iteration of every loop around both calls; None if there is none."""
     number, index = key
     parent = traced[number].parent
     while parent is not None:

@@ -92,7 +92,8 @@ class _Recorder:
         return self._tap((args, kwargs), call, "input", argument_names(module.forward, args, kwargs))
 
     def _after(self, module: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
-        # PyTorch stops a recomputation by an exception once all saved tensors are recomputed: calls that run then never end.
+        # PyTorch stops a recomputation by an exception once all saved tensors are recomputed. Calls in progress at that moment
+        # never reach `_after`, so they are removed here.
         while self.running and self.running[-1][0] is not module:
             self.running.pop()
         call = self.running.pop()[1] if self.running else None
@@ -112,7 +113,10 @@ class _Recorder:
         return _HookedCall(path, type(module).__name__, started=self.begun, module=module, caller=caller)
 
     def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
-        """The call of `module` that is recomputed. Calls without a graph are preferred, then equal inputs, then later calls."""
+        """The recorded call of `module` that is recomputed now; None if `module` was not called.
+
+        Of several calls, it prefers calls without a graph, then calls with equal inputs, then later calls.
+        """
         arrays = [as_numpy(tensor) for tensor in _tensors(arguments)]
 
         def fits(call: _HookedCall) -> tuple[bool, bool, int]:

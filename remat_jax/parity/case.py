@@ -32,8 +32,9 @@ class Run:
     """The result of a short training run as NumPy arrays; `gradients` have PyTorch's names, `updates` Flax's paths.
 
     `state` has the variables that the forward pass wrote; `after` has the parameters after the optimizer's first step. In a
-    PyTorch run, `state` and `after` are whole state dicts. `updates` are the parameters' changes in the first step; below
-    float64 they are the updated parameters. `unused` are PyTorch's trained parameters that the backward pass did not reach.
+    PyTorch run, `state` and `after` are whole state dicts. In float64, `updates` are the parameters' changes in the first
+    step; in narrower dtypes, the updated parameters. `unused` are PyTorch's trained parameters that the backward pass did not
+    reach.
     """
 
     outputs: Arrays
@@ -164,7 +165,7 @@ class Case:
         return nn.apply(self.flax_call, module, mutable=mutable)(variables, *args, **kwargs)
 
     def by_name(self, call: Call) -> Call:
-        """`call` as a function of the model, with the input arrays as keywords; it adds the inputs that are no arrays."""
+        """A function that runs `call` on a model and the input arrays (keywords); it adds the inputs that are no arrays."""
 
         def run(model: Any, **arrays: Any) -> Any:
             args, kwargs = self.inputs.arguments(arrays)

@@ -19,7 +19,7 @@ _FULL = (None, "highest", "float32")
 _NAMED = 6
 """The largest number of tensors that a message names."""
 _SAME = 1e-9
-"""Float64 results count as equal up to this relative difference."""
+"""The relative difference up to which `statistics_check` accepts a fit, or counts a factor as 1."""
 _FAULTS = {"sign": -1, "doubled": 2}
 """Planted faults: name → the factor by which a gradient is multiplied."""
 
@@ -29,8 +29,8 @@ def verdicts(
 ) -> dict[str, tuple[float, str]]:
     """Tensor name → (figure, why the tensor fails); the reason is "" if the tensor passes.
 
-    In float64 the figure is the relative error, and `TOLERANCES[limit]` its limit. In other dtypes the figure is the ratio of
-    `judge`, and `yardstick` has PyTorch's tensors in `dtype`.
+    In float64 the figure is the relative error, and `TOLERANCES[limit]` its limit. In other dtypes the figure is `Row.ratio`
+    of `judge`, and `yardstick` has PyTorch's tensors in `dtype`.
     """
     figures = {}
     if dtype == "float64":
@@ -94,7 +94,7 @@ class Ledger:
 
 
 def _large(reference: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
-    """The names of tensors whose norm is more than twice the permitted error: a sign flip or a doubling must fail."""
+    """The names of tensors whose norm is over twice the permitted error, so that a sign flip or a doubling must fail."""
     if dtype == "float64":
         limit = TOLERANCES["float64"].value * global_norm(reference)
         return {name for name, x in reference.items() if norm(x) > 2 * limit}
@@ -121,8 +121,9 @@ def precision_check() -> Check:
 def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[Sequence[str]], tuple[set[str], str]]) -> Check:
     """Check that no gradient is 0 in PyTorch, because a gradient that is 0 in both frameworks proves nothing.
 
-    `elsewhere(names)` compares the named gradients, which are 0 with the model's own weights, with random weights. It returns
-    the names whose gradients are then equal and not 0, and a text of what differs.
+    `elsewhere(names)` gets the names of gradients that are 0 with the model's own weights. It gives both models random weights
+    and compares these gradients again. It returns the names whose gradients are then equal and not 0, and a text of what
+    differs.
     """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
@@ -145,12 +146,11 @@ def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[
 
 
 def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Arrays) -> list[Check]:
-    """Explain running statistics that differ only in the momentum, or in a biased or unbiased batch variance.
+    """Explain running statistics that differ only because the momentum differs, or because only one batch variance is unbiased.
 
-    A step moves statistics s by m·(u·b − s), where b are the batch statistics, m is 1 − the momentum in Flax's convention, and
-    u is n / (n − 1) for an unbiased variance of n values, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p
-    and q for all channels. p and q are fitted; if none fit, the difference has another cause. The list is empty if nothing is
-    explained.
+    A step moves statistics s by m·(u·b − s), where b are the batch statistics, m is 1 − Flax's momentum, and u is n / (n − 1)
+    for an unbiased variance of n values, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p and q for all
+    channels. p and q are fitted; if none fit, the difference has another cause. The list is empty if nothing is explained.
     """
     fits = {path: _convention(before[path], reference[path], candidate[path]) for path in reference.keys() & candidate.keys()}
     paths_by_text: dict[str, list[str]] = {}
@@ -172,7 +172,7 @@ def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Ar
 
 
 def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, float] | None:
-    """p and q of `statistics_check`; None if the statistics agree or no pair fits."""
+    """p and q of `statistics_check`; None if the statistics agree, have fewer than three values, or no pair fits."""
     start, theirs, ours = (np.asarray(x, np.float64).reshape(-1) for x in (before, reference, candidate))
     if start.size < 3 or norm(theirs - ours) <= TOLERANCES["float64"].value * norm(theirs):
         return None

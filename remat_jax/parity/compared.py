@@ -53,7 +53,7 @@ class TensorPair:
         around: the pairs whose calls enclose both calls, innermost first.
         distances: kind ("input", "output", "state", "input cotangent", "output cotangent", "gradient") → label of an array
             (such as "output 0") → distance.
-        floors: kind → the norm to which an error is relative if the reference's norm is smaller.
+        floors: kind → a norm; an error is divided by the reference's norm, or by the floor if the floor is larger.
     """
 
     torch: ModuleCall
@@ -161,7 +161,7 @@ def _by_name(label: str, torch: Mapping[str, np.ndarray], flax: Mapping[str, np.
 
 
 def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray]) -> dict[str, dict[str, Distance]]:
-    """Module path → label → distance of a parameter's gradient; parameters of unmatched inner modules are included."""
+    """Path of the innermost matched module that contains a parameter → label → distance of the parameter's gradient."""
     called = {call.path for call in torch.calls if call.path in matched}
     by_owner: dict[str, dict[str, Distance]] = {}
     for name in torch.gradients.keys() & gradients.keys():
@@ -217,7 +217,7 @@ def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
 
 
 def _other_inputs_inside(pair: TensorPair, pairs: Sequence[TensorPair]) -> tuple[str, str, Distance] | None:
-    """The Flax name of the first inner module with an input that differs, such as a mask; the input's label and distance."""
+    """(Flax name, input label, distance) of the first inner module with an input that differs; None if there is none."""
     for inner in sorted(pairs, key=lambda inner: inner.torch.started):
         if pair in inner.around and (wrong := inner.bad("input")):
             return inner.flax.name, *wrong

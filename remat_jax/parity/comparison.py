@@ -35,8 +35,8 @@ def compare(
 ) -> ParityReport:
     """Compare a Flax model with a PyTorch model: outputs, gradients, training, and residuals.
 
-    In float64, every Flax tensor, in every mode, is compared with one PyTorch run, which has no checkpoints and whose own casts
-    to float32 are suppressed. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own error
+    In float64, every Flax tensor is compared, in every mode, with a single PyTorch run: it has no checkpoints, and casts to
+    float32 are suppressed. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own error
     in the dtype. Faults are planted in every dtype; a fault that is large enough but not detected fails the report. Neither
     model is changed. Active dropout raises an error, because random results cannot be compared.
 
@@ -49,8 +49,8 @@ def compare(
         variables: a Linen module's variables: needed if `init` cannot make them, or if `rules` has `missing:` variables.
         loss: a function from the output to a scalar that works in both frameworks, or a pair of functions, PyTorch's first.
             The default is the squared distance of every floating-point output from random numbers.
-        torch_blocks, flax_blocks: the classes to checkpoint; by default the classes of the modules in the PyTorch model's
-            lists, and the Flax classes that have the same weights.
+        torch_blocks, flax_blocks: the classes to checkpoint; by default the class of each list of equal modules in the
+            PyTorch model, and the Flax classes that contain the same weights.
         modes: `off`, `checkpoint`, `offload`, or any policy's name or text.
         optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: a function from PyTorch's parameters to its
             optimizer, and an optax transformation.
@@ -61,7 +61,7 @@ def compare(
         keep_float64: in float64 runs, prevent the Flax model's own casts to float32; by default, such a cast fails the report.
         memory: report the residuals and the peak memory of both frameworks.
         target: compile the JAX step for this target to report its peak memory there; slow. Implies `memory`.
-        progress: called as `progress(text, done, total)` when a stage begins: its name, and the stages done and in all.
+        progress: called when a stage begins, as `progress(stage's name, number of finished stages, number of all stages)`.
 
     Raises:
         ArgumentError, PolicyError, PortingError: the message names the argument or the tensors that do not fit.

@@ -1,4 +1,4 @@
-"""Compile options for the steps of a comparison, and the unread inputs and the casts from float64 of a jaxpr."""
+"""Compile options for the steps of a comparison; a jaxpr's unread inputs, and its casts from float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unread_inputs(jaxpr: Any) -> list[bool]:
 
 
 def down_casts(jaxpr: Any) -> list[str]:
-    """The dtypes and name stack, as text, of each cast from float64 to a smaller dtype on the way to a floating-point result.
+    """A text for each cast from float64 on which a floating-point result depends: the dtypes and the name stack.
 
     A cast whose value then becomes an integer or a boolean, such as a position's bucket, is not listed: a wrong bucket shows in
     the compared results.
@@ -50,7 +50,10 @@ def down_casts(jaxpr: Any) -> list[str]:
 
 
 def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list[bool]:
-    """For each argument, whether outputs marked in `results` depend on it through floating-point arrays; adds to `casts`."""
+    """For each argument, whether outputs marked in `results` depend on it through floating-point arrays.
+
+    The casts on the way are entered in `casts`.
+    """
     needed = {var for var, yes in zip(jaxpr.jaxpr.outvars, results, strict=True) if yes and is_floating(var.aval)}
     for eqn in reversed(jaxpr.jaxpr.eqns):
         which = [var in needed for var in eqn.outvars]
@@ -66,7 +69,7 @@ def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list
 
 
 def _inputs(eqn: Any, which: list[bool], casts: dict[str, None]) -> list[Any]:
-    """The inputs of an equation that its outputs marked in `which` depend on; all inputs if the equation has no body."""
+    """The inputs on which the outputs of an equation marked in `which` depend; all inputs if the equation has no body."""
     inside = bodies(eqn)
     if not inside:
         return list(eqn.invars)

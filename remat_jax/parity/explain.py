@@ -52,7 +52,7 @@ def _arguments(case: Case, arrays: Any) -> Any:
 def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[tuple[dict[str, Any], ...], Check]:
     """The settings that differ, as plain data, and a check that lists them; both models are read in PyTorch's dtype.
 
-    The check always passes, because the compared values decide whether a setting matters.
+    The check always passes, because only the comparison of tensors decides whether a setting matters.
     """
     model = case.torch()
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), "float32")
@@ -129,9 +129,10 @@ def _shows(array: Any) -> int | None:
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], tuple[str, ...], list[Check]]:
-    """(`forward` and `backward` → first module that differs or None, modules that cannot be observed, failed checks).
+    """Find the first module that differs in each pass; the Flax model runs in the mode that `transform` applies (None: `off`).
 
-    The Flax model runs in the mode that `transform` applies; `off` if it is None.
+    Returns a dict from `forward` and `backward` to a `Divergence` as a dict, or to None if no module differs; the paths of the
+    Flax modules that cannot be observed; and the failed checks.
     """
     module = case.flax("float64")
     try:
@@ -172,7 +173,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
 
 
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
-    """Compare the gradients named in `zero`, which are 0 with the model's own weights, in float64 with random weights.
+    """Compare the gradients named in `zero` again, in float64 with random weights; they are 0 with the model's own weights.
 
     Returns the names in `zero` whose gradients are then equal and not 0, and a text of what differs.
     """

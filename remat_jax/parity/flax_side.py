@@ -64,7 +64,7 @@ class FlaxSide:
         sources: the path of a variable → the names of the PyTorch tensors that fill it.
         trained: the paths of the variables trained in both frameworks, except those that `set_aside` excluded.
         blocks: the classes to checkpoint; empty if there are none.
-        down_casts: where the float64 step casts to a smaller dtype; set when the step is compiled.
+        down_casts: the casts (`compiling.py`) of the float64 step in mode `off`; empty until that step is compiled.
     """
 
     def __init__(self, case: Case, torch: Any, rules: Rules, structure: Callable[[str], tuple[Any, Any]]) -> None:
@@ -190,7 +190,10 @@ class FlaxSide:
         return loss
 
     def _look(self) -> tuple[dict[str, str], Any]:
-        """Trace the model in float64 to find `names` and `blocks`; raises if a floating-point output is not float64."""
+        """Trace the model in float64 to find `names` and `blocks`.
+
+        Raises ArgumentError if float64 is to be compared and a floating-point output is not float64.
+        """
         classes: dict[str, type] = {}
 
         def note_class(call: Any, args: Any, kwargs: Any, context: Any) -> Any:

@@ -42,10 +42,10 @@ class Divergences:
     """The divergences that `first_divergences` finds.
 
     Attributes:
-        forward: the first module to run whose inputs agree and whose outputs, or written variables, differ; None if no module
-            diverges. The path `loss` is the loss function.
+        forward: the first module, in the order of execution, whose inputs agree and whose outputs or written variables differ;
+            None if no module diverges. The path `loss` is the loss function.
         backward: the first module, in the order of the backward pass, that agrees in the forward pass and has one of two
-            faults: it recomputes another output, or its output cotangents agree while its input cotangents or parameter
+            faults: its recomputed output differs, or its output cotangents agree while its input cotangents or parameter
             gradients differ. If a cotangent is lost between two modules, `backward` is their parent. None if no module
             diverges.
         alone: with `single_step`, a divergence for every module that is wrong even with PyTorch's inputs and cotangents.
@@ -91,9 +91,10 @@ def first_divergences(
 ) -> Divergences:
     """Run both models forward and backward in float64; name the first module that differs in each pass.
 
-    The innermost module whose inputs agree and whose outputs differ is named: the attention, not one of its projections, if
-    only the attention scores differ. In the backward pass, a module is named only if its forward pass agrees. `single_step`
-    gives every Flax module PyTorch's inputs and cotangents, so no error propagates: `alone` lists all modules that are wrong.
+    The innermost module whose inputs agree and whose outputs differ is named. If only the attention scores differ, for example,
+    this is the attention, not one of its projections. In the backward pass, a module is named only if its forward pass
+    agrees. `single_step` gives every Flax module PyTorch's inputs and cotangents, so no error propagates: `alone` lists all
+    modules that are wrong.
 
     Args:
         torch_module: a PyTorch module; a float64 copy is run if its dtype is different.
@@ -102,8 +103,8 @@ def first_divergences(
         inputs: a tuple of arguments or a dict of keywords. `flax_inputs` are the Flax model's inputs if they differ.
         loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first; by default the
             sum of all outputs, weighted by fixed random numbers.
-        mapping: a dict, or the path of a JSON file, for modules that are not matched automatically (by names, order and sizes):
-            PyTorch module path → Flax module path, or None for no counterpart.
+        mapping: PyTorch module path → Flax module path, or None for no counterpart: a dict, or the path of a JSON file. Other
+            modules are matched by names, order and sizes.
         rules: the weight map (`remat_jax.porting`), by which gradients are compared even if a PyTorch tensor is split into
             several Flax arrays. Without rules, gradients are compared by name.
         torch_call, flax_call, transform: `call` of `capture_torch`, and `call` and `transform` of `capture_flax`.

@@ -17,8 +17,9 @@ from remat_jax.core.walk import bodies
 from remat_jax.parity.tapped import Running, is_tap
 
 Signs = dict[str, dict[int, str]]
-"""Mask name → sign at a softmax (1: a 1, or in an additive mask a 0, shows a position; −1: it hides the position) → the Flax
-module of the first softmax with this sign, always "" for PyTorch."""
+"""Mask name → sign → path of the Flax module of the first softmax that the mask reaches with this sign ("" in PyTorch).
+
+Sign 1: a 1 in the mask (in an additive mask a 0) shows a position. Sign −1: it hides the position."""
 
 FAR = -1e3  # models hide a score by adding -inf, the dtype's lowest number, or a number of at most -1e4
 
@@ -133,9 +134,10 @@ def _enter_softmax(fact: Fact, signs: Signs, module: str = "") -> None:
 
 
 def flax_masks(jaxpr: Any, names: Mapping[int, str], paths: Sequence[tuple[str, ...]], added: Collection[str] = ()) -> Signs:
-    """The signs with which the masks among the arguments of a closed jaxpr, which has taps, enter its softmaxes.
+    """Follow the masks among the arguments of a closed jaxpr with taps; return the signs with which they enter softmaxes.
 
-    `names`: argument position of a mask → its name; `paths`: the module path of every call; `added`: the additive masks.
+    `names`: argument position of a mask → its name; `paths`: the module path of every call in `Recorder.calls`; `added`: the
+    names of the additive masks.
     """
     equations = _Equations(paths)
     facts = {place: Fact({name: 1}, added=name in added) for place, name in names.items()}
@@ -256,7 +258,7 @@ def _torch_constant(tensor: Any) -> Fact:
 
 
 def opposed(torch: Signs, flax: Signs) -> Iterator[tuple[str, str, int]]:
-    """The masks with opposite signs in the two frameworks: the Flax module, the mask's name, and Flax's sign."""
+    """Yield (Flax module, mask name, Flax's sign) for each mask that has opposite signs in the two frameworks."""
     for name in sorted(torch.keys() & flax.keys()):
         if len(torch[name]) == len(flax[name]) == 1 and torch[name].keys() != flax[name].keys():
             [(sign, module)] = flax[name].items()

@@ -33,11 +33,11 @@ _SORTS = (
     ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
 _MOVED = 0.75
-"""The base score, instead of 1, of two modules whose inner layers are the same except for layers without weights, or of a
-linear layer and a convolution."""
-_LEAST = 0.35  # a pair must exceed twice this score, as unrelated names at distant positions do not; the best score is 2.35
+"""The base score of an uncertain pair; a certain pair has 1. Uncertain pairs are a linear layer and a convolution, and two
+modules that share most of their inner layers, or all but layers without weights."""
+_LEAST = 0.35  # what a base score of 1 adds to a pair's score. A pair must exceed twice this; the best score is 2.35
 MOST_BYTES = 64 * 2**20
-"""The largest mapping file that is read."""
+"""The size in bytes of the largest mapping file that is read."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
         return _MOVED if inside[0] and inside[0] == inside[1] else None
 
     def nearly_same(theirs: MatchedModule, ours: MatchedModule) -> float | None:
-        """The score if names are equal and most leaves are common: a leaf shared by two modules is listed in one of them."""
+        """`_MOVED` if names are equal and most leaves with weights common, else None. A leaf of two modules is listed once."""
         inside = within(weighted, theirs, ours)
         most = 2 * len(inside[0] & inside[1]) > len(inside[0] | inside[1])
         return _MOVED if most and words(theirs.path) == words(ours.path) else None

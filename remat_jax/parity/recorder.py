@@ -107,7 +107,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, model: Any) -> Iterator[None]:
-        """Tap the calls of Linen modules; if `model` is an NNX module, those of the inner modules that `tag` has tagged."""
+        """Tap the calls of Linen modules or, if `model` is an NNX module, the calls of the modules that `tag` has tagged."""
         if isinstance(model, nnx.Module):
             classes = {type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
             tapping = patched(classes, self._wrapped)

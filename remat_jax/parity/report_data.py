@@ -15,12 +15,12 @@ class TensorRow:
 
     Attributes:
         kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (written by the forward pass) or
-            `update` (the change in the optimizer's first step; below float64 the updated parameter).
+            `update` (in float64 the change in the optimizer's first step; in narrower dtypes the updated parameter).
         name: the PyTorch name; for `state` and `update`, the Flax path.
         flax: the Flax paths that the PyTorch tensor `name` fills, separated by commas; else "".
         shape, norm: those of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
         errors: mode → relative error in float64.
-        ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule (`judge`).
+        ratios: dtype → mode → err_jax / max(err_torch, ε·g); by the parity rule (`judge`) it may be at most 4.
         caught: dtype → whether a sign flip and a doubling of this gradient would be detected.
         problems: why the row fails; empty if it passes.
 

@@ -114,7 +114,10 @@ class Comparison:
         return divergences
 
     def _set_aside(self, exact: Run) -> list[str]:
-        """Exclude and return the weights on which neither framework's results depend; none if PyTorch uses no weight."""
+        """Exclude the weights on which neither framework's results depend, and return their names in PyTorch.
+
+        If PyTorch's backward pass reaches no weight at all, exclude none: the gradients check then fails.
+        """
         if not exact.unused or len(exact.unused) == len(self.torch.trained):
             return []
         unused = self.flax.set_aside(exact.unused)
@@ -173,7 +176,7 @@ class Comparison:
             if kind == "update" and dtype != "float64":
                 reference = {path: x + np.asarray(self.before[path]) for path, x in reference.items()}
             if kind == "output":
-                # The loss and integers arrive in float64, but the rule requires `dtype`.
+                # `_tensors` gives the loss and integers in float64, but `judge` fails arrays that are not of `dtype`.
                 candidate, measure = (
                     {name: x.astype(dtype) if x.dtype == np.float64 else x for name, x in side.items()}
                     for side in (candidate, measure)
@@ -246,9 +249,9 @@ class Comparison:
 
 
 def _updates(after: Any, before: Any, dtype: str) -> Arrays:
-    """Path → a parameter's change in a step; below float64 the updated parameter itself.
+    """Path → a parameter's change in a step; in dtypes narrower than float64, the updated parameter itself.
 
-    Below float64 the change would contain the parameter's rounding error.
+    In a narrower dtype the change would contain the parameter's rounding error.
     """
     changes = dtype == "float64"
     return {path: np.asarray(x) - np.asarray(before[path]) if changes else np.asarray(x) for path, x in after.items()}

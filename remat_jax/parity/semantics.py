@@ -53,8 +53,9 @@ def differences(
     running statistics; the form of GELU, for which PyTorch's GELU modules are evaluated; padding, strides, dilation and groups
     of convolutions; dropout rates; whether there is a bias; dtypes; and the matmul precision that modules request. A Linen
     model is traced on `variables` and `inputs` (a tuple of arguments or a dict of keywords), which may be
-    `jax.ShapeDtypeStruct`. For an NNX model `variables` is None. `mapping` is as in `first_divergences`. Modules without an
-    entry are matched automatically; if you have run `first_divergences`, pass its result's `matched`, which is more reliable.
+    `jax.ShapeDtypeStruct`. For an NNX model `variables` is None. `mapping` is as in `first_divergences`; modules without an
+    entry in it are matched automatically. If you have run `first_divergences`, pass its result's `matched` as `mapping`: it is
+    more reliable.
 
     Plain function calls in PyTorch, such as `torch.nn.functional.gelu`, are not seen.
 
@@ -180,7 +181,7 @@ def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
 
 
 def _rates(torch: Mapping[str, Any], flax: Mapping[str, RecordedTrace]) -> list[Difference]:
-    """Compare the dropout rates of the whole models: one model may share a dropout module where the other has several."""
+    """Compare the sets of rates of the two models, not single modules: one model may use the same module in several places."""
     theirs = {getattr(m, "p", None) for m in torch.values() if sort_of(type(m).__name__) == "dropout"} - {None, 0}
     dropouts = [call.module for call in flax.values() if sort_of(type(call.module).__name__) == "dropout"]
     rates = {module.rate for module in dropouts if getattr(module, "rate", None)}
@@ -189,7 +190,7 @@ def _rates(torch: Mapping[str, Any], flax: Mapping[str, RecordedTrace]) -> list[
 
 
 # In JAX, GELU is a function that adds an erf, a tanh or (quick GELU) a factor 1.702 to the jaxpr. The taps, which mark the
-# inputs and outputs of each module call (`tapped.py`), show which module called it.
+# inputs and outputs of each module call (`tapped.py`), show which module computes the GELU.
 
 _FORMS = {"erf": "exact", "erfc": "exact", "tanh": "by tanh"}
 _QUICK = 1.702

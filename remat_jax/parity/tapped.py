@@ -31,8 +31,8 @@ class Label(NamedTuple):
 
 tap_p = Primitive("tap")
 
-# While a step is traced: the taps whose arrays are differentiated, and the step's number. The number is part of the key of
-# JAX's trace caches; otherwise a jitted function would reuse a trace with the taps of an earlier step.
+# Set while a step is traced: the labels of the taps whose arrays are differentiated, and the step's number. The number is part
+# of the key of JAX's trace caches; otherwise a jitted function would reuse a trace with the taps of an earlier step.
 differentiated: ContextVar[set[Label] | None] = ContextVar("differentiated", default=None)
 step_traced = compat.trace_context(0)
 
@@ -106,7 +106,7 @@ def _in_every_iteration(eqn: Any, inside: list[TapVisit], depths: dict[tuple[int
     """The visits of a scan, given the visits of its body.
 
     In a path, the loop's index comes after the prefix that all module paths in the body share.
-    `depths` maps (call, number of inner loops) to this position, so that the backward loop uses the same position.
+    `depths` maps (call, number of inner loops) to this position, so that the backward pass's loop uses the same position.
     """
     parts_by_level = zip(*(visit.parts for visit in inside), strict=False)
     common = len([*itertools.takewhile(lambda parts: len(set(parts)) == 1, parts_by_level)])
@@ -191,7 +191,7 @@ class Running:
 
 
 def _body(eqn: Any) -> Any | None:
-    """The jaxpr that `eqn` evaluates on its own inputs, once or in every iteration; None if its taps are not read."""
+    """The jaxpr that `eqn` evaluates once, or in every iteration, on the inputs of `eqn`; None if its taps are not read."""
     inside = bodies(eqn)
     fits = len(inside) == 1 and len(inside[0].in_avals) == len(eqn.invars)
     return inside[0] if fits and eqn.primitive.name not in _CLOSED else None

@@ -146,7 +146,7 @@ class TorchSide:
             return torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
 
     def tables(self) -> list[str]:
-        """The names of buffers outside the state dict that were computed below float64: `.double()` keeps their rounding.
+        """The names of buffers outside the state dict in float32 or bfloat16: `.double()` keeps their rounding error.
 
         Buffers of whole numbers, such as masks, have no rounding error and are not listed.
         """
@@ -245,9 +245,10 @@ def _excite(model: Any) -> None:
 
 
 def _repeated(model: Any) -> tuple[type, ...]:
-    """The classes of the modules in outermost lists of two or more modules that all have one class.
+    """The classes to checkpoint by default, in the order of their modules.
 
-    If there is no such list, lists of one module count.
+    A `ModuleList` or `Sequential` of two or more modules gives their class if all have the same class. Only outermost lists
+    count. If no list gives a class, each `ModuleList` of a single module gives one.
     """
     import torch
 
