@@ -1,8 +1,9 @@
-"""Compiles the step with each change other than a policy that `doctor` advises. The advice then states compiled bytes.
+"""Compiles the step with each change that `doctor` advises in addition to policies. The advice then states compiled bytes.
 
-The model's output head (the matmul that computes the logits) and its attentions are changed in the traced loss. The blocks
-are still marked there (`core.marks`), so a policy reaches the changed blocks. The changed loss computes other values. But its
-arrays have the shapes that they would have if the user made the change, so it needs the same memory. The loss has two changes:
+The model's output head (the matmul that computes the logits) and its attentions are changed in the traced loss, in
+which the blocks are still marked (`core.marks`), so a policy reaches the changed blocks. The changed loss computes other
+values. But its arrays have the shapes that they would have if the user made the change, so it needs the same memory. There are
+two such changes:
 
 - **head**: the head runs in chunks (`in_chunks`) with optax's cross entropy, which replaces everything that the loss computes
   from the logits.
@@ -63,9 +64,10 @@ Change = Callable[[Any, Sequence[Any]], list[Any]]
 def compiled_advice(
     workload: Workload, policy: Any, report: MemoryReport, target: Target, timeout: float
 ) -> tuple[Advice, ...]:
-    """`report.advice` with compiled bytes, the largest first. If a changed step cannot be compiled, its bytes stay estimates.
+    """`report.advice` with compiled bytes, the largest reduction first.
 
-    Reductions below 2 % of the unchanged step's device memory are left out.
+    If a changed step cannot be compiled, its bytes stay estimates. Reductions below 2 % of the unchanged step's device memory
+    are left out.
     """
     compiled = [_compiled(workload, policy, advice, report, target, timeout) for advice in report.advice]
     worth = [advice for advice in compiled if advice.bytes >= LEAST * report.device_bytes]
@@ -188,7 +190,7 @@ def _has_exponential(eqns: Sequence[Any], product: Any, *, is_head: bool = False
 
 
 def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """A `Change` that runs every head of the loss in chunks. The first output of `jaxpr` must be the loss."""
+    """A `Change` that runs every output head of the loss in chunks. The first output of `jaxpr` must be the loss."""
     eqns, outputs = jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars
     heads = list(_heads(eqns))
     after = _dependents(eqns, [eqn.outvars[0] for eqn in heads])

@@ -18,7 +18,7 @@ from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_st
 from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.report.tables import format_bytes, format_seconds
 
-# The code after the last block runs forward and backward; its backward pass costs about two forward passes.
+# The time of both passes of the code after the last block, in multiples of its forward pass: its backward pass costs about two.
 _PASSES = 3
 
 
@@ -76,7 +76,7 @@ def _seconds(eqns: list[Any], flops_per_s: float, hbm_bytes_per_s: float) -> flo
 _PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 # XLA's default limit of pinned host memory, in GiB (xla/pjrt/gpu/gpu_helpers.cc).
 _PINNED_POOL_DEFAULT = 64
-# The device memory of two compilations may differ by this share, because their instruction orders differ.
+# Two compilations whose device memory differs by at most this share count as equal: their instruction orders differ.
 _ALIKE = 0.01
 # A flag's effect is reported if it exceeds this share of the step's memory or time.
 _LARGE = 0.1

@@ -19,7 +19,7 @@ from remat_jax.diagnosis.watch import Kept, Observed, Region, is_view
 from remat_jax.errors import nearest
 from remat_jax.policy import Action, JaxPolicy, LayerPolicies, Policy
 
-# Saved parameters up to this share of a region's saved bytes, such as the scales of norms, are not reported.
+# If a region's saved parameters, such as the scales of norms, are at most this share of its saved bytes, nothing is reported.
 _NEGLIGIBLE = 0.01
 
 _KERNELS = frozenset({"pallas_call", "ffi_call", "custom_call", "triton_kernel_call", "jax_triton", "tpu_custom_call"})
@@ -168,7 +168,10 @@ def _distinct_policies(observed: Observed) -> list[Policy]:
 
 
 def kernel_run_again(observed: Observed) -> Iterator[Finding]:
-    """Kernels that run again although a result is saved, such as flash attention, to compute another result (log-sum-exp)."""
+    """Kernels that run again although one of their results is saved, because the backward pass also needs another result.
+
+    Flash attention, for example, runs again if its output is saved but its log-sum-exp is not.
+    """
     for region in observed.regions:
         again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
         makers = region.makers() if again else {}
@@ -192,10 +195,10 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
 
 
 def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
-    """The kernel from whose results cheap operations compute the array that the equation `name` names.
+    """Follow the operand of the naming equation `name` back through cheap operations to the one kernel that it comes from.
 
-    Only kernels with several results count. None if there is no such kernel, if there are several, or if a matmul is among the
-    operations. `made` maps each variable to the equation that computes it.
+    Only kernels with several results count. None if the operand comes from several kernels, from a matmul, or from a variable
+    that no equation in `made` computes. `made` maps each variable to the equation that computes it.
     """
     kernels: dict[int, Any] = {}
     seen: set[Any] = set()

@@ -60,8 +60,8 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
 
     The backward pass of the outer checkpoint first recomputes everything that the inner checkpoints save. So the outer
     checkpoint reduces memory only while the code after it runs. The trap is reported if the residuals outside the outer
-    checkpoint are not larger than the largest working set of an inner checkpoint: the arrays that its body computes and its
-    backward pass reads.
+    checkpoint are not larger than the largest working set of an inner checkpoint. A working set is the arrays that a body
+    computes and its backward pass reads.
     """
     outermost = list(region_equations(observed.jaxpr))
     if len(outermost) != 1 or outermost[0][3]:
@@ -136,7 +136,7 @@ def traced_flag(observed: Observed) -> Iterator[Finding]:
 def _regions_with_flags(
     jaxpr: Any, literal: set[Any], path: tuple[str, ...]
 ) -> Iterator[tuple[Any, tuple[str, ...], list[int]]]:
-    """Each of the model's own checkpoints: its equation, its path, and the positions of its operands that are Python bools.
+    """Yield (equation, path, positions of the operands that are Python bools) for each of the model's own checkpoints.
 
     `literal` has the inputs of `jaxpr` that are literals in the program around it.
     """

@@ -103,7 +103,7 @@ class Region:
         return dict(_makers(linearised, [index < primals for index in range(len(linearised.in_avals))]))
 
     def finding(self, trap: str, problem: str, remedy: str, *, eqn: Any = None) -> Finding:
-        """A finding about the region, at the source line of `eqn`; if there is none, at the region's line."""
+        """A finding about the region, at the source line of `eqn` if that is known, else at the region's line."""
         return Finding(trap, some(self.paths), (compat.source_line(eqn) if eqn else "") or self.place, problem, remedy)
 
     @property
@@ -209,7 +209,7 @@ class Observed:
 
     @functools.cached_property
     def residuals(self) -> ResidualTable | None:
-        """The workload's residuals; None for a finished step, or if the policy is refused."""
+        """The workload's residuals; None if the workload is a step without a loss, or if the policy is refused."""
         try:
             return residuals(self.workload, self.policy)
         except RematError:
@@ -293,7 +293,7 @@ def _place_of(block: BlockUnderPolicy) -> str:
 
 
 def _users_own(jaxpr: Any) -> Iterator[Region]:
-    """The `jax.checkpoint` regions of a traced function that are not differentiated yet."""
+    """The `jax.checkpoint` regions of a traced function, except regions that are already differentiated."""
     for eqn, path, from_inputs, looped in region_equations(jaxpr):
         if not compat.is_checkpoint(eqn):
             continue
@@ -306,7 +306,7 @@ def _users_own(jaxpr: Any) -> Iterator[Region]:
 def region_equations(
     jaxpr: Any, given: Sequence[bool] | None = None, path: tuple[str, ...] = (), looped: bool = False
 ) -> Iterator[tuple[Any, str, list[bool], bool]]:
-    """Each outermost region of a closed jaxpr: its equation, its path, flags of its operands, and whether it is in a loop.
+    """Yield (equation, path, flags of its operands, whether it is in a loop) for each outermost region of a closed jaxpr.
 
     An operand is flagged if it is an input of the jaxpr that `given` flags (None: any input), or a view of such an input.
     """

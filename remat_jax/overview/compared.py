@@ -245,7 +245,7 @@ def _as_compiled(policies: list[Compared]) -> list[Compared]:
 def _estimated(
     described: Described | None, entry: _Asked, memory: MemoryReport
 ) -> tuple[float | None, float | None, int | None]:
-    """Seconds of a step, the excess over saving everything, and recomputed FLOPs; None if unknown."""
+    """(seconds of a step, their excess over saving everything, recomputed FLOPs); each is None if unknown."""
     plan, policy = entry.plan, entry.policy
     if plan is not None:
         return plan.seconds, plan.seconds - plan.base_seconds, plan.recompute_flops
@@ -259,7 +259,7 @@ def _estimated(
 
 
 def _with_names(policy: Any) -> Any:
-    """The policy whose residuals are listed: `everything` instead of `off`, which saves the same arrays but names none."""
+    """The policy whose residuals are listed. For `off`, it is `everything`: it saves the same arrays, and names them."""
     if isinstance(policy, Mapping):
         return {block: _with_names(of_block) for block, of_block in policy.items()}
     return "everything" if _is_off(policy) else policy

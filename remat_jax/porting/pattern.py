@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 # At most nine digits, so that every number fits into NumPy's integers.
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:\s*([+-])\s*(\d{1,9}))?\}")
-# The most names in one text: the numbers of alternatives in several braces multiply.
+# The largest number of names in one text; the numbers of alternatives in several braces multiply.
 _MOST_NAMES = 10_000
 
 
@@ -116,7 +116,7 @@ class FlaxPattern:
 
     @classmethod
     def parse(cls, text: str) -> FlaxPattern:
-        """The target written as `path` or `path[index, …]`; `:` in the index leaves an axis whole."""
+        """The pattern written as `path` or `path[index, …]`; `:` in the index leaves an axis whole."""
         match = re.fullmatch(r"(.*?)(?:\[([^\[\]]*)\])?", text.strip())
         if not match or not match[1]:
             raise PortingError(f"{text!r} is not a Flax path; write it as 'params/l_{{i}}/kernel' or 'params/l/kernel[{{i}}]'.")
@@ -145,7 +145,7 @@ class FlaxPattern:
         return None if path is None or index.count(None) > self.index.count(None) else Place(path, index)
 
     def matches(self, path: str, shape: Shape) -> Iterator[tuple[Captures, Place]]:
-        """(captures, place) for every part of the array at `path` that matches this target."""
+        """(captures, place) for every part of the array at `path` that matches this pattern."""
         captures = self.path.match(path)
         if captures is None or len(shape) < len(self.index):
             return

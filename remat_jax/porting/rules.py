@@ -60,7 +60,7 @@ class Rule:
         torch, arrow, flax = names.partition("->")
         if not arrow or not torch.strip() or not flax.strip():
             raise PortingError(f"{text.strip()!r} is not a rule; write it as in {_EXAMPLE}.")
-        return cls(tuple(expand(torch)), tuple(expand(flax)), transform if bar else "identity")  # type: ignore[arg-type]  # texts are taken
+        return cls(tuple(expand(torch)), tuple(expand(flax)), transform if bar else "identity")  # type: ignore[arg-type]  # `__post_init__` also accepts texts
 
     def __str__(self) -> str:
         steps = "" if self.transform == Transform() else f" | {self.transform}"
@@ -143,7 +143,7 @@ class Rules:
                     problems.append(f"line {number}: {error}")
         if problems:
             raise PortingError("the rules are malformed:\n  " + "\n  ".join(problems))
-        return cls(**entries)  # type: ignore[arg-type]  # lists are taken
+        return cls(**entries)  # type: ignore[arg-type]  # `__post_init__` turns lists into tuples
 
     def __str__(self) -> str:
         lines = [str(rule) for rule in self.rules]
@@ -235,7 +235,7 @@ class Rules:
 
 
 def _are_texts(value: Any, *, pairs: bool = False) -> bool:
-    """Whether `value` is a list of texts, or of pairs of texts."""
+    """Whether `value` is a list of texts or, if `pairs`, of pairs of texts."""
     if not isinstance(value, list):
         return False
     return all(_are_texts(item) and len(item) == 2 if pairs else isinstance(item, str) for item in value)

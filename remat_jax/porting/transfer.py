@@ -226,7 +226,7 @@ def _refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, 
 
 
 def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
-    """Flax path → whole array, also a stack, from PyTorch's values (`direction` "forward") or gradients ("gradient")."""
+    """Flax path → array (a stack whole), from PyTorch's values (`direction` "forward") or gradients ("gradient")."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     links, misfits = fit(rules, {name: array.shape for name, array in arrays.items()}, shapes)
     problems += misfits

@@ -13,7 +13,7 @@ from remat_jax.report.svg import GREY, INK, WIDTH, AxisScale, Key, Picture, lege
 _ROW, _THICKNESS, _NAME = 36.0, 26.0, 16.0
 _TOP, _BELOW = 40.0, 56.0
 _LEAST_WIDTH = 600.0
-"""In a narrower picture, panels are stacked, with names above the bars; else they are side by side, with names at the left."""
+"""In pixels. A narrower picture has its panels stacked, names above the bars; a wider one side by side, names at the left."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class BarSegment:
 
 @dataclass(frozen=True)
 class PanelBar:
-    """A bar, and the text at its end, in grey italics if `missing`. Screen readers get `label`, else the parts' tooltips."""
+    """A bar with `text` at its end (in grey italics if `missing`). Screen readers get `label` or, without it, the tooltips."""
 
     parts: Sequence[BarSegment]
     text: str = ""
@@ -41,8 +41,8 @@ class PanelBar:
 class BarPanel:
     """One pair of axes. `label` is the text at the axis of values; a dashed line is drawn at the value `mark`.
 
-    `rows` has the bars of each row; they share the row's height. `end` is the largest value of the axis; if it is None, the
-    axis leaves room for the text after the longest bar.
+    `rows` has the bars of each row; several bars share the row's height. `end` is the largest value of the axis; if it is None,
+    the axis leaves room for the text after the longest bar.
     """
 
     title: str

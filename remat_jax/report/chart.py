@@ -11,7 +11,7 @@ from remat_jax.report.document import escaped
 from remat_jax.report.svg import GREY, VERMILLION, WIDTH, AxisScale, Key, Picture, Place, legend_height, text_width
 
 Box = tuple[float, float, float, float]
-"""Left, bottom, right, top."""
+"""Least x, least y, largest x, largest y in pixels; y grows downwards."""
 
 _DISTANCES = (9, 12, 16, 22, 30, 40, 52, 66, 82, 100, 122, 148, 178)
 _DIRECTIONS = 24

@@ -74,7 +74,7 @@ def html_picture(draw: Callable[[float], Picture], label: str, role: str = "img"
 
 
 def stacked_bars(bars: Mapping[str, Memory], label: str, **options: Any) -> str:
-    """The picture that `stacked_figure` draws from these arguments, and its values as a table; empty without bars.
+    """The picture that `stacked_figure` draws from these arguments, and its values as a table; "" if there are no bars.
 
     >>> text = stacked_bars({"full": {("ffn", "kept"): 1024, ("head", "kept"): 512}}, "memory")
     >>> 'aria-label="full: 1.5 KiB: A ffn, kept 1.0 KiB; B head, kept 512 B"' in text

@@ -14,7 +14,10 @@ from remat_jax.report.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLI
 from remat_jax.report.tables import byte_unit, format_bytes, scaled_bytes
 
 Memory = Mapping[tuple[str, str], int]
-"""One bar: (module path, phase) or (part, kind) → bytes. Each part has a colour; some kinds are hatched."""
+"""One bar: (module path, phase) → bytes in a `MemoryReport`, (part, kind) → bytes in a figure.
+
+A figure draws each part in its own colour, and hatches some kinds.
+"""
 
 _COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, "#F0E442")
 _ARGUMENTS = {"parameters": "#4d4d4d", "frozen parameters": "#6e6e6e", "optimizer state": "#909090", "batch": "#b5b5b5"}
@@ -172,7 +175,7 @@ def _numbered(parts: Sequence[str]) -> list[tuple[int, tuple[str, str, str]]]:
 
 
 def _argument(path: str, phase: str) -> str | None:
-    """The step's argument that a buffer contains or copies; None for arrays that the step computes."""
+    """The name of the step's argument that a buffer contains or copies; None for arrays that the step computes."""
     name = re.sub(r"\[\d+\]$", "", path)
     if name in _ARGUMENTS:
         return name

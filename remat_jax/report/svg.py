@@ -26,7 +26,7 @@ _OUTLINES = {
 }
 _STRIPE, _STRIPES_APART = 2.5, 9.0
 _LETTERED = 15.0
-"""A bar of at least this width has its letter inside."""
+"""A bar of at least this width in pixels has its letter inside."""
 _ROW = 22.0
 
 Place = tuple[float, float]

@@ -42,7 +42,7 @@ def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Sh
 
 
 def _globs(extra: Sequence[str], tensors: Mapping[str, Shape]) -> tuple[str, ...]:
-    """`extra`, with a glob for names that have the same last part, unless a tensor outside `extra` has this part too."""
+    """`extra`, with a glob in place of names that share their last part, unless a tensor outside `extra` has this part too."""
     globs = {name: f"*.{name.rpartition('.')[2]}" for name in extra if "." in name}
     for glob in set(globs.values()):
         alike = {name for name in tensors if fnmatchcase(name, glob)}
@@ -101,7 +101,7 @@ def _with_a_word(rule: Rule) -> list[str]:
         if text.isidentifier() and pieces.count(text) == 1 == torch.count(text):
             name = ".".join(f"{{{word}}}" if piece == text else piece for piece in torch)
             path = "[".join(["/".join(f"{{{word}}}" if piece == text else piece for piece in pieces), *rest])
-            general.append(str(Rule((name,), (path,), rule.transform)))  # type: ignore[arg-type]  # texts are taken
+            general.append(str(Rule((name,), (path,), rule.transform)))  # type: ignore[arg-type]  # `Rule` accepts texts
     return general
 
 

@@ -130,7 +130,7 @@ class Space:
             yield trial
 
     def exchanges(self, answer: MapCandidate, gradients: Values) -> list[MapCandidate]:
-        """Variants of `answer` in which two units, or two modules of several units, with equal gradients are exchanged."""
+        """Variants of `answer` that exchange two units, or two modules of several units, whose gradients are equal."""
         trials = [
             self._exchanged(answer, pairs)
             for group in self.groups()
@@ -148,7 +148,7 @@ class Space:
         return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
 
     def _modules(self, one_unit: int, other_unit: int) -> list[tuple[int, int]]:
-        """Pair the units of the outermost module that contains only `one_unit` with those of the module of `other_unit`."""
+        """Pair the units of the outermost module with `one_unit` but without `other_unit` with the units of its counterpart."""
         first, second = (self.torch[unit].name.split(".") for unit in (one_unit, other_unit))
         depth = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
         prefixes = [".".join(parts[: depth + 1]) for parts in (first, second)]

@@ -100,7 +100,7 @@ def _fitting(pair: ModelPair, rules: Rules) -> tuple[tuple[Space, MapCandidate] 
     shapes = {path: s for path, s in pair.shapes.items() if path not in filled and not rules.allows_missing(path)}
     units, ties, buffers = torch_parts(pair.torch, taken)
     new_ties = tuple(tie for tie in ties if tie not in [(first.text, second.text) for first, second in rules.ties])
-    rules = rules | Rules((), new_ties, tuple(buffers))  # type: ignore[arg-type]  # texts are accepted
+    rules = rules | Rules((), new_ties, tuple(buffers))  # type: ignore[arg-type]  # `Rules` accepts texts
     if not units and not shapes:
         return (Space([], [], [], rules), MapCandidate((), ())), ""
     for stack in ("", *stack_candidates(shapes)):

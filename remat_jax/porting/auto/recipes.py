@@ -123,7 +123,7 @@ def _cell(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
 
 
 def _rule(torch: TorchUnit, names: tuple[str, ...], places: list[Place], text: str) -> Rule:
-    return Rule(tuple(map(torch.full, names)), tuple(map(str, places)), text)  # type: ignore[arg-type]  # texts are taken
+    return Rule(tuple(map(torch.full, names)), tuple(map(str, places)), text)  # type: ignore[arg-type]  # `Rule` accepts texts
 
 
 # The words that different projects use for the same part.

@@ -37,7 +37,7 @@ class TorchUnit:
 
 @dataclass(frozen=True)
 class FlaxUnit:
-    """The arrays of one Flax module, or of several `children` that form one unit: (local name, place, shape) of each."""
+    """The weights of one Flax module, or of several modules `children`. `arrays`: (local name, place, shape) of each array."""
 
     name: str
     arrays: tuple[tuple[str, Place, Shape], ...]
@@ -94,9 +94,10 @@ def _divided(prefix: str, kind: str, tensors: Mapping[str, Shape]) -> Iterator[T
 
 
 def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
-    """The units of a Flax model from `shapes` (path → shape); below `stack`, whose layers are stacked, one unit per layer.
+    """The units of a Flax model whose arrays have the `shapes` (path → shape).
 
-    In the attentions named in `together`, query, key and value are one unit. The layers of a recurrent cell are one unit too.
+    Stacked layers, below the path `stack`, give one unit per layer. In the attentions named in `together`, query, key and value
+    are one unit. The layers of a recurrent cell are one unit too.
     """
     modules = _modules(shapes, stack)
     units: list[FlaxUnit] = []
