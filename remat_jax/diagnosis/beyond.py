@@ -266,7 +266,7 @@ def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], besid
 # --- attention in a kernel ---------------------------------------------------------------------------------------------
 
 
-# The matmul of queries and keys, the matmul of weights and values, and the index (0 or 1) of the values in the second matmul.
+# The matmul of queries and keys, the matmul of weights and values, and the values' operand index (0 or 1) in the latter.
 _Attention = tuple[Any, Any, int]
 
 

@@ -77,7 +77,7 @@ class Gathered:
 
     Attributes:
       policies: the compared policies; if there is a plan, its policy is the last.
-      left_out: the default policies that are not compared, with the reasons.
+      left_out: name of each default policy that is not compared → the reason.
       notes: remarks on missing figures.
       described: the workload as a planning problem; None if no times are estimated.
     """
@@ -165,7 +165,7 @@ def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A policy to measure; `required`: whether a failure to measure it ends the report; `plan`: the plan that it comes from."""
+    """A policy to measure, and the `plan` that it comes from. If `required`, a failure to measure it ends the report."""
 
     policy: Any
     required: bool = True

@@ -140,7 +140,7 @@ class Trace:
         hidden: paths of modules called where capture is impossible, such as inside a `while` loop.
         loss: the call of the loss; its inputs are the model's outputs.
         gradients: the gradients of all parameters, by parameter name in a PyTorch trace, by variable path in a Flax trace.
-        ties: every further name of a shared PyTorch parameter → its name in `named_parameters()`.
+        ties: each further name of a PyTorch parameter that has several names → the parameter's name in `named_parameters()`.
     """
 
     calls: tuple[ModuleCall, ...]

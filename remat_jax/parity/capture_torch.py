@@ -169,7 +169,7 @@ class _Recorder:
 
 
 def names_of_shared(module: Any) -> dict[str, str]:
-    """Every further name of a shared parameter → its name in `named_parameters()`."""
+    """Each further name of a parameter that has several names → the parameter's name in `named_parameters()`."""
     names: dict[int, str] = {}
     parameters = module.named_parameters(remove_duplicate=False)
     first = {name: names.setdefault(id(parameter), name) for name, parameter in parameters}

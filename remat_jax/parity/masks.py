@@ -21,7 +21,7 @@ Signs = dict[str, dict[int, str]]
 
 Sign 1: a 1 in the mask (in an additive mask a 0) shows a position. Sign −1: it hides the position."""
 
-FAR = -1e3  # models hide a score by adding -inf, the dtype's lowest number, or a number of at most -1e4
+FAR = -1e3  # adding at most this hides a score; models add -inf, the dtype's lowest number, or at most -1e4
 
 _FLIPS = frozenset({"not", "neg", "logical_not", "bitwise_not", "rsub"})
 _MIXES = frozenset("and or max min add bitwise_and bitwise_or logical_and logical_or minimum maximum".split())

@@ -104,7 +104,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class KeptAlone:
-    """Residuals of one framework, equal in name and shape, that have no counterpart in the other framework.
+    """Residuals of one framework that have no counterpart in the other framework; all have the same name and shape.
 
     `place` is `device` or `host`; `name` is `module/path:operator` for PyTorch, the residual's name for JAX. `shape` is the
     shape of a single array; `bytes` is the size of all `count` arrays.

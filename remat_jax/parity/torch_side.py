@@ -41,7 +41,7 @@ class TorchSide:
     Attributes:
         weights: the state dict from which every run starts, in float64.
         trained: the names of the parameters that require a gradient; `Comparison` removes those that neither model uses.
-        ties: every further name of a shared parameter → its name in `named_parameters()`.
+        ties: each further name of a parameter that has several names → the parameter's name in `named_parameters()`.
         blocks, block_paths: the classes to checkpoint, and the paths of their modules.
         shapes: output name → shape.
         targets: name of a floating-point output → its target in the default loss.

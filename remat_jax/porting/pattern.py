@@ -191,7 +191,7 @@ def _indexed(path: object, index: Sequence[object]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(text: str) -> tuple[list[str], list[tuple[str, int | None]], re.Pattern[str]]:
-    """The texts around the placeholders, the placeholders with their offsets (None: any text), and the regular expression."""
+    """(texts around the placeholders, (placeholder, offset) of each, regular expression); with offset None any text matches."""
     pieces = _PLACEHOLDER.split(text)
     texts, names, signs, digits = (pieces[start::4] for start in range(4))
     offsets = [int(sign + number) if sign else None for sign, number in zip(signs, digits, strict=True)]

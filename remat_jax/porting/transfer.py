@@ -150,7 +150,7 @@ def restack(variables: Any, like: Any, each: str, stack: str) -> Any:
 
 
 def _unrolling(variables: Variables, each: str, stack: str) -> Rules:
-    """Rules from unrolled paths, as PyTorch names, to the variables' paths; the rules of unstacked arrays come first."""
+    """Rules that map unrolled paths (as the PyTorch names) to the variables' paths; rules of unstacked arrays come first."""
     (placeholder,) = Pattern(each).placeholders
     rules = []
     for path in sorted(variables.leaves, key=lambda path: f"/{stack}/" in f"/{path}/"):

@@ -106,7 +106,7 @@ def _with_a_word(rule: Rule) -> list[str]:
 
 
 def _split(rule: Rule) -> Names:
-    """The pieces of every name, with numbers at odd places."""
+    """The pieces of every name; the pieces at odd indices are the numbers."""
     return [_NUMBER.split(str(name)) for name in (*rule.torch, *rule.flax)]
 
 

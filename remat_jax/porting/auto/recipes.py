@@ -103,7 +103,7 @@ def _fused(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
 
 
 def _cell(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
-    """The way for a recurrent cell, whose gates are separate layers or fused into two layers in Flax."""
+    """The way to convert a recurrent cell, if any: in Flax its gates are separate layers, or are fused into two layers."""
     places = {local: place for local, place, _ in flax.arrays}
     layer = torch.tensors[0][0].removeprefix("weight_ih_")
     biases = (f"bias_ih_{layer}", f"bias_hh_{layer}")
