@@ -76,7 +76,7 @@ class _TracedBlock:
     """What a policy selected in one block.
 
     Attributes:
-      candidates: the arrays that selectors can match, by name.
+      candidates: name → an array that selectors can match.
       moves: whether this block, or an earlier block under the same policy, moves an offloaded array.
       unmatched: the selectors that match nothing.
       given: the names that the model gives with `checkpoint_name`; empty unless the policy is a JAX policy of names.

@@ -122,7 +122,7 @@ def keep_to_cpu_without_gpu() -> None:
 
 
 def without_source_lines() -> contextlib.AbstractContextManager[None]:
-    """Inside this context lowered programs have scopes but no source lines: programs that differ only in lines are equal."""
+    """Inside this context lowered programs have scopes but no source lines, so source lines make no difference."""
     context: contextlib.AbstractContextManager[None] = _config.traceback_in_locations_limit(0)
     return context
 

@@ -277,7 +277,7 @@ def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool)
 def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
     """A function that calls `function` with the inputs at the indices `rows` read from stacked arrays.
 
-    Its arguments are the first `size` arguments of `function`, the stacked arrays, one row index, and the other arguments.
+    Its arguments are the first `size` arguments of `function`, the stacked arrays, one row index, and its other arguments.
     """
 
     def run(*args: Any) -> list[Any]:

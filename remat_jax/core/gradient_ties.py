@@ -65,7 +65,7 @@ def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
 
 _MATMULS = MATMULS | {"conv_general_dilated"}
 _MOVES = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "pad")
-_MATMULS_LATE = 2
+_MATMULS_LATE = 2  # a matmul waits for weight gradients that are at least this many matmuls old
 
 
 def _barriers(jaxpr: Any, num_residuals: int) -> dict[int, list[Any]]:
@@ -131,7 +131,7 @@ class _Order:
                 self._leaving.update(variables(eqn.invars))
         self._travelling = dict.fromkeys(jaxpr.invars[num_residuals:])
         self._matmuls = 0
-        self._made: dict[Any, int] = {}  # finished gradient for which no matmul has waited → the number of matmuls before it
+        self._made: dict[Any, int] = {}  # finished gradient for which no matmul has waited yet → matmuls before it
         self._parked: dict[Any, None] = {}  # cotangents that a matmul computed and later equations read
 
     def before(self, index: int, eqn: Any) -> list[Any]:

@@ -50,7 +50,7 @@ class Named:
     Attributes:
       made: returns `jaxpr`; it is called once, when `jaxpr` is first read.
       path: the block's module path, with which every automatic name begins.
-      candidates: name → the properties that selectors match, in the order of execution.
+      candidates: name → the properties of the array that selectors match. The arrays are in the order of execution.
       shapes: name → the array's shape; inside a scan, its shape in one iteration.
       counts: `module/path:primitive` → how many automatic names begin with it.
       inputs: the name of each input of the block's jaxpr; None for parameters and RNG keys.

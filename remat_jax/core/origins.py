@@ -98,7 +98,7 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
 
 
 def _is_unread_slice(eqn: Any) -> bool:
-    """Whether an equation slices a stack for a scan over some layers. It is dead code: blocks read the stack."""
+    """Whether an equation slices a stack for a scan over some layers. Such a slice is dead code: blocks read the stack."""
     return eqn.primitive.name == "slice" and compat.layers_of(eqn) is not None
 
 

@@ -29,9 +29,9 @@ class Reading:
     """The blocks that read one array, of the type `aval`.
 
     Attributes:
-      blocks: how many blocks read it.
-      in_every_round: whether a block in a loop reads it from outside the loop, so that every iteration reads the same array.
-      name: its residual name in the first block whose policy offloads it; empty if no policy offloads it.
+      blocks: how many blocks read the array.
+      in_every_round: whether a block in a loop reads the array from outside the loop, so in every iteration.
+      name: the array's residual name in the first block whose policy offloads the array; empty if no policy does.
     """
 
     aval: Any
@@ -152,9 +152,9 @@ batching.primitive_batchers[choice_p] = lambda args, axes, **params: (choice_p.b
 
 # --- inputs parked on the host ------------------------------------------------------------------------------------------
 #
-# A JAX policy cannot offload a tied block's input: it decides while the block is traced, before the other readers are known. So
-# the block saves its input x, and the tie parks it: among the residuals, a copy on the host replaces x. If more readers may
-# follow, x itself is passed on too, as a `spare`, and the backward pass reads either the copy or the spare.
+# A JAX policy cannot offload a tied block's input: the policy decides while the block is traced, before the other readers are
+# known. So the block saves its input x, and the tie parks x: among the residuals, a copy on the host replaces x. If more readers
+# may follow, x itself is passed on too, as a `spare`, and the backward pass reads either the copy or the spare.
 
 
 @dataclass(frozen=True)

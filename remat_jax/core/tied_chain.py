@@ -87,7 +87,7 @@ def run_tied(run: Block, block: BlockUnderPolicy, values: Sequence[Any], offers:
     """`run(*values)`, tied to its place in the schedule and, if possible, linked to the block that computed one of `values`.
 
     A block without an offload is tied too if it takes a link. Its backward pass fetches the previous block's arrays, and
-    delayed gradients would keep its own arrays alive at the same time.
+    delayed gradients would keep the block's own arrays alive at the same time.
 
     Args:
       run: a function of flat arrays that runs `block` under its policy, but saves the offered inputs on the device.

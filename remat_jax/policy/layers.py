@@ -166,7 +166,7 @@ class LayerPolicies:
 
     @property
     def ranges(self) -> tuple[tuple[range, Policy], ...]:
-        """Pairs (layers, counted from 0; their policy) for each run. A run is split at cuts and at `grouping.series_borders`.
+        """A pair (layers counted from 0, their policy) for each run. A run is split at cuts and `grouping.series_borders`.
 
         >>> [(positions.start, positions.stop) for positions, _ in LayerPolicies.parse("8 x full | 4 x dots").ranges]
         [(0, 8), (8, 12)]

@@ -61,7 +61,7 @@ def in_parts(
 
     Args:
       starts, counts: for each equation, block → how often the block is called before the equation, and in the equation.
-      policies: the policies with groups, by block.
+      policies: block → its policies by layer, for blocks whose policies have groups.
       applied: the groups that contain `jaxpr`; their checkpoints exist already.
 
     Raises:
@@ -223,7 +223,7 @@ class RoundGroups:
         return end - start, sorted(self.parts.get(index, ()))
 
     def of(self, first: int, end: int) -> tuple[int | None, Groups]:
-        """For iterations `first` to `end - 1`: how many form one group (None: they are in no group), and the layers' groups."""
+        """For iterations `first` to `end - 1`: how many form one group (None: no groups), and their groups of layers."""
         if first not in self.whole:
             return None, frozenset()
         starts = {self.whole[index] for index in range(first, end)}
