@@ -153,8 +153,8 @@ batching.primitive_batchers[choice_p] = lambda args, axes, **params: (choice_p.b
 # --- inputs parked on the host ------------------------------------------------------------------------------------------
 #
 # A JAX policy cannot offload a tied block's input: the policy decides while the block is traced, before the other readers are
-# known. So the block saves its input x, and the tie parks x: among the residuals, a copy on the host replaces x. If more readers
-# may follow, x itself is passed on too, as a `spare`, and the backward pass reads either the copy or the spare.
+# known. So the block saves its input x, and the tie parks x: among the residuals, a copy on the host replaces x. If more
+# readers may follow, x itself is passed on too, as a `spare`, and the backward pass reads either the copy or the spare.
 
 
 @dataclass(frozen=True)
