@@ -61,8 +61,8 @@ def _has_effect(selector: str, block: BlockUnderPolicy, chosen: Sequence[Candida
     # JAX keeps every input that is not offloaded.
     if any(candidate.is_input and block.policy.action(candidate) is not Action.OFFLOAD for candidate in chosen):
         return True
-    # If the policy also keeps an array that is computed from a chosen one, the backward pass may not read the chosen one. So
-    # the selector is also tested alone.
+    # If the policy also keeps an array that is computed from a chosen one, the backward pass may no longer need the chosen
+    # one. So the selector is also tested alone.
     alone = replace(block, policy=Policy((PolicyRule(Action.SAVE, (selector,)),)))
     for variant in (block, alone) if chosen else ():
         kept = variant.kept(along)
@@ -76,7 +76,7 @@ class _TracedBlock:
     """What a policy selected in one block.
 
     Attributes:
-      candidates: the arrays that selectors can match, by name.
+      candidates: name → an array that selectors can match.
       moves: whether this block, or an earlier block under the same policy, moves an offloaded array.
       unmatched: the selectors that match nothing.
       given: the names that the model gives with `checkpoint_name`; empty unless the policy is a JAX policy of names.
@@ -110,7 +110,7 @@ class Audit:
 
         Args:
           whole: False if the model is being initialised: without parameters the backward pass reads fewer residuals.
-          layers: the layers that the policy is for, if other layers have another policy.
+          layers: the layers that have this policy; None if every layer has it.
           looped: whether the block is in a loop; None to ask JAX. Only subclasses of `Audit` use it.
         """
         policy, candidates = block.policy, block.named.candidates
@@ -155,7 +155,7 @@ class Audit:
 
 
 def _given(block: BlockUnderPolicy, kept: frozenset[str]) -> frozenset[str]:
-    """The names that the model gives in a block. Derivative rules are searched only if a name of `kept` is still missing."""
+    """The names that the model gives in a block. Derivative rules are searched only if the block lacks a name of `kept`."""
     names = frozenset(given_names(block.jaxpr) if kept else ())
     if kept - names:
         names |= {name for name in given_names(block.linearised.jaxpr) if ":" not in name}
@@ -239,7 +239,7 @@ def _check_effect(selections: Sequence[_Selection], subject: str) -> None:
 
 
 def check_differentiated(blocks: Iterable[tuple[BlockUnderPolicy, Sequence[int]]], policies: Iterable[Policy]) -> None:
-    """Raise unless each selector in `Policy.kept_globs` keeps a residual for the gradients that are really taken.
+    """Raise unless every selector in `kept_globs` of these policies keeps a residual for the gradients that are really taken.
 
     Args:
       blocks: every differentiated block, with the indices of its differentiated inputs.

@@ -1,4 +1,4 @@
-"""`checkpoint_blocks`: a policy on every block of a finished model, from outside."""
+"""`checkpoint_blocks` sets a policy on every block of a finished model, without editing the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
     Under `LayerPolicies` the i-th call of the block, in forward order, runs under the i-th policy. A scan over the blocks
     becomes several scans, one for each run of equal policies; parameters and results do not change. `fn` must then be
     traceable, and must not take a gradient of the blocks itself. Eager calls retrace `fn` every time; an identical trace reuses
-    the compiled program, unless it contains a `custom_vjp`, a callback or a `jax.checkpoint` with a policy.
+    the compiled program, unless the trace contains a `custom_vjp`, a callback or a `jax.checkpoint` with a policy.
 
     Args:
       fn: any function that runs the model, under `jit` or not, differentiated or not.

@@ -67,7 +67,7 @@ def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Ca
 
 @contextmanager
 def named_scopes(parts: Collection[tuple[str, Any]]) -> Iterator[None]:
-    """In this context each module of `parts` (path, module) runs in a named scope: its path relative to the calling module."""
+    """In this context each module of `parts` (path, module) runs in a scope named by its path from the calling module."""
     names, around = {id(module): path for path, module in parts}, ContextVar("around", default="")
 
     def wrap(original: Call) -> Call:

@@ -154,7 +154,7 @@ def traced_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], k
 
 
 def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """A key for the trace of a call: structure, types of arrays and numbers, other values; None if it cannot be hashed."""
+    """A key for the trace of a call: its pytree structure, types of arrays and numbers, other values; None if not hashable."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     kinds: list[Any] = []
     for leaf in leaves:

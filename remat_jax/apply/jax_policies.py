@@ -18,7 +18,7 @@ def jax_policy(policy: Any) -> JaxPolicy:
     `@convs`, `@primitive:NAME`, `*`, and names that the model gives with `checkpoint_name`.
 
     Raises:
-      PolicyError: `policy` is no policy, is `off`, or has a glob on automatic names or `@inputs`.
+      PolicyError: `policy` is no policy, is `off`, or has `@inputs` or a glob on automatic names.
       UnsupportedError: `jax_remat3` is on in a JAX version that would ignore such a policy.
 
     >>> import jax, jax.numpy as jnp
@@ -45,7 +45,7 @@ def jax_policy(policy: Any) -> JaxPolicy:
 
 @dataclass(frozen=True, repr=False)
 class _JaxPolicy:
-    """Equal for equal policies, so that JAX's caches hit."""
+    """A policy as a function. Two such functions are equal if their policies are, so that JAX's caches hit."""
 
     policy: Policy
 

@@ -203,7 +203,7 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The first argument as parameters, unless it is an array."""
+    """`(parameters, args, kwargs)`: the parameters are the first argument, unless it is an array."""
     count = 1 if args and not compat.is_array(args[0]) else 0
     return args[:count], args[count:], kwargs
 

@@ -115,9 +115,9 @@ def bind_block(
 ) -> list[Any]:
     """Evaluate a block on `values`: under `jax.checkpoint`, and tied if it offloads outside every loop.
 
-    `prevent_cse` is set where XLA could merge the recomputation with the forward pass. XLA cannot merge them if each pass has
-    its own loop. In a loop XLA can merge them in two cases. If the gradient is taken inside the loop (micro-batches), one loop
-    body has both passes. If the loop runs once, XLA removes the loop. Blocks in loops are not tied: a tied block in a loop does
+    `prevent_cse` is set unless each pass has its own loop: otherwise XLA could merge the recomputation with the forward pass.
+    Even for a block in a loop, the passes have no loops of their own in two cases: the gradient is taken inside the loop
+    (micro-batches), or the loop runs once and XLA removes it. Blocks in loops are not tied: a tied block in a loop does
     not compile for a GPU (INTERNAL: shape mismatch after layout assignment).
 
     Args:

@@ -29,7 +29,7 @@ def replaced_text(replaced: int) -> str:
 
 
 class OwnCheckpoints:
-    """A model's own checkpoints around its blocks: the `choice` about them (as for `checkpoint_blocks`), and their number."""
+    """Counts a model's own checkpoints around its blocks. `choice` is the `own_checkpoints` of `checkpoint_blocks`."""
 
     def __init__(self, choice: str) -> None:
         self.keeps, self.choice = check_choice(choice), choice

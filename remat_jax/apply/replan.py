@@ -25,10 +25,12 @@ R = TypeVar("R")
 def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     """`fn` with `policy` on all its checkpoint regions, made by `nn.remat`, `nnx.remat` or `jax.checkpoint`.
 
-    `fn` is traced when it is called, so it must be a function of arrays; Python values in the arguments reach it unchanged. It
-    must be the function that is differentiated, and must not take the gradient itself. An operand of a region is a parameter if
-    it is an argument of `fn` or a view of an argument, such as a row of a scanned stack. `@inputs` selects the other operands.
-    Operands that all iterations of a scan read are never offloaded. A region inside another region keeps its own policy.
+    `fn` is traced when it is called: it must work on tracers in place of the arrays in its arguments. Other Python values in
+    the arguments reach it unchanged. `fn` must be the function that is differentiated, and must not take the gradient itself.
+
+    An operand of a region is a parameter if it is an argument of `fn` or a view of an argument, such as a row of a scanned
+    stack. `@inputs` selects the other operands. Operands that all iterations of a scan read are never offloaded. A region
+    inside another region keeps its own policy.
 
     Args:
       fn: the function, usually the loss; under `jit` or not.
@@ -55,13 +57,15 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     @functools.wraps(fn)
     def replanned(*args: P.args, **kwargs: P.kwargs) -> R:
         jaxpr, values, outputs_of = traced(fn, args, kwargs)
-        # Blocks of an enclosing `checkpoint_blocks` keep their policy. That call also replaced the checkpoints around them.
+        # Blocks of an enclosing `checkpoint_blocks` keep their policy.
         with leaving_blocks() if scope.active() is not None else contextlib.nullcontext():
             if count_regions(jaxpr):
                 audit = Audit()
                 outputs = _under(checked, audit, jaxpr, values)
                 audit.check()
                 return cast(R, outputs_of(outputs))
+        # It is no error to have no region left if an enclosing `checkpoint_blocks` put a policy on blocks of `fn`: it may have
+        # replaced `fn`'s checkpoints around them.
         if any(compat.replaces_checkpoints(eqn) is not None for eqn in equations(jaxpr)):
             return cast(R, outputs_of(compat.jaxpr_function(jaxpr)(*values)))
         raise BlockError(

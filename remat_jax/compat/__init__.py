@@ -1,4 +1,4 @@
-"""The only package that uses private JAX and Flax, checks JAX versions (0.10.2 and later), and knows the CUDA plugin."""
+"""The only package that uses private APIs of JAX and Flax, checks JAX's version (0.10.2 or later), or knows the CUDA plugin."""
 
 from __future__ import annotations
 

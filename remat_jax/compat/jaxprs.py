@@ -35,7 +35,7 @@ _LIBRARIES = (
 
 
 jaxpr_function: Callable[[Any], Callable[..., list[Any]]] = jex.jaxpr_as_fun
-"""A closed jaxpr as a function of its flat inputs."""
+"""Returns a closed jaxpr as a function of its flat inputs."""
 
 
 def closed(jaxpr: Any) -> Any:
@@ -138,7 +138,7 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[Any], renamed: Mapping[Any, Any]) -> Any:
-    """`jaxpr`, open or closed, with equations `eqns` and outputs mapped by `renamed`; `jaxpr` itself if it has `eqns`."""
+    """`jaxpr`, open or closed, with equations `eqns` and outputs mapped by `renamed`; `jaxpr` itself if `eqns` are its own."""
     body = closed(jaxpr).jaxpr
     if len(eqns) == len(body.eqns) and all(map(operator.is_, body.eqns, eqns)):
         return jaxpr
@@ -222,9 +222,9 @@ def new_primitive(name: str, evaluate: Callable[..., Any], *, multiple_results: 
 def optimization_barrier(operands: Any) -> Any:
     """`jax.lax.optimization_barrier`, without a barrier in its derivative.
 
-    JAX's derivative of a barrier is a barrier. For an operand in host memory without a cotangent, this derivative creates zeros
-    in device memory, which is an error. In a `shard_map` that checks how values vary over mesh axes, JAX before 0.12 gives all
-    outputs of a barrier the axes of the operand that varies over the most axes, which changes the outputs' types.
+    JAX's derivative of a barrier is a barrier. If an operand in host memory has no cotangent, this derivative creates zeros
+    for it in device memory, which is an error. In a `shard_map` that checks how values vary over mesh axes, JAX before 0.12
+    gives all outputs of a barrier the axes of the operand that varies over the most axes, which changes the outputs' types.
     """
     leaves, treedef = jax.tree.flatten(operands)
     return jax.tree.unflatten(treedef, _barrier_p.bind(*leaves) if leaves else [])
@@ -237,7 +237,7 @@ def varying_axes(value: Any) -> str:
 
 
 def _barriers(*leaves: Any) -> list[Any]:
-    """A barrier for each group of operands that vary over the same mesh axes."""
+    """The `leaves`, with one barrier for each group of operands that vary over the same mesh axes."""
     held = list(leaves)
     kinds = list(map(varying_axes, leaves))
     for kind in dict.fromkeys(kinds):
@@ -271,7 +271,7 @@ def batched(
 
 
 def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
-    """The arguments that JAX 0.12 added to `batch_custom_vjp_bwd`: a function for `num_res`, and a name for messages."""
+    """The arguments that JAX 0.12 added to `batch_custom_vjp_bwd`: a function returning `num_res`, and a name for messages."""
     parameters = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
     return (lambda: num_res, "custom_vjp") if "num_res" in parameters else ()
 
@@ -289,9 +289,9 @@ def _map_linear(
     return list(outputs), [0] * len(avals)
 
 
-# JAX batches a function before it differentiates it, so its own batching rule for the linear part of a `custom_vjp` raises
-# that there is no forward mode. `vmap` of a block batches a traced derivative, which contains such linear parts. With the rule
-# above, only evaluating the result raises this error.
+# JAX batches a function before differentiating it. So JAX's own batching rule for the linear part of a `custom_vjp` raises an
+# error: there is no forward mode. `vmap` of a block batches a traced derivative, which contains such linear parts. With the
+# rule above, only evaluating the result raises this error.
 _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
 
 

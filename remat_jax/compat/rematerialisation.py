@@ -86,7 +86,7 @@ def kind(eqn: Any) -> str:
 
 
 def hidden_body(eqn: Any) -> Any | None:
-    """The body of a `jax_remat3` region, a jaxpr; None for other equations. To change it, bind a new parameter `_prim`."""
+    """The body of a `jax_remat3` region, a jaxpr; None for other equations. `bind(eqn, …, _prim=body)` replaces it."""
     return eqn.params["_prim"].params["jaxpr"] if _hi_primitive(eqn) == "RematTraced" else None
 
 
@@ -99,8 +99,8 @@ def classic_rematerialisation() -> contextlib.AbstractContextManager[None]:
     """Inside this context `jax.checkpoint` and `checkpoint_name` use the established rematerialisation, despite `jax_remat3`.
 
     `jax_remat3` saves only arrays that were named before differentiation: it recomputes arrays that derivative rules compute,
-    and outputs that derivative rules read (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions, or
-    calls them only for names (0.11.2).
+    and outputs that derivative rules read (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions;
+    0.11.2 calls them, but only for names.
     """
     context: contextlib.AbstractContextManager[None] = _config.remat3(False)
     return context
@@ -190,7 +190,7 @@ OFFLOAD = _pe.Offloadable(src="device", dst="pinned_host")
 
 
 def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
-    """The outputs of equations of `jaxpr`, at any depth, that the JAX policy would offload: their names, else primitives."""
+    """For each array in `jaxpr`, at any depth, that the JAX policy would offload: its name, or its primitive without a name."""
     names = []
     for eqn in jaxpr.jaxpr.eqns:
         verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)

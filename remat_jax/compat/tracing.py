@@ -88,8 +88,8 @@ def _is_fixed(leaf: Any, traces_in_loops: Container[int]) -> bool:
         elif tracer.parent is None and _is_broadcast(tracer):
             continue
         elif tracer.parent is None or len(seen) > _MOST_EQUATIONS:
-            # No equation computes an input of a loop or call, so it may change between iterations. After many equations the
-            # search gives up, as if the array changed.
+            # No equation computes an input of a loop or call, so it may change between iterations. The search gives up after
+            # `_MOST_EQUATIONS` equations, as if the array changed.
             return False
         else:
             waiting += tracer.parent.in_tracers
@@ -172,7 +172,7 @@ def is_on_host(leaf: Any) -> bool:
 
 
 def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
-    """The index in the trace, the equation that computes the tracer `leaf`, and its output; None without such an equation."""
+    """The equation that computes the tracer `leaf`, as `(index in the trace, equation, output)`; None if there is none."""
     frame: Any = getattr(getattr(leaf, "_trace", None), "frame", None)
     parent = getattr(leaf, "parent", None)
     if parent is None or not hasattr(frame, "tracing_eqns"):
@@ -183,7 +183,7 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
 
 
 def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A function that makes a context to trace a body later, with the axes (of `vmap`, of a mesh) that are bound now."""
+    """A function that returns a context for tracing a body later: it binds the axes (`vmap`, mesh) that are bound now."""
     axes = _core.get_axis_env().axis_sizes
 
     def bound() -> contextlib.AbstractContextManager[Any]:
@@ -218,7 +218,7 @@ def trace_settings() -> Any:
 
 
 def block_settings() -> Any:
-    """`trace_settings` with the default of each context made with `reaches_blocks=False`; policies do not change it."""
+    """`trace_settings`, with each context of `reaches_blocks=False` at its default, so that policies do not change it."""
     with contextlib.ExitStack() as defaults:
         for context, default in _outside_blocks:
             defaults.enter_context(context(default))

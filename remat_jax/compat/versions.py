@@ -33,7 +33,7 @@ SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2),
 
 _PASS = "dynamic-slice-annotator"
 SCANNED_OFFLOAD_REMEDY = f"JAX 0.11.1 or later, unroll the layers, or start with XLA_FLAGS=--xla_disable_hlo_passes={_PASS}"
-# This pass as an entry of `xla_disable_hlo_passes` (field 30 of XLA's DebugOptions) in a serialised message: tag, length, text.
+# `_PASS` as an entry of `xla_disable_hlo_passes` (field 30 of XLA's DebugOptions) in a serialised message: tag, length, text.
 _ENTRY = b"\xf2\x01" + bytes([len(_PASS)]) + _PASS.encode()
 
 
@@ -107,7 +107,7 @@ _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def _ignored_plugins() -> list[str]:
-    """Texts on CUDA plugins that jaxlib ignores because their version differs; empty if one plugin has jaxlib's version."""
+    """A text for each CUDA plugin that jaxlib ignores, as it has another version; empty if a plugin has jaxlib's version."""
     texts = []
     jaxlib = importlib.metadata.version("jaxlib")
     for plugin in _PLUGINS:

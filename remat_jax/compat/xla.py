@@ -20,7 +20,7 @@ from jax._src import config as _config
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.reading import read_limited
 
-# The largest flag file to read: its content becomes an environment variable, which cannot be much longer.
+# The largest flag file to read, in bytes. Its content becomes an environment variable, which cannot be much longer.
 _MOST_BYTES = 2**16
 
 _DISABLED_PASSES = re.compile(r"(?<!\S)--xla_disable_hlo_passes=(\S*)")
@@ -122,7 +122,7 @@ def keep_to_cpu_without_gpu() -> None:
 
 
 def without_source_lines() -> contextlib.AbstractContextManager[None]:
-    """Inside this context lowered programs have scopes but no source lines: programs that differ only in lines are equal."""
+    """Inside this context lowered programs have scopes but no source lines, so source lines make no difference."""
     context: contextlib.AbstractContextManager[None] = _config.traceback_in_locations_limit(0)
     return context
 
@@ -141,7 +141,7 @@ def attention_kernel() -> Any:
 
 
 def wants_cudnn(message: str) -> bool:
-    """Whether an error message of JAX or XLA names cuDNN: it is missing, or does not support an operation."""
+    """Whether an error message of JAX or XLA names cuDNN, because cuDNN is missing or does not support an operation."""
     return "cudnn" in message.lower()
 
 

@@ -1,4 +1,4 @@
-"""The heart: `block.py` wraps the linearisation of a block in a checkpoint. A policy selects residuals by their names."""
+"""`block.py` wraps the linearisation of each block in a checkpoint, whose policy selects residuals by their names."""
 
 from __future__ import annotations
 

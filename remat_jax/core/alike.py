@@ -12,8 +12,8 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
 
-# Derivative rules inside derivative rules are compared to this depth. Deeper rules are not compared. They count as alike only
-# if their function is the same program as an outer function whose rule is being compared already.
+# A derivative rule may call functions with rules of their own. Three levels of rules are compared. A rule at a deeper level
+# counts as alike only if its function is the same program as one of the functions whose rules are being compared around it.
 _DEEPEST = 3
 _RULE = "jvp_jaxpr_fun"
 
@@ -31,7 +31,7 @@ class Original:
         self._rules: dict[int, Any] = {}
 
     def is_like(self, jaxpr: Any, paths: tuple[str, str] = ("", "")) -> bool:
-        """Whether the closed `jaxpr` is alike. `paths`: the module paths, which may differ, of this block and of the other."""
+        """Whether the closed `jaxpr` is alike. `paths`: the module paths of the two programs' blocks, which may differ."""
         return _Comparison(self._rules, paths=paths).programs(self.jaxpr, jaxpr)
 
 
@@ -41,7 +41,7 @@ def holds_arrays(jaxpr: Any) -> bool:
 
 
 def holds_functions(jaxpr: Any) -> bool:
-    """Whether an equation has a function, which may capture anything, as a parameter; `custom_jvp` rules do not count."""
+    """Whether a parameter of an equation is a function that may close over arrays; rules of `custom_jvp` do not count."""
     return any(
         callable(value) and not isinstance(value, type | jax.sharding.Mesh) and key != _RULE and not compat.is_jaxpr(value)
         for eqn in equations(jaxpr)
@@ -65,8 +65,8 @@ class _Comparison:
     """Compares two programs, variable by variable.
 
     Attributes:
-      rules: the traced derivative rules of the first program, by the id of their equation.
-      around: the functions whose rules are being compared. A rule may call its own function, as the rule of softmax does.
+      rules: id of a `custom_jvp` equation of the first program → its traced derivative rule; None if tracing failed.
+      around: the functions whose rules are being compared, outermost first. The rule of softmax, for example, calls softmax.
       paths: the module paths of the two programs' blocks, which may differ.
     """
 
@@ -75,7 +75,7 @@ class _Comparison:
         self.scopes = functools.cache(lambda stack: compat.moved_scopes(stack, *paths))
 
     def programs(self, program: Any, other: Any) -> bool:
-        """Whether the closed or open jaxprs are alike."""
+        """Whether two jaxprs, each closed or open, are alike."""
         if program is other:
             return True
         program, other = compat.closed(program), compat.closed(other)
@@ -144,7 +144,7 @@ def _rule(eqn: Any) -> Any:
 
 
 def _named(names: dict[Any, Any], ones: Any, others: Any) -> bool:
-    """Whether two lists of variables have the same types. Adds the pairs to `names`: first → second."""
+    """Whether two lists of variables have the same types. Adds to `names`: variable in `ones` → variable in `others`."""
     if len(ones) != len(others):
         return False
     for var, other in zip(ones, others, strict=True):

@@ -11,7 +11,8 @@ For a block f with inputs x:
 
 The checkpoint's policy is two sets of names: saved residuals and offloaded residuals. Only these residuals and the block's
 inputs pass from the forward to the backward pass; the backward pass recomputes the rest. The checkpoint wraps the
-linearisation, not f: JAX would linearise `jax.checkpoint(f)` after naming, so arrays of derivative rules would have no name.
+linearisation, not f: JAX would linearise `jax.checkpoint(f)` after naming, so arrays that derivative rules compute would have
+no name.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class BlockUnderPolicy:
 
     Attributes:
       jaxpr: f as a closed jaxpr.
-      names: f with its arrays named, and its linearisations with their arrays named.
+      names: f and its linearisations, with every array named.
       policy: a policy other than `off`, or a JAX policy object.
     """
 
@@ -156,7 +157,7 @@ class BlockUnderPolicy:
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
             if (blocks := _differentiated.get()) is not None:
-                # For a stack that is differentiated, the index of its row among the block's inputs is noted.
+                # If a stack is differentiated, note the index of the block's input that is read from it.
                 places = [*range(size), *rows]
                 blocks.append((self, [places[index] for index in live if index < len(places)]))
             if not live:
@@ -247,7 +248,7 @@ def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]
 
 @dataclass(frozen=True)
 class _NamesPolicy:
-    """A `jax.checkpoint` policy of two sets of names. Policies with equal sets are equal, so JAX's caches hit."""
+    """A `jax.checkpoint` policy made of two sets of names. Policies with equal sets are equal, so JAX's caches hit."""
 
     saved: frozenset[str]
     offloaded: frozenset[str]
@@ -274,9 +275,9 @@ def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool)
 
 
 def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
-    """`function`, whose inputs at the indices `rows` are read from stacked arrays.
+    """A function that calls `function` with the inputs at the indices `rows` read from stacked arrays.
 
-    The stacked arrays and one row index follow the first `size` arguments.
+    Its arguments are the first `size` arguments of `function`, the stacked arrays, one row index, and its other arguments.
     """
 
     def run(*args: Any) -> list[Any]:
@@ -308,7 +309,7 @@ def _linearisation(
             return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
 
         with compat.classic_rematerialisation():
-            # Constants that a `custom_jvp` rule reads stay constants of this jaxpr.
+            # An array that a `custom_jvp` rule closes over becomes a constant of this closed jaxpr, not an input.
             jaxpr = compat.dce(jax.make_jaxpr(push)(primals, directions))
             whole = None if names is None else _along_all(named, primals, live, names)
             return name_linearised(named, jaxpr, len(primals), whole)
@@ -335,7 +336,7 @@ def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names:
 
 
 def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int]) -> Any:
-    """`function` linearised at `primals`: maps tangents of the inputs at `places` to tangents of the smooth outputs."""
+    """The derivative of `function` at `primals`: maps tangents of the inputs at `places` to tangents of the smooth outputs."""
 
     def of_places(*changed: Any) -> list[Any]:
         return [out for out in of_some(function, primals, places)(*changed) if is_smooth(out)]

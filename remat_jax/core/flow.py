@@ -38,7 +38,7 @@ def all_inputs(eqn: Any, flags: list[bool]) -> bool:
 
 
 def inner_flags(eqn: Any, key: str, inner: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
-    """Which inputs of `inner`, the jaxpr parameter `key` of `eqn`, have the property.
+    """For each input of `inner`, the jaxpr parameter `key` of `eqn`, whether it has the property.
 
     A scan's carry has the property if its initial value has it and every iteration preserves it. A `while` carry never has it.
     """

@@ -32,7 +32,7 @@ def in_program_order(
     fetched: Mapping[int, Any],
     others: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Evaluate the closed jaxpr `backward` in the order of its equations. Returns its gradients, and the `others`, fetched.
+    """Evaluate the closed jaxpr `backward` in equation order. Returns its gradients, and the `others` in device memory.
 
     Args:
       fetched: residuals that have already been fetched: index among the residuals → array in device memory.
@@ -65,7 +65,7 @@ def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
 
 _MATMULS = MATMULS | {"conv_general_dilated"}
 _MOVES = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "pad")
-_MATMULS_LATE = 2
+_MATMULS_LATE = 2  # a matmul waits for weight gradients that are at least this many matmuls old
 
 
 def _barriers(jaxpr: Any, num_residuals: int) -> dict[int, list[Any]]:
@@ -106,7 +106,7 @@ class _Fetches:
 
 
 def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
-    """Equation index, one of `places` (None: the pass's beginning) → the indices of the `others` whose fetch starts there."""
+    """Equation index in `places` (None: the pass's start) → the indices of the `others` whose fetch starts just before it."""
     work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
     sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
     starts: dict[int | None, list[int]] = {}
@@ -119,7 +119,7 @@ def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[in
 
 
 class _Order:
-    """Which variables each matmul of a backward pass waits for. A recomputed matmul reads no cotangent, so it never waits."""
+    """Decides which variables a matmul of a backward pass waits for. Recomputed matmuls read no cotangent and never wait."""
 
     def __init__(self, jaxpr: Any, num_residuals: int) -> None:
         self._gradients = set(variables(jaxpr.outvars))
@@ -131,7 +131,7 @@ class _Order:
                 self._leaving.update(variables(eqn.invars))
         self._travelling = dict.fromkeys(jaxpr.invars[num_residuals:])
         self._matmuls = 0
-        self._made: dict[Any, int] = {}  # gradient that no matmul waits for yet → the number of matmuls before it
+        self._made: dict[Any, int] = {}  # finished gradient for which no matmul has waited yet → matmuls before it
         self._parked: dict[Any, None] = {}  # cotangents that a matmul computed and later equations read
 
     def before(self, index: int, eqn: Any) -> list[Any]:

@@ -12,7 +12,7 @@ after the move they read the named array:
     n = checkpoint_name(exp(b), …);          ȧ = n ḃ      after the name has moved to the equation of exp
 
 If fewer inputs are differentiated, derivative rules compute fewer arrays. Every linearisation takes its names from the
-linearisation along all inputs, so the first layer, whose input has no gradient, has the same names as the next layer.
+linearisation along all inputs. So the first layer, whose input has no gradient, has the same names as later layers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Named:
     Attributes:
       made: returns `jaxpr`; it is called once, when `jaxpr` is first read.
       path: the block's module path, with which every automatic name begins.
-      candidates: name → the properties that selectors match, in the order of execution.
+      candidates: name → the properties of the array that selectors match. The arrays are in the order of execution.
       shapes: name → the array's shape; inside a scan, its shape in one iteration.
       counts: `module/path:primitive` → how many automatic names begin with it.
       inputs: the name of each input of the block's jaxpr; None for parameters and RNG keys.
@@ -97,7 +97,7 @@ def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | 
 
     Args:
       linearised: the closed jaxpr from primals and tangents to outputs and their tangents.
-      primals: the number of primals, the first inputs of `linearised`. Only arrays that depend on primals alone get names.
+      primals: how many of the first inputs of `linearised` are primals. Only arrays that depend on primals alone get names.
       whole: the linearisation along all inputs, if `linearised` is along some inputs only. Equal values get the same names.
     """
     values = _Values() if whole is None else _Values(whole.values)
@@ -108,13 +108,13 @@ def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | 
 
 
 def can_be_named(value: Any) -> bool:
-    """Whether a policy can keep `value`: RNG keys, tokens and references have no storage that could be moved."""
+    """Whether a policy can keep `value`. It cannot keep RNG keys, tokens, references and arrays of dtype float0."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0
 
 
 class _Values:
-    """Value numbering of a program: equal operations on equal values have equal numbers. A named value is numbered by its name.
+    """Numbers a program's values: equal operations on equal values have equal numbers. A named value is numbered by its name.
 
     If the values of another program (`whole`) are given, each value takes the name of an equal value in `whole`. Each
     name is taken once.
@@ -145,7 +145,7 @@ class _Values:
         return [self.number(eqn.primitive.name, "inner", place) for place in places]
 
     def name(self, value: tuple[int, str], new: Callable[[], str]) -> str:
-        """The next unused name of an equal value in `whole`, or a new name."""
+        """The next unused name that `whole` gives to an equal value; if there is none, `new()`."""
         unused = self._unused.get(value)
         name = unused.pop(0) if unused else new()
         self.names.setdefault(value, []).append(name)
@@ -176,7 +176,12 @@ class _Namer:
     def run(
         self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], primal_only: Sequence[bool], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Evaluate `jaxpr` and name its arrays. `primal_only` inputs depend on primals only; `numbers` number the inputs."""
+        """Evaluate `jaxpr` and name its arrays.
+
+        Args:
+          primal_only: for each input, whether it depends on primals only.
+          numbers: the value number of each input; empty to number the inputs by their index.
+        """
         names = _given_names(jaxpr)
         fixed = flagged(jaxpr, primal_only, all_inputs)
         number = dict(zip(jaxpr.jaxpr.invars, numbers or map(self.values.number, itertools.count()), strict=False))
@@ -242,13 +247,13 @@ class _Namer:
         return f"{base}#{self.counts[base] - 1}"
 
     def name(self, value: Any, candidate: Candidate) -> Any:
-        """`value` under the candidate's name, if it can be named."""
+        """`value`, named as the candidate if it can be named."""
         if not can_be_named(value):
             return value
         self.candidates.setdefault(candidate.name, candidate)
         self.shapes.setdefault(candidate.name, tuple(value.shape))
         if jnp.iscomplexobj(value):
-            # JAX applies `reduce_precision` to saved arrays, which rejects complex numbers: name the real and imaginary parts.
+            # JAX applies `reduce_precision`, which rejects complex numbers, to saved arrays. So both parts are named.
             return lax.complex(*(checkpoint_name(part(value), candidate.name) for part in (lax.real, lax.imag)))
         return checkpoint_name(value, candidate.name)
 
@@ -268,7 +273,7 @@ def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
 
 
 def _user_named(name: str, producer: Any) -> Candidate:
-    """The candidate for a user's name of an output of the equation `producer`, or of an input if `producer` is None.
+    """The candidate for an array that a user named: an output of the equation `producer`, or an input if `producer` is None.
 
     It has the primitive of `producer`, so that `@dots` selects a matmul with a user's name.
     """

@@ -3,7 +3,7 @@
 Reverse over reverse and reverse over forward fail when JAX transposes a `device_put` between memories. JAX's error, «Expected
 cotangent type float32[…] but got float32<host>[…]», does not name the cause. So the tangents that enter and leave an offloading
 block pass through `once_p`, an identity that counts how often it was differentiated (`order`). At order 1 it may be transposed;
-at order 2 transposing it raises our error. A second backward pass transposes it before anything else in the block.
+at order 2 transposing it raises our error. A second backward pass transposes this identity before the rest of the block.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Origin:
       kind: `argument`, `constant`, `named` (it has a residual name), `carry` (the stacked carry of a scan), or `equation`.
       name: the residual name; without one, `module/path:primitive`.
       source: the user's source line.
-      scanned: whether a scan stacked the array from its iterations.
+      scanned: whether the array is a scan's stacked output, with one row for each iteration.
       layers: the layers to which the array belongs, if it was traced for some layers only; else None.
       aliases: other residual names of the same array: a block's input is often the output of the previous block.
     """
@@ -44,7 +44,7 @@ class Origin:
 
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
-    """The origin of `atom`, a variable or literal of the open `jaxpr`. `outer`, `layers`: scopes and layers of its trace."""
+    """The origin of `atom`, a variable or literal of the open `jaxpr` that was traced in scopes `outer` and for `layers`."""
     makers = _makers(jaxpr)
     while not hasattr(atom, "val"):
         if atom in jaxpr.invars:
@@ -98,7 +98,7 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
 
 
 def _is_unread_slice(eqn: Any) -> bool:
-    """Whether an equation slices a stack for a scan over some layers. The slice is dead code: `read_row` reads the stack."""
+    """Whether an equation slices a stack for a scan over some layers. Such a slice is dead code: blocks read the stack."""
     return eqn.primitive.name == "slice" and compat.layers_of(eqn) is not None
 
 
@@ -122,7 +122,7 @@ def _made_here(eqn: Any, atom: Any, path: tuple[str, ...], layers: range | None)
 
 
 def _through_scan(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
-    """The origin of an output of a scan: computed in its body, carried, or one of its constants or scanned operands."""
+    """The origin of output `index` of a scan; of kind `argument` if the output is a constant or a scanned operand."""
     body = bodies(eqn)[0].jaxpr
     consts, carry = compat.scan_layout(eqn)
     inner = origin(body, body.outvars[index], path, layers)

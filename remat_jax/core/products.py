@@ -10,7 +10,7 @@ MATMULS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "scaled_
 
 
 def eqn_flops(eqn: Any) -> int:
-    """The floating-point operations of one matrix multiplication or convolution, 2 per multiply-add; 0 for anything else."""
+    """The floating-point operations of an equation: 2 per multiply-add of a matmul or convolution; 0 for other equations."""
     name = eqn.primitive.name
     if name == "dot_general":
         (contracting, _), _ = eqn.params["dimension_numbers"]
@@ -40,7 +40,7 @@ def _ragged(eqn: Any) -> int:
 
 
 def has_batch_dims(primitive: str, avals: Sequence[Any], params: Mapping[str, Any]) -> bool:
-    """`Candidate.has_batch_dims` of an output of this primitive, from its operands' types and its parameters."""
+    """`Candidate.has_batch_dims` (`policy.rule`) for an output of this primitive. `avals`: the types of its operands."""
     if primitive == "scaled_matmul_wrapper":
         return bool(avals[0].shape[0] != 1)
     if primitive != "dot_general":

@@ -18,7 +18,7 @@ from remat_jax.core.walk import inner_jaxprs, variables
 from remat_jax.policy import Candidate
 
 _MOST = 64
-"""How many first layers are remembered: the most recently used."""
+"""How many `FirstLayer`s are remembered. The least recently used one is dropped first."""
 
 Linearise = Callable[[Named], Named]
 
@@ -30,7 +30,7 @@ class FirstLayer:
     Attributes:
       conditions: which inputs `@inputs` selects, JAX's settings, the source line of the last equation, and whether the block
         has a path. Identical blocks have equal conditions.
-      kept: a key of `NamedBlock.kept` → the result of `NamedBlock.kept`, with the names of the first layer.
+      kept: the cache of `NamedBlock.kept`: key → result. Both contain names of the first layer.
     """
 
     original: Original
@@ -45,7 +45,7 @@ class FirstLayer:
         return self.conditions == conditions and self.original.is_like(jaxpr, (self.named.path, path))
 
     def linearised(self, key: Any, linearise: Linearise) -> Named | None:
-        """`linearise(self.named)`, cached by `key`; None if it has arrays as constants, which other blocks cannot share."""
+        """`linearise(self.named)`, cached by `key`; None if its constants include arrays, which other blocks cannot share."""
         if key not in self._linearised:
             linearised = linearise(self.named)
             if holds_arrays(linearised.jaxpr):
@@ -68,7 +68,7 @@ class NamedBlock:
     first: FirstLayer
 
     def linearised(self, key: Any, linearise: Linearise) -> Named:
-        """`linearise(self.named)`, made by renaming the first block's linearisation if that has no arrays as constants."""
+        """`linearise(self.named)`, or the renamed linearisation of `first` if blocks can share it (`FirstLayer.linearised`)."""
         of_first = self.first.linearised(key, linearise)
         return linearise(self.named) if of_first is None else self._renaming(of_first.candidates).named(of_first)
 
@@ -195,7 +195,7 @@ def keep_names(named: Named, names: Set[str]) -> Any:
 
 
 def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The jaxpr parameters of `eqn` that `change` changes, with their new values."""
+    """Each jaxpr parameter of `eqn` that `change` changes → its new value."""
     changed = {}
     for key, value in inner_jaxprs(eqn).items():
         before = value if isinstance(value, tuple) else (value,)

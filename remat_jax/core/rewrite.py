@@ -86,7 +86,7 @@ def _rewritten(
 
 
 def _fixed_inside(eqn: Any, key: str, inner: Any, same: list[bool] | None) -> list[bool] | None:
-    """Which inputs of `inner`, the jaxpr parameter `key` of `eqn`, are the same array in all iterations; None outside loops.
+    """For each input of `inner`, parameter `key` of `eqn`, whether all iterations have the same array; None outside loops.
 
     The constants of a scan are the same array in all iterations; its carry and rows are not.
     """

@@ -3,9 +3,9 @@
 A shared array is alive from its first reader until the backward pass of its last reader. Offloading it would free nothing, and
 each block would wait for a copy.
 
-When a block is traced, later readers are unknown. A `Reading` counts the readers so far. If more may follow, the backward pass
-takes both the array and its copy on the host (`choice_p`). JAX traces the backward pass after all blocks, when the readers are
-known. The backward pass then reads only one of the two arrays, and the compiler drops the other.
+When a block is traced, later readers are unknown. A `Reading` counts the readers so far. If more readers may follow, the
+backward pass takes both the array and its copy on the host (`choice_p`). JAX traces the backward pass after all blocks, when
+the readers are known. The backward pass then reads only one of the two arrays, and the compiler drops the other.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Reading:
     """The blocks that read one array, of the type `aval`.
 
     Attributes:
-      blocks: how many blocks read it.
-      in_every_round: whether a block in a loop reads it from outside the loop, so that every iteration reads the same array.
-      name: its residual name in the first block whose policy offloads it; empty if no policy offloads it.
+      blocks: how many blocks read the array.
+      in_every_round: whether a block in a loop reads the array from outside the loop, so in every iteration.
+      name: the array's residual name in the first block whose policy offloads the array; empty if no policy does.
     """
 
     aval: Any
@@ -73,7 +73,7 @@ def collecting() -> Iterator[list[Reading]]:
 def readings(values: Sequence[Any], names: Sequence[str | None]) -> dict[int, Reading]:
     """Record that a block reads the arrays of `values` that have a name and are no scalars.
 
-    Returns index → `Reading`; empty if JAX runs op by op.
+    Returns a dict: index of such an array among `values` → its `Reading`. The dict is empty if JAX runs op by op.
     """
     if not compat.is_staging():
         return {}
@@ -98,7 +98,7 @@ def note_fixed(values: Sequence[Any]) -> None:
 
 
 def note_loop_inputs(eqn: Any, body_inputs: Sequence[Any]) -> None:
-    """Record the inputs of a scan's retraced body that are the same in every iteration; other loops are ignored."""
+    """If `eqn` is a scan, record the inputs of its retraced body that are the same in every iteration."""
     if eqn.primitive.name == "scan":
         note_fixed(body_inputs[: compat.scan_layout(eqn)[0]])
 
@@ -152,9 +152,9 @@ batching.primitive_batchers[choice_p] = lambda args, axes, **params: (choice_p.b
 
 # --- inputs parked on the host ------------------------------------------------------------------------------------------
 #
-# A JAX policy cannot offload a tied block's input: it decides while the block is traced, before the other readers are known. So
-# the block saves its input x, and the tie parks it: among the residuals, a copy on the host replaces x. If more readers may
-# follow, x itself is passed on too, as a `spare`, and the backward pass reads either the copy or the spare.
+# A JAX policy cannot offload a tied block's input: the policy decides while the block is traced, before the other readers are
+# known. So the block saves its input x, and the tie parks x: among the residuals, a copy on the host replaces x. If more
+# readers may follow, x itself is passed on too, as a `spare`, and the backward pass reads either the copy or the spare.
 
 
 @dataclass(frozen=True)

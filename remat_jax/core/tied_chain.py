@@ -10,9 +10,9 @@ the host, and fetches hᵢ₋₁ while its own backward pass runs:
 Block i takes hᵢ₋₁ as arguments, keeps it for its backward pass, and returns the fetched arrays as cotangents of ghosts. A ghost
 is an argument in device memory with the shape of an array of hᵢ₋₁. Nothing reads its value.
 
-When a block is traced, it is unknown whether a linked block follows. So a linked block has its outputs twice: tied to its own
-copies, for any reader, and loose, for a next block that waits for the copies itself. A block is recognised as the next block if
-it is called with one of the tied outputs. The compiler drops the outputs that nothing reads.
+When a block is traced, it is unknown whether a linked block follows. So a linked block returns its outputs twice: tied to its
+own copies, for any reader, and loose, for a next block that waits for the copies itself. A block is recognised as the next
+block if it is called with one of the tied outputs. The compiler drops the outputs that nothing reads.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ Block = Callable[..., list[Any]]
 
 @dataclass
 class _Link:
-    """The arrays that a linked block leaves on the host (`values`), and the `Reading` of each (`readings`, see `Links`).
+    """The arrays that a linked block leaves on the host for the next block.
 
-    `values` is None after the next block has taken the arrays. `serial` is the block's number among its thread's linked blocks.
+    Attributes:
+      serial: the block's number among the linked blocks of its thread.
+      trace: JAX's trace state when the block was called. Only blocks called in the same state can take the link.
+      values: the arrays; None after the next block has taken them.
+      readings: an entry for each array (`ties.Links`).
     """
 
     serial: int
@@ -83,7 +87,7 @@ def run_tied(run: Block, block: BlockUnderPolicy, values: Sequence[Any], offers:
     """`run(*values)`, tied to its place in the schedule and, if possible, linked to the block that computed one of `values`.
 
     A block without an offload is tied too if it takes a link. Its backward pass fetches the previous block's arrays, and
-    delayed gradients would keep its own arrays alive at the same time.
+    delayed gradients would keep the block's own arrays alive at the same time.
 
     Args:
       run: a function of flat arrays that runs `block` under its policy, but saves the offered inputs on the device.
@@ -177,7 +181,7 @@ def _left_on_host(
 
 
 def _steps(jaxpr: Any) -> tuple[Any, ...]:
-    """The primitives and output types of a jaxpr, with its loops and calls, as a key."""
+    """A key: the primitives and output types of the equations of a jaxpr, also inside loops and calls."""
     return tuple(
         (eqn.primitive.name, tuple(str(out.aval) for out in eqn.outvars), tuple(map(_steps, bodies(eqn)))) for eqn in jaxpr.eqns
     )
@@ -201,7 +205,7 @@ def _differentiated(value: Any) -> bool:
 
 
 def _take(values: list[Any]) -> tuple[list[Any], list[Any], Links] | None:
-    """Take the last link: `(values with its loose outputs, its arrays on the host, their readings)`; None if there is none."""
+    """Take the last link among `values`: `(values with loose outputs, arrays on the host, their readings)`, or None."""
     here = jex.get_opaque_trace_state()
     outputs = {place: _outputs[id(value)] for place, value in enumerate(values) if id(value) in _outputs}
     outputs = {
@@ -315,7 +319,7 @@ def _leave_forward(
 def _batch(
     axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, handed: int, **params: Any
 ) -> tuple[list[Any], list[int | None]]:
-    # In `jaxpr`, zeros are placeholders for the handed arrays. They must be batched, because the handed arrays are batched.
+    # In `jaxpr`, zeros are placeholders for the handed arrays, which are batched. So the zeros must be batched too.
     instantiate = [False] * (len(jaxpr.out_avals) - 2 * handed) + [True] * (2 * handed)
     mapped, moved, out_axes = compat.batched(jaxpr, axis, args, axes, instantiate)
     return linked_block_p.bind(*moved, jaxpr=mapped, handed=handed, **params), out_axes

@@ -112,8 +112,8 @@ def _evaluate(
     return [*jex.jaxpr_as_fun(jaxpr)(*residuals, *args[num_residuals:size]), *map(ghost, handed)]
 
 
-# The linear part of a tied block, ẏ = f_lin(r, ẋ). It is a primitive because its transpose x̄ = f_linᵀ(r, ȳ) has ties
-# (`_transpose`): `custom_vjp` has no forward mode, and `linear_call` has no batching.
+# The linear part of a tied block, ẏ = f_lin(r, ẋ). It is a primitive so that its transpose x̄ = f_linᵀ(r, ȳ) can have ties
+# (`_transpose`). `custom_vjp` would have no forward mode, and `linear_call` no batching.
 #
 # Operands: the residuals r; the tangents ẋ; the spares: for each of the `slots` with a reading, the parked input itself, on the
 # device, in case it stays there; the previous block's arrays on the host (`before` has one entry for each); the tangents of the

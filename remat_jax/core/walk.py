@@ -47,7 +47,7 @@ def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -
 
 
 def retrace(jaxpr: Any, function: Callable[..., Any]) -> Any:
-    """The closed jaxpr of `function` on the types of `jaxpr`'s inputs. Constants that JAX hoists are its `consts`."""
+    """The closed jaxpr of `function` on the input types of `jaxpr`. Constants that JAX hoists out of it are its `consts`."""
     return jax.make_jaxpr(function)(*jaxpr.in_avals)
 
 
@@ -81,7 +81,7 @@ def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def inner_jaxprs(eqn: Any) -> dict[str, Any]:
-    """Parameter of `eqn` → its jaxpr or tuple of jaxprs (branches of a `cond`); `_prim` → the body of a `jax_remat3` region."""
+    """Parameter of `eqn` → jaxpr, or tuple of jaxprs (branches of a `cond`). For a `jax_remat3` region: `_prim` → its body."""
     hidden = compat.hidden_body(eqn)
     jaxprs = {} if hidden is None else {"_prim": hidden}
     for key, value in eqn.params.items():

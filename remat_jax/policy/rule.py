@@ -47,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PolicyRule:
-    """An action for the residuals that the selectors match. ``action`` may be a word, ``selectors`` any sequence of texts.
+    """An action for the residuals that the selectors match. ``action`` may be given as a word, ``selectors`` as any iterable.
 
     Raises:
         PolicyError: an unknown action, no selectors, or a selector that cannot be written in a policy's text.

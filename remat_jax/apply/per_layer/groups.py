@@ -54,14 +54,14 @@ def in_parts(
     policies: Mapping[Block, LayerPolicies],
     applied: Groups,
 ) -> list[list[Any] | EquationGroup]:
-    """The equations of the closed `jaxpr`, reordered so that the equations of each group are consecutive.
+    """The equations of the closed `jaxpr` in a list of parts: a part is a group, or a list of equations outside all groups.
 
     An equation between two blocks of a group joins the group if it depends on a block of the group. Otherwise it moves before
     the group. A group inside a single equation (a scan, a `jit`) is formed when that equation is evaluated.
 
     Args:
-      starts, counts: for each equation, how often each block was called before it, and how often it calls each block.
-      policies: the policies with groups, by block.
+      starts, counts: for each equation, block → how often the block is called before the equation, and in the equation.
+      policies: block → its policies by layer, for blocks whose policies have groups.
       applied: the groups that contain `jaxpr`; their checkpoints exist already.
 
     Raises:
@@ -95,7 +95,7 @@ def run_group(
     apart: bool,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """`function(*values)`, the layers of a group, under a checkpoint that keeps `values`. For the options see `bind_block`."""
+    """`function(*values)`, the layers of a group, under a checkpoint that keeps `values`. Options: see `region.bind_block`."""
     with unlinked():
         jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(function)(*values))
     block = block_under_policy(jaxpr, FULL, "", [False] * len(jaxpr.in_avals))
@@ -149,7 +149,7 @@ def _span(
 
 
 def _sorted_out(eqns: Sequence[Any], first: int, last: int, members: set[int]) -> tuple[list[Any], list[Any]]:
-    """The equations from `first` to `last` in two lists: equations that do not depend on the group, and the group."""
+    """The equations from `first` to `last` in two lists: those that do not depend on the blocks `members`, and the group."""
     made: set[Any] = set()
     before, inside = [], []
     for nth in range(first, last + 1):
@@ -180,7 +180,7 @@ class RoundGroups:
     """The groups of layers in a scan, by its iterations.
 
     Attributes:
-      whole: iteration → `(first, end)`, if iterations `first` to `end - 1`, two or more, are its group.
+      whole: iteration → `(first, end)`, if the iteration is in a group of two or more iterations, from `first` to `end - 1`.
       parts: iteration → a list of the groups inside it: (block's name, first call, call after the last). Calls are counted from
         0 in each iteration.
       groups: `(first, end)` as in `whole` → the groups of layers in these iterations.
@@ -218,12 +218,12 @@ class RoundGroups:
         self.groups.setdefault((start, end), set()).add((block, group))
 
     def like(self, index: int) -> Any:
-        """A key that is equal for iterations in groups of the same length and with the same groups inside."""
+        """A key that is equal for two iterations if they are in groups of the same length and contain the same groups."""
         start, end = self.whole.get(index, (0, 0))
         return end - start, sorted(self.parts.get(index, ()))
 
     def of(self, first: int, end: int) -> tuple[int | None, Groups]:
-        """For the iterations from `first` up to `end`: how many form one group (None without groups), and the groups."""
+        """For iterations `first` to `end - 1`: how many form one group (None: no groups), and their groups of layers."""
         if first not in self.whole:
             return None, frozenset()
         starts = {self.whole[index] for index in range(first, end)}

@@ -30,7 +30,8 @@ class _Program:
 
     Attributes:
       settings: the blocks whose marks are replaced, and the JAX settings on which traces depend.
-      marked, resolved: the program with marks, and with policies in place of the marks.
+      marked: the program with marks.
+      resolved: the same program with policies in place of the marks.
     """
 
     settings: Any

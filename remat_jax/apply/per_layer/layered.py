@@ -51,7 +51,7 @@ class _Surroundings:
       looped: whether the equation is in a loop.
       apart: whether the equation is in a loop that the compiler keeps, so that forward and backward pass have separate loops.
       rows: id of a value that is a row of a stack → the stack and the index.
-      spans: block → the layers that all iterations of the scan run; empty outside scans.
+      spans: block → the layers that the scan runs in all its iterations together; empty outside scans.
       idle: whether the equation is in a loop without iterations, whose blocks do not count as layers.
       groups: the groups of layers that contain the equation.
     """

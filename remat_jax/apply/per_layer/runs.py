@@ -2,7 +2,7 @@
 
     c, y = scan(f, c, x)  →  c, y₁ = scan(f under policy 1, c, x[:n]);  c, y₂ = scan(f under policy 2, c, x[n:]);  y = [y₁, y₂]
 
-A scan is also cut at `LayerPolicies.cuts`. Iterations in groups (`LayerPolicies.groups`) become a scan of groups (`groups`).
+A scan is also cut at `LayerPolicies.cuts`. Iterations in groups become a scan of groups (`groups.scan_of_groups`).
 
 Slices of stacked parameters would be copies that are alive during the whole step. So a block reads its parameters from the
 whole stack, by the iteration's index and inside its own checkpoint (`core.stack_rows`). The scan still takes slices, so that
@@ -75,8 +75,8 @@ class Cut:
         ]
 
         def segment_key(index: int) -> Any:
-            """Equal for iterations of one segment: they have equal policies and the same cuts before them, and are in groups
-            of the same length with the same groups inside."""
+            """A key that is equal for two iterations if they have equal policies, the same cuts before them, and equal groups
+            (`RoundGroups.like`)."""
             policies_and_cuts = []
             for block, policy in by_layer:
                 first, number = at[block] + index * self.each[block], self.each[block]
@@ -131,7 +131,7 @@ class Cut:
         """Run one segment. Returns its final carry and its stacked outputs.
 
         Args:
-          stacks: the scanned operands, each with the stack from which blocks read its rows (None: they read slices).
+          stacks: the scanned operands, each with the stack from which blocks read its rows (None: they read its slices).
         """
         rounds, reverse = self.eqn.params["length"], self.eqn.params["reverse"]
         low, high = (rounds - segment.end, rounds - segment.first) if reverse else (segment.first, segment.end)
@@ -159,7 +159,7 @@ class Cut:
         return result
 
     def _keeps_no_rows(self, segment: Segment) -> bool:
-        """Whether no policy of an iteration's blocks can save a row, so that blocks may read rows from their stacks."""
+        """Whether blocks may read rows from their stacks: no block of an iteration has a policy that can save a row."""
         for marked in {mark.marked for mark in marks(self.body) if mark.marked.block in self.blocks}:
             first, policy = segment.at[marked.block], marked.policy
             layers = range(first, first + self.each[marked.block])
@@ -170,7 +170,7 @@ class Cut:
 
 
 def only_in_blocks(body: Any, blocks: frozenset[Block]) -> list[bool]:
-    """Which inputs of the closed `body` are numeric and read by blocks only, so that blocks can read them from stacks."""
+    """For each input of the closed `body`, whether blocks can read it from a stack: it is numeric, and only blocks read it."""
     read = set(variables(body.jaxpr.outvars))
     in_blocks: set[Any] = set()
     for eqn in body.jaxpr.eqns:
