@@ -88,7 +88,7 @@ class InfeasibleBudget(RematError, RuntimeError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """A sentence that names the choice closest to ``word``, after a space; empty if no choice is close. Ignores case.
+    """A space and a sentence with the choice closest to ``word``, ignoring case; an empty text if no choice is close.
 
     >>> nearest("dotz", ["full", "dots"])
     " Did you mean 'dots'?"
