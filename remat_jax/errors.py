@@ -74,7 +74,7 @@ class InfeasibleBudget(RematError, RuntimeError):
 
     Attributes:
         least_bytes: the least device memory that can be reached, in bytes; None if unknown.
-        held_by: name of a part of this memory → its bytes, the largest first; empty if unknown.
+        held_by: a dict from the name of a part of this memory to its bytes, the largest first; empty if unknown.
 
     >>> error = InfeasibleBudget("nothing fits", least_bytes=5.0e9, held_by={"parameters": 4_000_000_000})
     >>> error.least_bytes - error.held_by["parameters"]

@@ -67,8 +67,8 @@ class PolicyDiff:
       moves: the residuals whose action changes, the largest first.
       recompute_flops: (before, after): the FLOPs of the matmuls that a step recomputes, without matmuls inside Pallas and cuDNN
         kernels. None if a loop of unknown length contains matmuls.
-      recomputed: module path → (before, after): the module's part of these FLOPs. Paths that differ only in a layer's number
-        have one entry. Empty if `recompute_flops` is None.
+      recomputed: a dict from module path to (before, after), the module's part of these FLOPs. Paths that differ only in a
+        layer's number have one entry. Empty if `recompute_flops` is None.
     """
 
     before: MemoryReport

@@ -53,7 +53,7 @@ class MemoryReport:
         argument's buffer.
       residual_device_bytes, residual_host_bytes: the bytes of the saved and of the offloaded residuals, as JAX's linearisation
         lists them; None for a workload made by `Workload.from_step`.
-      receipt: the effect of the offload; None if the policy offloads nothing.
+      receipt: the effect of the offload; None if the step offloads nothing.
       live: the device buffers alive at the peak, the largest first; empty for the target `cpu`.
       measured_peak_bytes: the allocator's peak in a run on the target `attached`; None for other targets.
       jax_version: the JAX version that compiled the step.

@@ -92,7 +92,7 @@ class PinnedHost(jax.sharding.SingleDeviceSharding):
 
 
 class PinnedHostOfMesh(jax.sharding.NamedSharding):
-    """A sharding in the host memory of a mesh's devices. It equals no sharding in device memory (for JAX's caches)."""
+    """A sharding in the host memory of a mesh's devices. It equals no sharding in device memory, so JAX caches both."""
 
     @property
     def memory_kind(self) -> str:

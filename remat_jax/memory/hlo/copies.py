@@ -14,7 +14,7 @@ _NO_COPIES = FREE | {"while", "call", "conditional", "custom-call"}
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies in one direction between device and host. `StepTime.exchanges` (`schedule.py`) uses this class for collectives.
+    """The copies in one direction between device and host. `StepTime.exchanges` (`schedule.py`) is a `Copies` of collectives.
 
     Attributes:
       count: the number of copies; a copy in a loop counts once per iteration.
