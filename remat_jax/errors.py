@@ -74,7 +74,7 @@ class InfeasibleBudget(RematError, RuntimeError):
 
     Attributes:
         least_bytes: the least device memory that can be reached, in bytes; None if unknown.
-        held_by: name of a part of this memory → its bytes, the largest first; empty if unknown.
+        held_by: a dict from the name of a part of this memory to its bytes, the largest first; empty if unknown.
 
     >>> error = InfeasibleBudget("nothing fits", least_bytes=5.0e9, held_by={"parameters": 4_000_000_000})
     >>> error.least_bytes - error.held_by["parameters"]
@@ -88,7 +88,7 @@ class InfeasibleBudget(RematError, RuntimeError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """A sentence that names the choice closest to ``word``, after a space; empty if no choice is close. Ignores case.
+    """A space and a sentence with the choice closest to ``word``, ignoring case; an empty text if no choice is close.
 
     >>> nearest("dotz", ["full", "dots"])
     " Did you mean 'dots'?"

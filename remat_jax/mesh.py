@@ -23,7 +23,7 @@ REPLICATED, DIVIDED = "data", "fsdp"
 
 
 def as_mesh(mesh: Any) -> AbstractMesh:
-    """The `AbstractMesh` for `mesh`: a `jax.sharding.Mesh`, an `AbstractMesh`, or sizes by axis name, as a mapping or a text.
+    """Convert a `jax.sharding.Mesh`, an `AbstractMesh`, or sizes by axis name (a mapping or a text) to an `AbstractMesh`.
 
     >>> as_mesh({"data": 8, "fsdp": 4}).size, shown(as_mesh("data=8, fsdp=4"))
     (32, 'data=8,fsdp=4')
@@ -55,7 +55,7 @@ def as_mesh(mesh: Any) -> AbstractMesh:
 
 
 def _written(text: str) -> dict[str, int]:
-    """The sizes by axis name in a text such as `data=8,fsdp=8`."""
+    """Parse a text such as `data=8,fsdp=8` to a dict from axis name to size."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (word.strip() for word in part.partition("="))
@@ -78,7 +78,7 @@ def shown(mesh: AbstractMesh) -> str:
 
 
 def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
-    """The mesh of a workload, and the shardings of its parameters and batch; None and () for a single device.
+    """A workload's mesh, and its tuple of shardings (for params, for batch[0], …). For a single device: (None, ()).
 
     If neither `mesh` nor `shardings` is given, both are read from the arrays.
     """
@@ -96,9 +96,9 @@ def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> t
 
 
 def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The mesh (sizes by axis name) of the arrays that are on several devices, and the specs of all arrays.
+    """The mesh, as sizes by axis name, of the arrays on several devices, and the `PartitionSpec`s of all arrays.
 
-    (None, None) if no array is on several devices.
+    Arrays on one device get an empty spec. (None, None) if no array is on several devices.
     """
 
     def place(leaf: Any) -> Any:
@@ -165,7 +165,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _checked(mesh: AbstractMesh, sharding: Any, shape: tuple[int, ...], where: str) -> NamedSharding:
-    """`sharding` as a sharding over `mesh` for an array of `shape`; errors call the array `where`."""
+    """Check `sharding` for an array of `shape` and return it as a `NamedSharding` on `mesh`. Errors call the array `where`."""
     if not _is_spec(sharding):
         raise ArgumentError(
             f"shardings: {sharding!r} for {where}: expected a PartitionSpec, a NamedSharding, or None for replicated"
@@ -210,7 +210,7 @@ def _checked(mesh: AbstractMesh, sharding: Any, shape: tuple[int, ...], where: s
 
 
 def _axes(entries: Iterable[Any]) -> list[str]:
-    """The axes that the entries of a spec name."""
+    """The mesh axes in the entries of a `PartitionSpec`, as one flat list."""
     return [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry or ())]
 
 
@@ -227,7 +227,8 @@ def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) ->
     }
 
     def sharding_of(path: Any, array: Any) -> Any:
-        # Match prefixes of the path: an optimizer may mask a parameter (optax.masked) or have several arrays for it (sm3).
+        # Search prefixes of the path for a parameter's path: below it, an optimizer may have a mask (optax.masked) or several
+        # arrays (sm3).
         prefixes = (path[:length] for length in range(len(path), -1, -1))
         shape, place = next((places[start] for start in prefixes if start in places), (None, replicated))
         return in_its_memory(array, place if array.shape == shape else replicated)
@@ -287,8 +288,8 @@ def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
 def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
     """Default shardings: the batch over `data` and `fsdp`, each parameter over `fsdp` along its largest divisible dimension.
 
-    Parameters without a divisible dimension are replicated, as are arrays of the batch whose first dimension differs from that
-    of the batch's first array. PyTorch's hybrid sharding and MaxText use the two axis names in this way.
+    Two kinds of arrays are replicated: parameters without a divisible dimension, and batch arrays whose first dimension differs
+    from that of the first batch array. PyTorch's hybrid sharding and MaxText use the two axis names in this way.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> tuple(map(tuple, usual_shardings(as_mesh("data=2,fsdp=4"), x, (x,))))
@@ -322,7 +323,7 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
 
 
 def specs_for(mesh: AbstractMesh, shardings: tuple[Any, ...], original: AbstractMesh) -> tuple[Any, ...]:
-    """The `PartitionSpec`s of `shardings`, which are on the mesh `original`; ArgumentError if they cannot be used on `mesh`."""
+    """The `PartitionSpec`s of `shardings` (on the mesh `original`) if they can be used on `mesh`; else ArgumentError."""
     named = {axis for sharding in jax.tree.leaves(shardings) for axis in _axes(sharding.spec)}
     lacking = [axis for axis in original.axis_names if axis in named and axis not in mesh.axis_names]
     if lacking:

@@ -20,7 +20,7 @@ def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
     """The content of a regular file of at most `most` bytes. Refuses pipes, which may never end, and larger files.
 
     Raises:
-      ValueError: the file is not regular, or has more bytes; or `path` is malformed, as with a null byte.
+      ValueError: the file is not regular, or has more than `most` bytes; or `path` is malformed, as with a null byte.
       OSError: the file does not exist, or cannot be read.
       TypeError: `path` is not a path.
     """
@@ -44,7 +44,7 @@ def visible(text: str) -> str:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """An instance of `kind` (a dataclass, or the type of a field) from `value`, its form in JSON or in `dataclasses.asdict`.
+    """Make an instance of `kind` (a dataclass or a field's type) from `value`, plain data from JSON or `dataclasses.asdict`.
 
     Raises:
       ValueError: a wrong type, a number that is negative or not finite, an integer from `LARGEST` up, a missing or unknown key.

@@ -15,7 +15,7 @@ from remat_jax.reading import visible
 class RematWarning(UserWarning):
     """The category of this package's warnings: a policy without effect, an offload that moved too little, a full host.
 
-    The printed report has the same text. Each line of user code gets a message once.
+    Printed reports contain the same texts. Each line of user code gets a message once.
 
     >>> import warnings
     >>> with warnings.catch_warnings():

@@ -49,7 +49,7 @@ class TrainingStep:
       donate_argnums: the positions of the donated arguments, whose buffers the step may reuse.
       names: the arguments' names in reports; if empty, reports use positions.
       mesh: the mesh that the step is partitioned over; None for a single device.
-      shardings: for each argument, the pytree of its leaves' shardings; empty without a mesh.
+      shardings: a tuple with a pytree of shardings for each argument; empty without a mesh.
     """
 
     function: Callable[..., Any]
@@ -180,8 +180,8 @@ class Workload:
         """A workload of the NNX `model` and `loss(model, *batch)`; `options` are those of `Workload`.
 
         The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) reaches the loss
-        unchanged. By default, as in `enable_gradient_checkpointing`, each list of two or more modules that all have one class
-        gives this class as a block; lists inside such a list do not count.
+        unchanged. If `blocks` is None, each list of two or more modules of the same class makes this class a block, as in
+        `enable_gradient_checkpointing`; lists inside the modules of such a list do not count.
         """
         if not isinstance(model, nnx.Module):
             raise ArgumentError(f"model={model!r}: expected an NNX module")
@@ -198,7 +198,7 @@ class Workload:
         of_params.__name__ = getattr(loss, "__name__", "loss")
         _check_batch(batch)
         if options.get("mesh") is not None and options.get("shardings") is not None:
-            # Check here, so that an error counts the arguments as the caller does. State other than parameters is replicated.
+            # Check here, so that an error numbers the batch as the caller does. State other than parameters is replicated.
             described = structs(params, "params"), structs(batch, "batch")
             of_state, *of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
             options["shardings"] = (of_state, None, *of_batch)
@@ -267,7 +267,7 @@ class Workload:
         return self.own.count(self.loss, self.blocks, arguments)
 
     def policy_text(self, text: str) -> str:
-        """The policy's name in tables: `off` is called `as written` if a policy would replace checkpoints of the model."""
+        """The policy's name in tables: `text`, but `as written` for `off` if other policies replace the model's checkpoints."""
         return AS_WRITTEN if text == "off" and self.replaced_checkpoints else text
 
     @property
@@ -284,7 +284,7 @@ class Workload:
             )
 
     def split_loss(self, policy: Any) -> tuple[Callable[..., Any], Any, Any]:
-        """`(loss(trained, frozen, *batch) → scalar or (scalar, aux), trained, frozen)` under `policy`."""
+        """The loss under `policy` as a function of `(trained, frozen, *batch)`, the trained and the frozen parameters."""
         trained, frozen, join = split(self.params, self.trainable)
         loss = self.with_policy(self.loss, policy)
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
@@ -313,7 +313,7 @@ class Workload:
         return self._placed(TrainingStep(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
     def step_with_residuals(self, policy: Any) -> tuple[TrainingStep, Callable[..., Any]]:
-        """A step on the mesh that returns (residuals, gradients), and a function of the same arguments for residuals alone."""
+        """A step on the mesh that returns (residuals, gradients), and a function of its arguments that returns residuals."""
         loss, trained, frozen = self.split_loss(policy)
         of_trained, of_frozen = self._parted(self.shardings[0])
 
@@ -352,7 +352,7 @@ class Workload:
         return dataclasses.replace(step, function=under(self.mesh, function), mesh=self.mesh, shardings=places)
 
     def _parted(self, of_params: Any) -> tuple[Any, Any]:
-        """`of_params`, a pytree like `params`, split into values for the trained and for the frozen parameters."""
+        """Split `of_params`, a pytree like `params`, into the values for trained and those for frozen parameters."""
         trained, frozen, _ = split(self.params, self.trainable)
         if self.trainable is None:
             return of_params, {}

@@ -38,7 +38,10 @@ class Cost:
         return Cost(tuple((work, times * rounds) for work, times in self.kernels))
 
     def scaled(self, factors: Mapping[str, float], traffic: float) -> Cost:
-        """The cost with bytes times `traffic`, and operations times `factors[dtype]`, or times `traffic` without a factor."""
+        """The cost with all bytes multiplied by `traffic`, and the operations of each dtype by `factors[dtype]`.
+
+        The operations of dtypes that are not in `factors` are multiplied by `traffic`.
+        """
 
         def scaled(work: Work) -> Work:
             flops = {dtype: factors.get(dtype, traffic) * count for dtype, count in work.flops.items()}
@@ -52,7 +55,7 @@ def jaxpr_cost(jaxpr: Any) -> Cost:
 
     >>> import jax, jax.numpy as jnp
     >>> a, b = jnp.ones((2, 3)), jnp.ones((3, 5))
-    >>> both = jaxpr_cost(jax.make_jaxpr(lambda a, b: jnp.sin(a @ b) + 1)(a, b))  # a product; a chain that reads it
+    >>> both = jaxpr_cost(jax.make_jaxpr(lambda a, b: jnp.sin(a @ b) + 1)(a, b))  # a matmul, then sin and + in one kernel
     >>> both.flops, both.bytes
     (80.0, 204.0)
     """
@@ -133,7 +136,7 @@ def _together(parts: Parts) -> Work:
 
 
 def _kernels(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[Parts | tuple[FlatEqn, Cost]]:
-    """Yield each kernel, and each `scan`, `while` or `cond` with its cost."""
+    """Yield each kernel as `Parts`, and each `scan`, `while` or `cond` as (equation, cost)."""
     outputs = [array for array in outputs if not array.literal]
     eqns = region(eqns, outputs)
     fusions, roots = _fusions(eqns)

@@ -19,7 +19,7 @@ _SAME_VALUE = frozenset({"device_put", "sharding_constraint", "pvary", "pcast"})
 
 @dataclass(eq=False)
 class Array:
-    """An array of a flat program, compared by identity. `names` are its residual names, the first given name first.
+    """An array of a flat program, compared by identity. `names` are its residual names, in the order of naming.
 
     `share` is the fraction of the array in the memory of one device. `literal` marks a constant written in the jaxpr.
     """
@@ -146,7 +146,7 @@ def called(eqn: Any) -> Any | None:
 
 
 def _inner_names(eqn: Any) -> list[list[str]]:
-    """For each output of a `scan` or `cond`, the residual names that the body gives to it; none for other equations."""
+    """For each output of a `scan` or `cond`, the list of residual names that the body gives to it; else empty lists."""
     if eqn.primitive.name == "cond":
         branches = [flatten(compat.closed(branch)).outputs for branch in eqn.params["branches"]]
         return [list(dict.fromkeys(name for array in arrays for name in array.names)) for arrays in zip(*branches, strict=True)]

@@ -126,7 +126,7 @@ def _pallas_flops(eqn: Any) -> float:
 
 
 def named_kernels(jaxpr: Any) -> dict[str, float]:
-    """Name of a Pallas kernel in the closed `jaxpr` → its operations. A name of kernels with unequal work is left out."""
+    """A dict from Pallas kernel name to operations per call. A name is left out if its kernels have different numbers."""
     flops_by_name: dict[str, set[float]] = {}
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "pallas_call":

@@ -158,7 +158,7 @@ def is_figure(value: object) -> bool:
 
 
 def compiler_description(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -> str:
-    """XLA's description of a GPU, a `GpuTargetConfigProto` as text, with which XLA compiles for it without such a GPU."""
+    """XLA's description of a GPU, a `GpuTargetConfigProto` as text. With it XLA can compile for a GPU that is not attached."""
     missing = [f"compiler.{key}" for key in COMPILER if key not in compiler]
     missing += [key for key in ("memory_bytes", "hbm_bytes_per_s") if key not in facts]
     unknown = sorted(set(compiler) - set(COMPILER))

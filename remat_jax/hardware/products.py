@@ -63,7 +63,7 @@ def reached_share(batch: int, m: int, n: int, k: int, cores: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _used(batch: int, m: int, n: int, k: int, cores: int) -> float:
-    """The share of the cores' time that goes into terms of the sum over k, for the best tile and split-k factor."""
+    """The share of the cores' peak rate that a matmul of this shape reaches with the best tile and split-k factor."""
 
     def used(rows: int, columns: int, split: int) -> float:
         rounds = math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) * split / cores)

@@ -17,13 +17,13 @@ from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
 
 MATMUL_SHARE, MEMORY_SHARE, LINK_SHARE, HIDDEN_SHARE = 0.8, 0.9, 0.8, 0.9
-"""Assumptions for lack of a measurement: shares of nominal rates, and (last) the share of compute that copies can overlap.
+"""Assumed if nothing was measured: three shares of nominal rates, and the share of compute that copies can overlap.
 
 Large matmuls, PCIe copies and collectives commonly reach four fifths of a data sheet's figure, streaming reads nine tenths.
 """
 LAUNCH_SECONDS, COPY_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 5e-6, 4e-6, 10e-6
-"""The assumed latencies of a kernel launch, a copy to or from the host, and messages within and between hosts."""
-# For a dtype without a rate, the dtype whose rate is used instead; if that one has no rate either, its entry is used in turn.
+"""The assumed latencies of a kernel launch, a copy to or from the host, a message inside a host, and one between hosts."""
+# Dtype → the dtype whose rate is used if the first has none. The map is followed until a dtype has a rate.
 _FALLBACK = {
     **dict.fromkeys(("tensorfloat32", "complex64", "float64", "int32", "uint32", "int64", "uint64"), "float32"),
     **dict.fromkeys(("int16", "uint16", "bool"), "float32"),
@@ -71,9 +71,9 @@ class Links:
     def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1) -> float | None:
         """The seconds of one collective among `devices` on `hosts`; None if the network rate is needed but unknown.
 
-        `size`: the bytes that one device holds of the operand or of the result, whichever are more. The slowest link sets the
-        rate. The network between hosts has the combined rate of a host's participating devices. The latency is that of
-        log₂ (devices of a host) messages inside the host, one after another, and then log₂ (hosts) messages between hosts.
+        `size`: the bytes on one device of the operand or of the result, whichever are more. The slowest link sets the rate. The
+        network between hosts has the combined rate of a host's participating devices. The latency is that of log₂ (devices of a
+        host) messages inside the host, one after another, and then log₂ (hosts) messages between hosts.
         """
         if devices < 2:
             return 0.0
@@ -102,7 +102,7 @@ class Rates:
         launch_seconds: the latency of a kernel launch.
         copy_seconds: the latency of a copy to or from the host.
         cores: the number of multiprocessors that share a matmul's tiles; None if every matmul reaches the full rate.
-        products: dtype → side of a square matmul → its measured operations per second. Between these sizes rates are
+        products: measured operations per second, by dtype and by the side of a square matmul. Between these sizes rates are
             interpolated; `cores` is not used for these dtypes.
         links: the links between devices; None if there are none or they are unknown.
         source: the origin of each figure, by attribute name.
@@ -194,7 +194,7 @@ class Rates:
         return tried[-1]
 
     def seconds(self, flops: Mapping[str, float], size: float) -> float:
-        """The seconds for the operations in `flops`, by dtype, or for `size` bytes of memory traffic, whichever are more."""
+        """The longer of two times in seconds: of the operations `flops`, by dtype, and of `size` bytes of memory traffic."""
         compute = sum(count / self.flops_per_s(dtype) for dtype, count in flops.items() if count)
         return max(compute, size / self.hbm_bytes_per_s)
 

@@ -150,7 +150,7 @@ _find_attached: list[Callable[[], str]] = []
 
 
 def find_attached_with(device_kind: Callable[[], str]) -> None:
-    """Register the function that asks JAX for the attached GPU's name, because this package does not import JAX."""
+    """Register the function that asks JAX for the attached GPU's name, because `remat_jax.hardware` does not import JAX."""
     _find_attached[:] = [device_kind]
 
 
@@ -192,7 +192,7 @@ def _text_of_table() -> str:
 
 
 def read_table(text: str) -> dict[str, Target]:
-    """Name → target, for the targets that a TOML text describes. Raises TargetError if the text is invalid."""
+    """A dict from name to target, for the targets that a TOML text describes. Raises TargetError if the text is invalid."""
     longest = max(map(len, text.splitlines()), default=0)
     if longest > MOST_LETTERS:
         raise TargetError(

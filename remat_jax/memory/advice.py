@@ -80,7 +80,7 @@ def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...
 
 
 def largest_advice(workload: Workload, sizes: Sizes, devices: int = 1) -> str | None:
-    """A sentence with the advice that frees most, for a step that needs too much memory; None if it frees less than 5 %."""
+    """A sentence with the advice that frees most memory, for a step that needs too much; None if no advice frees 5 %."""
     advice = advise(workload, sizes, traced_products(workload), devices)
     return f"Beyond the blocks: {advice[0]}" if advice and advice[0].bytes >= SHOWN * sizes.device else None
 
@@ -111,7 +111,7 @@ class _Adviser:
         return self.timeline.peak() - self.timeline.peak(share)
 
     def _products(self, change: str, arrays: str, products: list[SoftmaxProduct], share: float, how: str) -> Iterator[Advice]:
-        """Yield advice to store only a `share` of the results of `products`."""
+        """Yield the advice named `change`: store only the fraction `share` of the results of `products`."""
         if not products:
             return
         saved = self._saved(lambda buffer: share if self._is_product(buffer, products) else 1)
@@ -186,7 +186,8 @@ class _Adviser:
         arguments = [self.step.local_arguments[place] for place in undonated]
         twice = sum(map(device_bytes, arguments))
         elements = {math.prod(leaf.shape) for leaf in jax.tree.leaves(arguments)}
-        # XLA uses a result's buffer for temporary arrays until the result is written. With donation, these need other memory.
+        # XLA uses a result's buffer for temporary arrays until the result is written. With donation the result shares the old
+        # argument's buffer, which is occupied until then, so these temporary arrays need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
         names = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]

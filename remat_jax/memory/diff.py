@@ -67,8 +67,8 @@ class PolicyDiff:
       moves: the residuals whose action changes, the largest first.
       recompute_flops: (before, after): the FLOPs of the matmuls that a step recomputes, without matmuls inside Pallas and cuDNN
         kernels. None if a loop of unknown length contains matmuls.
-      recomputed: module path → (before, after): the module's part of these FLOPs. Paths that differ only in a layer's number
-        have one entry. Empty if `recompute_flops` is None.
+      recomputed: a dict from module path to (before, after), the module's part of these FLOPs. Paths that differ only in a
+        layer's number have one entry. Empty if `recompute_flops` is None.
     """
 
     before: MemoryReport
@@ -94,7 +94,7 @@ class PolicyDiff:
         }
 
     def tables(self) -> list[Any]:
-        """The tables of residuals that move and of recomputed matmuls (each left out if empty), and the table of totals."""
+        """A list of tables: residuals that move, recomputed matmuls (these two are left out if empty), and totals."""
         return [part for part in (self._moved(), self._products(), self._totals()) if part is not None]
 
     def __str__(self) -> str:
@@ -197,9 +197,9 @@ def _moves(before: ResidualTable, after: ResidualTable) -> tuple[Move, ...]:
 
 
 def _moves_of_name(before: list[Residual], after: list[Residual]) -> list[Move]:
-    """The moves of one name. The saved and offloaded rows of the two sides are paired in order.
+    """The moves of one residual name, from its rows under both policies. Saved and offloaded rows are paired in order.
 
-    A row without a partner is recomputed or not kept on the other side.
+    A row without a partner is recomputed or not kept under the other policy.
     """
     if {(row.action, row.bytes) for row in before} == {(row.action, row.bytes) for row in after}:
         return []
@@ -226,7 +226,7 @@ def _layers_together(moves: tuple[Move, ...]) -> list[Move]:
 
 
 def _recomputed(workload: Workload, *policies: Any) -> dict[str, tuple[int, ...]] | None:
-    """Module → FLOPs of its recomputed matmuls, one number for each policy; None if they cannot be counted."""
+    """A dict from module path to the FLOPs of its recomputed matmuls under each policy; None if they cannot be counted."""
     steps = [workload.step(policy) for policy in policies]
     jaxprs = [compat.dce(jax.make_jaxpr(step.function)(*step.arguments)) for step in steps]
     products = (eqn for jaxpr in jaxprs for eqn in equations(jaxpr) if eqn_flops(eqn))

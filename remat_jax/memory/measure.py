@@ -82,7 +82,7 @@ def measure_many(
     *,
     memory_limit: Any = None,
 ) -> list[MemoryReport]:
-    """`measure` for several policies, compiled in parallel; another thread calls `on_done` with each compiled policy's text."""
+    """`measure` for several policies, compiled in parallel. `on_done` gets each compiled policy's text, in another thread."""
     described = target if isinstance(target, Target) else target_named(target)
     limit = limit_bytes(memory_limit, described)
     check_devices(workload, described)
@@ -102,7 +102,7 @@ _reports: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref
 
 @dataclass(frozen=True)
 class _NothingOffloaded:
-    """Stands for `policy` on a changed loss: the `replan` in the loss saves the residuals that its own policy offloads."""
+    """In place of `policy`: this policy on a changed loss, whose `replan` saves the residuals that its policy offloads."""
 
     policy: Any
 
@@ -175,8 +175,8 @@ def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
     with silenced():  # the report has the same warning
         if not workload.has_loss:
             return None
-        # The recomputed residuals take a second trace. They are needed only if the workload keeps the model's own checkpoints,
-        # because they show whether these checkpoints overrule the policy.
+        # Recomputed residuals need a second trace. They show whether the model's own checkpoints overrule the policy, so they
+        # are needed only if the workload keeps these checkpoints.
         return (residuals if workload.own.keeps else kept_residuals)(workload, _given(policy))
 
 

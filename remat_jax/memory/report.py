@@ -25,8 +25,8 @@ class Receipt:
       host_bytes: the bytes of the compiled step's temporary buffers in host memory, for one device.
       returned_bytes: how much more device memory the step needs if these residuals are saved; None if the step that saves them
         was not compiled.
-      warnings: failures of the offload. A missing residual is found by the total of bytes on the host. On a mesh this may fail:
-        a replicated residual is on the host once per device, and its further copies may have as many bytes as are missing.
+      warnings: failures of the offload. One is that all devices together have fewer bytes on the host than `offered_bytes`. On
+        a mesh a missing residual may go unnoticed: every device has a copy of a replicated residual, so the total may suffice.
       shared: the offloaded inputs that stay on the device because several blocks read them; not in `offered_bytes`.
     """
 
@@ -53,7 +53,7 @@ class MemoryReport:
         argument's buffer.
       residual_device_bytes, residual_host_bytes: the bytes of the saved and of the offloaded residuals, as JAX's linearisation
         lists them; None for a workload made by `Workload.from_step`.
-      receipt: the effect of the offload; None if the policy offloads nothing.
+      receipt: the effect of the offload; None if the step offloads nothing.
       live: the device buffers alive at the peak, the largest first; empty for the target `cpu`.
       measured_peak_bytes: the allocator's peak in a run on the target `attached`; None for other targets.
       jax_version: the JAX version that compiled the step.
@@ -66,13 +66,13 @@ class MemoryReport:
       replaced_checkpoints: how many of the model's own checkpoints around blocks the policy replaced. A checkpoint in a scan
         counts once.
       memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
-      compiler_options: `memory_limit` for `jax.jit(step, compiler_options=…)`; empty without one, or if XLA's own is lower.
+      compiler_options: `memory_limit` for `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's own is lower.
       seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
         target. None for the target `cpu`, and if a rate is unknown; `no_time` gives the reason.
       compute_seconds: the part of `seconds` in which compute runs. In the rest, compute waits for copies and collectives.
       exchanges: the bytes, the time and the overlap of the collectives; None if there are none, or `seconds` is None.
       untimed: opcodes and `custom_call_target`s whose arithmetic is unknown to the estimate, which counts only their bytes.
-      assumed_rates: the assumed rates in `seconds`, neither measured nor published, by their names in `hardware.rates.Rates`.
+      assumed_rates: the names (in `hardware.rates.Rates`) of rates used for `seconds` that are neither measured nor published.
       advice: changes other than a policy that would each free at least 2 % of `device_bytes`; empty for the target `cpu`.
 
     >>> import jax, jax.numpy as jnp
@@ -135,7 +135,7 @@ class MemoryReport:
 
     @property
     def exchanged_bytes(self) -> int:
-        """The bytes at the peak in buffers that collectives read or write, without the step's arguments."""
+        """The bytes of the buffers in `live` that collectives read or write. The step's arguments do not count."""
         return sum(buffer.nbytes for buffer in self.live if buffer.collective and buffer.phase != "argument")
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class MemoryReport:
 
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
-        """(module path, phase) → bytes of the live buffers at the peak, the largest first."""
+        """A dict from (module path, phase) to the bytes of the live buffers at the peak, the largest first."""
         parts: Counter[tuple[str, str]] = Counter()
         for buffer in self.live:
             parts[buffer.module, buffer.phase] += buffer.nbytes
@@ -214,7 +214,7 @@ class MemoryReport:
         return "\n".join([*remarks, *(f"warning: {warning}" for warning in self.warnings)]) or None
 
     def _estimate(self) -> str:
-        """The step's estimated time as text: a range if rates are assumed, with the compute time if the step has transfers."""
+        """The step's estimated time as text: a range if rates are assumed. If the step has transfers, adds the compute time."""
         if self.seconds is None:
             return f"not known: {self.no_time}"
         text = format_estimate(self.seconds, bool(self.assumed_rates))

@@ -24,7 +24,7 @@ from remat_jax.warning import warn
 from remat_jax.workload import Workload
 
 SHOWN_ROWS, SHOWN_SHARED = 40, 3
-"""A printed table has at most so many rows, and so many shared inputs below them. `to_dict` has all rows and inputs."""
+"""The largest numbers of rows, and of shared inputs below the rows, in a printed table. `to_dict` has all of them."""
 
 _EVERY_NAME, _EVERY_NAME_TOO = Policy.parse("save: *"), Policy.parse("save: **")
 
@@ -187,7 +187,7 @@ def kept_residuals(workload: Workload, policy: Any) -> ResidualTable:
 
 
 def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, set[tuple[str, Any]]]:
-    """The table of saved and offloaded residuals, and a set of (other name of such an array, its range of layers)."""
+    """The table of saved and offloaded residuals, and their further names as a set of pairs (name, range of layers)."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     workload.require_loss()
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
@@ -199,10 +199,10 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
 
 @contextlib.contextmanager
 def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
-    """Inside this context everything is traced again.
+    """At the end of this context, check the globs in `policies` that save or offload (`Policy.kept_globs`).
 
-    When it ends, a glob that saves or offloads (`Policy.kept_globs`) raises `NoEffectError` if it keeps no array that the
-    requested gradients need. If no policy has such a glob, the context does nothing.
+    A glob raises `NoEffectError` if it keeps no array that the requested gradients need. For this check everything inside the
+    context is traced again. If no policy has such a glob, the context does nothing.
     """
     selecting: list[Policy] = []
     for policy in map(as_block_policy, policies):
@@ -239,9 +239,9 @@ def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]
 
 
 def _every_name(policy: Any) -> Policy | LayerPolicies:
-    """A policy that saves every named array, with the runs of layers of `policy`.
+    """A policy that saves every named array, with the same runs of layers as `policy`.
 
-    Two spellings of it alternate from run to run, because neighbouring runs with equal policies would be merged.
+    Neighbouring runs with equal policies would be merged, so runs alternate between two spellings of the policy.
     """
     if not isinstance(policy, LayerPolicies):
         return _EVERY_NAME
@@ -250,7 +250,7 @@ def _every_name(policy: Any) -> Policy | LayerPolicies:
 
 
 def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple[list[Residual], set[tuple[str, Any]]]:
-    """Rows for the arrays that pass from the forward to the backward pass, and a set of (other name, range of layers).
+    """Rows for the arrays that pass from the forward to the backward pass, and their further names as pairs (name, layers).
 
     `only_named` leaves out arrays that no policy can select: arrays made outside the blocks, and carries of a scan.
     """
@@ -292,7 +292,7 @@ def _row(array_origin: Origin, atom: Any) -> Residual:
 
 
 def described(row: Any) -> tuple[str, str, str]:
-    """The first cells of a `Residual`, or of a `Move` of `diff.py`, in a table: name with number of arrays, shape, dtype."""
+    """The first table cells for a `Residual` or a `Move` (`diff.py`): name with number of arrays, shape, dtype."""
     name = f"{row.name} ×{row.count}" if row.count > 1 else row.name
     return name, "×".join(map(str, row.shape)) or "scalar", row.dtype
 

@@ -23,7 +23,7 @@ from remat_jax.workload import Workload
 
 @dataclass(frozen=True)
 class Shares:
-    """`by_name`: residual name → its share on one device, from 1 / devices to 1. `mean`: their mean, weighted by bytes."""
+    """`by_name`: residual name → its share on one device, from 1 / devices to 1. `mean`: the mean share, weighted by bytes."""
 
     by_name: Mapping[str, float]
     mean: float
@@ -33,7 +33,7 @@ class Shares:
         return self.by_name.get(name, self.mean)
 
     def of_parts(self, parts: int) -> Shares:
-        """The shares of arrays that are one of `parts` equal parts, as in a `shard_map`: `parts` times as large, at most 1.
+        """The shares if each array is one of `parts` equal parts, as in a `shard_map`: `parts` times as large, at most 1.
 
         >>> Shares({"x": 0.25, "y": 1.0}, 0.4).of_parts(2)
         Shares(by_name={'x': 0.5, 'y': 1.0}, mean=0.8)

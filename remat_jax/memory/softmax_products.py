@@ -42,7 +42,7 @@ class SoftmaxProduct:
 
 @dataclass
 class _Body:
-    """The matmuls and exponentials of a loop's body or of the code outside loops, calls inlined, each with its module path."""
+    """The matmuls and exponentials, each with its module path, of one loop's body or of all code outside loops."""
 
     in_loop: bool
     products: list[tuple[Any, str]] = field(default_factory=list)
@@ -68,7 +68,7 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
 
 
 def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) -> list[_Body]:
-    """The bodies of the loops in `jaxpr`, then the equations outside the loops."""
+    """A `_Body` for each loop in `jaxpr`, then one for all equations outside loops."""
     loops: list[_Body] = []
     body = _Body(in_loop)
 
@@ -91,12 +91,12 @@ def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) ->
 
 
 def is_softmax_of(exponential: Any, product: Any, *, is_head: bool) -> bool:
-    """Whether an exponential may belong to a softmax of the result of the matmul `product`: their shapes are compared.
+    """Whether an exponential may belong to a softmax of `product`, the result of a matmul. Compares their shapes.
 
     For attention only the numbers of elements must be equal, because scores may be reshaped before the softmax. For an output
-    head the last dimension must be equal too, or all dimensions in another order (transposed logits). Otherwise a feed-forward
-    matmul with as many elements as the scores would count as a head. If the last dimension of a head is equal, half of the
-    elements suffice, because a loss may leave out the last token.
+    head the last dimensions must be equal too, or the shapes must be permutations of each other (transposed logits). Otherwise
+    a feed-forward matmul with as many elements as the scores would count as a head. If a head's last dimension is equal, the
+    exponential may have as few as half the elements, because a loss may leave out the last token.
     """
     shapes = exponential.aval.shape, product.aval.shape
     size, whole = map(math.prod, shapes)

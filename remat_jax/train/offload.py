@@ -24,8 +24,8 @@ _PARAMETERS, _STATE = jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(1)
 def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSharding] | None:
     """The sharding of each array of the state that a traced `init` returns; None unless a parameter is on several devices.
 
-    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. Op by op,
-    `zeros_like` would copy these shardings, but a traced `init` sees only shapes.
+    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. Outside
+    a trace `zeros_like` would copy these shardings, but a traced `init` sees only shapes.
     """
     params = traced.values
     # A tracer's sharding is unknown; the compiler or the caller of `jit` decides.
@@ -33,7 +33,7 @@ def _state_shardings(traced: FlatTrace, to_host: Sequence[bool]) -> list[NamedSh
     divided = [sharding for sharding in shardings if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1]
     if not divided:
         return None
-    # One set of devices may have several meshes; an array without a parameter may use any of them.
+    # Parameters may use several meshes of the same devices; an array without a parameter may use any of these meshes.
     replicated = NamedSharding(divided[0].mesh, PartitionSpec())
     of_params = [(_PARAMETERS, *path[1:]) for path in traced.in_paths]
     owners = _owners([*of_params, *((_STATE, *path) for path in traced.out_paths)])[len(params) :]
@@ -61,8 +61,8 @@ def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list
     """The order in which to compute an optimizer's outputs `(updates, state)`, as indices, parameter by parameter.
 
     A parameter's state comes before its update, which reads the state. Parameters come in the order in which the backward pass
-    computes their gradients, so no gradient waits for another parameter's update: `made` has the place of each gradient
-    (`_made_at`). Parameters with equal places come in reverse order of their paths.
+    computes their gradients, so no gradient waits for another parameter's update. `made` has the place in the trace of each
+    gradient (`_made_at`). Parameters with equal places come in reverse order of their paths.
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []
@@ -75,13 +75,16 @@ def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list
 
 
 def _made_at(leaf: Any) -> tuple[int, ...]:
-    """The index of the equation that computes `leaf` in its trace, then indices inside calls; empty without an equation."""
+    """Where `leaf` is computed in its trace: a tuple with the index of the equation that computes it.
+
+    If this equation is a call, the index inside the call's body follows, and so on. `()` if no equation computes `leaf`.
+    """
     made = compat.made_by(leaf)
     return () if made is None else (made[0], *_made_inside(*made[1:]))
 
 
 def _made_inside(eqn: Any, var: Any) -> tuple[int, ...]:
-    """The index at which the body of a call (`jit`, `checkpoint`, …) computes the call's output `var`, then indices inside."""
+    """Where the body of a call (`jit`, `checkpoint`, …) computes the call's output `var`, as in `_made_at`; else `()`."""
     bodies = [compat.closed(value).jaxpr for value in eqn.params.values() if compat.is_jaxpr(value)]
     if len(bodies) != 1 or len(bodies[0].outvars) != len(eqn.outvars):
         return ()
@@ -93,7 +96,7 @@ def _made_inside(eqn: Any, var: Any) -> tuple[int, ...]:
 
 
 def _natural(text: str) -> list[Any]:
-    """A sort key that compares the numbers in a text as numbers; texts and numbers alternate in it."""
+    """A sort key that compares the numbers in a text as numbers: a list in which texts and numbers alternate."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
 
 
@@ -132,7 +135,7 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
     def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """`(params, state)` after one step: `update` and `optax.apply_updates` in one, parameter by parameter.
 
-        This needs less memory than the two calls. XLA would apply their updates late, and keep all of them to the end.
+        This needs less memory than the two calls, for which XLA applies the updates late and keeps all of them to the end.
         """
 
         def applied(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
@@ -159,15 +162,15 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     less memory than `update`.
 
     It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are reused),
-    and on a mesh (each array of the state has its parameter's sharding). A saved state works with `tx` and the result. Under
-    `jit` the updates are bit-equal to those of `tx`; without `jit` they agree within rounding, because optax compiles parts of
-    an update.
+    and on a mesh (each array of the state has its parameter's sharding). A state saved under `tx` or under the returned
+    optimizer can be loaded into the other. Under `jit` the updates are bit-equal to those of `tx`; without `jit` they agree
+    within rounding, because optax compiles parts of an update.
 
-    All operands of an equation are on the device together: all stacked layers of a `scan` (they are one leaf), everything under
-    `optax.MultiSteps` (which updates in one `cond`; use `accumulate_gradients`), and all updates if their norm is computed.
-    With a norm of all gradients and unrolled layers, XLA's schedule can need more memory than with `tx`, unless the blocks
-    offload too (`offload_inputs`); check with `measure`. The method is that of ZeRO-Offload and Megatron-LM's
-    `HybridDeviceOptimizer`, but here the update runs on the device.
+    Some arrays are on the device together, because one equation reads them: all layers of a `scan` (stacked, they are one
+    leaf); everything under `optax.MultiSteps`, which updates in one `cond` (use `accumulate_gradients` instead); and all
+    updates, if their norm is computed. If layers are unrolled and a norm of all gradients is computed, XLA's schedule can need
+    more memory than with `tx`, unless the blocks offload too (`offload_inputs`); check with `measure`. The method is that of
+    ZeRO-Offload and Megatron-LM's `HybridDeviceOptimizer`, but here the update runs on the device.
 
     Args:
       tx: an optax optimizer.
@@ -258,7 +261,10 @@ def _checked(tx: Any, fraction: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _moved(paths: Iterable[Path], avals: Iterable[Any], fraction: float) -> set[Path]:
-    """The paths of the leaves that live on the host: from the largest down, each that still fits `fraction` of all bytes."""
+    """The paths of the leaves to keep on the host. Largest first, a leaf is taken if it still fits.
+
+    All taken leaves have at most `fraction` of the bytes of the leaves that can move (rank 1 or more, no random keys).
+    """
     sizes = {
         path: compat.tree_bytes(aval)
         for path, aval in zip(paths, avals, strict=True)

@@ -171,8 +171,8 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
 
     Chunk i has the positions i, i + n, i + 2n, … of the axis, so an array that is sharded along the axis stays sharded if the
     positions of one chunk divide evenly over the devices. An axis that is not sharded, usually the sequence, is the better
-    choice. `fn` must treat each position independently: shift targets outside `fn`. A policy of `rj.replan` does not change the
-    checkpoints of chunks.
+    choice. `fn` must treat each position independently: shift targets outside `fn`. `rj.replan` does not change the checkpoints
+    of chunks.
 
     Args:
       fn: a function of arrays and pytrees of arrays. Values that it closes over (parameters, a bound Linen module, an NNX
@@ -281,7 +281,7 @@ def _check_count(n: Any, parts: str) -> None:
 
 
 def _cut(leaf: Any, n: int, axis: int) -> Any:
-    """`leaf` with a new axis of the `n` parts after `axis`: part i has the positions i, i + n, i + 2n, …"""
+    """`leaf` with `axis` shortened to one part, and a new axis of `n` parts after it. Part i has the positions i, i + n, …"""
     # A new axis before `axis` would inherit the sharding of `axis`, and all devices would compute every part.
     leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     shape = leaf.shape

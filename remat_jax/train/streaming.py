@@ -67,9 +67,9 @@ class Stream:
     """Evaluates the closed `jaxpr` on `args` with few arrays on the device at a time.
 
     Inputs are fetched from the host one by one. Outputs are copied to the host as soon as they are computed. An equation runs
-    when the next output of `order` needs it: in the jaxpr's order, in which `tree.map` interleaves the leaves' equations, all
-    leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each fetch wait for the
-    outputs finished before it; otherwise XLA would start all fetches at once.
+    when the next output of `order` needs it. In the jaxpr's own order `tree.map` interleaves the equations of all leaves, so
+    all leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each fetch wait for
+    the outputs finished before it; otherwise XLA would start all fetches at once.
 
     Args:
       from_host: for each input, whether to fetch it to the device.
@@ -201,7 +201,7 @@ def _is_literal(atom: Any) -> bool:
 
 
 def inlined(jaxpr: Any, selects: Callable[[Any], bool]) -> Any:
-    """The closed `jaxpr` with the calls that `selects` chooses replaced by their bodies, also inside these bodies."""
+    """The closed `jaxpr` in which each call that `selects` chooses is replaced by its body, also inside such bodies."""
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if not selects(eqn):

@@ -31,7 +31,7 @@ MOST_FILES = 1000
 """The largest number of files; the oldest are removed first. A file has 10 kB, or 1 MB for the largest unrolled models."""
 
 MOST_BYTES = 256 * 2**20
-"""A larger file cannot be from this cache, and is not read."""
+"""Files with more bytes are not read, because they cannot be from this cache."""
 
 _OFF = ("off", "0", "no", "false", "none", "disable", "disabled")
 _REMEDY = f"Name another folder in {VARIABLE}, or 'off'"
@@ -107,7 +107,7 @@ def _folder(target: Target) -> Path | None:
 
 
 def _of_others(folder: Path) -> Path | None:
-    """The folder, or its nearest parent, in which other users could replace files; None if there is none."""
+    """The first of `folder` and its parents in which other users could replace files; None if there is none."""
     if os.name != "posix":
         return None
     paths = dict.fromkeys([folder, *folder.absolute().parents, *folder.resolve().parents])

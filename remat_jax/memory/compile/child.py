@@ -92,7 +92,7 @@ class PinnedHost(jax.sharding.SingleDeviceSharding):
 
 
 class PinnedHostOfMesh(jax.sharding.NamedSharding):
-    """A sharding in the host memory of a mesh's devices. For JAX's caches, it equals no sharding in device memory."""
+    """A sharding in the host memory of a mesh's devices. It equals no sharding in device memory, so JAX caches both."""
 
     @property
     def memory_kind(self) -> str:
@@ -134,7 +134,7 @@ def compiled(program: dict[str, Any], described: list[Any]) -> dict[str, Any]:
     # XLA's own peak is left out on purpose: for a GPU target it counts host buffers as device memory.
     sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes")) for name in SIZES}
     if "text" in program and any(sizes[name] for name in SIZES if name.startswith("host")):
-        # XLA writes its dump before it adds the final copies to and from the host in loops.
+        # Write the final text: XLA's dump lacks the copies to and from the host that XLA adds in loops at the end.
         with open(program["text"], "w", encoding="utf-8") as file:
             file.write(executable.as_text())
     results = zip(exported.out_avals, executable.output_shardings, strict=True) if program["mesh"] else ()
@@ -163,7 +163,7 @@ def run_program(request: dict[str, Any]) -> None:
 
 
 def argument(aval: Any, sharding: Any) -> Any:
-    """An array of small random numbers for an argument; 0 and 1 for integers and booleans."""
+    """An array for an argument: random keys, small random floating-point numbers, or 0 and 1 for integers and booleans."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         kinds: list[Any] = []
         jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), aval)

@@ -46,7 +46,7 @@ class Sizes:
 
     Attributes:
       live, timeline: the device buffers at the peak, and over the whole schedule.
-      time: the modelled time of the compiled schedule; None if it is unknown, for the reason in `no_time`.
+      time: the modelled time of the compiled schedule; None if it is unknown. Then `no_time` has the reason.
       miscompiled: whether a loop copies a wrong slot of a host buffer (`slots.py`); None if the step uses host memory but its
         copies cannot be checked.
       collectives: the collectives on a mesh; None for one device, or if the compiled text is unknown.
@@ -91,7 +91,7 @@ class Sizes:
 
     @property
     def warning(self) -> str | None:
-        """What differs from a compilation on an attached GPU if the step is `untiled`; else None."""
+        """For an `untiled` step, a warning about the differences from a compilation on an attached GPU; else None."""
         return _UNTILED if self.untiled else None
 
     @property
@@ -116,7 +116,7 @@ def compile_programs(
     kernels: Kernels | None = None,
     children: Children | None = None,
 ) -> dict[str, Sizes]:
-    """Key → the compiled `Sizes` of each program on `target`, from the cache or compiled in parallel processes.
+    """A dict from each program's key to its `Sizes` on `target`, from the cache or compiled in parallel processes.
 
     Args:
       timeout: the limit in seconds for all programs together.
@@ -254,7 +254,10 @@ def _answers(
 
 
 def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
-    """The child's sizes, with buffers and time from XLA's files. Without a file both are unknown; without a rate, the time."""
+    """The child's sizes, with buffers and time from the files that XLA and the child wrote.
+
+    Buffers and time are unknown if their files cannot be read; the time also if the target lacks a rate that it needs.
+    """
     dump = folder / "dump"
     module = played = _module(_last(dump, "gpu_after_optimizations.txt"))
     miscompiled: bool | None = False
@@ -300,7 +303,7 @@ def _step_time(module: HloModule | None, target: Target, program: ExportedProgra
 
 
 def _live(module: HloModule, dump: Path, program: ExportedProgram) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
-    """`Sizes.live` and `Sizes.timeline`, with the arguments' names; () and None if XLA wrote no buffers."""
+    """The values of `Sizes.live` and `Sizes.timeline`, with the arguments' names; () and None if XLA wrote no buffers."""
     assignment, ranges = _last(dump, "-buffer-assignment.txt"), _last(dump, "-live-range.txt")
     if assignment is None or ranges is None:
         return (), None

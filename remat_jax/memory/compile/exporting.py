@@ -37,7 +37,7 @@ class ExportedProgram:
       arguments: the name of each argument.
       mesh: the axes of the program's mesh with their sizes; empty for a single device.
       kernels: pairs (name of a Pallas kernel, floating-point operations of one call), in the order of the names.
-      held_bytes: one device's memory for the arguments and for results that reuse no argument's buffer.
+      held_bytes: the bytes on one device of the arguments, and of the results that reuse no argument's buffer.
     """
 
     key: str
@@ -105,7 +105,7 @@ def _type(leaf: Any) -> tuple[Any, ...]:
 def _exported(
     flat: Callable[..., Any], leaves: Sequence[Any], target: Target, shardings: Sequence[Any]
 ) -> tuple[Any, tuple[tuple[str, float], ...]]:
-    """The exported `flat`, and `ExportedProgram.kernels`, whose operations the exported program itself does not state.
+    """The exported `flat`, and the value of `ExportedProgram.kernels`, which cannot be read from the exported program.
 
     Custom calls without a stable serialised form are allowed, because the same version of JAX compiles the program.
     """

@@ -52,7 +52,7 @@ def check_timeout(timeout: float) -> None:
 
 
 def limit_bytes(memory_limit: Any, target: Target) -> int | None:
-    """The bytes that a user's `memory_limit`, written like a budget, means on `target`; None for no limit."""
+    """A user's `memory_limit`, written like a budget, in bytes on `target`; None for no limit."""
     if memory_limit is None:
         return None
     if target.kind != "gpu" or target.memory_bytes is None:
@@ -64,7 +64,7 @@ def limit_bytes(memory_limit: Any, target: Target) -> int | None:
 
 
 def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
-    """The option that sets the largest XLA limit within `limit` bytes; empty if XLA's own is lower, or none can be set.
+    """The compiler option with the largest XLA limit within `limit` bytes; empty if XLA's own is lower or cannot be set.
 
     `held_bytes` is the device memory of the step's arguments and of results that reuse no argument's buffer.
 
@@ -120,9 +120,9 @@ class Kernels:
 
 
 def kernel_options(file: Path) -> dict[str, Any]:
-    """The options with which XLA reads kernels from `file` and adds new kernels, without options that it refused before."""
-    # A compiler that has the second option needs it for the first: only kernels in separate objects can be linked again.
-    # Newer compilers always generate separate objects and do not have the second option.
+    """The options with which XLA reads kernels from `file` and adds new kernels to it, without the options in `_refused`."""
+    # A compiler that has the second of these options needs it for the first: only kernels in separate objects can be linked
+    # again. Newer compilers always generate separate objects and do not have the second option.
     return {name: value for name, value in zip(_KERNEL_OPTIONS, (str(file), True), strict=True) if name not in _refused}
 
 

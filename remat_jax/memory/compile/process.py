@@ -65,7 +65,7 @@ class Question:
         one JSON object for each of `keys`.
       keys: the keys of the programs to compile; for a request to the attached device, its one key.
       doing, who: words for error messages: the activity, and the program that refuses a key.
-      timeout, left: the limit in seconds for all keys together; the seconds left of it, None if all are left.
+      timeout, left: the limit in seconds for all keys together, and what is left of it in seconds; `left=None` means all of it.
       again: whether the child waits for another question after it prints `{"done": true}`; starting a process is slow.
     """
 
@@ -124,7 +124,7 @@ class Children:
 def ask(
     question: Question, on_done: Callable[[str], None] | None = None, children: Children | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Key → the child's answer. `on_done` is called with each key when its answer comes; `children` can kill the child."""
+    """A dict from key to the child's answer. `on_done` gets each key when its answer comes; `children` can kill the child."""
     child = _idle.take(question) or _Child(question)
     timer = threading.Timer(question.timeout if question.left is None else question.left, child.expire)
     timer.daemon = True
@@ -149,7 +149,7 @@ def ask(
 def _converse(
     child: _Child, question: Question, on_done: Callable[[str], None] | None
 ) -> tuple[dict[str, dict[str, Any]], str, bool]:
-    """The child's answers by key, the first refused key with its reason, and whether the child waits for more questions."""
+    """The answers by key, a text with the first refused key and its reason, and whether the child waits for more questions."""
     source, sink = child.process.stdout, child.process.stdin
     assert source is not None and sink is not None
     # A broken pipe means that the child ended at once; its exit status has the reason.

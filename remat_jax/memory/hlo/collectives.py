@@ -28,8 +28,8 @@ class Collective:
       phase: `forward`, `recomputed`, `backward`, or `other`, from the operator's name. If both the recomputation and the
         gradient read the result, the collective runs once and counts in one of the two phases.
       count: the number of arrays; an array in a loop counts once per iteration.
-      bytes: the bytes of the operands or of the results on one device, whichever are more: the results of an all-gather, the
-        operands of a reduce-scatter.
+      bytes: the bytes on one device of the operands (for a reduce-scatter) or of the results (for an all-gather), whichever are
+        more.
     """
 
     kind: str
@@ -59,7 +59,7 @@ def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
 
 
 def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
-    """Kind of collective → (number of arrays, their bytes), in all phases together."""
+    """A dict from the kind of collective to (number of arrays, their bytes), summed over the phases."""
     totals: dict[str, tuple[int, int]] = {}
     for each in collectives:
         count, nbytes = totals.get(each.kind, (0, 0))
@@ -68,9 +68,9 @@ def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
 
 
 def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[tuple[str, str], int, int]]:
-    """Yield (kind, phase), number of arrays and bytes of each collective in a computation that runs `times` times."""
+    """Yield ((kind, phase), number of arrays, bytes) for each collective; numbers are for `times` runs of `computation`."""
     for instruction in computation:
-        # Merged instructions have no operator name, so they get the phase of the loop around them.
+        # Merged instructions have no operator name, so they get the phase of the loop or call around them.
         named_phase = module_path(instruction.op_name)[2]
         inner_phase = phase if named_phase == "other" else named_phase
         if instruction.kind in COLLECTIVES:
@@ -81,7 +81,7 @@ def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[
 
 
 def _sent(collective: Instruction) -> tuple[Instruction | None, ...]:
-    """The operands that a collective sends. Those of a ragged all-to-all after the first are a buffer, offsets and sizes."""
+    """The operands that a collective sends. A ragged all-to-all sends the first; the others are a buffer, offsets and sizes."""
     return collective.inputs[:1] if collective.opcode.startswith("ragged-") else collective.inputs
 
 
@@ -104,7 +104,10 @@ def exchange_seconds(collective: Instruction, target: Target, links: Links | Non
 
 
 def largest_group(attributes: str, devices: int) -> list[int]:
-    """The device numbers in one group of a collective: the first of a tiling, or the listed group with the widest range.
+    """The device numbers in one group of a collective, by which the collective is timed.
+
+    If the groups are tiled (`[2,4]<=[4,2]`), this is the first group; if they are listed, the group with the widest range of
+    numbers; if the text has no groups, all `devices`.
 
     >>> largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8), largest_group("replica_groups={}", 2)
     ([0, 2, 4, 6], [0, 1])

@@ -14,7 +14,7 @@ _NO_COPIES = FREE | {"while", "call", "conditional", "custom-call"}
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies in one direction between device and host. `StepTime.exchanges` (`schedule.py`) describes collectives so.
+    """The copies in one direction between device and host. `StepTime.exchanges` (`schedule.py`) is a `Copies` of collectives.
 
     Attributes:
       count: the number of copies; a copy in a loop counts once per iteration.
@@ -37,7 +37,7 @@ class Copies:
 
     @property
     def coverable(self) -> float:
-        """An upper bound of `covered`: the compute time between the first start and the last wait, as a share of `seconds`.
+        """An upper bound of `covered`: `available_seconds` as a share of `seconds`, at most 1.
 
         `Overlap.coverable` may be lower, because a copy also starts after its array is computed and ends before it is read.
         """
@@ -117,7 +117,7 @@ def _moved(from_host: bool, to_host: bool, size: int) -> tuple[Direction, int] |
 
 
 Roots = str | list[Any]
-"""The name of the instruction that computes an array, or a list of names for a tuple of arrays."""
+"""The name of the instruction that computes an array; for a tuple of arrays, a list of such names (or nested lists)."""
 
 
 class RoundTrip(NamedTuple):
@@ -150,7 +150,7 @@ def round_trips(computation: Computation) -> Iterator[RoundTrip]:
 
 
 def _passed_on(instruction: Instruction, sources: list[Roots]) -> Roots:
-    """The names of the instructions that computed the arrays which `instruction` only passes on."""
+    """The names of the instructions that computed the result of `instruction`; `sources` has those of its operands."""
     if instruction.opcode == "get-tuple-element":
         whole = sources[0]
         return whole[instruction.index] if isinstance(whole, list) and instruction.index < len(whole) else instruction.name

@@ -21,15 +21,15 @@ _KNOWN = frozenset(
     shift-left shift-right-arithmetic shift-right-logical sign sine slice sort sqrt stochastic-convert subtract tan tanh
     transpose triangular-solve xor""".split()
 )
-"""Opcodes whose time is that of their bytes or, for matmuls, of their operations. Other opcodes are reported as unknown."""
+"""Opcodes timed by their bytes or, for matmuls, by their operations. Others (except `custom-call`) count as unknown."""
 _ATTENTION_SHARE = 0.65
-"""The share of a large matmul's rate that attention kernels reach.
+"""The share of a large matmul's rate that attention kernels, and Pallas kernels, are assumed to reach.
 
 With heads of width 128 on an A100, FlashAttention-2 reaches 0.6 to 0.73 of 312 TFLOP/s in the forward pass, and 0.5 to 0.6 in
 the backward pass (Dao, 2023, Figures 4 to 6). A large matmul reaches 0.87.
 """
 _PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
-"""Prefixes of the `custom_call_target`s that compute little. Their time is that of the bytes that they move."""
+"""Prefixes of `custom_call_target`s that compute little. Such calls are timed by the bytes that they move."""
 _PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
 _DTYPES = {
     "bf16": "bfloat16",
@@ -204,7 +204,7 @@ def attention_products(instruction: Instruction) -> list[Product]:
 
 
 def _positions(array: HloArray) -> int:
-    """The number of positions in (…, positions, heads, width) or (…, heads, positions, width): the larger of the two axes."""
+    """The number of positions: the larger of the two axes before the width, which are positions and heads in either order."""
     return max(array.dims[-3:-1])
 
 

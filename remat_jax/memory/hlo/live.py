@@ -19,7 +19,7 @@ from remat_jax.memory.hlo.text import HloModule, Instruction, elements, parse, s
 
 DEVICE_SPACE = 0
 _LARGE = 0.0002
-"""A buffer is tracked by itself from this share of the peak on. It is low, because unrolled models have many small arrays."""
+"""Buffers of at least this share of the peak are tracked one by one. It is low because arrays of unrolled models are small."""
 RESULT = "result"
 """The phase of a result that does not reuse an argument's buffer."""
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
@@ -60,7 +60,7 @@ class LiveBuffer:
 
 
 _Value = tuple[str, str]
-"""The name of an instruction, and an index into its tuple of results as XLA writes it, such as `1,0`."""
+"""An instruction's name, and an index into its nested tuple of results, as a text that XLA writes, such as `1,0`."""
 _Places = tuple[int, ...]
 """An index into a nested tuple, as numbers: `(1, 0)`."""
 
@@ -68,7 +68,7 @@ _Places = tuple[int, ...]
 def _traced(
     instruction: Instruction, places: _Places, step: Callable[[Instruction, _Places], tuple[Instruction | None, _Places]]
 ) -> tuple[Instruction, _Places]:
-    """The origin of an element of an instruction's result, found by repeating `step`, which returns a source or None."""
+    """Follow an element of an instruction's result to its origin, by repeating `step` until it returns None as the source."""
     seen = set()
     while (instruction, places) not in seen:
         seen.add((instruction, places))
@@ -152,7 +152,7 @@ class Schedule:
         return sorted(buffers, key=lambda buffer: (-buffer.nbytes, buffer.name))
 
     def totals(self, most: float = math.inf) -> dict[int, int]:
-        """Moment → bytes of the live buffers of at most `most` bytes each, for each moment at which a live range begins."""
+        """A dict from each moment when a live range begins to the total bytes of the live buffers of at most `most` bytes."""
         events: dict[int, list[tuple[BufferPlace, int]]] = {}
         for value, (start, end) in self.ranges.items():
             for moment, change in ((start, 1), (end + 1, -1)):
@@ -170,7 +170,7 @@ class Schedule:
         return totals
 
     def _exchanged(self) -> dict[_Value, str]:
-        """Value → kind of collective, for the operands of collectives and all elements of their results."""
+        """A dict from value to kind of collective, for the operands of collectives and all elements of their results."""
         kinds: dict[_Value, str] = {}
         for instruction in self._instructions.values():
             if instruction.collective is not None:
@@ -198,7 +198,7 @@ class Schedule:
 
 
 class Span(NamedTuple):
-    """Large buffer number `buffer` of a `Timeline` is alive from segment `first` to segment `last`, both included."""
+    """The segments of a `Timeline`, from `first` to `last` included, in which its large buffer number `buffer` is alive."""
 
     first: int
     last: int
@@ -211,8 +211,8 @@ class Timeline:
 
     Attributes:
       small: for each segment, the largest sum in bytes of the small buffers that are alive at one moment.
-      buffers: the large buffers, from 0.02 % of the peak on. The new value of a donated argument counts as the argument.
-      spans: the segments in which each large buffer is alive. While buffers share a place, only one of them has a span.
+      buffers: the large buffers, of at least 0.02 % of the peak. The new value of a donated argument counts as the argument.
+      spans: the segments in which each large buffer is alive. Of buffers in the same memory, only one has a span at a time.
 
     >>> logits, kept = LiveBuffer("mul", "", "backward", 80, "f32[20]"), LiveBuffer("x", "", "forward", 60, "f32[15]")
     >>> timeline = Timeline((5, 5, 5), (logits, kept), (Span(1, 1, 0), Span(0, 2, 1)))
@@ -261,7 +261,7 @@ class Timeline:
 
 
 def _apart(spans: list[Span]) -> Iterator[Span]:
-    """The spans of one place without overlaps: where spans overlap, only the span that began last remains.
+    """The spans of one place in memory, without overlaps: where spans overlap, only the span that began last remains.
 
     >>> list(_apart([Span(0, 9, 1), Span(3, 5, 2)]))
     [Span(first=0, last=2, buffer=1), Span(first=3, last=5, buffer=2), Span(first=6, last=9, buffer=1)]

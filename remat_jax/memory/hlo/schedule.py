@@ -37,7 +37,7 @@ class StepTime:
         to and from the host, and for collectives.
       overlap, exchanges: the copies to and from the host, and the collectives.
       untimed: opcodes and `custom_call_target`s whose arithmetic is unknown here. Their time is that of the bytes they move.
-      assumed: the names, in `Rates`, of the rates used that are assumed, neither measured nor published. Assumed latencies are
+      assumed: the names (in `Rates`) of rates that were used and are neither measured nor published. Assumed latencies are
         listed if they make up at least 5 % of `seconds`.
     """
 
@@ -111,7 +111,8 @@ class _Player:
         self.now = self.compute = 0.0
         self.busy: list[tuple[float, float]] = []
         self.streams: dict[Lane, _Stream] = {"out": _Stream(), "back": _Stream(), "exchange": _Stream()}
-        # By instruction: the compute time before it, the compute time after it, and the duration of the copy that it starts.
+        # By instruction name: the step's compute time up to the instruction's start and up to its end, and the duration of the
+        # copy that it starts.
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.copying: dict[str, float] = {}
@@ -238,8 +239,8 @@ class _Player:
 
     def _coverable(self, out: Copies, back: Copies) -> float:
         # An array's two copies can overlap only the compute between the array's computation and the first read of the copy.
-        # `together`: the name of the copy out → how many seconds the two copies take beyond this compute. `alone`: direction →
-        # name of the copy → the same for this one copy. If an array is copied back several times, the largest number counts.
+        # `together` has, by the name of the copy out, the seconds by which the two copies exceed this compute. `alone` has, by
+        # direction and name, the seconds by which one copy exceeds it. Of several copies back, the largest number counts.
         together: dict[str, float] = {}
         alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
         for trip in round_trips(self.entry):

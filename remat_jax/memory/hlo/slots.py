@@ -112,7 +112,7 @@ def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
 def _value(instruction: Instruction, counters: dict[int, int], parameter: Callable[[int], int] | None) -> int:
     """The integer value of a scalar instruction.
 
-    `counters` maps an index in the loop's state to the value of the counter there; `parameter(i)` is the value of parameter i.
+    `counters` maps the index of a counter in the loop's state to its value; `parameter(i)` is the value of parameter i.
     """
     opcode = instruction.opcode
     if opcode == "constant":

@@ -29,7 +29,7 @@ COLLECTIVES = (
 )
 """Collective opcodes. The opcode of an asynchronous collective also has the suffix `-start`."""
 _BODIES = {"while": ("body",), "call": ("to_apply", "calls"), "async-start": ("calls",), "fusion": ("calls",)}
-"""Opcode → the attributes that may name the computation that an instruction runs. The first attribute present counts."""
+"""By opcode, the attributes that may name the computation that an instruction runs; the first that is present counts."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Instruction:
         return self.opcode.removesuffix("-start")
 
     def attribute(self, key: str) -> str | None:
-        """The name of a computation, or the number, after `key=`; None if there is none."""
+        """The text after `key=`, a computation's name or a number; None if there is none."""
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
         return match[1] if match else None
 
@@ -179,14 +179,14 @@ def _array(dtype: str, dims: str, layout: str) -> HloArray:
 
 
 def elements(shape: str) -> list[str]:
-    """The shapes of a tuple's elements, as texts, from the tuple's shape; for any other shape, a list with that shape."""
+    """Split the text of a tuple's shape into the shapes of its elements; for any other shape, a list with that shape."""
     if not shape.startswith("("):
         return [shape]
     return [_COMMENT.sub("", part).strip() for part in split_outside_brackets(shape[1:-1], ",")]
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """`text` split at each `separator`, `,` or `/`, that is outside brackets."""
+    """Split `text` at each `separator` (`,` or `/`) that is outside brackets."""
     parts, depth, start = [], 0, 0
     for mark in _BRACKET_OR_SEPARATOR.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")
