@@ -28,8 +28,8 @@ class LargestBatch:
     Attributes:
       batch: the batch size passed to `make_workload`.
       plan: the plan for the workload of that batch.
-      tried: the pair (batch, bytes) for each batch tried, in order. The bytes are the device memory of its smallest compiled
-        step. They are None if nothing was compiled because the step's arguments alone exceed the budget.
+      tried: the pair (batch, bytes) for each batch tried, in order. The bytes are the least device memory of the steps
+        compiled for this batch; None if nothing was compiled, because the step's arguments alone exceed the budget.
     """
 
     batch: int

@@ -139,7 +139,7 @@ def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
 
 
 def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
-    """Like `held_by`, if the compiler lists no buffers: by arguments of the step, temporary memory, and outputs."""
+    """Like `held_by`, if the compiler lists no buffers. The categories are arguments, temporary memory and outputs."""
     # A target without separate host memory has all arguments on the device.
     held = _arguments(workload, device_bytes if sizes.host_argument else compat.tree_bytes)
     held["working set and residuals"] = sizes.temp

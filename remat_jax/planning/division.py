@@ -18,8 +18,8 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
     Residuals have the shares that the compiler gives them. Any other array has the share of an array computed from it or of an
     operand (`_divide`). Parameters have share 1, because they are gathered where they are read. A constant has the share of an
     array computed from it: the compiler leaves constants unsharded, but writes them only where they are read. The work of an
-    equation is multiplied by the smallest share of its arrays. The bytes of a kernel are the sum of its arrays' bytes, each
-    multiplied by the array's share.
+    equation is multiplied by the smallest share of its arrays. The bytes of a kernel count only the
+    device's share of each array.
     """
     program = _copied(program)
     flat, backward, parameters = program.flat, program.backward_program, program.parameters

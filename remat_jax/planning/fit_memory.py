@@ -230,7 +230,7 @@ def _settled(
 
 
 def _shifted(stack: Stack, by: float) -> Stack:
-    """The stack with `by` bytes added to its prediction: to its fixed bytes or, if these reach 0, to its working sets."""
+    """The stack with `by` bytes added to its fixed bytes. If these would be negative, the working sets shrink instead."""
     fixed = stack.fixed_bytes + by
     if fixed >= 0:
         return replace(stack, fixed_bytes=fixed)

@@ -274,7 +274,7 @@ class _Planner:
         return self.proposals.near_named(best, slack, always=("full",) if self.target.devices > 1 else ())
 
     def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
-        """Groups of layers, their memory predicted from the step under `full`. If `compiled`, that step must be compiled."""
+        """Groups of layers, predicted from the step under `full`. If `compiled`, empty unless that step was compiled."""
         full = self.proposals.named_policy("full")
         if full is None or (compiled and self.fit.known(full) is None):
             return []

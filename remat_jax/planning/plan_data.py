@@ -67,8 +67,8 @@ class PlanData:
     def is_maximal(self) -> bool:
         """Whether compiling showed that no further residual fits.
 
-        If so, every variant that saves one more residual in all layers of one run, and has the same runs, exceeds the budget
-        or is less than 0.3 % faster (`docs/how/planner.md`).
+        If so, every variant with the same runs that saves one more residual, in all layers of one run, exceeds the budget or
+        is less than 0.3 % faster (`docs/how/planner.md`).
         """
         return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
 

@@ -185,7 +185,7 @@ class BlockProgram:
         here = {array for array in self.arrays if saved.intersection(array.names)} | self._given
         again = region(self.flat.eqns, self.needed, here | away)
         read = {*self.needed, *(array for eqn in again for array in eqn.inputs)}
-        # Outside scans, each block copies an offloaded constant. Out of a scan, JAX hoists it; its single copy is neglected.
+        # Outside scans, each block copies an offloaded constant. JAX hoists it out of a scan: its single copy is neglected.
         once = self.free.difference(self.flat.inputs) if self.call.scanned else frozenset[Array]()
         host = sum(array.bytes for array in (read & away) - once)
         kept = (read & here) - away - self._uncounted

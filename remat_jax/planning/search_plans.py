@@ -183,7 +183,7 @@ class Search:
     def _share(self) -> float:
         """The share of the unused budget that plans may use, at first 1.
 
-        It is halved for each step but the first whose compiled bytes exceed both the budget and 1.02 times the prediction.
+        It is halved for each step whose compiled bytes exceed both the budget and 1.02 times the prediction, except the first.
         """
         over = sum(step.compiled.device_bytes > max(self.fit.budget, 1.02 * step.predicted_bytes) for step in self.fit.tried)
         return 0.5 ** max(0, over - 1)

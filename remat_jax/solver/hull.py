@@ -29,7 +29,7 @@ _FEW = 300
 are left after pruning, the cheapest policies at a range of prices are used instead (`_swept`)."""
 _SEEDS, _TRANSIENT = 13, (0.0, 0.03, 0.3, 1.0)
 """If a block's policies are not enumerated, column generation starts with the cheapest policies at `_SEEDS` prices of a saved
-byte. A transient byte then has each price in turn: the price of a saved byte times a number in `_TRANSIENT`."""
+byte. For each of them, a transient byte is given this price times each number in `_TRANSIENT` in turn."""
 _OVER = 1e3
 """An excess of one `unit` of memory over a budget (`_optimum`) costs this number × the number of blocks × the largest extra
 seconds of a policy."""

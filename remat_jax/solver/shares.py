@@ -19,7 +19,7 @@ _FIRST, _SECOND, _COUNT = 4, 5, 6
 _BINS = 1024
 """The number of bins of saved memory."""
 _NEED_BINS, _SAVED_BINS = 16, 256
-"""The mixes of one kind are put into this many bins by needed memory, and into this many by saved memory (`mixes_of_two`)."""
+"""The numbers of bins, for needed memory and for saved memory, into which `mixes_of_two` sorts the mixes of one kind."""
 
 
 def mixes_of_two(

@@ -136,8 +136,8 @@ class _Kind:
     def _distance(self, codes: Array) -> Array:
         """The cost of each policy minus the cost of the cheapest candidate, shape (policies,).
 
-        The relaxation has prices for each run of this kind's blocks (`Stack.runs`). The least
-        difference at any of these prices is returned.
+        The relaxation has prices for each run of this kind's blocks (`Stack.runs`). The least difference at any of these
+        prices is returned.
         """
         costs = [(self.table.cost(codes, price), self.table.cost(self.codes, price).min()) for price in self._prices]
         return np.min([cost - least for cost, least in costs], axis=0)
