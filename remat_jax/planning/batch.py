@@ -26,10 +26,10 @@ class LargestBatch:
     """The largest batch that fits, and the plan for it.
 
     Attributes:
-      batch: the argument of `make_workload`.
+      batch: the batch size passed to `make_workload`.
       plan: the plan for the workload of that batch.
-      tried: the pair (batch, bytes) for each batch tried, in order. The bytes are the least device memory of its compiled
-        steps, or None if the step's arguments alone exceed the budget and nothing was compiled.
+      tried: the pair (batch, bytes) for each batch tried, in order. The bytes are the least device memory of the steps
+        compiled for this batch; None if nothing was compiled, because the step's arguments alone exceed the budget.
     """
 
     batch: int
@@ -66,16 +66,16 @@ def largest_batch(
     """The largest batch whose training step fits a memory budget, and the plan for it.
 
     The batch is doubled until it does not fit, then bisected. Once two batches are compiled, linear extrapolation of their
-    memory predicts the largest batch that fits, which is tried next. For each batch `full` is compiled and, if it does not
-    fit, the policy with the least predicted memory. A plan is made only for the largest batch.
+    memory predicts the largest batch that fits, and this batch is tried next. For each batch `full` is compiled. If it does
+    not fit, the policy with the least predicted memory is compiled too. A plan is made only for the largest batch.
 
     Args:
       make_workload: returns the workload for a batch size. Any integer of at least 1 may be tried, and a larger batch must
-        not need less memory. On a mesh, let the number be the batch per device, and multiply it by the number of devices.
+        not need less memory. On a mesh, take the number as the batch per device: multiply it by the number of devices.
       budget, target, host_budget: as for `plan`.
       start: the first batch to try.
       timeout: seconds for the compilations of each batch, and separately for the plan.
-      progress: called as by `plan`, but until the plan is made its numbers are of batches, not of compiled steps.
+      progress: called as by `plan`. While the batch is searched, its numbers count batches instead of compiled steps.
 
     Raises:
       InfeasibleBudget: a batch of 1 does not fit. The message states the least memory reached and what occupies it.
@@ -150,7 +150,7 @@ def _largest(start: int, fits: Callable[[int], bool], tried: list[tuple[int, int
 
 
 def _limit(sizes: list[tuple[int, int]], budget: int) -> int | None:
-    """The largest batch within `budget`, extrapolated from the last two (batch, bytes) of `sizes`; None without growth."""
+    """The largest batch within `budget`, extrapolated from the last two pairs (batch, bytes); None unless the bytes grow."""
     if len(sizes) < 2:
         return None
     (first, small), (last, large) = sizes[-2:]

@@ -35,9 +35,9 @@ class Call:
     Attributes:
       key: the block as the workload names it, such as a class or a glob.
       path: the module path at the start of its residuals' names.
-      block: its jaxpr, with every array named.
+      block: its jaxpr, with a residual name for every array.
       live: for each input of the jaxpr, whether the loss is differentiated with respect to it.
-      free: for each input, whether saving it needs no further memory, as for parameters, the batch, and arrays that several
+      free: for each input, whether saving it needs no further memory. True for parameters, the batch, and arrays that several
         calls or iterations read.
       same: for each input, whether it is the same in all iterations of the scans around the call.
       shared: for each input, whether several blocks or iterations read it. If so, it stays on the device.
@@ -116,7 +116,7 @@ def calls(workload: Workload) -> list[Call]:
 
 
 def _traced(workload: Workload) -> Any:
-    """The loss as a closed jaxpr, with a mark in place of every block call."""
+    """The loss as a closed jaxpr, with a mark (`core.marks`) in place of every block call."""
     policies = workload.own.policies(dict.fromkeys(workload.blocks, EVERYTHING))
     checked = replace(policies, waits=True).anew()
     loss, trained, frozen = workload.split_loss("off")
@@ -217,10 +217,10 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
 def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
     """The calls, each with its block's program and its positions among the calls of its key."""
     blocks: dict[int, BlockUnderPolicy] = {}
-    # Two loops may have one body in common: count each of its equations once.
+    # Two loops may share a body: count each of its equations once.
     by_eqn = {id(marked_call.eqn): marked_call.eqn for marked_call in marked}
     readers = Counter(atom for eqn in by_eqn.values() for atom in set(variables(eqn.invars)))
-    # Several calls of one key in one loop take turns in each iteration.
+    # If a loop's body has several calls of one key, their positions alternate.
     alternating = Counter((marked_call.mark.marked.block, marked_call.place.loops) for marked_call in marked)
     first, turn = Counter[Block](), Counter[Block]()
     calls = []

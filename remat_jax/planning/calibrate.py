@@ -61,7 +61,9 @@ class Calibration:
         return {key: value for key, value in figures.items() if value not in (None, {})}
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> str:
-        """Write the target as TOML, with its device's entry in the table of targets, if any; returns the name `FILE:NAME`.
+        """Write a target file (TOML), and return the name by which to use the target, `FILE:NAME`.
+
+        If the table of targets lists the device, the file contains the device's entry in addition to the measured rates.
 
         Raises:
           TargetError: the file exists and `overwrite` is False, or it cannot be written.
@@ -142,7 +144,10 @@ def launch_seconds(device: Any) -> float:
 
 
 def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
-    """Matrix size → operations per second of square matmuls; sizes double until a run exceeds `_ENOUGH` or `seconds` end."""
+    """A dict from matrix size to operations per second of a square matmul.
+
+    Sizes double until a run takes longer than `_ENOUGH`, or until the time `seconds` would be exceeded.
+    """
     precision = "highest" if dtype in ("float32", "float64") else None
     kind = "float32" if dtype == "tensorfloat32" else dtype
 

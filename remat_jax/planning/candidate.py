@@ -23,9 +23,10 @@ _ORDERS: tuple[Callable[[BlockPolicy, BlockPolicy], Any], ...] = (
     lambda policy, last: (policy.host_bytes == 0, policy.saved_bytes),
     lambda policy, last: policy.choices == last.choices,
 )
-"""Sort keys for the blocks of one kind: functions of a block's policy and the last block's policy."""
+"""Sort keys for the blocks of one kind, tried in this order: functions of a block's policy and of the last block's policy. The
+second key puts blocks with the last block's choices at the end."""
 _ROUNDING = 1 + 1e-9
-"""The relative tolerance between sums of the same numbers in different orders."""
+"""Two sums count as equal up to this factor, because the same numbers may be added in different orders."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class StepCandidate:
 
     Attributes:
       name: the named policy, or the text of groups of layers; empty for a plan of the solver.
-      seconds: the traced estimate of the time to keep, recompute and copy residuals, part of the step's time.
+      seconds: the time to keep, recompute and copy residuals, estimated from the traced program. It is only a part of the
+        step's time.
       choices: the choices of a plan of the solver; None for a named policy or groups of layers.
       like: the choices that are equivalent to the named policy; None if there are none.
       cuts: where a scan is cut between blocks with equal choices. A cut changes the compiled memory, but not the estimates.
@@ -68,7 +70,7 @@ class StepCandidate:
 
     @property
     def policy_name(self) -> str:
-        """The named policy of every block (with groups, of the layers inside them); empty for a plan of the solver."""
+        """The named policy of every block, or of every layer inside groups; empty for a plan of the solver."""
         return self.inside or self.name
 
     @property
@@ -89,7 +91,7 @@ class StepCandidate:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled memory of a candidate; `sizes` has all the compiler's figures, None if compilation failed.
+    """The compiled memory of a candidate. `sizes` has all figures from the compiler; it is None if compilation failed.
 
     `sound` is False if compilation failed or the program may be miscompiled.
     """
@@ -152,7 +154,7 @@ def choices_together(stack: Stack, plan: StackPlan) -> Choices:
 
 
 def one_residual_more(stack: Stack, choices: Choices, cuts: Cuts = ()) -> list[Choices]:
-    """All choices that save one more residual in every block of one run (`runs`)."""
+    """The choices of each variant that saves one more residual, in every block of one run (`runs`)."""
     neighbours = []
     blocks = singles(stack)
     for start, stop in runs(stack, choices, cuts):

@@ -117,7 +117,7 @@ def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int |
 
 
 def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
-    """Category → its device bytes at a compiled step's peak, the largest first."""
+    """A dict from category to device bytes at a compiled step's peak, the largest category first."""
     if not sizes.live:
         return _without_text(workload, sizes)
     # Both the trained and the frozen parameters.
@@ -139,7 +139,7 @@ def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
 
 
 def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
-    """The categories if the compiler lists no buffers: the step's arguments, its temporary memory and its outputs."""
+    """Like `held_by`, if the compiler lists no buffers. The categories are arguments, temporary memory and outputs."""
     # A target without separate host memory has all arguments on the device.
     held = _arguments(workload, device_bytes if sizes.host_argument else compat.tree_bytes)
     held["working set and residuals"] = sizes.temp

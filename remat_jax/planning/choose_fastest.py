@@ -17,7 +17,7 @@ from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.workload import Workload
 
 TIME_ERROR = 0.04
-"""The relative error of the modelled ratio of two steps' times, against the published ratio, if both steps compute the same
+"""The relative error of the modelled ratio of two steps' times, compared with published ratios of steps that compute the same
 (`docs/notes/published_steps.md`). Compiled times that differ by less count as equal."""
 
 
@@ -119,7 +119,8 @@ def as_written(
 ) -> Point:
     """The memory and time of the model as written, with its own checkpoints around the blocks.
 
-    Without a compiled time, the time is interpolated between keeping everything and `full`, by the recomputed FLOPs.
+    Without a compiled time, the time is interpolated between a step that keeps everything and a step under `full`, in
+    proportion to the recomputed FLOPs.
     """
     answer = compile_([StepCandidate(AS_WRITTEN, (), 0.0)], best)
     compiled = answer[0] if answer and answer[0].device_bytes != FAILED else None

@@ -109,7 +109,7 @@ class Compiler:
         return pool.submit(sizes_of, program)
 
     def _raise_fatal(self, errors: Sequence[BaseException], best: Tried | None, *, all_failed: bool) -> None:
-        """Raise the first error that ends the search: an error about all steps, or an error in a case that `compile` lists."""
+        """Raise the first error not in `_OF_ONE_STEP`. If there is none, raise the first error in the cases of `compile`."""
         fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
         if all_failed and (not self.count or (time.monotonic() > self.deadline and best is None)):
             fatal += errors

@@ -1,4 +1,4 @@
-"""A block's program on one device of a mesh: the fraction of each array and of the work that the device has."""
+"""A block's program on one device of a mesh: the share of each array and of the work that the device has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
     Residuals have the shares that the compiler gives them. Any other array has the share of an array computed from it or of an
     operand (`_divide`). Parameters have share 1, because they are gathered where they are read. A constant has the share of an
     array computed from it: the compiler leaves constants unsharded, but writes them only where they are read. The work of an
-    equation has the smallest share of its arrays; the bytes of a kernel are those of its arrays' shares.
+    equation is multiplied by the smallest share of its arrays. The bytes of a kernel count only the
+    device's share of each array.
     """
     program = _copied(program)
     flat, backward, parameters = program.flat, program.backward_program, program.parameters
@@ -54,10 +55,11 @@ def _known_shares(program: BlockProgram, shares: Shares) -> dict[Array, float]:
 
 
 def _backward(program: BlockProgram, forward_ratios: Mapping[str, float]) -> Cost:
-    """The cost of the backward pass on one device. Operations of a dtype are scaled by the dtype's ratio in the forward pass.
+    """The cost of the backward pass on one device.
 
-    How the compiler partitions the cotangents between two residuals is unknown. The forward ratios are used instead, because
-    each matmul of the forward pass has two matmuls in the backward pass.
+    The operations of each dtype are those of the whole backward pass times the dtype's ratio in `forward_ratios`. How the
+    compiler partitions the cotangents between two residuals is unknown. So the forward ratios are used: each matmul of the
+    forward pass has two matmuls in the backward pass.
     """
     divided_cost = flat_cost(program.backward_program.eqns, program.backward_program.outputs)
     left = _operations(divided_cost)
@@ -91,7 +93,7 @@ def _divide(flat: Flat, known_shares: Mapping[Array, float], whole: Set[Array], 
     2. The share of a result computed from it, if the result has the same size or one of `_PARTS` computes it.
     3. The share of an operand from which it is computed: one of the same size, else the largest. Operands in `whole` do not
        count, nor does an unsharded operand that is smaller than the result.
-    4. The share of any array of its shape, for constants that only the backward pass reads.
+    4. The share of any array of the same shape (used for constants that only the backward pass reads).
     5. `otherwise`.
     """
     share_of = dict(known_shares)
@@ -122,7 +124,7 @@ def _from_results(eqns: Sequence[FlatEqn], share_of: dict[Array, float]) -> None
 
 
 def _ratios(after: Cost, before: Cost) -> dict[str, float]:
-    """The ratio of the operations in `after` to the operations in `before`, by dtype."""
+    """A dict from dtype to the operations in `after` divided by the operations in `before`."""
     left = _operations(after)
     return {dtype: _ratio(left[dtype], count) for dtype, count in _operations(before).items()}
 

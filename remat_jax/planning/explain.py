@@ -14,7 +14,7 @@ from remat_jax.report.tables import format_bytes, format_estimate, table
 GIB = 2**30
 _SHORT = 3
 _SMALL = 0.01
-"""Residuals with less than this share of the largest residual's bytes are summarised in one line per action."""
+"""Residuals smaller than this share of the largest residual are summarised in one line per action."""
 
 
 def plan_table(plan: PlanData) -> Any:

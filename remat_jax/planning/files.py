@@ -29,7 +29,7 @@ the mesh and the number of the loss's own checkpoints, and blocks may be functio
 MOST_BYTES = 64 * 2**20
 """The maximum size of a plan file."""
 MOST_RUNS = 10_000
-"""The maximum number of runs of one block: no model has more layers, and reading takes quadratic time."""
+"""The maximum number of runs of one block: no model has more layers, and the time to read them is quadratic."""
 MOST_FACTOR = 100
 """The largest value of XLA's memory-limit option, in per cent."""
 _MOST = 2**127
@@ -199,7 +199,7 @@ def _pair(first: _Check, second: _Check, where: str = "") -> _Check:
 def _object(
     make: Callable[..., Any], checks: Mapping[str, _Check], where: str, newer: Mapping[str, Any] | None = None
 ) -> _Check:
-    """A check for objects with these keys; `newer` has the defaults of keys that older files lack."""
+    """A check for JSON objects with these keys; `newer` has the defaults of keys that older files lack."""
     return lambda value, name: make(**_fields(value, checks, newer or {}, where))
 
 
@@ -299,4 +299,5 @@ _PLAN: dict[str, _Check] = {
     "compiler_options": _compiler_options,
 }
 _NEWER: dict[str, Any] = {"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30}
-"""The defaults of fields that older files lack: no memory limit, no lower bound, times of the traced estimate."""
+"""The values of fields that older files lack. Older plans have no memory limit and no lower bound, and their times are traced
+estimates."""

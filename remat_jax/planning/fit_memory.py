@@ -1,9 +1,9 @@
 """Predicts the device memory of candidates by a model that is fitted to the compiled steps.
 
-The predicted peak is the maximum over the blocks of F + (bytes saved so far) + W + ρ · (recomputed bytes) + φ · (offloaded
-bytes). F is the fixed bytes, W the block's working set, and ρ and φ are the shares of the block's recomputed and offloaded
-bytes that are in memory at its peak. F, ρ and φ are refitted after every compilation, with the first guess of ρ and φ as a
-weak prior. The fit is then shifted to be exact at the compiled step nearest to the budget.
+The predicted peak is the maximum over the blocks of F + S + W + ρ · (recomputed bytes) + φ · (offloaded bytes). F is the fixed
+bytes, S the bytes that this block and earlier blocks save, W the block's working set, and ρ and φ are the shares of the block's
+recomputed and offloaded bytes that are in memory at its peak. F, ρ and φ are refitted after every compilation, with the first
+guess of ρ and φ as a weak prior. The fit is then shifted to be exact at the compiled step nearest to the budget.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ Array = Any
 """A NumPy array."""
 
 _PRIOR = 0.1
-"""The weight of the first guess of the shares, relative to one compiled step."""
+"""The weight of the first guess of ρ and φ in the fit. A compiled step has weight 1."""
 _MOST_RECOMPUTED, _MOST_FETCHED = 2.0, 4.0
 _STARTS = ((0.5, 2.0), (1.0, 4.0))
 """Starting points of the fit for (ρ, φ), in addition to the first guess."""
 _ROUNDS = 8
 
 _FITTED = 2
-"""The number of compiled steps after which a prediction counts as fitted rather than guessed."""
+"""Predictions count as fitted once this many steps are compiled. Earlier predictions count as guesses."""
 _OVER = 0.01
-"""The least excess over the budget, as a share of it, with which a prediction is surely too large (`is_surely_over`)."""
+"""A prediction counts as surely too large only if it exceeds the budget by more than this share of the budget (`is_surely_over`
+has a second condition)."""
 _OFF_SHARE = 0.5
-"""Under `off` XLA may rematerialise by itself. This share of the saved bytes is assumed to stay: 0.55 was observed."""
+"""Under `off` XLA may rematerialise by itself. This share of the saved bytes is assumed to stay in memory; a share
+of 0.55 was observed."""
 
 
 class Fit:
@@ -92,11 +94,11 @@ class Fit:
 
     @property
     def stack(self) -> Stack:
-        """The stack fitted to the compiled steps except `off` and groups of layers, which are different programs."""
+        """The stack fitted to the compiled steps. `off` and groups of layers are left out: they are different programs."""
         return self.around(self.budget)
 
     def around(self, size: float, *, uncut: bool = False) -> Stack:
-        """`stack`, but exact at the compiled step nearest to `size` bytes. If `uncut`, leave out cut steps (`is_cut`)."""
+        """`stack`, but exact at the compiled step nearest to `size` bytes. If `uncut`, do not fit to cut steps (`is_cut`)."""
         key = len(self.tried), size, uncut
         if key not in self._fitted:
             steps = [
@@ -140,7 +142,7 @@ class Fit:
         return abs(plans[-1].predicted_bytes - plans[-1].compiled.device_bytes) if plans else math.inf
 
     def is_surely_over(self, candidate: StepCandidate, stack: Stack) -> bool:
-        """Whether the prediction of `stack` exceeds the budget by more than `_OVER` of it, and by more than twice `missed`."""
+        """Whether the prediction of `stack` is over the budget by more than `_OVER` × budget, and by more than 2 × `missed`."""
         return round(predicted(stack, candidate.loads)) - self.budget > max(2 * self.missed, _OVER * self.budget)
 
     def may_fit(self, candidate: StepCandidate) -> bool:
@@ -192,7 +194,7 @@ def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> S
 
 
 def _table(stack: Stack, loads: Loads) -> Array:
-    """Shape (blocks, 3): bytes saved so far plus the working set, recomputed bytes, offloaded bytes."""
+    """An array of shape (blocks, 3), with the columns S + W (see the module), recomputed bytes, offloaded bytes."""
     blocks = singles(stack)
     kept = np.cumsum([block.input_bytes + load.saved for block, load in zip(blocks, loads, strict=True)])
     working = [block.working_bytes for block in blocks]
@@ -206,7 +208,7 @@ def _needs(table: Array, shares: Sequence[float]) -> Array:
 def _settled(
     tables: Sequence[Array], sizes: Array, guess: Sequence[float], start: Sequence[float]
 ) -> tuple[float, float, float]:
-    """The fixed bytes and the two shares, found by alternating between each step's peak block and a least-squares fit."""
+    """F, ρ and φ (see the module). Repeat until stable: find each step's peak block, then solve a least-squares problem."""
     # Imported here: SciPy takes a quarter of remat_jax's import time.
     from scipy.optimize import lsq_linear
 
@@ -228,7 +230,7 @@ def _settled(
 
 
 def _shifted(stack: Stack, by: float) -> Stack:
-    """The stack with its prediction changed by `by` bytes: first in the fixed bytes, then in the working sets."""
+    """The stack with `by` bytes added to its fixed bytes. If these would be negative, the working sets shrink instead."""
     fixed = stack.fixed_bytes + by
     if fixed >= 0:
         return replace(stack, fixed_bytes=fixed)

@@ -18,7 +18,7 @@ _DROPS = (None, jax.checkpoint_policies.nothing_saveable)
 
 
 def inner_names(jaxpr: Any) -> frozenset[str]:
-    """The names of the arrays dropped by those checkpoints in the closed `jaxpr` that save only their inputs."""
+    """The names of the arrays that checkpoints in the closed `jaxpr` drop, if these checkpoints save only their inputs."""
     regions = filter(compat.is_checkpoint, equations(jaxpr))
     dropping = (eqn for eqn in regions if compat.checkpoint_parts(eqn)[1].get("policy") in _DROPS)
     inside = [body for eqn in dropping for body in bodies(eqn)]
@@ -52,7 +52,7 @@ def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
 
 
 def _has_other_work(loop: Any, inside: frozenset[str]) -> bool:
-    """Whether the body of a loop computes an array without a name in `inside`, other than by a fusible pass."""
+    """Whether a loop's body has an equation that cannot fuse and that computes no array named in `inside`."""
     for eqn in flatten(compat.closed(loop.params["jaxpr"])).eqns:
         if eqn.primitive == "scan":
             if _has_other_work(eqn.eqn, inside):
@@ -63,7 +63,7 @@ def _has_other_work(loop: Any, inside: frozenset[str]) -> bool:
 
 
 def _parts(eqn: FlatEqn, inner_residuals: frozenset[Array]) -> list[FlatEqn]:
-    """Two equations, for the outputs outside and inside `inner_residuals`; only the equation itself if it cannot be split."""
+    """Two equations: one for the outputs not in `inner_residuals`, one for the rest. `[eqn]` if it cannot be split."""
     places = [
         [place for place, array in enumerate(eqn.outputs) if (array in inner_residuals) == wanted] for wanted in (False, True)
     ]
@@ -72,7 +72,7 @@ def _parts(eqn: FlatEqn, inner_residuals: frozenset[Array]) -> list[FlatEqn]:
 
 
 def _part(eqn: FlatEqn, places: Sequence[int]) -> FlatEqn | None:
-    """The part of an equation that computes its outputs at `places`; None if that part is not a single equation."""
+    """An equation that computes only the outputs of `eqn` at the indices `places`; None if one equation is not enough."""
 
     def run(*values: Any) -> list[Any]:
         results = compat.bind(eqn.eqn, values)

@@ -45,7 +45,7 @@ _TRACED_ERROR = 0.1
 """The assumed relative error of the traced time estimate of an uncompiled policy. A named policy that seems slower than the
 best step by up to this share of the step's time may still be compiled."""
 
-# Notes with these beginnings describe the search or give advice. All other notes affect the plan's step and are warnings too.
+# Notes with these beginnings describe the search or give advice. All other notes affect the plan's step and are also warnings.
 _OF_THE_SEARCH = ("Not shown", "Left out", "The policy replaces", "Beyond the blocks", "As compiled")
 
 
@@ -60,11 +60,12 @@ def plan(
 ) -> Plan:
     """The fastest policy found under which a training step of `workload`, compiled for `target`, fits a memory budget.
 
-    The planning problem is each block's residuals, their bytes, and the time to recompute them. The solver's mix of a few
-    policies is compiled, and so is the fastest named policy predicted to fit. The compiled memory corrects the problem, which
-    is solved again. If a named policy may fit, and its traced time estimate is below that of the search's best step, it is
-    compiled, or a note names it. On a GPU target, the plan is chosen from the compiled steps by the times of their
-    schedules. `docs/how/planner.md` states the exact guarantees. On a mesh, all figures but `recompute_flops` are per device.
+    The planning problem consists of each block's residuals, their bytes, and the time to recompute them. The solver's mix of a
+    few policies is compiled, and so is the fastest named policy predicted to fit. The compiled memory corrects the predicted
+    memory, and the problem is solved again. If a named policy may fit, and its traced time estimate is below that of the
+    search's best step, it is compiled, or a note names it. On a GPU target, the plan is chosen from the compiled steps by the
+    times of their schedules. `docs/how/planner.md` states the exact guarantees. On a mesh, all figures but `recompute_flops`
+    are per device.
 
     Args:
       workload: a workload with a loss, not one made by `Workload.from_step`.
@@ -165,7 +166,10 @@ class _Planner:
     # --- the problem ----------------------------------------------------------------------------------------------------
 
     def _described(self) -> tuple[Described, str]:
-        """The planning problem without offloads that cannot run, and why named policies may not offload ("" if they may)."""
+        """The planning problem, in which offload is allowed only where it can run.
+
+        Also returns why named policies may not offload, or "" if they may.
+        """
         described = describe(self.workload, self.target, timeout=max(1.0, self.deadline - time.monotonic()))
         stack = described.stack
         if self.target.kind == "cpu":
@@ -247,13 +251,13 @@ class _Planner:
         return self.fit.best
 
     def _faster_groups(self, best: Tried) -> list[StepCandidate]:
-        """If the best step offloads: groups of layers expected to fit and be faster (if the link is slow, they may be)."""
+        """Groups of layers expected to fit and to be faster than the best step; empty if the best step does not offload."""
         least = best.candidate.seconds - self.proposals.worth
         groups = self._grouped(compiled=False) if best.candidate.host_bytes else []
         return [step for step in groups if step.seconds < least and self.fit.expected(step) <= self.budget]
 
     def _without_copies(self, best: Tried) -> list[StepCandidate]:
-        """The fastest plan without offload, if any step that fits offloads: copies may take longer than estimated."""
+        """The fastest plan without offload; empty if no step that fits offloads. Copies may take longer than estimated."""
         offloads = any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried))
         plan = self.proposals.without_copies(self.fit.stack, self.budget) if offloads else None
         return [plan] if plan is not None and self.fit.known(plan) is None else []
@@ -270,7 +274,7 @@ class _Planner:
         return self.proposals.near_named(best, slack, always=("full",) if self.target.devices > 1 else ())
 
     def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
-        """Groups of layers, predicted from the step under `full`; empty if `compiled` and that step was not compiled."""
+        """Groups of layers, predicted from the step under `full`. If `compiled`, empty unless that step was compiled."""
         full = self.proposals.named_policy("full")
         if full is None or (compiled and self.fit.known(full) is None):
             return []
@@ -356,7 +360,10 @@ class _Planner:
             self.notes.append(beyond)
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
-        """The FLOPs that the blocks recompute; for groups of layers, those of the traced step or, if not counted, of `full`."""
+        """The FLOPs that the blocks recompute. With groups of layers, the FLOPs that the traced step recomputes.
+
+        If these cannot be counted, or if time is up, the FLOPs under `full`.
+        """
         if not any(isinstance(policy, LayerPolicies) and policy.groups for policy in policies.values()):
             return recompute_flops(self.described, dict(policies))
         counted = None if self._is_late() else counted_flops(self.workload, dict(policies))

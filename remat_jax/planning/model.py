@@ -74,7 +74,7 @@ class Model:
         self._check_regions(other.checkpoints, plan_name)
 
     def check_arguments(self, arguments: Any, plan_name: str) -> tuple[Leaf, ...]:
-        """Raise if the arguments of a loss lack a parameter of the model; returns the types of all arrays among them.
+        """Raise if the arguments of a loss lack a parameter of the model; returns a `Leaf` for each array in the arguments.
 
         Raises:
           PlanningError: the message names a missing parameter.
@@ -144,13 +144,13 @@ def _regions(function: Callable[..., Any], arguments: Sequence[Any]) -> int | No
 
 
 def _axes_of_arrays(tree: Any) -> tuple[tuple[str, int], ...]:
-    """The axes of the arrays' mesh, for a call without `jax.set_mesh`; () on a single device."""
+    """The `_axes` of the mesh of the arrays in `tree`, for a call without `jax.set_mesh`; () on a single device."""
     shardings = (getattr(compat.type_of(leaf), "sharding", None) for leaf in jax.tree.leaves(tree) if compat.is_array(leaf))
     return next((axes for sharding in shardings if isinstance(sharding, NamedSharding) and (axes := _axes(sharding.mesh))), ())
 
 
 def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
-    """The mesh axes that partition arrays, and their sizes. A `shard_map`'s axes are left out: its arrays are local shards."""
+    """(name, size) of each mesh axis with more than one device. Inside a `shard_map`, its axes are left out."""
     manual = getattr(mesh, "manual_axes", ())
     return tuple((str(axis), int(size)) for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
 

@@ -12,7 +12,7 @@ from remat_jax.cost.flat import Array, FlatEqn, region
 from remat_jax.planning.program import BlockProgram
 
 SMALL = 0.01
-"""Residuals with less than this share of the largest residual's bytes join other residuals."""
+"""Residuals smaller than this share of the largest residual join other residuals."""
 
 _MOVES = frozenset(
     "bitcast_convert_type broadcast_in_dim convert_element_type copy expand_dims reshape rev slice squeeze transpose".split()
@@ -77,7 +77,7 @@ def nodes(program: BlockProgram) -> list[Node]:
     and several arrays are computed from it, it stays as a node that can only be recomputed. So its time counts once.
 
     Arrays computed by fusible equations from the same arrays become one node, because they cost the same per byte. An array
-    below `SMALL` of the largest array joins a large one: with the same sources, a child, or a parent.
+    smaller than `SMALL` times the largest array joins a large array: one with the same sources, a child, or a parent.
     """
     graph = _all_nodes(program)
     _join_same_names(graph)
@@ -196,8 +196,8 @@ def _join_small_and_alike(program: BlockProgram, graph: list[Node]) -> None:
 
 def _small(program: BlockProgram, graph: Sequence[Node]) -> float:
     """The bytes below which a residual is small."""
-    # Residuals that checkpoints inside the block drop do not count. Compared with the attention scores of a long sequence, all
-    # other residuals would be small.
+    # Residuals that checkpoints inside the block drop do not count. They may be the attention scores of a long sequence,
+    # compared with which all other residuals would be small.
     kept = [node.bytes for node in graph if program.own.isdisjoint(node.members)]
     return SMALL * max(kept or [node.bytes for node in graph], default=0)
 

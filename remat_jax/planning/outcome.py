@@ -135,13 +135,13 @@ def _rows(kind: Kind, block: Block, choices: Sequence[Choice]) -> tuple[LayerRow
 
 
 def _assumed(best: Tried, target: Target) -> tuple[str, ...]:
-    """The assumed rates used for the plan's time; if its schedule was not timed, only rates of matmuls and memory."""
+    """The names of the assumed rates that the plan's time uses. A traced estimate uses only the rates of matmuls and memory."""
     time = best.compiled.sizes.time
     return time.assumed if time is not None else Rates.of(target).assumed(Rates.of(target).flops)[:2]
 
 
 _ALIKE = 1 + 1e-9
-"""The relative tolerance between sums of the same numbers in different orders."""
+"""Two sums count as equal up to this factor, because the same numbers may be added in different orders."""
 
 
 def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | None:
@@ -164,9 +164,9 @@ def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | Non
 
 
 def _next_gib(proposals: Proposals, times: Times, searched: Tried, best: Tried) -> float | None:
-    """The seconds that a step gains from `next_bytes` more memory, by traced estimates scaled to the time of `searched`.
+    """The seconds by which the step is estimated to be faster with `next_bytes` more memory; None if no amount does.
 
-    None if no step is faster with any amount of memory.
+    The time with more memory is a traced estimate, multiplied by the ratio of the time of `searched` to its traced estimate.
     """
     stack, budget = times.fit.stack, times.fit.budget
     of_any_size = [*filter(None, [proposals.solve(stack, math.inf)]), *proposals.named]

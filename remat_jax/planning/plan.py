@@ -30,19 +30,19 @@ class Plan(PlanData):
     """Policies under which the training step of a workload, compiled for a target, fits a budget.
 
     Attributes:
-      policies: a dict from block to its `Policy` or (one per layer) `LayerPolicies`; `off` if the step fits unchanged.
+      policies: a dict from block to `Policy`, or to `LayerPolicies` (one policy per layer); `off` if the step fits unchanged.
       device_bytes, host_bytes: the bytes of one training step, as compiled, in device memory and in host memory.
       predicted_bytes: the device bytes predicted before compilation.
-      recompute_flops: the FLOPs that the blocks recompute (for groups of layers: that the step recomputes), over all devices.
+      recompute_flops: the FLOPs that the blocks recompute (with groups of layers: the whole step), over all devices.
       seconds: the estimated time of a step; `base_seconds` is the estimate for a step that keeps everything.
       timed: whether `seconds` come from the compiled schedule, as on a GPU target; otherwise they are the traced estimate.
-      assumed_rates: the names of those rates (`hardware.Rates`) used for `seconds` that are assumed, not measured.
-      frontier: the Pareto-optimal points of time and device memory, smallest memory first, some compiled, some predicted.
-      named: the memory and time of the named policies, some compiled and some predicted.
+      assumed_rates: the names of rates (`hardware.Rates`) that `seconds` depend on and that are assumed, not measured.
+      frontier: the Pareto-optimal points of time and device memory, smallest memory first. Each is compiled or predicted.
+      named: the memory and time of the named policies, each compiled or predicted.
       parts: for each run of equal layers, in forward order, the action for each residual.
       workload, target: their names. budget, host_budget: the budgets in bytes; None means no limit.
-      next_gib_seconds: the estimated time that a step gains from `next_bytes` more memory; None if no amount of memory makes
-        it faster, or if `timeout` ended the search.
+      next_gib_seconds: the estimated seconds by which `next_bytes` more memory make a step faster; None if no amount of memory
+        makes it faster, or if `timeout` ended the search.
       next_bytes: 1 GiB; for a budget below 16 GiB, between 1/32 and 1/16 of the budget.
       tried: (name, device bytes) of each compiled step, in order.
       notes: further remarks on the plan and the search.
@@ -68,7 +68,7 @@ class Plan(PlanData):
     def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
         """`fn`, a loss or another function that runs the model, with the plan's policies on the model's blocks.
 
-        A plan may fit only with a memory limit for XLA. Pass the limit to the outermost `jax.jit`:
+        If the plan fits only with a memory limit for XLA (`compiler_options`), pass the limit to the outermost `jax.jit`:
 
             loss = plan.apply(loss)
             step = jax.jit(step, compiler_options=plan.compiler_options)

@@ -14,7 +14,7 @@ from remat_jax.policy import Policy
 NOT_MAXIMAL = "Not shown: that no further residual can be saved in a run of layers"
 """The beginning of the note that makes `PlanData.is_maximal` false."""
 CUT_SHORT = "Not shown: the whole frontier"
-"""The beginning of the note if `timeout` ended the search before the frontier was computed."""
+"""The beginning of the note that is added if `timeout` ended the search before the frontier was computed."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class PlanData:
     def is_maximal(self) -> bool:
         """Whether compiling showed that no further residual fits.
 
-        If so, saving one more residual in all layers of any one run, with the same runs, exceeds the budget or makes the step
-        less than 0.3 % faster (`docs/how/planner.md`).
+        If so, every variant with the same runs that saves one more residual, in all layers of one run, exceeds the budget or
+        is less than 0.3 % faster (`docs/how/planner.md`).
         """
         return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
 

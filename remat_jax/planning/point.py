@@ -28,7 +28,8 @@ class Part:
     Attributes:
       block: the block's name in reports.
       every: the distance between consecutive layers of the run: 2 if two kinds of layers of one block alternate in a scan.
-      first, layers: the position of the first layer among the calls of the block, in forward order, and the number of layers.
+      first: the position of the first layer of the run among all calls of the block, in forward order.
+      layers: the number of layers in the run.
       policy: the policy of each layer, as text.
       saved_bytes, offloaded_bytes, recomputed_bytes: the total over all layers of the run.
       rows: the residuals of one layer.
@@ -90,7 +91,7 @@ class Point:
 
 
 def next_bytes(budget: float) -> int:
-    """The additional memory whose gain a plan reports: a power of two between 1/32 and 1/16 of the budget, at most 1 GiB.
+    """The additional bytes for which a plan reports the gain: a power of two from 1/32 to 1/16 of the budget, at most 1 GiB.
 
     >>> next_bytes(40 * 2**30) == 2**30, next_bytes(4 * 2**30) == 2**28
     (True, True)

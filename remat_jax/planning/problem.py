@@ -181,13 +181,13 @@ def _block(kind: Kind, chosen: Sequence[Node], working: float) -> solver.Block:
 
 
 def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], shares: Shares | None, target: Target) -> float:
-    """The device bytes of a step's arguments, its gradients, and its residuals that are not residuals of the blocks."""
+    """The device bytes of a step's arguments, its gradients, and its residuals outside the blocks."""
     inside = 0
     for kind in kinds:
         saved, constant = kind.program.saved_bytes, kind.program.constant_bytes
         inside += len(kind.layers) * saved + (1 if kind.scanned else len(kind.layers)) * constant
-    # Take `everything` in two cases: shares are looked up by residual names, and `off` gives no names; or the model's own
-    # checkpoints would drop residuals under `off`.
+    # `off` cannot be used in two cases. On a mesh, shares are looked up by residual names, and `off` gives no names. If the
+    # model has checkpoints of its own, they drop residuals under `off`.
     named = shares is not None or any(kind.program.dropped for kind in kinds) or workload.replaced_checkpoints > 0
     rows = [row for row in residuals(workload, "everything" if named else "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)

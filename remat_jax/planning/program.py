@@ -50,7 +50,7 @@ class BlockProgram:
     Attributes:
       flat: the forward program from the block's inputs to the residuals.
       forward, backward: the cost of the forward and of the backward pass.
-      inputs: residual name → the input of that name, for the inputs that the selector `@inputs` matches.
+      inputs: a dict from residual name to input array, for the inputs that the selector `@inputs` matches.
       backward_program: the backward pass as a flat program whose inputs are the residuals and the cotangents.
       own: the residuals that checkpoints inside the block's loops recompute; the model's author wants them dropped.
       dropped: the names of the residuals that the block's own checkpoints drop, inside loops or elsewhere.
@@ -147,7 +147,7 @@ class BlockProgram:
         return self.rates.seconds({}, sum(array.bytes for array in kept))
 
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
-        """The residuals that `policy` saves, and that it offloads, in an equal block at `path`; by their names in this block.
+        """This block's names of the residuals that `policy` saves, and of those that it offloads, in an equal block at `path`.
 
         If `policy` makes no checkpoint, every residual is saved except those that checkpoints inside the block drop.
         """
@@ -178,14 +178,14 @@ class BlockProgram:
         return price if policy.checkpoint or self.call.scanned else replace(price, kept_seconds=0.0)
 
     def _priced(self, saved: frozenset[str], offloaded: frozenset[str]) -> Price:
-        """The cost of saving and offloading residuals by name; inputs are always kept."""
+        """The cost of saving and offloading the residuals with these names; inputs are always kept."""
         # Inputs that other blocks or iterations also read stay on the device under every policy.
         shared = {array for array, shared in zip(self.flat.inputs, self.call.shared, strict=True) if shared}
         away = {array for array in self.arrays if offloaded.intersection(array.names)} - shared
         here = {array for array in self.arrays if saved.intersection(array.names)} | self._given
         again = region(self.flat.eqns, self.needed, here | away)
         read = {*self.needed, *(array for eqn in again for array in eqn.inputs)}
-        # Without a scan, each block copies an offloaded constant. JAX hoists constants out of a scan, and copies them once.
+        # Outside scans, each block copies an offloaded constant. JAX hoists it out of a scan: its single copy is neglected.
         once = self.free.difference(self.flat.inputs) if self.call.scanned else frozenset[Array]()
         host = sum(array.bytes for array in (read & away) - once)
         kept = (read & here) - away - self._uncounted
@@ -211,7 +211,7 @@ class BlockProgram:
 
     @property
     def working_bytes(self) -> int:
-        """An estimate of the backward pass's memory in addition to its residuals: its peak if the jaxpr runs in order.
+        """An estimate of the backward pass's memory in addition to its residuals: its peak if the equations run in order.
 
         Arrays that are written to memory between two kernels count, including cotangents and gradients.
         """

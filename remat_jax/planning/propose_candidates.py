@@ -43,7 +43,7 @@ class Proposals:
     Args:
       fit: the compiled steps, and the stack fitted to them.
       named: the applicable named policies, including `off`.
-      own: returns the candidate with the solver's given choices and with its estimated time.
+      own: returns the candidate for given choices of the solver, with its estimated time.
       recut: returns a candidate with its scans cut at the given places; None leaves scans uncut.
       most_runs: the maximum number of policies among layers of one kind; None for the solver's own limit.
     """
@@ -115,7 +115,7 @@ class Proposals:
         """The plan with the least predicted memory among a few heuristic plans."""
         count = len(singles(stack))
         # A saved byte occupies memory in every later block. The weight of saved bytes that gives the least memory depends on
-        # the fitted shares (`recomputed_share`, `fetched_share`): try several.
+        # the fitted shares (`recomputed_share`, `fetched_share`): try several weights.
         offloads = (False,) if stack.link is None else (True,) if math.isinf(self.fit.host_budget) else (True, False)
         weights = dict.fromkeys((1.0, math.sqrt(count), float(count)))
         plans = [self._lean(stack, weight, offload=offload) for weight in weights for offload in offloads]
@@ -172,7 +172,7 @@ class Proposals:
         return all(step is not None and step.compiled.device_bytes < FAILED and not self.fit.fits(step) for step in tried)
 
     def least_more(self, best: Tried) -> list[StepCandidate]:
-        """At most two variants of `best` that save one more residual: with fewest saved bytes, and with least predicted memory.
+        """Variants of `best` with one more residual saved: that with fewest saved bytes, and that with least predicted memory.
 
         Only variants that gain at least `worth` seconds count. An uncompiled variant that is surely over the budget is left
         out (`Fit.is_surely_over`).
@@ -196,7 +196,7 @@ class Proposals:
         return [step for step in variants if step.seconds < candidate.seconds]
 
     def without_host(self, candidate: StepCandidate) -> StepCandidate | None:
-        """The candidate with offloaded residuals saved; None if it offloads none, has no choices, or one may not be saved."""
+        """The candidate with its offloaded residuals saved; None if it has none or no choices, or if one may not be saved."""
         choices = candidate.effective_choices
         if not candidate.host_bytes or choices is None:
             return None
@@ -216,8 +216,8 @@ def grouped_candidates(
 ) -> list[StepCandidate]:
     """The fastest grouping of the layers that is predicted to fit, and the grouping with the least memory.
 
-    If none is predicted to fit, only the grouping with the least memory is returned. Layers in a group share one checkpoint,
-    which helps if the inputs of all layers do not fit. The memory is predicted from `full_bytes`, the device bytes of the step
+    If none is predicted to fit, only the grouping with the least memory is returned. Layers in a group share one checkpoint.
+    This helps if the inputs of all layers do not fit. The memory is predicted from `full_bytes`, the device bytes of the step
     under `full`. Empty if that step could not be compiled, if there are several kinds of blocks, or if calls are in nested
     scans or take turns in one scan.
     """

@@ -34,12 +34,16 @@ _FAR_OFF = 0.02
 _AFTER_FAILURE = 0.05
 """If a plan could not be compiled, the solver plans again for a budget smaller by this share."""
 _WORTH_DARING = 5.0
-"""Predictions that were too low reduce the share of the unused budget that plans may use (`_share`). If no plan is proposed
-within this share, a plan at the whole budget is compiled if it gains this multiple of `WORTH_COMPILING`."""
+"""After predictions that were too low, plans may use only a share of the unused budget (`_share`). If no plan is proposed
+within this share, a plan for the whole budget is compiled if it gains more than this multiple of `WORTH_COMPILING`."""
 
 
 class Search:
-    """One search. `most_compiled` is the limit without additional compilations; `scanned`: whether a mix cuts a scan."""
+    """One search.
+
+    `most_compiled` is the maximum number of compiled steps before `MORE_COMPILED` and `UNMOVED_COMPILED` are added. `scanned`
+    says whether a mix of policies cuts a scan.
+    """
 
     def __init__(self, fit: Fit, proposals: Proposals, *, most_compiled: int = MOST_COMPILED, scanned: bool = False) -> None:
         self.fit, self.proposals = fit, proposals
@@ -107,7 +111,7 @@ class Search:
         return new[:SIDE_BY_SIDE]
 
     def _first(self) -> list[StepCandidate]:
-        """The first candidates: `off` or the fastest named policy that is predicted to fit, and the solver's plan.
+        """The first candidates: `off`, or else the fastest named policy that is predicted to fit; and the solver's plan.
 
         `off` is taken if it may fit. If it surely fits, the solver's plan is left out.
         """
@@ -128,8 +132,8 @@ class Search:
             fits = [step for step in named if self.fit.expected(step) <= self.fit.budget]
             return (fits or named)[:1] + self._solved_at_budget(None)
         # If the best step has choices (`effective_choices`), compilations beyond `_most` are for variants with one more
-        # residual and for faster named policies. While much memory is left, all of them but the last are also for the
-        # solver's plans.
+        # residual and for faster named policies. While much memory is left, the solver's plans are compiled too, except in the
+        # last compilation.
         over = len(self.fit.tried) - self._most if best.candidate.effective_choices is not None else -1
         if over >= 0 and not (self._much_is_left(best) and over < MORE_COMPILED - 1):
             return named[:1]
@@ -177,19 +181,22 @@ class Search:
 
     @property
     def _share(self) -> float:
-        """The share of the unused budget that plans may use: 1, halved for each too low prediction but the first."""
+        """The share of the unused budget that plans may use, at first 1.
+
+        It is halved for each step whose compiled bytes exceed both the budget and 1.02 times the prediction, except the first.
+        """
         over = sum(step.compiled.device_bytes > max(self.fit.budget, 1.02 * step.predicted_bytes) for step in self.fit.tried)
         return 0.5 ** max(0, over - 1)
 
     def _within(self, share: float) -> float:
-        """The bytes at `share` of the way from the best step (the smallest, if none fits) to the budget."""
+        """The bytes of the best step (if none fits, of the smallest) plus `share` of the budget that it leaves unused."""
         low = min((self.fit.best or self.fit.smallest).compiled.device_bytes, self.fit.budget)
         return low + share * (self.fit.budget - low)
 
     def _solved(
         self, stack: Stack, budget: float, best: Tried | None, *, most_runs: int | None = None, worth: float | None = None
     ) -> list[StepCandidate]:
-        """The fastest uncompiled plan within `budget`, if it is estimated to gain at least `worth` over the best step."""
+        """The fastest uncompiled plan within `budget`, if it seems more than `worth` seconds faster than the best step."""
         most = math.inf if best is None else best.candidate.seconds - (self.proposals.worth if worth is None else worth)
         for _ in range(4):
             plan = self.proposals.solve(stack, budget, most_runs=most_runs) if budget > 0 else None
@@ -207,7 +214,7 @@ class Search:
         return []
 
     def _one_more(self, best: Tried) -> list[StepCandidate]:
-        """A variant of the best step: with all further residuals saved that are predicted to fit, or with one more saved."""
+        """A variant of the best step that saves all further residuals predicted to fit or, if that gains little, only one."""
         if best.candidate.effective_choices is None:
             return []
         much = self._much_is_left(best)

@@ -56,7 +56,7 @@ def _selector(name: str, path: str) -> str:
 
 
 def _escaped(name: str, *, glob: bool = False) -> str:
-    """A selector that matches the name: `?` replaces commas and semicolons, which end a selector; a glob escapes `*?[`."""
+    """A selector that matches `name`. `?` replaces commas and semicolons, which end selectors; if `glob`, `*?[` are escaped."""
     if glob:
         name = re.sub(r"([*?[])", r"[\1]", name)
     return name.replace(",", "?").replace(";", "?")

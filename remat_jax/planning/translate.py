@@ -71,7 +71,8 @@ def named_candidate(described: Described, name: str) -> StepCandidate:
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
     named = StepCandidate(name, tuple(loads), extra_seconds(described, meant))
     like = None if name == "off" else _like(described, named, meant)
-    # These loads do not count recomputed intermediates. Take those of the equivalent choices, so that equal programs are equal.
+    # The loads above do not count recomputed intermediates. Use the loads of the equivalent choices, so that equal programs
+    # compare equal.
     return named if like is None else replace(named, like=like.choices, loads=like.loads)
 
 
@@ -110,7 +111,7 @@ def choices_of(kind: Kind, block: Block, policy: Policy) -> list[Choice]:
 
 
 def policies_of(described: Described, candidate: StepCandidate) -> dict[marking.Block, Any]:
-    """The policies by block: one policy, or a policy for each layer if layers differ or a scan is cut."""
+    """A dict from block to its policy, or to `LayerPolicies` if its layers differ or a scan is cut."""
     if candidate.choices is None:
         return dict.fromkeys((kind.block for kind in described.kinds), as_block_policy(candidate.name))
     layers: dict[marking.Block, dict[int, Policy]] = {kind.block: {} for kind in described.kinds}

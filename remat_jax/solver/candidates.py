@@ -54,7 +54,7 @@ def grow(block: Block, offloads: bool, most: int) -> Array | None:
 
 
 def _choose(block: Block, index: int, code: int, codes: Array, sums: Array) -> tuple[Array, Array]:
-    """The partial policies and sums after one more choice; a policy that would recompute from an absent parent is dropped."""
+    """The partial policies and sums after one more choice; a policy that would recompute from an unused parent is dropped."""
     if code == RECOMPUTE:
         legal = (codes[:, list(block.parents[index])] != UNUSED).all(axis=1)
         codes, sums = codes[legal], sums[legal]
@@ -82,7 +82,7 @@ def _last_uses(block: Block) -> list[int]:
 
 
 def _unbeaten_in_groups(flags: Array, sums: Array) -> list[int]:
-    """The Pareto-optimal rows within each group of rows with equal ``flags``."""
+    """The indices of the rows of ``sums`` that are Pareto-optimal among the rows with equal ``flags``."""
     _, groups = np.unique(flags, axis=0, return_inverse=True)
     optimal: list[int] = []
     for group in range(int(groups.max()) + 1):

@@ -50,7 +50,7 @@ class Grouping:
     Attributes:
         layers: the number of layers in the stack.
         size: the number of layers in a group. If all layers are in groups, the last group may be smaller.
-        grouped: the number of layers in groups. The remaining layers have the same policy.
+        grouped: the number of layers in groups. The layers after them have the same policy, but are not in groups.
         peak_bytes: peak memory, including the fixed bytes.
         extra_seconds: time to keep and recompute residuals.
     """

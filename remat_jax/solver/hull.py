@@ -25,16 +25,18 @@ _NEAR = 1e-4
 _DEMANDS = 16
 """The number of blocks with a memory constraint, divided equally among the kinds; each kind has at least one."""
 _FEW = 300
-"""A block's policies are enumerated only while there are at most this many partial policies."""
+"""The Pareto-optimal policies of a block are enumerated residual by residual (`grow`). If more than this many partial policies
+are left after pruning, the cheapest policies at a range of prices are used instead (`_swept`)."""
 _SEEDS, _TRANSIENT = 13, (0.0, 0.03, 0.3, 1.0)
-"""A block's first policies are the cheapest at this many prices of a saved byte. Each price is combined with several prices of
-a transient byte, which are these multiples of it."""
+"""If a block's policies are not enumerated, column generation starts with the cheapest policies at `_SEEDS` prices of a saved
+byte. For each of them, a transient byte is given this price times each number in `_TRANSIENT` in turn."""
 _OVER = 1e3
-"""The penalty, per block and per `unit` of memory over the budget, as a multiple of the largest extra time of a policy."""
+"""An excess of one `unit` of memory over a budget (`_optimum`) costs this number × the number of blocks × the largest extra
+seconds of a policy."""
 
 
 class Hull:
-    """The policies of a stack's blocks that are cheapest at some prices. Each new budget may add policies.
+    """For each block of a stack, the policies that are cheapest at some prices. Each new budget may add policies.
 
     `Stack.runs` splits each kind into runs and makes the last block of each run a run of its own. Only these single blocks have
     a memory constraint; more constraints give a higher lower bound. `kinds` has the indices of each kind's runs.
@@ -111,7 +113,7 @@ class Hull:
         if math.isfinite(host_budget) and columns[:, HOST].any():
             rows.append(columns[:, HOST] / unit)
             limits.append(host_budget / unit)
-        # The last column is the excess over the budgets, at a high cost. It makes the linear program always feasible.
+        # The last column is the excess over the budgets, at a high cost (`_OVER`). It makes the linear program always feasible.
         scale = float(columns[:, EXTRA].max()) or 1.0
         solution = linprog(
             np.append(columns[:, EXTRA] / scale, _OVER * sum(run.repeats for run in self.runs)),
@@ -149,7 +151,11 @@ def _seeds(table: BlockTable, count: int) -> Array:
 
 
 def _swept(table: BlockTable, count: int) -> Array:
-    """The cheapest policies of a block at prices from 0 to above any recomputation, and the policies of least memory."""
+    """The cheapest policies of a block at a range of prices.
+
+    The prices of a saved byte are 0, and 0.001 to 100 times `scale` (the block's total seconds per byte). At further, very high
+    prices almost only memory counts.
+    """
     recompute_seconds = table.seconds[table.allowed[:, RECOMPUTE]].sum()
     total_seconds = recompute_seconds + table.block.forward_seconds + table.block.backward_seconds
     scale = float(total_seconds or 1.0) / (float(table.bytes.sum()) or 1.0)

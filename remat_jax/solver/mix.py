@@ -19,7 +19,7 @@ from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED, Array
 ROUNDING = 1e-12
 """The relative rounding error that a sum may have when its terms are added in a different order."""
 COUNTS = 65
-"""At most this many layer counts are tried for one run at once."""
+"""If a kind has more layers than this, only this many evenly spaced layer counts are tried for a run."""
 Runs = tuple[tuple[int, int], ...]
 """A mix: for each run, the index of its policy and its number of layers."""
 
@@ -48,7 +48,7 @@ def best_mix(measures: Array, ends: Array, layers: int, room: Room, triples: Arr
         measures: bytes saved, bytes needed, bytes on the host, extra seconds; shape (policies, 4), from `BlockTable.measures`.
         ends: whether each policy is legal for the last layer, shape (policies,).
         layers: the number of layers.
-        triples: the policies of three runs in forward order, shape (triples, 3); equal neighbours are one run.
+        triples: the policies of three runs in forward order, shape (triples, 3); equal adjacent policies are one run.
     """
     triples = triples[ends[triples[:, 2]]]
     if not len(triples):

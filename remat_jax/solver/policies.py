@@ -38,7 +38,7 @@ class BlockPolicy:
 
     @cached_property
     def of(self) -> dict[str, Choice]:
-        """Residual name → choice."""
+        """A dict from residual name to choice."""
         return {residual.name: choice for residual, choice in zip(self.block.residuals, self.choices, strict=True)}
 
     def _total(self, cost: str, *choices: Choice) -> float:
@@ -105,7 +105,8 @@ class StackPlan:
 
 
 def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
-    """A stack's peak device memory: the largest sum of the bytes saved so far and a block's transient bytes."""
+    """A stack's peak device memory: the fixed bytes plus the largest sum, over the blocks, of a block's transient bytes and the
+    bytes saved by it and by earlier blocks."""
     kept, peak = stack.fixed_bytes, stack.fixed_bytes
     for policy in policies:
         kept += policy.saved_bytes

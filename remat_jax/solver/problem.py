@@ -21,7 +21,7 @@ from remat_jax.errors import PlanningError, nearest
 
 
 class Choice(StrEnum):
-    """What happens to a residual. ``unused`` (neither kept nor recomputed) requires that the backward pass does not read it."""
+    """What happens to a residual. ``unused`` (neither kept nor recomputed) is allowed if the backward pass does not read it."""
 
     SAVE = "save"
     OFFLOAD = "offload"

@@ -19,7 +19,7 @@ _FIRST, _SECOND, _COUNT = 4, 5, 6
 _BINS = 1024
 """The number of bins of saved memory."""
 _NEED_BINS, _SAVED_BINS = 16, 256
-"""For the mixes of one kind: the numbers of bins of needed memory and of saved memory."""
+"""The numbers of bins, for needed memory and for saved memory, into which `mixes_of_two` sorts the mixes of one kind."""
 
 
 def mixes_of_two(

@@ -120,7 +120,7 @@ class _Kind:
         self.codes, self.measures, self.ends = codes, self.table.measures(codes), self._last.legal(codes)
 
     def mixes(self, room: float) -> Array:
-        """Mixes of two policies for the first plan, from the policies that are cheapest or need least memory."""
+        """Mixes for the first plan: of two of the policies that are cheapest or need least memory."""
         order = self._ordered(int(math.sqrt(_PAIRS / self.layers)))
         lean = np.argsort(self.measures[:, NEED] - self.measures[:, SAVED] + self.layers * self.measures[:, SAVED])
         least = [int(lean[0]), *(int(at) for at in lean if self.ends[at])][:2]
@@ -134,10 +134,10 @@ class _Kind:
         return list(dict.fromkeys([*map(int, order[:count]), *map(int, ends[: count // 3])]))
 
     def _distance(self, codes: Array) -> Array:
-        """How far each policy's cost is above the cheapest candidate's cost, shape (policies,).
+        """The cost of each policy minus the cost of the cheapest candidate, shape (policies,).
 
-        The relaxation has prices for each run of this kind's blocks (`Stack.runs`). Of the distances at these prices, the
-        least counts.
+        The relaxation has prices for each run of this kind's blocks (`Stack.runs`). The least difference at any of these
+        prices is returned.
         """
         costs = [(self.table.cost(codes, price), self.table.cost(self.codes, price).min()) for price in self._prices]
         return np.min([cost - least for cost, least in costs], axis=0)

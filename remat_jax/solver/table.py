@@ -80,7 +80,7 @@ class BlockTable:
         return (codes == RECOMPUTE) @ self.seconds + (codes <= OFFLOAD) @ self.kept_seconds + copied
 
     def _copies(self, host: Array, work: Array) -> tuple[Array, Array, Array]:
-        """Seconds by which copies out, and copies back, outlast the overlapped compute; and the exposed seconds of both."""
+        """Shape (policies,): seconds of copies out, and of copies back, minus overlapped compute; exposed seconds of both."""
         rates = self._rates
         out = host / rates.out_bytes_per_s - rates.hidden_share * self.block.forward_seconds
         back = host / rates.in_bytes_per_s - rates.hidden_share * (self.block.backward_seconds + work)
@@ -167,7 +167,7 @@ class BlockTable:
         return codes, cost
 
     def _cut(self, prices: Prices, out: float, back: float) -> tuple[Array, float]:
-        """The policy with the least cost, and this cost, if ``out`` · x and ``back`` · x replace exposed times (`cheapest`)."""
+        """The policy with the least cost, and this cost, with shares ``out`` and ``back`` for the copies (`cheapest`)."""
         block, rates = self.block, self._rates
         hidden = rates.hidden_share * back
         kept_seconds = (1.0 - hidden) * self.kept_seconds
