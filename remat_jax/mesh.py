@@ -227,8 +227,8 @@ def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) ->
     }
 
     def sharding_of(path: Any, array: Any) -> Any:
-        # Search prefixes of the path for a parameter's path: below it, an optimizer may have a mask (optax.masked) or several
-        # arrays (sm3).
+        # A state array's path is its parameter's path or continues it, because an optimizer may have a mask (optax.masked) or
+        # several arrays (sm3) for one parameter. So the longest prefix that is a parameter's path is looked up.
         prefixes = (path[:length] for length in range(len(path), -1, -1))
         shape, place = next((places[start] for start in prefixes if start in places), (None, replicated))
         return in_its_memory(array, place if array.shape == shape else replicated)

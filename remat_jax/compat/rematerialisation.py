@@ -43,7 +43,10 @@ def given_name(eqn: Any) -> str | None:
 
 
 def names_in(policy: Any) -> frozenset[str]:
-    """The names in a JAX policy of names: the strings in its sets, lists and tuples.
+    """The names that a JAX policy such as `save_only_these_names(…)` was made with.
+
+    They are the strings in the sets, lists and tuples among its attributes and closure variables, also of callables among
+    these.
 
     >>> sorted(names_in(jax.checkpoint_policies.save_only_these_names("scores", "hidden")))
     ['hidden', 'scores']
@@ -86,7 +89,10 @@ def kind(eqn: Any) -> str:
 
 
 def hidden_body(eqn: Any) -> Any | None:
-    """The body of a `jax_remat3` region, a jaxpr; None for other equations. `bind(eqn, …, _prim=body)` replaces it."""
+    """The body of a `jax_remat3` region, a jaxpr; None for other equations.
+
+    `compat.bind(eqn, …, _prim=body)` evaluates the region with another body.
+    """
     return eqn.params["_prim"].params["jaxpr"] if _hi_primitive(eqn) == "RematTraced" else None
 
 
@@ -99,8 +105,8 @@ def classic_rematerialisation() -> contextlib.AbstractContextManager[None]:
     """Inside this context `jax.checkpoint` and `checkpoint_name` use the established rematerialisation, despite `jax_remat3`.
 
     `jax_remat3` saves only arrays that were named before differentiation: it recomputes arrays that derivative rules compute,
-    and outputs that derivative rules read (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions;
-    0.11.2 calls them, but only for names.
+    and outputs that derivative rules read (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions,
+    except that JAX 0.11.2 calls them for names (and for nothing else).
     """
     context: contextlib.AbstractContextManager[None] = _config.remat3(False)
     return context
@@ -190,7 +196,7 @@ OFFLOAD = _pe.Offloadable(src="device", dst="pinned_host")
 
 
 def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
-    """For each array in `jaxpr`, at any depth, that the JAX policy would offload: its name, or its primitive without a name."""
+    """For each array in `jaxpr`, at any depth, that the JAX policy would offload: its name, else the name of its primitive."""
     names = []
     for eqn in jaxpr.jaxpr.eqns:
         verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)

@@ -61,8 +61,8 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
             under = origin(jaxpr, eqn.invars[0], outer, layers)
             aliases = (under.name, *under.aliases) if under.kind == "named" else ()
             if aliases and ":custom_jvp_call#" in name:
-                # A checkpointed block names its output inside. The name given outside only says that a `custom_jvp_call`
-                # computes the array.
+                # The output of a checkpointed block has a name from the equation inside the block that computes it. The name
+                # given outside only says that a `custom_jvp_call` computes the array.
                 return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
             source = compat.source_line(makers.get(eqn.invars[0]) or eqn)
             return Origin(atom, "named", name, source, layers=here, aliases=aliases)
@@ -122,7 +122,11 @@ def _made_here(eqn: Any, atom: Any, path: tuple[str, ...], layers: range | None)
 
 
 def _through_scan(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
-    """The origin of output `index` of a scan; of kind `argument` if the output is a constant or a scanned operand."""
+    """The origin of output `index` of a scan.
+
+    If the output is one of the scan's constant operands, or a row of a scanned operand, the kind is `argument`, and `key[1]` is
+    the operand's index.
+    """
     body = bodies(eqn)[0].jaxpr
     consts, carry = compat.scan_layout(eqn)
     inner = origin(body, body.outvars[index], path, layers)

@@ -76,7 +76,8 @@ def _seconds(eqns: list[Any], flops_per_s: float, hbm_bytes_per_s: float) -> flo
 _PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 # XLA's default limit of pinned host memory, in GiB (xla/pjrt/gpu/gpu_helpers.cc).
 _PINNED_POOL_DEFAULT = 64
-# Two compilations whose device memory differs by at most this share count as equal: their instruction orders differ.
+# Two compilations whose device memory differs by at most this share count as equal, because another instruction order alone can
+# make such a difference.
 _ALIKE = 0.01
 # A flag's effect is reported if it exceeds this share of the step's memory or time.
 _LARGE = 0.1
@@ -221,8 +222,8 @@ def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, 
     waited = report.overlap
     if waited is None or _SCHEDULER_FLAG.search(compat.xla_flags()):
         return
-    # Only compiling with the other scheduler shows whether it hides the copies: `Overlap.coverable` is an upper bound for the
-    # schedule of this compilation.
+    # Only compiling with the latency-hiding scheduler shows whether it hides the copies. `Overlap.coverable` does not: it
+    # bounds what compute could cover in the schedule that was compiled without that scheduler.
     if waited.step_seconds - waited.compute_seconds < _LARGE * waited.step_seconds:
         return
     other = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": True})

@@ -26,7 +26,8 @@ class Receipt:
       returned_bytes: how much more device memory the step needs if these residuals are saved; None if the step that saves them
         was not compiled.
       warnings: failures of the offload. One is that all devices together have fewer bytes on the host than `offered_bytes`. On
-        a mesh a missing residual may go unnoticed: every device has a copy of a replicated residual, so the total may suffice.
+        a mesh this warning may be absent although a residual is missing on the host: the bytes on the host count a replicated
+        residual once per device, `offered_bytes` counts it once.
       shared: the offloaded inputs that stay on the device because several blocks read them; not in `offered_bytes`.
     """
 

@@ -33,8 +33,9 @@ _SORTS = (
     ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
 _MOVED = 0.75
-"""The base score of an uncertain pair; a certain pair has 1. Uncertain pairs are a linear layer and a convolution, and two
-modules that share most of their inner layers, or all but layers without weights."""
+"""The base score of an uncertain pair; a certain pair has 1. Uncertain pairs are: a linear layer with a convolution; two
+modules whose inner layers with weights are the same, although those without weights differ; two modules with the same words in
+their paths that share most of their inner layers with weights."""
 _LEAST = 0.35  # what a base score of 1 adds to a pair's score. A pair must exceed twice this; the best score is 2.35
 MOST_BYTES = 64 * 2**20
 """The size in bytes of the largest mapping file that is read."""
@@ -45,7 +46,7 @@ class MatchedModule:
     """The facts by which a module's counterpart is found.
 
     `kind` is the name of its class; `size` is the number of elements of its first output, or None if unknown. A leaf calls no
-    other module. `has_weights` is False for modules such as a rotation or a dropout.
+    other module. `has_weights` is False for modules such as a rotary position embedding or a dropout.
     """
 
     path: str
@@ -98,12 +99,15 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
         inside = within(leaves, theirs, ours)
         if inside[0] == inside[1]:
             return 1.0 if inside[0] else 0.0
-        # The models may call a leaf without weights, such as a rotation or a dropout, in different modules.
+        # The models may call a leaf without weights, such as a rotary position embedding or a dropout, in different modules.
         inside = within(weighted, theirs, ours)
         return _MOVED if inside[0] and inside[0] == inside[1] else None
 
     def nearly_same(theirs: MatchedModule, ours: MatchedModule) -> float | None:
-        """`_MOVED` if names are equal and most leaves with weights common, else None. A leaf of two modules is listed once."""
+        """`_MOVED` if the paths have equal words and most of the inner leaves with weights are shared, else None.
+
+        Only most, not all: a leaf that two modules call is listed under one path, so it counts as inside only one of them.
+        """
         inside = within(weighted, theirs, ours)
         most = 2 * len(inside[0] & inside[1]) > len(inside[0] | inside[1])
         return _MOVED if most and words(theirs.path) == words(ours.path) else None

@@ -17,8 +17,9 @@ from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.workload import Workload
 
 TIME_ERROR = 0.04
-"""The relative error of the modelled ratio of two steps' times, compared with published ratios of steps that compute the same
-(`docs/notes/published_steps.md`). Compiled times that differ by less count as equal."""
+"""Compiled times count as equal if the shorter is at most this share below the longer. This share is the bound on the error of
+a modelled ratio of two steps' times (`benchmarks/published/cases.py`); at most a sixth of the published steps may exceed a
+bound."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Times:
         return self.pace * self.traced(candidate), False
 
     def of_compiled(self, tried: Tried) -> tuple[float, bool]:
-        """Like `of`, but for just this compiled step: its candidate may also have been compiled with another memory limit."""
+        """Like `of`, but by the schedule of `tried` itself; `of` may find a step compiled with another memory limit."""
         if self.compiled and tried.compiled.seconds:
             return tried.compiled.seconds, True
         return self.of(tried.candidate)

@@ -47,7 +47,7 @@ class LayerPolicies:
 
     Attributes:
         runs: pairs (number of consecutive layers, their policy). Neighbours with equal policies become one run.
-        cuts: the layers, counted from 0, before which a scan is cut between layers under one policy. If such a
+        cuts: the layers, counted from 0, before which a scan is cut although the layer before has the same policy. If such a
             layer is in the middle of an iteration that runs several layers, the cut is before the next iteration. A cut where
             the policy changes anyway is dropped.
         groups: for each group, its first layer and the first layer after it. A group is inside one run and contains no cut.
@@ -166,7 +166,9 @@ class LayerPolicies:
 
     @property
     def ranges(self) -> tuple[tuple[range, Policy], ...]:
-        """A pair (layers counted from 0, their policy) for each run. A run is split at cuts and `grouping.series_borders`.
+        """A pair (layers counted from 0, their policy) for each run.
+
+        A run is split at cuts, and where consecutive groups of one size begin or end.
 
         >>> [(positions.start, positions.stop) for positions, _ in LayerPolicies.parse("8 x full | 4 x dots").ranges]
         [(0, 8), (8, 12)]

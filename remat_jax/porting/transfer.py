@@ -150,7 +150,7 @@ def restack(variables: Any, like: Any, each: str, stack: str) -> Any:
 
 
 def _unrolling(variables: Variables, each: str, stack: str) -> Rules:
-    """Rules that map unrolled paths (as the PyTorch names) to the variables' paths; rules of unstacked arrays come first."""
+    """Rules from unrolled paths, in place of PyTorch names, to the variables' paths; rules of unstacked arrays come first."""
     (placeholder,) = Pattern(each).placeholders
     rules = []
     for path in sorted(variables.leaves, key=lambda path: f"/{stack}/" in f"/{path}/"):
@@ -226,7 +226,10 @@ def _refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, 
 
 
 def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
-    """Flax path → array (a stack whole), from PyTorch's values (`direction` "forward") or gradients ("gradient")."""
+    """Flax path → array, from PyTorch's values (`direction` "forward") or gradients ("gradient").
+
+    The parts of a stack are put together into one array.
+    """
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     links, misfits = fit(rules, {name: array.shape for name, array in arrays.items()}, shapes)
     problems += misfits
@@ -264,7 +267,8 @@ def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -
     links = list(dict.fromkeys(links_of_places(rules, shapes).values()))
     wanted: dict[str, tuple[int, ...]] = {name: () for link in links for name in link.torch}
     problems += [f"{path}: has no value" for path in _abstract(leaves)]
-    # Every tensor that rules make from the arrays is assumed to exist; only the arrays are checked.
+    # Give `fit` every tensor that the rules make from these arrays, so that it finds no tensor missing and reports only
+    # problems of the arrays.
     for link in links:
         with contextlib.suppress(PortingError, KeyError):  # `fit` reports the problem with its names
             wanted |= zip(link.torch, link.rule.transform.before(link.flax_shapes(shapes), len(link.torch)), strict=True)

@@ -229,7 +229,10 @@ def _flow(keys: Sequence[Key], width: float) -> list[Place]:
 
 
 def _stripes(x: float, y: float, width: float, height: float) -> str:
-    """Diagonal stripes in a rectangle, as a path: an SVG pattern is not drawn if the picture that defines it is hidden."""
+    """Diagonal stripes in a rectangle, as a path and not as an SVG pattern.
+
+    If several pictures of a page share a pattern, and the picture that defines it is hidden, the pattern disappears from all.
+    """
     inset = _STRIPE / 2
     x, y, width, height = x + inset, y + inset, max(0.0, width - _STRIPE), max(0.0, height - _STRIPE)
     path = ""

@@ -51,7 +51,7 @@ class Grouping:
         layers: the number of layers in the stack.
         size: the number of layers in a group. If all layers are in groups, the last group may be smaller.
         grouped: the number of layers in groups. The layers after them have the same policy, but are not in groups.
-        peak_bytes: peak memory, including the fixed bytes.
+        peak_bytes: peak memory, including the `fixed_bytes` given to `grouping`.
         extra_seconds: time to keep and recompute residuals.
     """
 
@@ -78,9 +78,9 @@ def grouping(
     or more groups also needs a copy of one group's input, sliced from the stacked inputs, and the gradients of n layers
     (`docs/notes/groups_of_layers.md` has the compiled figures).
 
-    The backward pass recomputes all n layers of a group if the layers are scanned or are not checkpoints. In an unrolled stack
-    of checkpoints it recomputes n - 1 layers, because the backward pass does not read the last layer's output. A group of one
-    layer is a checkpoint around that layer.
+    For the group's checkpoint, the backward pass runs all n layers again if they are scanned or are not checkpoints. In an
+    unrolled stack of checkpoints it runs n - 1 again, because nothing reads the last layer's output. Each layer's own
+    recomputation (`extra_seconds`) comes in addition. A group of one layer is a checkpoint around that layer.
 
     Args:
         fixed_bytes: other memory in use, such as the working set of a layer's backward pass.

@@ -23,7 +23,7 @@ ROUNDS = 40
 _NEAR = 1e-4
 """Column generation ends at this relative gap between the relaxation's value and the lower bound."""
 _DEMANDS = 16
-"""The number of blocks with a memory constraint, divided equally among the kinds; each kind has at least one."""
+"""The number of parts (`Stack.runs`) into which all kinds together are divided, equally; each kind has at least one part."""
 _FEW = 300
 """The Pareto-optimal policies of a block are enumerated residual by residual (`grow`). If more than this many partial policies
 are left after pruning, the cheapest policies at a range of prices are used instead (`_swept`)."""
@@ -38,8 +38,8 @@ seconds of a policy."""
 class Hull:
     """For each block of a stack, the policies that are cheapest at some prices. Each new budget may add policies.
 
-    `Stack.runs` splits each kind into runs and makes the last block of each run a run of its own. Only these single blocks have
-    a memory constraint; more constraints give a higher lower bound. `kinds` has the indices of each kind's runs.
+    `Stack.runs` splits each kind into runs and makes the last block of each run a run of its own. Only runs of one block have a
+    memory constraint; more constraints give a higher lower bound. `kinds` has the indices of each kind's runs.
 
     >>> from remat_jax.solver.problem import ResidualCosts
     >>> residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))

@@ -49,7 +49,8 @@ class _Surroundings:
 
     Attributes:
       looped: whether the equation is in a loop.
-      apart: whether the equation is in a loop that the compiler keeps, so that forward and backward pass have separate loops.
+      apart: whether forward and backward pass each have a loop of their own around the equation. False if XLA removes the loop
+        (one iteration) or the gradient is taken inside it.
       rows: id of a value that is a row of a stack → the stack and the index.
       spans: block → the layers that the scan runs in all its iterations together; empty outside scans.
       idle: whether the equation is in a loop without iterations, whose blocks do not count as layers.
@@ -68,7 +69,7 @@ class _Surroundings:
         return replace(self, looped=self.looped or looped, apart=self.apart or looped, rows={})
 
     def in_group(self, groups: Groups) -> _Surroundings:
-        """The surroundings inside `groups`. `apart` is False: no loop separates recomputing a group from its backward pass."""
+        """The surroundings inside `groups`. `apart` is False: one iteration recomputes a group and runs its backward pass."""
         return replace(self, apart=False, rows={}, groups=self.groups | groups)
 
 

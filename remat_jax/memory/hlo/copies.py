@@ -39,7 +39,8 @@ class Copies:
     def coverable(self) -> float:
         """An upper bound of `covered`: `available_seconds` as a share of `seconds`, at most 1.
 
-        `Overlap.coverable` may be lower, because a copy also starts after its array is computed and ends before it is read.
+        `Overlap.coverable` may be lower: it also considers that an array's copies can overlap only the compute between the
+        array's computation and the first read of the copy.
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 
@@ -56,9 +57,9 @@ class Overlap:
       out, back: the copies from device to host and from host to device.
       compute_seconds: the time of compute alone.
       step_seconds: the time of compute and of its waits for copies and collectives. Use it to compare schedules.
-      coverable_seconds: an upper bound of the copy time that compute can cover if the first start and the last wait of each
-        direction do not move. An array can be copied out and back only between its computation and the first read of
-        the copy. For an array of the last block, hardly any compute runs in between.
+      coverable_seconds: an upper bound of the copy time that compute could cover in any schedule that starts the first copy of
+        each direction, and waits for its last copy, where this schedule does. An array can be copied out and back only between
+        its computation and the first read of the copy. For an array of the last block, hardly any compute runs in between.
     """
 
     out: Copies
