@@ -309,7 +309,7 @@ def test_float32_that_is_written_into_a_model_is_widened_where_it_is_meant() -> 
         "rules": SCALED,
         "modes": "off",
     }
-    with pytest.raises(ArgumentError, match=r"returns output in float32, .*; if the model intends this, give keep_float64=True"):
+    with pytest.raises(ArgumentError, match=r"returns output in float32, .*; if the model intends this, give keep_float64"):
         run(case)
     report = run(case, keep_float64=True, memory=False)
     assert report.passed, str(report)
