@@ -227,7 +227,8 @@ class _Planner:
         if searched is not None:
             for further in (self._faster_groups, self.proposals.unknown, self._without_copies):
                 searched = self._with(further(searched)[:1], searched) or searched
-            searched = self._with(self._near_named(searched), searched) or searched
+            while (near := self._near_named(searched)) and not self.compiler.is_over:
+                searched = self._with(near, searched) or searched
         limited = self._with_limit(searched)
         first = searched or min(limited, key=lambda step: step.compiled.seconds or math.inf, default=None)
         # If nothing fits, try groups of layers, which save fewer layer inputs. The step under `full` predicts their memory.
