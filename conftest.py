@@ -39,6 +39,8 @@ IN_A_HURRY = (
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["REMAT_JAX_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="remat_jax_tests_")
     atexit.register(shutil.rmtree, os.environ["REMAT_JAX_TESTS_COMPILED"], ignore_errors=True)
+UNREADABLE = "Error reading persistent compilation cache entry"
+"""JAX's warning about an entry that another process is writing; the program is then compiled again."""
 COMPILED_ONCE: dict[str, Any] = {
     "JAX_COMPILATION_CACHE_DIR": os.environ["REMAT_JAX_TESTS_COMPILED"],
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0.0,
@@ -73,8 +75,8 @@ if os.environ.get("JAX_REMAT3") == "1" and tuple(map(int, importlib.metadata.ver
 def pytest_configure() -> None:
     """Compile for the CPU with few optimizations: optimizing code that runs once would take half of the tests' time.
 
-    Equal programs are compiled once for all workers. The environment is not changed, so compile processes and tested commands
-    run as they do for a user.
+    Equal programs are compiled once for all workers. The environment is not changed, so compile processes, and commands that
+    are tested without `in_a_hurry`, run as they do for a user.
     """
     # Tracing makes many long-lived objects: with Python's default thresholds, a tenth of the time is garbage collection.
     gc.set_threshold(50_000, 20, 50)
@@ -178,9 +180,9 @@ def children_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def in_a_hurry() -> dict[str, str]:
-    """The environment of a command that compiles for the CPU with few optimizations, as this process does."""
+    """The environment of a command that compiles for the CPU as this process does: few optimizations, each program once."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {' '.join(IN_A_HURRY)}".strip()
-    once = {option: str(value) for option, value in COMPILED_ONCE.items()}
+    once = {option: str(value) for option, value in COMPILED_ONCE.items()} | {"PYTHONWARNINGS": f"ignore:{UNREADABLE}"}
     return {**os.environ, **once, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
 
 

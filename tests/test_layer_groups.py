@@ -303,9 +303,9 @@ def test_blocks_of_two_classes() -> None:
                 continue
             fn = rj.checkpoint_blocks(loss, policies)
             assert_same(jax.jit(jax.grad(fn))(params, x), expected)
-    with pytest.raises(UnsupportedError, match="iterations 0 to 1 of a scan are one group"):
+    with pytest.raises(UnsupportedError, match="block=First: iterations 0 to 1 of a scan are one group"):
         rj.checkpoint_blocks(loss, {First: "4 x full in groups of 2", Other: "1 x full | 3 x dots"})(params, x)
-    with pytest.raises(UnsupportedError, match="are one group"):
+    with pytest.raises(UnsupportedError, match="block=Other: iterations 0 to 2 of a scan are one group"):
         rj.checkpoint_blocks(loss, {First: "4 x full in groups of 2", Other: "4 x full in groups of 3"})(params, x)
 
 

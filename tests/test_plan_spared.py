@@ -69,6 +69,43 @@ def test_the_fastest_plan_without_the_host_is_compiled_too_if_a_step_offloads():
     assert make_plan._Planner._without_copies(making, best) == []  # nothing that fits offloads
 
 
+def test_every_named_policy_near_the_best_step_is_compiled_while_time_is_left():
+    """The best step is a mix; by the estimate `dots`, `half` and `full` are slower, each by less than a tenth of the step."""
+    stack = replace(TRUTH, blocks=(replace(TRUTH.blocks[0], forward_seconds=20.0, backward_seconds=40.0),))
+    named = {name: NAMED[name] for name in ("full", "dots")} | {"half": (SAVE, AGAIN, SAVE)}
+
+    def making(kind="gpu", devices=1, times_left=9):
+        search, asked = searched(100_000, stack, stack=stack, named=named)
+
+        class Compiler:
+            is_over, rounds = False, 0
+            is_time_left = property(lambda self: self.rounds < times_left)
+
+            def compile(self, candidates, best):
+                self.rounds += 1
+                return search.compile_them(candidates)
+
+        search.learn([search.proposals.own((NAMED["off"],) * 6)])
+        planner = SimpleNamespace(
+            fit=search.fit,
+            proposals=search.proposals,
+            budget=100_000,
+            compiler=Compiler(),
+            notes=[],
+            target=SimpleNamespace(kind=kind, devices=devices),
+            described=SimpleNamespace(base_seconds=stack.base_seconds),
+        )
+        for name in ("_near_named", "_with"):
+            setattr(planner, name, getattr(make_plan._Planner, name).__get__(planner))
+        make_plan._Planner._with_near_named(planner, search.fit.best)
+        return [[step.name for step in round_] for round_ in asked[1:]], planner.notes
+
+    assert making() == ([["full", "dots"], ["half"]], [])
+    compiled, (note,) = making(times_left=1)
+    assert compiled == [["full", "dots"]] and note.startswith("Not shown: whether half, nearly as fast by the estimate, would")
+    assert making(kind="cpu") == ([], [])
+
+
 def test_a_step_that_keeps_everything_can_save_no_residual_more():
     """Also in a scan, where keeping has a price, so the step is not the fastest."""
     search, _ = searched(10_000, TRUTH)

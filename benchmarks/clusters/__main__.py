@@ -2,9 +2,9 @@
 
 Llama 3 8B and 70B, Llama 3.1 405B and Qwen 3 235B A22B: the memory of each device and host, and the bytes that devices send
 each other, under each policy and under the plan for 90 % of a device's memory. The exit status is 1 if a plan does not fit, if
-a named policy that fits is faster, or if recomputing gathers weights again. Without `--all` it measures only 8B on one host.
-With `--layer` it prints only the time of a layer of experts, and the exit status is 1 if this time grows with the number of
-hosts.
+another step that fits is faster as compiled by more than the estimate's error, or if recomputing gathers weights again.
+Without `--all` it measures only 8B on one host. With `--layer` it prints only the time of a layer of experts, and the exit
+status is 1 if this time grows with the number of hosts.
 """
 
 from __future__ import annotations

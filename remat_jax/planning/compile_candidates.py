@@ -51,11 +51,18 @@ class Compiler:
     count: int = field(default=0, init=False)
     _tracing: float = field(default=0.0, init=False)
     """The longest tracing time of a step, in seconds."""
+    _longest: float = field(default=0.0, init=False)
+    """The longest time of a call of `compile`, in seconds."""
 
     @property
     def is_over(self) -> bool:
         """Whether too little time is left to trace another step and to count the FLOPs that the plan recomputes."""
         return time.monotonic() + 2 * self._tracing > self.deadline
+
+    @property
+    def is_time_left(self) -> bool:
+        """Whether another call of `compile` would end before the deadline if it took as long as the longest one."""
+        return time.monotonic() + self._longest < self.deadline and not self.is_over
 
     def compile(
         self, candidates: Sequence[StepCandidate], best: Tried | None, *, memory_limit: int | None = None
@@ -71,6 +78,7 @@ class Compiler:
         if best is not None and self.is_over:
             self.notes.append(f"The search ended after timeout={self.timeout:g} s; a longer timeout may find a faster plan")
             return []
+        begin = time.monotonic()
         keys = [step.name or f"plan {self.count + index + 1}" for index, step in enumerate(candidates)]
         self._report(keys, best)
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
@@ -83,6 +91,7 @@ class Compiler:
             # Each step is submitted by itself: a failing step does not affect others, and tracing overlaps compilation.
             futures = [self._submitted(pool, sizes_of, *pair) for pair in zip(keys, candidates, strict=True)]
             wait(futures)
+        self._longest = max(self._longest, time.monotonic() - begin)
         errors = {key: error for key, future in zip(keys, futures, strict=True) if (error := future.exception()) is not None}
         self._raise_fatal(list(errors.values()), best, all_failed=len(errors) == len(keys))
         self.count += len(keys)

@@ -227,8 +227,7 @@ class _Planner:
         if searched is not None:
             for further in (self._faster_groups, self.proposals.unknown, self._without_copies):
                 searched = self._with(further(searched)[:1], searched) or searched
-            while (near := self._near_named(searched)) and not self.compiler.is_over:
-                searched = self._with(near, searched) or searched
+            searched = self._with_near_named(searched)
         limited = self._with_limit(searched)
         first = searched or min(limited, key=lambda step: step.compiled.seconds or math.inf, default=None)
         # If nothing fits, try groups of layers, which save fewer layer inputs. The step under `full` predicts their memory.
@@ -262,6 +261,15 @@ class _Planner:
         offloads = any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried))
         plan = self.proposals.without_copies(self.fit.stack, self.budget) if offloads else None
         return [plan] if plan is not None and self.fit.known(plan) is None else []
+
+    def _with_near_named(self, best: Tried) -> Tried:
+        """The best step after compiling the named policies of `_near_named`, as long as one more compilation is in time."""
+        while (near := self._near_named(best)) and self.compiler.is_time_left:
+            best = self._with(near, best) or best
+        if near:
+            names = " and ".join(step.name for step in near)
+            self.notes.append(f"Not shown: whether {names}, nearly as fast by the estimate, would be faster as compiled")
+        return best
 
     def _near_named(self, best: Tried) -> list[StepCandidate]:
         """Named policies that may be faster than the best step by compiled time, although slower by the traced estimate.

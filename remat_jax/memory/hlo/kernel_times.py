@@ -115,6 +115,7 @@ def _read(fusion: Computation) -> int:
 
     A slice needs a part of its operand. An update in place needs nothing of the array that it updates.
     """
+    in_place = _updates_in_place(fusion)
     needed = defaultdict[str, float](float, {fusion.root.name: 1.0})
     read = 0.0
     for instruction in reversed(list(fusion)):
@@ -122,17 +123,38 @@ def _read(fusion: Computation) -> int:
         if instruction.opcode == "parameter":
             read += share * _device_bytes([instruction])
         for index, operand in enumerate(instruction.inputs):
-            if operand is not None and index == 0 and instruction.opcode in _PARTS:
-                needed[operand.name] += share * _device_bytes([instruction]) / max(1, _device_bytes([operand]))
-            elif operand is not None and (index or instruction.opcode != "dynamic-update-slice"):
-                needed[operand.name] += share
+            if operand is None or (index == 0 and instruction.name in in_place):
+                continue
+            # A part of a slice's operand has all elements of the slice; a part of a broadcast may have all of its operand.
+            sized = instruction.opcode == "broadcast" or (index == 0 and instruction.opcode in _PARTS)
+            ratio = _device_bytes([instruction]) / max(1, _device_bytes([operand])) if sized else 1.0
+            needed[operand.name] += share * ratio
     return round(read)
+
+
+def _updates_in_place(fusion: Computation) -> set[str]:
+    """The names of the `dynamic-update-slice`s that update a parameter in place, if bitcasts are ignored.
+
+    Such an update is a result of the fusion, and no other instruction computes the array that it updates.
+    """
+    results, updates = [fusion.root], set[str]()
+    while results:
+        result = results.pop()
+        if result.opcode in ("tuple", "bitcast"):
+            results += filter(None, result.inputs)
+        elif result.opcode == "dynamic-update-slice":
+            array = result.input(0)
+            while array is not None and array.opcode == "bitcast":
+                array = array.input(0)
+            if array is not None and array.opcode == "parameter":
+                updates.add(result.name)
+    return updates
 
 
 def _written(root: Instruction) -> int:
     if root.opcode in ("tuple", "bitcast"):
         return sum(_written(source) for source in root.inputs if source is not None)
-    return _device_bytes([root.input(1) if root.opcode == "dynamic-update-slice" else root])
+    return _device_bytes([root.input(1) if root.name in _updates_in_place(root.home) else root])
 
 
 # --- matrix products --------------------------------------------------------------------------------------------------
