@@ -65,7 +65,7 @@ def test_an_update_of_a_stack_that_runs_beside_others_moves_its_slice() -> None:
 
 
 STACK, LAYER = "f32[4,10,10]{2,1,0}", "f32[1,10,10]{2,1,0}"
-# Fusions of a stack of four arrays (p0, 1600 bytes) and one array (p1, 400 bytes): the lines, the bytes read, the bytes written.
+# Fusions of a stack of four arrays (p0, 1600 bytes) and one array (p1, 400 bytes): lines, bytes read, bytes written.
 FUSIONS = {
     "a slice": ([f"ROOT %r = {LAYER} dynamic-slice(%p0, %p2)"], 400, 400),
     # XLA puts a bitcast around the stacks of a scan whose layout differs from that of the layer's array.

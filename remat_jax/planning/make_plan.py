@@ -149,6 +149,7 @@ class _Planner:
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.timeout
         self.notes: list[str] = []
+        self.search_compiled = 0  # the number of steps that the search compiled, before further steps
         self.progress(f"{self.workload.name}: tracing", 0, 1)
         self.described, no_offload = self._described()
         named, self.remarks = self._named(no_offload)
@@ -224,6 +225,7 @@ class _Planner:
     def _chosen(self) -> tuple[Tried, Tried]:
         """The search's best step, by the traced estimate, and the step of the plan, chosen by compiled times."""
         searched = self.search.run(self.compiler.compile)
+        self.search_compiled = len(self.fit.tried)
         if searched is not None:
             for further in (self._faster_groups, self.proposals.unknown, self._without_copies):
                 searched = self._with(further(searched)[:1], searched) or searched
@@ -351,7 +353,7 @@ class _Planner:
 
     def _note(self, searched: Tried, best: Tried) -> None:
         """Add notes: what compiling did not show about the search's best step, and remarks on the plan's memory."""
-        why = "; no compilations were left" if len(self.fit.tried) >= MOST_COMPILED else ""
+        why = "; no compilations were left" if self.search_compiled >= MOST_COMPILED else ""
         sizes = best.compiled.sizes
         if self._is_late():
             self.notes.append(f"{CUT_SHORT}; after timeout={self.timeout:g} s it has only compiled steps and named policies")
