@@ -22,7 +22,7 @@ from remat_jax.apply.region import BlockPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import UnsupportedError
 
-# id of a module → its path from the outermost known module.
+# id of a module → its path from its root, a module among the arguments of the function under a policy (`known_paths`).
 _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
 
 
@@ -57,7 +57,7 @@ def call_together(modules: Sequence[nnx.Module], run: Callable[..., Any], policy
 
 
 def path_of(module: nnx.Module) -> str:
-    """The path of `module` from the outermost known module; without one, the name of its class."""
+    """The path of `module` from its root (`known_paths`); the name of its class if it has no recorded path."""
     return _paths.get().get(id(module), type(module).__name__)
 
 

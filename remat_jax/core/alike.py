@@ -12,8 +12,9 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
 
-# A derivative rule may call functions with rules of their own. Three levels of rules are compared. A rule at a deeper level
-# counts as alike only if its function is the same program as one of the functions whose rules are being compared around it.
+# A derivative rule may call functions with rules of their own. Three levels of rules are traced and compared. A deeper rule
+# counts as alike if its function is the same program as one of the functions whose rules enclose it, as in the rule of softmax,
+# which calls softmax; otherwise it does not.
 _DEEPEST = 3
 _RULE = "jvp_jaxpr_fun"
 

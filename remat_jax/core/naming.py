@@ -35,8 +35,9 @@ from remat_jax.core.products import has_batch_dims
 from remat_jax.core.walk import bodies, interpret, rebind, retrace
 from remat_jax.policy import Candidate
 
-# JAX's partial evaluation applies the policy to the equations inside these primitives, even inside another checkpoint. For any
-# other primitive with a body (`while`, `pallas_call`), a policy can keep only the outputs.
+# JAX's partial evaluation applies a checkpoint's policy also to the equations inside these primitives. `checkpoint` is one of
+# them, so an outer policy reaches into a nested checkpoint. Of other primitives with a body (`while`, `pallas_call`), a policy
+# can keep only the outputs.
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"})
 _CONTROL = frozenset({"scan", "cond", "shard_map"})
 # A complex array is named on its real and imaginary parts. The `complex` equation that joins them needs no name.
@@ -137,7 +138,8 @@ class _Values:
     def of_inner(self, eqn: Any, inputs: Sequence[int], primal_only: Sequence[bool]) -> list[int]:
         """The numbers of an inner jaxpr's inputs. The inputs of a call have the numbers of its operands.
 
-        In a loop or branch, the `primal_only` inputs are numbered in order, and all other inputs share one number.
+        In a loop or branch, the inputs that depend on primals only (`primal_only`) are numbered by their place among these
+        inputs; all other inputs share one number.
         """
         if eqn.primitive.name in _CALLS and len(inputs) == len(primal_only):
             return list(inputs)
@@ -170,7 +172,7 @@ class _Namer:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def finished(self, jaxpr: Any) -> Named:
-        """`jaxpr`, the result of `run`, with the names that were recorded."""
+        """`jaxpr`, which was traced while `run` named its arrays, with the names that `run` recorded."""
         return Named(lambda: jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts, values=self.values)
 
     def run(

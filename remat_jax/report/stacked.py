@@ -14,7 +14,7 @@ from remat_jax.report.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLI
 from remat_jax.report.tables import byte_unit, format_bytes, scaled_bytes
 
 Memory = Mapping[tuple[str, str], int]
-"""One bar: (module path, phase) → bytes in a `MemoryReport`, (part, kind) → bytes in a figure.
+"""The bytes of one bar by a pair of names: (module path, phase) in a `MemoryReport`, (part, kind) in a figure.
 
 A figure draws each part in its own colour, and hatches some kinds.
 """
@@ -135,7 +135,7 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
 
 
 def merged_layers(paths: Iterable[str]) -> list[str]:
-    """Each path with `*` for one number: the outermost number that differs in another path with the same parts before it.
+    """Each path with `*` for at most one number: the first that differs in some path with the same text before the number.
 
     >>> merged_layers(["Net/block_0/Dense_0", "Net/block_0/Dense_1", "Net/block_1/Dense_0", "Net/head_0"])
     ['Net/block_*/Dense_0', 'Net/block_*/Dense_1', 'Net/block_*/Dense_0', 'Net/head_0']

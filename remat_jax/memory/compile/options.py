@@ -64,7 +64,10 @@ def limit_bytes(memory_limit: Any, target: Target) -> int | None:
 
 
 def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
-    """The compiler option with the largest XLA limit within `limit` bytes; empty if XLA's own is lower or cannot be set.
+    """The compiler option that gives XLA the largest memory limit within `limit` bytes.
+
+    Empty if there is no `limit`, if XLA's default limit is not larger, or if no limit can be set (no GPU, unknown memory, or
+    nothing left beside the held bytes).
 
     `held_bytes` is the device memory of the step's arguments and of results that reuse no argument's buffer.
 
@@ -121,8 +124,8 @@ class Kernels:
 
 def kernel_options(file: Path) -> dict[str, Any]:
     """The options with which XLA reads kernels from `file` and adds new kernels to it, without the options in `_refused`."""
-    # A compiler that has the second of these options needs it for the first: only kernels in separate objects can be linked
-    # again. Newer compilers always generate separate objects and do not have the second option.
+    # The kernel cache can link only kernels that were compiled into separate objects again. A compiler that has the option
+    # xla_gpu_enable_llvm_module_compilation_parallelism makes separate objects only with it; newer compilers always do.
     return {name: value for name, value in zip(_KERNEL_OPTIONS, (str(file), True), strict=True) if name not in _refused}
 
 
