@@ -1,9 +1,9 @@
 """Keeps the backward pass of a block in the order in which JAX traces it.
 
-For a matmul y = x w, JAX traces w̄ = xᵀ ȳ and x̄ = ȳ wᵀ one after the other, while x and ȳ are alive. XLA:GPU delays the weight
-gradients w̄ to the end of the block, where one barrier waits for all of them. It also computes the cotangent of attention values
-after the cotangent of attention scores. Several arrays of the size of the attention probabilities are then alive at once, which
-costs more device memory than offloading the block's inputs frees.
+For a matmul y = x w, JAX traces w̄ = xᵀ ȳ and x̄ = ȳ wᵀ one after the other, while x and ȳ are alive. XLA:GPU delays the
+weight gradients w̄ to the end of the block's backward pass, where the last barrier of its tie (`ties`) waits for all of them.
+It also computes the cotangent of attention values after the cotangent of attention scores. Several arrays of the size of the
+attention probabilities are then alive at once, which costs more device memory than offloading the block's inputs frees.
 
 So barriers make each matmul that computes a cotangent x̄ wait for earlier results: for the cotangents that earlier matmuls
 computed and later equations read, and for every w̄ that is at least two matmuls old. Waiting for a newer w̄ would keep XLA from

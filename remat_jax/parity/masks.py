@@ -21,7 +21,7 @@ Signs = dict[str, dict[int, str]]
 
 Sign 1: a 1 in the mask (in an additive mask a 0) shows a position. Sign −1: it hides the position."""
 
-FAR = -1e3  # adding at most this hides a score; models add -inf, the dtype's lowest number, or at most -1e4
+FAR = -1e3  # adding this or a lower number hides a score; models add -inf, the dtype's lowest number, or -1e4 or lower
 
 _FLIPS = frozenset({"not", "neg", "logical_not", "bitwise_not", "rsub"})
 _MIXES = frozenset("and or max min add bitwise_and bitwise_or logical_and logical_or minimum maximum".split())
@@ -178,7 +178,7 @@ class _Equations:
         results = [NOTHING] * count
         for body in inside:
             skipped = len(operands) - len(body.jaxpr.invars)
-            if skipped in (0, 1):  # 1: the branches of a cond do not take its index; other bodies are skipped
+            if skipped in (0, 1):  # 1: a cond's branches do not take its index; other bodies are not followed
                 returned = self.follow(body, operands[skipped:])
                 results = returned if len(returned) == count else results
         return results

@@ -75,7 +75,7 @@ def largest_batch(
       budget, target, host_budget: as for `plan`.
       start: the first batch to try.
       timeout: seconds for the compilations of each batch, and separately for the plan.
-      progress: called as by `plan`. While the batch is searched, its numbers count batches instead of compiled steps.
+      progress: called as by `plan`, but during the search for the batch its two numbers count batches, not compiled steps.
 
     Raises:
       InfeasibleBudget: a batch of 1 does not fit. The message states the least memory reached and what occupies it.

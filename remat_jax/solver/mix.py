@@ -19,7 +19,10 @@ from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED, Array
 ROUNDING = 1e-12
 """The relative rounding error that a sum may have when its terms are added in a different order."""
 COUNTS = 65
-"""If a kind has more layers than this, only this many evenly spaced layer counts are tried for a run."""
+"""If there are more equal layers than this, only this many evenly spaced layer counts are tried for one run of a mix.
+
+`best_mix` does so for the last run, and then also tries the counts near the best.
+"""
 Runs = tuple[tuple[int, int], ...]
 """A mix: for each run, the index of its policy and its number of layers."""
 

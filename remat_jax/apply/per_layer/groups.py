@@ -218,7 +218,10 @@ class RoundGroups:
         self.groups.setdefault((start, end), set()).add((block, group))
 
     def like(self, index: int) -> Any:
-        """A key that is equal for two iterations if they are in groups of the same length and contain the same groups."""
+        """A key that is equal for two iterations if they may share a segment.
+
+        Their groups of iterations then have equal lengths (or both are in none), and the groups inside have the same calls.
+        """
         start, end = self.whole.get(index, (0, 0))
         return end - start, sorted(self.parts.get(index, ()))
 

@@ -35,7 +35,7 @@ class Segment:
     """Consecutive iterations of a scan under the same policies: from `first` up to `end`.
 
     Attributes:
-      at: the positions of the blocks in the first iteration.
+      at: how often each block was called before the first iteration.
       is_loop: whether the compiler keeps the loop. It removes a loop of one iteration, also if unrolling leaves only one.
       group: the number of iterations that form one group; None without groups.
       groups: the groups that the segment's iterations form, each as its block and the range of its layers.
@@ -56,8 +56,8 @@ RunRound = Callable[[list[Any], Segment, Mapping[int, StackRow], Spans], list[An
 class Cut:
     """A scan over blocks, and its segments in forward order.
 
-    `at` has the positions of the blocks before the scan; None if the scan is inside a loop without iterations. There are no
-    segments if `at` is None or the scan has no iterations.
+    `at` says how often each block was called before the scan; None if the scan is inside a loop without iterations. There are
+    no segments if `at` is None or the scan has no iterations.
     """
 
     def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None, groups: Groups) -> None:
