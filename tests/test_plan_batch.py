@@ -75,7 +75,7 @@ def test_bad_arguments(compiler):
         rj.largest_batch(lambda rows: job(8), 100_000, "cpu")
     with pytest.raises(ArgumentError, match="make_workload=3: expected a function"):
         rj.largest_batch(3, 100_000, "cpu")
-    with pytest.raises(ArgumentError, match=r"make_workload\(1\) gave None: expected a remat_jax.Workload"):
+    with pytest.raises(ArgumentError, match=r"make_workload\(1\) returned None: expected a remat_jax.Workload"):
         rj.largest_batch(lambda rows: None, 100_000, "cpu")
     with pytest.raises(ArgumentError, match="start=0: expected a batch size"):
         rj.largest_batch(job, 100_000, "cpu", start=0)

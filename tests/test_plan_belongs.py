@@ -78,7 +78,7 @@ def test_a_loss_with_checkpoints_of_its_own_is_refused(plan):
 
 def test_another_mesh_is_refused(plan):
     mesh = jax.sharding.AbstractMesh((4,), ("data",))
-    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(PlanningError, match="the mesh one device, called under data=4"):
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(PlanningError, match="one device, but is called under data=4"):
         jax.eval_shape(plan.apply(loss_of()), PARAMS, TOKENS)
 
 
@@ -88,7 +88,7 @@ def test_arrays_on_another_mesh_are_refused_where_no_mesh_is_set(plan):
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     tokens = jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype, sharding=place)
     for call in (plan.apply(loss_of()), jax.jit(jax.grad(plan.apply(loss_of())))):
-        with pytest.raises(PlanningError, match="the mesh one device, called under data=2"):
+        with pytest.raises(PlanningError, match="the mesh one device, but is called under data=2"):
             jax.eval_shape(call, PARAMS, tokens)
 
 

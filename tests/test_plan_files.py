@@ -305,7 +305,7 @@ def test_classes_of_one_name_keep_their_own_policies(tmp_path):
     assert rj.Plan.load(path, mine).policies == policies
     data = json.loads(path.read_text())
     data["policies"][1]["block"] = data["policies"][0]["block"]
-    with pytest.raises(PlanningError, match="policies has a block twice"):
+    with pytest.raises(PlanningError, match="policies lists a block twice"):
         rj.Plan.load(write(tmp_path, data), mine)
 
 

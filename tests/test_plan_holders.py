@@ -65,7 +65,8 @@ def test_a_state_that_is_too_large_may_go_to_the_host_on_a_mesh_too() -> None:
         check_arguments_fit(job, 1000)
     assert next(iter(caught.value.held_by)) == "optimizer state"
     advice = (
-        "Ask for more, keep the state in host memory (rj.offload_optimizer(optimizer)), or divide the parameters over more "
+        "Raise the budget, keep the state in host memory (rj.offload_optimizer(optimizer)), or shard the parameters over more "
     )
     assert str(caught.value).endswith(f"{advice}devices: the state is partitioned like the parameters.")
-    assert remedy({"optimizer state": 1}) == "Ask for more, or keep the state in host memory: rj.offload_optimizer(optimizer)."
+    alone = "Raise the budget, or keep the state in host memory: rj.offload_optimizer(optimizer)."
+    assert remedy({"optimizer state": 1}) == alone

@@ -315,7 +315,7 @@ def test_what_cannot_be_priced():
     assert found.stack.link is None
     with pytest.raises(PlanningError, match="2 layers, but there are 3"):
         extra_seconds(found, ["full", "dots"])
-    with pytest.raises(PlanningError, match="none of the workload"):
+    with pytest.raises(PlanningError, match="not blocks of the workload"):
         extra_seconds(found, {Attending: "full"})
     with pytest.raises(PlanningError, match="JAX policy object"):
         extra_seconds(found, jax.checkpoint_policies.dots_saveable)

@@ -47,7 +47,7 @@ NAN, INF = float("nan"), math.inf
             r"neither saved, offloaded nor recomputed; allow one",
         ),
         (lambda: Block("b", (X, X), 1, 2), r"Block 'b': residuals: names \['x'\] are used twice"),
-        (lambda: Block("b", (ResidualCosts("", 1),), 1, 2), r"names \[''\] are not texts"),
+        (lambda: Block("b", (ResidualCosts("", 1),), 1, 2), r"names \[''\] are not non-empty strings"),
         (lambda: Block("b", ("x",), 1, 2), r"residuals: 'x' is a str; expected ResidualCosts"),
         (lambda: Block("b", (X,), NAN, 2), r"Block 'b': forward_seconds=nan"),
         (lambda: Block("b", (X,), 1, -2), r"Block 'b': backward_seconds=-2"),
@@ -97,7 +97,7 @@ def test_what_is_refused(make, message):
 
 def test_a_policy_recomputes_only_from_what_is_there():
     block = Block("b", (ResidualCosts("x", 8, needed=False), ResidualCosts("up", 32, 0.5, ("x",))), 1, 2)
-    with pytest.raises(PlanningError, match=r"recomputing 'up' needs \['x'\], which are missing"):
+    with pytest.raises(PlanningError, match=r"recomputing 'up' needs its parents \['x'\], which the policy leaves unused"):
         BlockPolicy(block, ("unused", "recompute"))
     assert BlockPolicy(block, ("unused", "save")).saved_bytes == 32
 

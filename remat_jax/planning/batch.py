@@ -107,7 +107,7 @@ def largest_batch(
     def workload(batch: int) -> Workload:
         made = make_workload(batch)
         if not isinstance(made, Workload):
-            raise ArgumentError(f"make_workload({batch}) gave {made!r}: expected a remat_jax.Workload")
+            raise ArgumentError(f"make_workload({batch}) returned {made!r}: expected a remat_jax.Workload")
         return made
 
     def fits(batch: int) -> bool:

@@ -205,7 +205,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
     elif compat.is_checkpoint(eqn):
         raise UnsupportedError(
             "a block inside one of the model's own checkpoints (nn.remat, jax.checkpoint), which discards the residuals that "
-            "a plan keeps: leave own_checkpoints='keep' out of the Workload, and the plan replaces this checkpoint"
+            "a plan keeps: remove own_checkpoints='keep' from the Workload, so that the plan can replace it"
         )
     else:
         body = called(eqn)

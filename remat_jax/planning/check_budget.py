@@ -25,14 +25,14 @@ _SHOWN = 5
 _ARGUMENTS = ("parameters", "frozen parameters", "optimizer state", "batch")
 _XLA_DTYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c", "bool": "pred"}
 _REMEDIES = {
-    "parameters": "Ask for more, take a smaller dtype for the parameters, or more devices",
-    "optimizer state": "Ask for more, or keep the state in host memory: rj.offload_optimizer(optimizer)",
-    "batch": "Ask for more, or take a smaller batch",
-    "gradients and updated parameters": "Ask for more, train fewer parameters, or take a smaller dtype for them",
+    "parameters": "Raise the budget, take a smaller dtype for the parameters, or more devices",
+    "optimizer state": "Raise the budget, or keep the state in host memory: rj.offload_optimizer(optimizer)",
+    "batch": "Raise the budget, or take a smaller batch",
+    "gradients and updated parameters": "Raise the budget, train fewer parameters, or take a smaller dtype for them",
 }
-_REMEDY = "Ask for more, or take a smaller batch: rj.accumulate_gradients adds up the gradients of several"
+_REMEDY = "Raise the budget, or take a smaller batch: rj.accumulate_gradients adds up the gradients of several"
 _STATE_ON_MESH = (
-    "Ask for more, keep the state in host memory (rj.offload_optimizer(optimizer)), or divide the parameters over more "
+    "Raise the budget, keep the state in host memory (rj.offload_optimizer(optimizer)), or shard the parameters over more "
     "devices: the state is partitioned like the parameters"
 )
 
@@ -72,8 +72,8 @@ def check_arguments_fit(workload: Workload, budget: int) -> None:
     if sizes.total() > budget:
         held = {name: size for name, size in sizes.most_common() if size}
         raise InfeasibleBudget(
-            f"budget={budget} ({format_bytes(budget)}) is less than the arguments of a step of {workload.name!r}, before it "
-            f"computes anything: {format_bytes(sizes.total())}, of which {_listed(held)}. "
+            f"budget={budget} ({format_bytes(budget)}) is less than the arguments of a step of {workload.name!r}, "
+            f"which take {format_bytes(sizes.total())}: {_listed(held)}. "
             f"{remedy(held, on_mesh=workload.mesh is not None)}",
             sizes.total(),
             held,

@@ -109,7 +109,7 @@ def _arguments(data: Any, workload: Workload | None, file: str) -> dict[str, Any
         raise _Malformed("policies is empty")
     values["policies"] = dict(policies)
     if len(values["policies"]) < len(policies):
-        raise _Malformed("policies has a block twice")
+        raise _Malformed("policies lists a block twice")
     return values
 
 
@@ -205,7 +205,7 @@ def _object(
 
 def _fields(data: Any, checks: Mapping[str, _Check], newer: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise _Malformed(f"{where} is no object")
+        raise _Malformed(f"{where} is not a JSON object")
     data = {**newer, **data}
     missing, unknown = [name for name in checks if name not in data], [name for name in data if name not in checks]
     if missing or unknown:

@@ -106,7 +106,7 @@ class Model:
         mesh = _axes(jax.sharding.get_abstract_mesh()) or _axes_of_arrays((args, kwargs))
         if self.mesh is not None and mesh and mesh != self.mesh:
             planned, called = (", ".join(f"{axis}={size}" for axis, size in axes) or "one device" for axes in (self.mesh, mesh))
-            raise PlanningError(f"{plan_name} was planned for the mesh {planned}, called under {called}. {_REMEDY}")
+            raise PlanningError(f"{plan_name} was planned for the mesh {planned}, but is called under {called}. {_REMEDY}")
 
     def check_checkpoints(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan_name: str) -> None:
         """Raise if a function has another number of its own checkpoints than planned; traces the function once.

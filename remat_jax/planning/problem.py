@@ -287,8 +287,8 @@ def _for_block(policy: Any, key: Block, described: Described) -> Any:
     unknown = [block for block in policy if block not in blocks]
     if unknown or key not in policy:
         raise PlanningError(
-            f"policy: blocks {unknown or [key]} {'are none of the workload' if unknown else 'have no policy'}; give one for "
-            f"each of {blocks}"
+            f"policy: blocks {unknown or [key]} {'are not blocks of the workload' if unknown else 'have no policy'}; give one "
+            f"for each of {blocks}"
         )
     return policy[key]
 
@@ -302,8 +302,8 @@ def _of_layers(policy: Any, count: int) -> list[Policy]:
         return [checked] * count
     if not isinstance(checked, LayerPolicies):
         raise PlanningError(
-            f"policy={policy!r}: a JAX policy object decides while tracing, so it cannot be priced before; write it as a "
-            "text, such as 'save: @dots'"
+            f"policy={policy!r}: a JAX policy object decides only during tracing, so its cost cannot be estimated; write it "
+            "as a text, such as 'save: @dots'"
         )
     if checked.layers != count:
         raise PlanningError(f"policy: it is for {checked.layers} layers, but there are {count}; give one for each")

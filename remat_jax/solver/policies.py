@@ -34,7 +34,9 @@ class BlockPolicy:
                 raise PlanningError(f"BlockPolicy: {residual.name!r} of {self.block.name!r} cannot be {choice.value!r}.")
             absent = [name for name in residual.parents if self.of[name] is Choice.UNUSED]
             if choice is Choice.RECOMPUTE and absent:
-                raise PlanningError(f"BlockPolicy: recomputing {residual.name!r} needs {absent}, which are missing.")
+                raise PlanningError(
+                    f"BlockPolicy: recomputing {residual.name!r} needs its parents {absent}, which the policy leaves unused."
+                )
 
     @cached_property
     def of(self) -> dict[str, Choice]:

@@ -280,7 +280,8 @@ def check_names(where: str, names: Iterable[str]) -> None:
     wrong = [name for name in listed if not isinstance(name, str) or not name]
     twice = sorted(name for name, count in Counter(map(str, listed)).items() if count > 1)
     if wrong or twice:
-        raise PlanningError(f"{where}: names {wrong or twice} are {'not texts' if wrong else 'used twice'}; give each its own.")
+        fault = "not non-empty strings" if wrong else "used twice"
+        raise PlanningError(f"{where}: names {wrong or twice} are {fault}; names must be unique.")
 
 
 def all_of(where: str, values: Any, kind: type) -> tuple[Any, ...]:

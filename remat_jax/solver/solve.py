@@ -230,4 +230,4 @@ def _infeasible(budget: float, host_budget: float, least: float | None) -> Infea
             f"host_budget={host_budget!r}: the residuals that can only be offloaded do not fit. Allow more host memory."
         )
     host = "" if math.isinf(host_budget) else f" with host_budget={host_budget!r}"
-    return InfeasibleBudget(f"budget={budget!r} is not enough: the least reached{host} is {least!r} bytes.", least)
+    return InfeasibleBudget(f"budget={budget!r} is too small: the least peak memory found{host} is {least!r} bytes.", least)
