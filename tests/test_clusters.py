@@ -43,6 +43,8 @@ def test_the_table_says_what_fits_and_what_is_sent():
     assert lines[1] == ["w", "full", "60.0", "yes", "6.0", "(10%)", "12", "50.0", "1.0"]
     assert lines[2] == ["w", *STATE.split(), "60.0", "yes", "6.0", "(10%)", "40.0", "12", "50.0", "1.0"]
     assert "70.0 at least" in table.table([{**OFF, "policy": PLAN, "infeasible": 70 * GB}])
+    measured = FULL | {"seconds": 1.5, "collective_seconds": [0.25, 1.0], "wall_seconds": 4.2}
+    assert table.summary(measured) == "60.0 GB, step 1.50 s, collectives 1.00 s, 0.25 overlapped (measured in 4 s)"
     timed = [OFF | {"seconds": 1.0}, FULL | {"seconds": 1.5}, PLANNED, INPUTS]
     line = "w, estimated seconds as compiled: plan 1.25, offload_inputs 1.20, full 1.50"
     assert table.compiled_seconds(timed) == [line], "off does not fit"

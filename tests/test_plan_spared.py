@@ -74,7 +74,7 @@ def test_every_named_policy_near_the_best_step_is_compiled_while_time_is_left():
     stack = replace(TRUTH, blocks=(replace(TRUTH.blocks[0], forward_seconds=20.0, backward_seconds=40.0),))
     named = {name: NAMED[name] for name in ("full", "dots")} | {"half": (SAVE, AGAIN, SAVE)}
 
-    def making(kind="gpu", devices=1, times_left=9):
+    def making(kind="gpu", devices=1, times_left=9, base=stack.base_seconds):
         search, asked = searched(100_000, stack, stack=stack, named=named)
 
         class Compiler:
@@ -93,7 +93,7 @@ def test_every_named_policy_near_the_best_step_is_compiled_while_time_is_left():
             compiler=Compiler(),
             notes=[],
             target=SimpleNamespace(kind=kind, devices=devices),
-            described=SimpleNamespace(base_seconds=stack.base_seconds),
+            described=SimpleNamespace(base_seconds=base),
         )
         for name in ("_near_named", "_with"):
             setattr(planner, name, getattr(make_plan._Planner, name).__get__(planner))
@@ -104,6 +104,8 @@ def test_every_named_policy_near_the_best_step_is_compiled_while_time_is_left():
     compiled, (note,) = making(times_left=1)
     assert compiled == [["full", "dots"]] and note.startswith("Not shown: whether half, nearly as fast by the estimate, would")
     assert making(kind="cpu") == ([], [])
+    # Without a base no policy is near the best step, which has no extra seconds; on several devices `full` is compiled anyway.
+    assert making(base=0.0) == ([], []) and making(base=0.0, devices=2) == ([["full"]], [])
 
 
 def test_a_step_that_keeps_everything_can_save_no_residual_more():

@@ -93,8 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 measured = row(case, hosts, policy, options.gpu, budget)
                 record.add(measured)
-                summary = f"{measured.get('device_bytes', 0) / 1e9:.1f} GB, {measured['wall_seconds']:.0f} s"
-                print(f"{measured['workload']}, {policy}: {summary}", file=sys.stderr, flush=True)
+                print(f"{measured['workload']}, {policy}: {table.summary(measured)}", file=sys.stderr, flush=True)
     return say(record.data["rows"])
 
 

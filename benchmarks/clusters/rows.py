@@ -12,7 +12,6 @@ from remat_jax.errors import CompileError, InfeasibleBudget
 from remat_jax.memory import MemoryReport
 from remat_jax.memory.hlo.collectives import executed
 from remat_jax.planning import Plan
-from remat_jax.planning.point import Point
 
 PLAN, STATE = "plan", "full, state on hosts"
 TIMEOUT = 3600.0
@@ -54,6 +53,7 @@ def _of_report(found: MemoryReport) -> Row:
         "argument_bytes": found.argument_bytes,
         "temp_bytes": found.temp_bytes,
         "seconds": found.seconds,
+        "collective_seconds": found.exchanges and [found.exchanges.covered_seconds, found.exchanges.seconds],
         "exchanged_bytes": found.exchanged_bytes,
         "host_bytes": found.host_bytes,
         "host_bytes_per_host": found.host_bytes_per_host,
@@ -66,18 +66,5 @@ def _of_plan(found: Plan, work: rj.Workload, target: str) -> Row:
     """The plan's step, measured again to learn what its devices send each other; the compilation comes from the cache."""
     return _of_report(rj.measure(work, dict(found.policies), target, timeout=TIMEOUT)) | {
         "policies": found.texts,
-        "layers": [{"where": part.where, "policy": part.policy} for part in found.parts],
-        "estimated_seconds": found.seconds,
-        "base_seconds": found.base_seconds,
-        "is_maximal": found.is_maximal,
-        "named": [
-            _named(named_policy)
-            for named_policy in found.named
-            if named_policy.device_bytes is not None and not named_policy.remark
-        ],
         "notes": list(found.notes),
     }
-
-
-def _named(point: Point) -> Row:
-    return {name: getattr(point, name) for name in ("name", "device_bytes", "host_bytes", "seconds", "compiled")}

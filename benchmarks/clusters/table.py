@@ -89,6 +89,17 @@ def gathered_again(rows: Sequence[Row]) -> list[str]:
     return found
 
 
+def summary(row: Row) -> str:
+    """A row in a line: its memory, its estimated time, how much of its collectives' time compute overlaps."""
+    parts = [f"{row.get('device_bytes', 0) / 1e9:.1f} GB"]
+    if row.get("seconds"):
+        parts.append(f"step {row['seconds']:.2f} s")
+    if row.get("collective_seconds"):
+        overlapped, whole = row["collective_seconds"]
+        parts.append(f"collectives {whole:.2f} s, {overlapped:.2f} overlapped")
+    return f"{', '.join(parts)} (measured in {row['wall_seconds']:.0f} s)"
+
+
 def compiled_seconds(rows: Sequence[Row]) -> list[str]:
     """A line for each plan: its compiled seconds, then those of the other steps that fit its budget, fastest first."""
     lines = []
