@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from remat_jax.hardware import target
 from remat_jax.planning import make_plan
 from remat_jax.planning.candidate import (
     Compiled,
@@ -18,7 +20,9 @@ from remat_jax.planning.candidate import (
     choices_together,
     one_residual_more,
 )
+from remat_jax.planning.compile_candidates import Compiler
 from remat_jax.planning.fit_memory import fitted, predicted
+from remat_jax.planning.search_plans import MOST_COMPILED
 from remat_jax.solver import HostLink, ResidualCosts, stack_plan
 from tests.test_plan_search import AGAIN, LAYER, NAMED, OFFLOAD, SAVE, STACK, TRUTH, WORTH, Searched, X, own, searched
 
@@ -77,7 +81,7 @@ def test_every_named_policy_near_the_best_step_is_compiled_while_time_is_left():
     def making(kind="gpu", devices=1, times_left=9, base=stack.base_seconds):
         search, asked = searched(100_000, stack, stack=stack, named=named)
 
-        class Compiler:
+        class FormulaCompiler:
             is_over, rounds = False, 0
             is_time_left = property(lambda self: self.rounds < times_left)
 
@@ -90,7 +94,7 @@ def test_every_named_policy_near_the_best_step_is_compiled_while_time_is_left():
             fit=search.fit,
             proposals=search.proposals,
             budget=100_000,
-            compiler=Compiler(),
+            compiler=FormulaCompiler(),
             notes=[],
             target=SimpleNamespace(kind=kind, devices=devices),
             described=SimpleNamespace(base_seconds=base),
@@ -106,6 +110,29 @@ def test_every_named_policy_near_the_best_step_is_compiled_while_time_is_left():
     assert making(kind="cpu") == ([], [])
     # Without a base no policy is near the best step, which has no extra seconds; on several devices `full` is compiled anyway.
     assert making(base=0.0) == ([], []) and making(base=0.0, devices=2) == ([["full"]], [])
+
+
+def test_another_compilation_is_in_time_if_the_longest_one_would_be():
+    compiler = Compiler(None, None, target("h200"), 60.0, time.monotonic() + 60.0, None, lambda *_: None, [])
+    assert compiler.compile([], None) == [] and compiler._longest > 0 and compiler.is_time_left
+    compiler._longest = 61.0
+    assert not compiler.is_time_left and not compiler.is_over
+
+
+@pytest.mark.parametrize(("compiled", "reason"), [(MOST_COMPILED - 1, ""), (MOST_COMPILED, "; no compilations were left")])
+def test_the_reason_in_a_note_counts_the_compilations_of_the_search_alone(compiled, reason):
+    planner = SimpleNamespace(
+        search_compiled=compiled,
+        fit=SimpleNamespace(tried=[None] * 2 * MOST_COMPILED),
+        proposals=SimpleNamespace(unknown=lambda best: [StepCandidate("dots", (), 0.0)], is_maximal=lambda best: True),
+        search=SimpleNamespace(unmoved=lambda best: []),
+        target=target("h200"),
+        _is_late=lambda: False,
+        notes=[],
+    )
+    best = Tried(StepCandidate("off", (), 0.0), Compiled(1, 0, sizes=SimpleNamespace(warning=None)), 1)
+    make_plan._Planner._note(planner, best, best)
+    assert planner.notes == [f"Not shown: whether dots, faster by the estimate, would fit{reason}"]
 
 
 def test_a_step_that_keeps_everything_can_save_no_residual_more():
