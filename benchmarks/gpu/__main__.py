@@ -3,7 +3,7 @@
 The device is calibrated first. Then the steps run: a deep MLP and the decoder, unrolled and scanned, under policies with and
 without offload and under plans. PyTorch's decoder runs without checkpoints, with them, and with pinned offload. The table
 compares time and the allocator's peak with the estimates. `DIR/gpu.json` is rewritten after every row, so an interrupted run
-keeps its rows.
+keeps its rows. `DIR/kernels` has each step's compiled module and kernels, for `python -m benchmarks.gpu.kernels`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class Run:
                 self.keep(line)
                 continue
             shape, options = self.shapes[ready[0]], line.get("compiler_options", {})
-            job = StepJob(ready[0], shape, line["policies"], options, self.warm_up, self.timed)
+            kernels = os.fspath(self.options.output.absolute() / "kernels" / f"{'-'.join(ready)}.json.gz")
+            job = StepJob(ready[0], shape, line["policies"], options, self.warm_up, self.timed, kernels)
             self.measure(line, "benchmarks.gpu.step_run", job, self.on_device)
         for model, policy in waiting:
             self.keep({"model": model, "policy": policy, "error": "not reached in time"})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.gpu import kernels
 from benchmarks.gpu.child import answer_with
 from benchmarks.gpu.jax_run import compiled_bytes
 from benchmarks.gpu.steps import StepJob
@@ -29,6 +31,9 @@ def run(job: StepJob) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
     memory = jax.local_devices()[0].memory_stats() or {}
     timed = seconds[job.warm_up :]
+    if job.kernels is not None:
+        events = kernels.record(lambda: compiled(trained, state, frozen, *batch))
+        kernels.write(Path(job.kernels), compiled.as_text(), events)
     return compiled_bytes(compiled) | {
         "measured_peak_bytes": memory.get("peak_bytes_in_use"),
         "step_seconds": statistics.median(timed),

@@ -82,6 +82,7 @@ class StepJob:
     Attributes:
       policies: the policy of each block, by the name of its class; empty for no checkpointing at all.
       compiler_options: the options to compile the step with, such as a plan's memory limit.
+      kernels: the file to write the compiled module and the kernels of one step to; None to write none.
     """
 
     model: str
@@ -90,6 +91,7 @@ class StepJob:
     compiler_options: dict[str, int] = dataclasses.field(default_factory=dict)
     warm_up: int = 3
     steps: int = 10
+    kernels: str | None = None
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
