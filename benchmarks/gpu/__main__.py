@@ -39,6 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the one deadline; what does not fit is left out")
     parser.add_argument("--steps", type=int, default=10, help="timed steps per row")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="of scanned, unrolled, mlp and torch")
+    parser.add_argument("--predicted", type=Path, metavar="FILE", help="estimates that step_predict made before: run its steps")
     parser.add_argument("--dry-run", action="store_true", help="everything at a tiny size on the CPU")
     parser.add_argument("--commit", help="the commit of the sources, where there is no git history beside them")
     options = parser.parse_args(arguments)
@@ -66,8 +67,13 @@ class Run:
         self.provenance = provenance(options.commit)
         self.on_device = ON_CPU if options.dry_run else JAX_ON_GPU | {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla")}
         self.calibration = ""
-        self.told = folder / "predicted.jsonl"
-        self.told.touch()
+        self.told: Path = options.predicted or folder / "predicted.jsonl"
+        if options.predicted:
+            self.steps = [
+                (line["model"], line["policy"]) for line in child.read_lines(self.told) if line["model"] in options.only
+            ]
+        else:
+            self.told.touch()
 
     @property
     def remaining(self) -> float:
@@ -77,12 +83,12 @@ class Run:
     def go(self) -> None:
         """Calibrate, start the predictor, run PyTorch meanwhile, then each step as soon as it is predicted."""
         self.calibrate()
-        predictor = self.start_predictor()
+        predictor = None if self.options.predicted else self.start_predictor()
         try:
             self.run_peers()
             self.run_steps(predictor)
         finally:
-            if predictor.poll() is None:
+            if predictor is not None and predictor.poll() is None:
                 child.stop(predictor)
             self.save()
 
@@ -132,13 +138,13 @@ class Run:
             job = Job(size, "eager", mode, str(self.folder), device=device, warm_up=self.warm_up, steps=self.timed)
             self.measure({"model": "torch", "policy": mode}, "benchmarks.gpu.torch_run", job, ON_CPU)
 
-    def run_steps(self, predictor: subprocess.Popen[bytes]) -> None:
+    def run_steps(self, predictor: subprocess.Popen[bytes] | None) -> None:
         """Run each step once it is predicted. If the predictor ended early, only plans are left out."""
         from benchmarks.gpu.steps import StepJob
 
         waiting = list(self.steps)
         while waiting and self.remaining > 0:
-            ended = predictor.poll() is not None
+            ended = predictor is None or predictor.poll() is not None
             predicted = {(line["model"], line["policy"]): line for line in child.read_lines(self.told)}
             ready = next((step for step in waiting if step in predicted), None)
             if ready is None:

@@ -146,15 +146,18 @@ def train(job: Job, compiled: Any) -> tuple[dict[str, Any], dict[str, np.ndarray
     params = jax.tree.map(jnp.asarray, initial_params(job))
     state = optimizer_of(job).init(params)
     batches = [tuple(map(jnp.asarray, batch)) for batch in job.batches()]
-    seconds, losses, first_moment = [], [], None
-    jax.block_until_ready((params, state, batches))
-    for batch in batches:
-        started = time.perf_counter()
-        params, state, loss = jax.block_until_ready(compiled(params, state, {}, *batch))
-        seconds.append(time.perf_counter() - started)
-        losses.append(float(loss))
+    losses, first_moment, started = [], None, 0.0
+    for index, batch in enumerate(batches):
+        if index <= job.warm_up:
+            # The timed steps are started one after the other, and only the last is waited for, as in training.
+            jax.block_until_ready((params, state, batches))
+            started = time.perf_counter()
+        params, state, loss = compiled(params, state, {}, *batch)
+        losses.append(loss)
         if first_moment is None:
             first_moment = jax.device_get(state[0].mu)
+    jax.block_until_ready((params, state))
+    seconds = (time.perf_counter() - started) / job.steps
     memory = jax.local_devices()[0].memory_stats() or {}
     gradients = weights.flatten(weights.unstack_layers(first_moment))
     scale = 1 / (1 - ADAM["b1"])
@@ -163,8 +166,8 @@ def train(job: Job, compiled: Any) -> tuple[dict[str, Any], dict[str, np.ndarray
     fields = {
         "measured_peak_bytes": memory.get("peak_bytes_in_use"),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "seconds": seconds[job.warm_up :],
-        "losses": losses,
+        "seconds": [seconds],
+        "losses": [float(loss) for loss in losses],
     }
     return fields, gradients
 

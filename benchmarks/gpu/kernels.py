@@ -1,8 +1,11 @@
-"""Where a step's estimated time differs from its measured time, kernel by kernel: `python -m benchmarks.gpu.kernels FOLDER`.
+"""A step's time on a GPU, kernel by kernel, beside its estimate: `python -m benchmarks.gpu.kernels FOLDER`.
 
-`python -m benchmarks.gpu --output DIR` writes one file for each step to `DIR/kernels`: the compiled module and the kernels of one
-step, as JAX's profiler saw them. This command assigns each kernel to its instruction, estimates the instruction's time, and adds
-up both times by kind of instruction. No GPU is needed.
+`python -m benchmarks.gpu --output DIR` writes one file for each step to `DIR/kernels`: the compiled module, and the kernels of
+one step as JAX's profiler recorded them. This command adds up measured and estimated times by kind of instruction. It needs no
+GPU.
+
+A step runs as a few CUDA graphs, so the profiler knows the graph of a kernel, but not its instruction. A kernel that XLA
+generated has its instruction's name, or, for equal fusions, the name of one of them. A library's kernel has its own name.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import gzip
 import json
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +23,18 @@ from typing import Any, NamedTuple
 from benchmarks.record import text_table
 from remat_jax.hardware import target as target_named
 from remat_jax.hardware.rates import Rates
+from remat_jax.memory.hlo.copies import host_copy
 from remat_jax.memory.hlo.kernel_times import KernelTimes
-from remat_jax.memory.hlo.text import HloModule, Instruction, parse
-
+from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, parse
 
 _ENTERED = ("while", "call", "conditional")
-"""Instructions that run other instructions, which have events of their own."""
+LIBRARY, COPY = "library", "copy to or from the host"
+_SPECIAL = ("dot", "convolution", "reduce", "dynamic-update-slice", "scatter")
+_COPIES = ("MemcpyD2H", "MemcpyH2D")
 
 
 class Event(NamedTuple):
-    """A kernel or a copy that ran: its HLO instruction, its own name, its stream, and its start and duration in nanoseconds."""
+    """A kernel or a copy that ran: its instruction or graph, its name, its stream, its start and duration in nanoseconds."""
 
     instruction: str
     kernel: str
@@ -39,10 +44,10 @@ class Event(NamedTuple):
 
 
 class KindTime(NamedTuple):
-    """The instructions of one kind: how many ran, and their measured and estimated seconds."""
+    """The instructions of one kind: how many kernels ran, their measured seconds, and the estimated seconds."""
 
     kind: str
-    count: int
+    kernels: int
     measured: float
     estimated: float
 
@@ -86,75 +91,86 @@ def read(path: Path) -> tuple[HloModule, list[Event]]:
     return parse(stored["text"]), [Event(*event) for event in stored["events"]]
 
 
-def compare(module: HloModule, events: Sequence[Event], rates: Rates) -> dict[Instruction | None, tuple[int, float, float]]:
-    """By instruction: how often it ran, and its measured and estimated seconds. Events of unknown instructions are under None.
+def executions(module: HloModule) -> Counter[Instruction]:
+    """How often each instruction that takes time runs, copies to and from the host left out."""
+    runs: Counter[Instruction] = Counter()
 
-    An instruction may launch several kernels. It ran as often as the kernel that ran most rarely among them.
+    def count(computation: Computation, times: int) -> None:
+        for each in computation:
+            if each.opcode in _ENTERED:
+                for body in each.bodies:
+                    count(body, times * (each.trip_count(unknown=1) if each.opcode == "while" else 1))
+            elif each.opcode not in FREE and not each.opcode.endswith("-done") and host_copy(each) is None:
+                runs[each] += times
+
+    count(module.entry, 1)
+    return runs
+
+
+def kind(instruction: Instruction) -> str:
+    """The kind of an instruction: for a fusion, what it contains and who generates its kernel; else `library`.
+
+    >>> module = parse('''ENTRY %main (x: f32[8]) -> f32[8] {
+    ...   %x = f32[8] parameter(0)
+    ...   ROOT %y = f32[8] custom-call(%x), custom_call_target="cublas"
+    ... }''')
+    >>> kind(module.entry.root)
+    'library'
     """
-    instructions = {each.name: each for computation in module.computations.values() for each in computation}
-    times = KernelTimes(rates)
-    kernels: dict[Instruction | None, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    measured: dict[Instruction | None, float] = defaultdict(float)
+    if instruction.called is None:
+        return LIBRARY
+    inner = {each.opcode for each in instruction.called}
+    generator = str(instruction.config.get("fusion_backend_config", {}).get("kind", ""))
+    contains = next((opcode for opcode in _SPECIAL if opcode in inner), "element-wise")
+    return f"{contains}, Triton" if "triton" in generator else contains
+
+
+def by_kind(module: HloModule, events: Sequence[Event], rates: Rates) -> list[KindTime]:
+    """Measured and estimated times by kind of instruction, the longest measured first."""
+    runs, times = executions(module), KernelTimes(rates)
+    named = {kernel_name(each): each for each in runs if each.called is not None}
+    counts: Counter[str] = Counter()
+    measured: dict[str, float] = defaultdict(float)
+    estimated: dict[str, float] = defaultdict(float)
     for event in events:
-        instruction = instructions.get(event.instruction)
-        if instruction is not None and instruction.opcode in _ENTERED:
-            continue
-        kernels[instruction][event.kernel] += 1
-        measured[instruction] += event.duration * 1e-9
-    counts = {instruction: min(names.values()) for instruction, names in kernels.items()}
-    return {
-        each: (counts[each], seconds, 0.0 if each is None else counts[each] * times.seconds(each))
-        for each, seconds in measured.items()
-    }
-
-
-def kind(instruction: Instruction | None) -> str:
-    """The kind of an instruction: its opcode, for a fusion its fusion kind, for a call its target; `product` if it is one."""
-    if instruction is None:
-        return "unknown"
-    if instruction.opcode == "custom-call":
-        return instruction.rest.partition('custom_call_target="')[2].partition('"')[0]
-    if instruction.opcode != "fusion":
-        return instruction.opcode
-    inner = {each.opcode for each in instruction.called or ()}
-    named = str(instruction.config.get("fusion_backend_config", {}).get("kind", ""))
-    special = next((each for each in ("dot", "convolution", "reduce", "dynamic-update-slice", "scatter") if each in inner), "loop")
-    return " ".join(filter(None, ("fusion", special, named)))
-
-
-def by_kind(compared: dict[Instruction | None, tuple[int, float, float]]) -> list[KindTime]:
-    """The times of `compare`, added up by kind, the longest measured first."""
-    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
-    for instruction, figures in compared.items():
-        total = totals[kind(instruction)]
-        for index, figure in enumerate(figures):
-            total[index] += figure
-    rows = [KindTime(name, int(count), measured, estimated) for name, (count, measured, estimated) in totals.items()]
+        if event.instruction not in _ENTERED:
+            found = named.get(event.kernel)
+            name = COPY if event.kernel in _COPIES else LIBRARY if found is None else kind(found)
+            counts[name] += 1
+            measured[name] += event.duration * 1e-9
+    for instruction, count in runs.items():
+        estimated[kind(instruction)] += count * times.seconds(instruction)
+    rows = [KindTime(name, counts[name], measured[name], estimated[name]) for name in {*measured, *estimated}]
     return sorted(rows, key=lambda row: -row.measured)
 
 
-def _row(name: str, count: int, measured: float, estimated: float) -> tuple[str, ...]:
-    ratio = f"{estimated / measured:.2f}" if measured else ""
-    return name, str(count), f"{measured * 1e3:.3f}", f"{estimated * 1e3:.3f}", ratio
+def kernel_name(instruction: Instruction) -> str:
+    """The name of the kernel that XLA generates for an instruction."""
+    return instruction.name.replace(".", "_").replace("-", "_")
+
+
+def busy_seconds(events: Sequence[Event]) -> tuple[float, float]:
+    """The seconds in which kernels run, and from the first start to the last end of a kernel or copy."""
+    kernels = sum(event.duration for event in events if event.kernel not in _COPIES)
+    return kernels * 1e-9, max((event.start + event.duration for event in events), default=0.0) * 1e-9
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print, for every file of the folder, the times by kind and the instructions that differ most."""
+    """Print the times by kind for every file of the folder."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="the folder `kernels` of a run")
     parser.add_argument("--target", default="h200", help="a target, or FILE:NAME such as calibrated.toml:measured")
-    parser.add_argument("--largest", type=int, default=10, help="how many instructions to list")
     options = parser.parse_args(arguments)
     rates = Rates.of(target_named(options.target))
-    columns = ("kind", "runs", "measured ms", "estimated ms", "estimated / measured")
     for path in sorted(options.folder.glob("*.json.gz")):
-        compared = compare(*read(path), rates)
-        rows = [_row(*row) for row in by_kind(compared)]
-        total = _row("all", *(sum(figures[index] for figures in compared.values()) for index in range(3)))  # type: ignore[arg-type]
-        print(f"\n{path.name.removesuffix('.json.gz')}\n{text_table(columns, [*rows, total])}")
-        different = sorted((each for each in compared if each), key=lambda each: -abs(compared[each][1] - compared[each][2]))
-        largest = [_row(f"{each.name} {each.op_name[-60:]}", *compared[each]) for each in different[: options.largest]]
-        print(text_table(("instruction", *columns[1:]), largest))
+        module, events = read(path)
+        rows = [
+            (row.kind, str(row.kernels), f"{row.measured * 1e3:.2f}", f"{row.estimated * 1e3:.2f}")
+            for row in by_kind(module, events, rates)
+        ]
+        kernels, span = busy_seconds(events)
+        print(f"\n{path.name.removesuffix('.json.gz')}: {kernels * 1e3:.2f} ms of kernels in {span * 1e3:.2f} ms")
+        print(text_table(("kind", "kernels", "measured ms", "estimated ms"), rows))
     return 0
 
 

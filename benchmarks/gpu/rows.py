@@ -91,7 +91,7 @@ class Row:
         compiled_device_bytes, compiled_host_bytes: the compiler's figures for the executable that ran.
         measured_peak_bytes: the allocator's peak (JAX: `peak_bytes_in_use`; PyTorch: `max_memory_allocated`).
         host_peak_bytes: the highest resident memory of the process.
-        seconds, step_seconds: each step after the warm-up, and their median.
+        seconds, step_seconds: the seconds per step of each series of steps after the warm-up, and their median.
         relative_time: the step's time divided by that of `off` in the same framework and form.
         link_bytes_per_second: the rates of a copy of 1 GiB to the host and of a copy back; only for modes of JAX that offload.
         losses: the loss before each step, warm-up included.

@@ -15,6 +15,9 @@ from benchmarks.gpu.child import answer_with
 from benchmarks.gpu.jax_run import compiled_bytes
 from benchmarks.gpu.steps import StepJob
 
+SERIES = 3
+"""How many series of steps are timed."""
+
 
 def run(job: StepJob) -> dict[str, Any]:
     """Compile, run and measure. Time and memory do not depend on the numbers as long as they are finite."""
@@ -25,12 +28,15 @@ def run(job: StepJob) -> dict[str, Any]:
     trained, state, frozen, *batch = filled(step.arguments)
     seconds = []
     jax.block_until_ready((trained, state, batch))
-    for _ in range(job.warm_up + job.steps):
+    for count in (job.warm_up, *[job.steps] * SERIES):
         started = time.perf_counter()
-        trained, state, loss = jax.block_until_ready(compiled(trained, state, frozen, *batch))
-        seconds.append(time.perf_counter() - started)
+        # As in training, the host starts the next step while the device runs: only the last step of a series is waited for.
+        for _ in range(count):
+            trained, state, loss = compiled(trained, state, frozen, *batch)
+        jax.block_until_ready((trained, state, loss))
+        seconds.append((time.perf_counter() - started) / count)
     memory = jax.local_devices()[0].memory_stats() or {}
-    timed = seconds[job.warm_up :]
+    timed = seconds[1:]
     if job.kernels is not None:
         events = kernels.record(lambda: compiled(trained, state, frozen, *batch))
         kernels.write(Path(job.kernels), compiled.as_text(), events)

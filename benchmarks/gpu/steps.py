@@ -82,13 +82,14 @@ class StepJob:
     Attributes:
       policies: the policy of each block, by the name of its class; empty for no checkpointing at all.
       compiler_options: the options to compile the step with, such as a plan's memory limit.
+      steps: the steps of each timed series; the result has each series' seconds per step.
       kernels: the file to write the compiled module and the kernels of one step to; None to write none.
     """
 
     model: str
     shape: Shape
     policies: dict[str, str]
-    compiler_options: dict[str, int] = dataclasses.field(default_factory=dict)
+    compiler_options: dict[str, int | str] = dataclasses.field(default_factory=dict)
     warm_up: int = 3
     steps: int = 10
     kernels: str | None = None

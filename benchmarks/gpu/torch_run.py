@@ -41,10 +41,12 @@ def run(job: Job) -> dict[str, Any]:
 
     parts = MICRO_BATCHES if job.variant == "accumulate" else 1
     batches = [tuple(torch.tensor(x, dtype=torch.long, device=job.device) for x in batch) for batch in job.batches()]
-    seconds, losses, gradients = [], [], None
-    synchronize(job)
-    for tokens, targets in batches:
-        started = time.perf_counter()
+    losses, gradients, started = [], None, 0.0
+    for index, (tokens, targets) in enumerate(batches):
+        if index <= job.warm_up:
+            # As in `jax_run`: only the last of the timed steps is waited for.
+            synchronize(job)
+            started = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         micro_batches = list(zip(tokens.chunk(parts), targets.chunk(parts), strict=True))
         if parts > 1:
@@ -57,14 +59,14 @@ def run(job: Job) -> dict[str, Any]:
         if gradients is None:
             gradients = {name: weights.as_numpy(parameter.grad) for name, parameter in model.named_parameters()}
         optimizer.step()
-        synchronize(job)
-        seconds.append(time.perf_counter() - started)
-        losses.append(float(loss))
+        losses.append(loss)
+    synchronize(job)
+    seconds = (time.perf_counter() - started) / job.steps
     fields = {
         "measured_peak_bytes": torch.cuda.max_memory_allocated() if job.device == "cuda" else None,
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "seconds": seconds[job.warm_up :],
-        "losses": losses,
+        "seconds": [seconds],
+        "losses": [float(loss) for loss in losses],
     }
     assert gradients is not None
     return fields | compare_and_keep(job, weights.flatten(weights.gradients_from_torch(gradients, "ByteDecoder")))

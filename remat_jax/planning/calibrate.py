@@ -25,7 +25,8 @@ _ENOUGH = 0.05
 """The minimum seconds of a timed run: shorter runs mostly measure Python."""
 _SMALLEST, _LARGEST, _MANY_NUMBERS, _MOST_CALLS = 128, 16384, 2**26, 100
 _KERNELS = 64
-_CHAIN = 4
+_CHAIN, _LONG_CHAIN, _LONG_BELOW = 4, 64, 2048
+"""Matmuls per call. On a GPU a call takes longer to start than a few small matmuls, so below the size it has more of them."""
 _REPEATS = 3
 
 
@@ -146,27 +147,33 @@ def launch_seconds(device: Any) -> float:
 def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
     """A dict from matrix size to operations per second of a square matmul.
 
-    Sizes double until a run takes longer than `_ENOUGH`, or until the time `seconds` would be exceeded.
+    Sizes double until a run takes longer than `_ENOUGH`, or until the time `seconds`, without compilation, would be exceeded.
     """
     precision = "highest" if dtype in ("float32", "float64") else None
     kind = "float32" if dtype == "tensorfloat32" else dtype
 
     def chain(x: Any, y: Any) -> Any:
-        for _ in range(_CHAIN):
+        for _ in range(length(y.shape[0])):
             # Scale the result so that no number overflows its dtype.
             x = jnp.dot(x, y, precision=precision) * jnp.asarray(1 / y.shape[0], y.dtype)
         return x
 
+    def length(size: int) -> int:
+        return _LONG_CHAIN if device.platform == "gpu" and size < _LONG_BELOW else _CHAIN
+
     rates: dict[int, float] = {}
-    deadline, size = time.perf_counter() + seconds, _SMALLEST
+    spent, size = 0.0, _SMALLEST
     with jax.enable_x64(dtype == "float64"):
         run = jax.jit(chain)
         while size <= _LARGEST:
             x = jax.device_put(jnp.ones((size, size), kind), device)
+            jax.block_until_ready(run(x, x))  # compiles
+            started = time.perf_counter()
             took = fastest(partial(run, x, x))
-            rates[size] = 2.0 * _CHAIN * size**3 / took
+            spent += time.perf_counter() - started
+            rates[size] = 2.0 * length(size) * size**3 / took
             # The next size takes eight times as long.
-            if took > _ENOUGH or time.perf_counter() + 8 * took * (_REPEATS + 1) > deadline:
+            if took > _ENOUGH or spent + 8 * took * (_REPEATS + 1) > seconds:
                 return rates
             size *= 2
     return rates
@@ -213,10 +220,11 @@ def _compute_of(device: Any, seconds: float) -> tuple[Callable[[], Any], float]:
     """A function that computes for about `seconds`, and its measured time."""
     x = jax.device_put(jnp.ones((1024, 1024), jnp.float32), device)
 
-    def chain(x: Any, rounds: Any) -> Any:
+    def chain(x: Any, rounds: int) -> Any:
         return jax.lax.fori_loop(0, rounds, lambda _, x: jnp.dot(x, x) * (1 / x.shape[0]), x)
 
-    run = jax.jit(chain)
+    # On a GPU, a loop whose number of rounds the compiler does not know blocks the thread that would start the copy.
+    run = jax.jit(chain, static_argnums=1)
     time_of_1, time_of_9 = (fastest(partial(run, x, n)) for n in (1, 9))
     rounds = max(1, round(seconds / max((time_of_9 - time_of_1) / 8, 1e-9)))
     return lambda: run(x, rounds), fastest(lambda: run(x, rounds))
@@ -236,9 +244,8 @@ def fastest(run: Callable[[], Any]) -> float:
 
 def _timed(run: Callable[[], Any], calls: int) -> float:
     before = time.perf_counter()
-    for _ in range(calls):
-        results = run()
-    jax.block_until_ready(results)
+    # Wait for every call: copies to the host run on several streams, so the last one may end first.
+    jax.block_until_ready([run() for _ in range(calls)])
     return (time.perf_counter() - before) / calls
 
 
