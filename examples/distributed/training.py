@@ -110,7 +110,7 @@ class Trainer:
         mesh: Mesh,
         job: rj.Workload,
         policy: Any,
-        compiler_options: Mapping[str, int] | None = None,
+        compiler_options: Mapping[str, int | str] | None = None,
     ) -> None:
         self._setting, self._job = setting, job
         step = job.step(policy)

@@ -48,8 +48,8 @@ def measure(
       target: the name of a target (`"cpu"`, `"h200"`, `"attached"`) or a `Target`.
       timeout: the limit in seconds for compiling, and for each run on an attached GPU.
       memory_limit: a device memory limit for XLA, written like a budget: bytes, a text (`"40GiB"`, `"80%"`) or a share (0.8).
-        XLA rematerialises by itself to meet the limit, but the step may still need more. To run the step under the limit, use
-        `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, about 76 % of device memory;
+        XLA rematerialises by itself to meet the limit, but the step may still need more. To run the step as it was measured,
+        use `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, about 76 % of device memory;
         a larger `memory_limit` has no effect.
 
     Raises:
@@ -140,7 +140,7 @@ def _measured(
         reports.append(replace(report, memory_limit=limit, advice=advice))
     if not described.attached:
         return reports
-    peaks = [measured_peak(programs[keys[policy]], timeout, sizes[policy].limit_options) for policy in policies]
+    peaks = [measured_peak(programs[keys[policy]], timeout, sizes[policy].compiler_options) for policy in policies]
     return [replace(report, measured_peak_bytes=peak) for report, peak in zip(reports, peaks, strict=True)]
 
 
@@ -257,7 +257,7 @@ def _report(
         host_warning=host_shortage(sizes.host, target),
         compiler_warning=sizes.warning,
         policy_warning=kept.warning if kept else None,
-        compiler_options=sizes.limit_options,
+        compiler_options=sizes.compiler_options,
         seconds=sizes.seconds,
         no_time=sizes.no_time,
         compute_seconds=time.compute_seconds if time else None,

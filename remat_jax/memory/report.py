@@ -8,6 +8,7 @@ from typing import Any
 
 from remat_jax.apply.replaced import replaced_text
 from remat_jax.memory.advice import SHOWN, Advice
+from remat_jax.memory.compile.options import GRAPHS
 from remat_jax.memory.hlo.collectives import Collective, executed
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
@@ -67,7 +68,9 @@ class MemoryReport:
       replaced_checkpoints: how many of the model's own checkpoints around blocks the policy replaced. A checkpoint in a scan
         counts once.
       memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
-      compiler_options: `memory_limit` for `jax.jit(step, compiler_options=…)`; empty without a limit, or if XLA's own is lower.
+      compiler_options: the options with which `jax.jit(step, compiler_options=…)` runs the step as it was measured:
+        `memory_limit`, unless XLA's own limit is lower; and, for a scan that offloads, the option without which its copies
+        overlap no compute on a GPU. Empty if neither is needed.
       seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
         target. None for the target `cpu`, and if a rate is unknown; `no_time` gives the reason.
       compute_seconds: the part of `seconds` in which compute runs. In the rest, compute waits for copies and collectives.
@@ -112,7 +115,7 @@ class MemoryReport:
     compiler_warning: str | None = None
     policy_warning: str | None = None
     memory_limit: int | None = None
-    compiler_options: dict[str, int] = field(default_factory=dict, hash=False)
+    compiler_options: dict[str, int | str] = field(default_factory=dict, hash=False)
     seconds: float | None = None
     compute_seconds: float | None = None
     exchanges: Copies | None = None
@@ -211,6 +214,10 @@ class MemoryReport:
 
     def _caption(self) -> str | None:
         remarks = [replaced_text(self.replaced_checkpoints)] if self.replaced_checkpoints else []
+        if GRAPHS in self.compiler_options:
+            remarks.append(
+                "the copies in loops overlap compute only with jax.jit(step, compiler_options=report.compiler_options)"
+            )
         remarks += [f"beyond the blocks: {advice}" for advice in self.advice if advice.bytes >= SHOWN * self.device_bytes]
         return "\n".join([*remarks, *(f"warning: {warning}" for warning in self.warnings)]) or None
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from remat_jax.memory.compile.options import GRAPHS, OPTION
 from remat_jax.planning.plan_data import CUT_SHORT, PlanData, over_budget, plan_point
 from remat_jax.planning.point import LayerRow, Part, Point
 from remat_jax.policy import NAMED
@@ -56,8 +57,12 @@ def summary(plan: PlanData) -> str:
         f"Compiled: {device} on the device (predicted: {predicted}){host}; {steps}.",
     ]
     if plan.compiler_options:
-        options = dict(plan.compiler_options)
-        sentences.append(f"Compiled with a memory limit: jax.jit(step, compiler_options={options!r}).")
+        reasons = {
+            OPTION: "Compiled with a memory limit",
+            GRAPHS: "The copies in loops overlap compute only with these options",
+        }
+        text = ". ".join(reason for option, reason in reasons.items() if option in plan.compiler_options)
+        sentences.append(f"{text}: jax.jit(step, compiler_options={dict(plan.compiler_options)!r}).")
     if plan.lower_bound is not None and plan.seconds:
         least, below = time_text(plan, plan.lower_bound), 100 * (1 - plan.lower_bound / plan.seconds)
         sentences.append(f"By the same estimate, no plan within the budget takes less than {least} ({below:.1f} % less).")

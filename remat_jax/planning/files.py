@@ -13,7 +13,7 @@ from typing import Any
 
 from remat_jax.core.marks import CHECKPOINTS
 from remat_jax.errors import ArgumentError, PlanningError, RematError
-from remat_jax.memory.compile.options import OPTION
+from remat_jax.memory.compile.options import GRAPHS, OPTION, OVERLAPPING
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.plan_data import PlanData
 from remat_jax.planning.point import LayerRow, Part, Point
@@ -159,12 +159,15 @@ def _action(value: Any, name: str) -> str:
     return str(value)
 
 
-def _compiler_options(value: Any, name: str) -> dict[str, int]:
-    """Accept only the memory limit and no other option, because the options are passed to the compiler."""
-    if not isinstance(value, dict) or set(value) - {OPTION}:
-        raise _Malformed(f"{name}={ascii(value)[:80]} is none of {{}} and {{{OPTION!r}: a factor}}")
-    if not all(type(factor) is int and 1 <= factor <= MOST_FACTOR for factor in value.values()):
+def _compiler_options(value: Any, name: str) -> dict[str, int | str]:
+    """Accept only the options that a plan may have, because the options are passed to the compiler."""
+    if not isinstance(value, dict) or set(value) - {OPTION, GRAPHS}:
+        raise _Malformed(f"{name}={ascii(value)[:80]} has other options than {OPTION!r} and {GRAPHS!r}")
+    factor = value.get(OPTION, 1)
+    if type(factor) is not int or not 1 <= factor <= MOST_FACTOR:
         raise _Malformed(f"{name}={ascii(value)[:80]}: the factor is an integer from 1 to {MOST_FACTOR}")
+    if value.get(GRAPHS, OVERLAPPING[GRAPHS]) != OVERLAPPING[GRAPHS]:
+        raise _Malformed(f"{name}={ascii(value)[:120]}: {GRAPHS!r} is {OVERLAPPING[GRAPHS]!r} or absent")
     return dict(value)
 
 

@@ -344,7 +344,7 @@ class _Planner:
             notes=tuple(dict.fromkeys(self.notes)),
             model=Model.of(self.workload),
             jax_version=jax.__version__,
-            compiler_options=best.compiled.sizes.limit_options,
+            compiler_options=best.compiled.sizes.compiler_options,
             **fields,
         )
 

@@ -48,8 +48,9 @@ class Plan(PlanData):
       notes: further remarks on the plan and the search.
       model: the model that the plan was made for.
       jax_version: the JAX version that compiled the plan's step.
-      compiler_options: XLA's memory limit under which the plan's step was compiled. Pass it to the `jax.jit` of the step as its
-        `compiler_options`. Empty if the step fits without a limit.
+      compiler_options: the options to pass to the `jax.jit` of the step as its `compiler_options`: XLA's memory limit, if the
+        step fits only with a limit; and, if a scan offloads, the option without which its copies overlap no compute on a GPU.
+        Empty if neither is needed.
       lower_bound: a lower bound on the estimated seconds of a step, for every plan of this model within the budgets. It bounds
         the estimate, not the time on a GPU. None if the solver's problem does not contain the plan (groups of layers, a memory
         limit, a named policy that keeps other arrays), or if `timeout` ended the search.
@@ -68,12 +69,13 @@ class Plan(PlanData):
     def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
         """`fn`, a loss or another function that runs the model, with the plan's policies on the model's blocks.
 
-        If the plan fits only with a memory limit for XLA (`compiler_options`), pass the limit to the outermost `jax.jit`:
+        Pass `compiler_options` to the outermost `jax.jit`:
 
             loss = plan.apply(loss)
             step = jax.jit(step, compiler_options=plan.compiler_options)
 
-        Without the limit, XLA may use the whole device memory.
+        If the plan fits only with a memory limit for XLA, the options contain it: without them, XLA may use the whole device
+        memory. If a scan offloads, the options let its copies overlap compute.
 
         A call of the result raises if its batch, its mesh or the number of `fn`'s own checkpoints differs from the plan's. To
         evaluate on another number of tokens, call `fn` itself.

@@ -40,7 +40,7 @@ class PlanData:
     notes: tuple[str, ...]
     model: Model = field(repr=False)
     jax_version: str = ""
-    compiler_options: Mapping[str, int] = field(default_factory=dict)
+    compiler_options: Mapping[str, int | str] = field(default_factory=dict)
     lower_bound: float | None = None
     timed: bool = False
     assumed_rates: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Compiler options: XLA's memory limit, a cache of GPU kernels, and fewer passes for a program that never runs.
+"""Compiler options: XLA's memory limit, copies outside CUDA graphs, a cache of GPU kernels, fewer passes for unrun programs.
 
 XLA:GPU schedules and rematerialises so that a step's temporary memory fits
 
@@ -7,6 +7,11 @@ XLA:GPU schedules and rematerialises so that a step's temporary memory fits
 where *held* is the size of the arguments and of the results that reuse no argument's buffer. The compiler option `OPTION` sets
 the integer *factor*, 95 by default. On an attached GPU, XLA uses the size of JAX's allocator pool instead of 80 %. The pool has
 75 % of device memory unless XLA_PYTHON_CLIENT_MEM_FRACTION changes this. XLA aims at the limit, but a step may need more.
+
+XLA:GPU records a step's operations in CUDA graphs, and the operations of a graph run one after the other. By default it also
+records the copies of slices, with which a scan offloads its residuals. These copies then overlap no compute, although the
+schedule starts them early. `OVERLAPPING` leaves them outside the graphs. On an H200 a scan with offload took 115 ms with the
+option and 138 ms without (`docs/notes/steps_on_a_gpu.md`).
 
 Steps under different policies share most kernels, and generating kernels takes most of the compile time. XLA assigns memory
 before it generates kernels, so cached or unoptimised kernels do not change the sizes (`docs/how/planner.md`).
@@ -18,8 +23,9 @@ import contextlib
 import itertools
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from remat_jax.errors import ArgumentError, CompileError
@@ -35,6 +41,11 @@ LARGEST_FACTOR = 95
 """XLA's default factor. A larger factor has no effect, so it is not set."""
 _AVAILABLE_PERCENT = 80
 """On a GPU that is described but not attached, XLA takes this percentage of the memory as available."""
+
+GRAPHS = "xla_gpu_enable_command_buffer"
+"""The option that lists the kinds of operation in CUDA graphs."""
+OVERLAPPING: Mapping[str, str] = MappingProxyType({GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"})
+"""XLA's default without `DYNAMIC_SLICE_FUSION`, the copies of slices."""
 
 _KERNEL_OPTIONS = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")

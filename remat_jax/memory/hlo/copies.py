@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from remat_jax.memory.hlo.text import FREE, Computation, Instruction, arrays_of, elements
+from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, arrays_of, elements
 
 Direction = Literal["out", "back"]
 _NO_COPIES = FREE | {"while", "call", "conditional", "custom-call"}
@@ -109,6 +109,15 @@ def host_copy(instruction: Instruction) -> tuple[Direction, int] | None:
         elif inner.opcode in ("copy", "dynamic-slice", "slice") and from_host != result.on_host:
             return _moved(from_host, result.on_host, result.bytes)
     return None
+
+
+def starts_copies_in_loops(module: HloModule) -> bool:
+    """Whether a loop body starts a copy to or from the host and waits for it on a later line, so that compute may overlap it.
+
+    Branches and called computations count as loop bodies.
+    """
+    inner = (each for computation in module.computations.values() if computation is not module.entry for each in computation)
+    return any(each.opcode.endswith("-start") and host_copy(each) is not None for each in inner)
 
 
 def _moved(from_host: bool, to_host: bool, size: int) -> tuple[Direction, int] | None:

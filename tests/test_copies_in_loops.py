@@ -1,0 +1,87 @@
+"""Copies in loops overlap compute only with a compiler option that leaves them outside CUDA graphs."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.memory.compile.compiler import Sizes
+from remat_jax.memory.compile.options import GRAPHS, OPTION, OVERLAPPING
+from remat_jax.memory.hlo.copies import starts_copies_in_loops
+from remat_jax.memory.hlo.text import parse
+from tests.gpu_text import compile_for_h200
+from tests.plan_by_hand import plan as plan_by_hand
+from tests.small_models import Mlp, Stack
+
+
+@pytest.mark.versions
+def test_the_option_is_xlas_default_without_the_copies_of_slices(tmp_path: pathlib.Path) -> None:
+    dump = {"xla_dump_to": str(tmp_path / "dump"), "xla_dump_hlo_as_proto": True}
+    compile_for_h200(tmp_path, f'options |= {dump!r}\nkeep("sine", jnp.sin, struct((8,)))')
+    path = next((tmp_path / "dump").glob("*config.pbtxt"))
+    default = set(re.findall(rf"{GRAPHS}: (\w+)", path.read_text()))
+    assert default - {"DYNAMIC_SLICE_FUSION"} == set(OVERLAPPING[GRAPHS].split(",")) != default
+
+
+def workload(*, scanned: bool) -> rj.Workload:
+    """Eight blocks on 64 MB each, of which `full` keeps the inputs."""
+    model = Stack(Mlp, 8, scanned)
+    x = jax.ShapeDtypeStruct((2**14, 2**10), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda params, x: jnp.sum(model.apply(params, x)), params, (x,), Mlp, optimizer=optax.sgd(1e-3))
+
+
+CASES = [(True, "offload_inputs", True), (True, "full", False), (False, "offload_inputs", False)]
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(("scanned", "policy", "needed"), CASES)
+def test_only_a_scan_that_offloads_needs_the_option(scanned: bool, policy: str, needed: bool) -> None:
+    report = rj.measure(workload(scanned=scanned), policy, "h200")
+    assert report.compiler_options == (OVERLAPPING if needed else {})
+    assert ("overlap compute only with jax.jit" in " ".join(str(report).split())) == needed
+    assert report.to_dict()["compiler_options"] == report.compiler_options
+
+
+def test_it_is_beside_the_memory_limit() -> None:
+    report = rj.measure(workload(scanned=True), "offload_inputs", "h200", memory_limit="1GiB")
+    assert report.compiler_options == {OPTION: 1, **OVERLAPPING}
+
+
+def test_a_plan_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # JAX 0.10.2 miscompiles the step, but nothing runs here.
+    monkeypatch.setattr(compat, "miscompiles_scanned_offload", lambda: False)
+    monkeypatch.setattr(Sizes, "is_miscompiled", False)
+    job = workload(scanned=True)
+    offloaded, full = (rj.measure(job, policy, "h200").device_bytes for policy in ("offload_inputs", "full"))
+    plan = rj.plan(job, (offloaded + full) // 2, "h200")
+    assert plan.host_bytes > 0 and plan.compiler_options == OVERLAPPING
+    reason = "The copies in loops overlap compute only with these options"
+    assert f"{reason}: jax.jit(step, compiler_options={dict(OVERLAPPING)!r})." in plan.explain()
+    both = plan_by_hand(compiler_options={OPTION: 29, **OVERLAPPING})
+    assert f"Compiled with a memory limit. {reason}: " in both.explain()
+
+
+def test_a_copy_outside_loops_or_without_a_later_wait_does_not_count() -> None:
+    body = "  ROOT %c = f32[2,8]{1,0:S(5)} fusion(%x), kind=kLoop, calls=%f\n"
+    started = body.replace("fusion(", "fusion-start(")
+    slices = (
+        "%f (p: f32[2,8]) -> f32[1,8] {\n  %p = f32[2,8]{1,0:S(5)} parameter(0)\n"
+        "  ROOT %s = f32[1,8]{1,0} dynamic-slice(%p), dynamic_slice_sizes={1,8}\n}\n"
+    )
+    for line, where, expected in ((started, "%loop ", True), (body, "%loop ", False), (started, "ENTRY %loop ", False)):
+        other = "" if where.startswith("ENTRY") else "ENTRY %main (y: f32[8]) -> f32[8] {\n  ROOT %y = f32[8] parameter(0)\n}\n"
+        text = f"{slices}{where}(x: f32[2,8]) -> f32[2,8] {{\n  %x = f32[2,8]{{1,0:S(5)}} parameter(0)\n{line}}}\n{other}"
+        assert starts_copies_in_loops(parse(text)) is expected
+
+
+def test_jax_takes_the_options() -> None:
+    """A CPU accepts the options of a GPU and ignores them."""
+    assert float(jax.jit(jnp.sin, compiler_options=dict(OVERLAPPING))(0.0)) == 0.0
