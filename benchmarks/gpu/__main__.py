@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.gpu import child, judge
 from benchmarks.gpu.job import Job, Size, make_weights, save_arrays
-from benchmarks.gpu.modes import JAX_ON_GPU, ON_CPU
+from benchmarks.gpu.modes import JAX_ON_GPU, ON_CPU, named
 from benchmarks.record import ROOT, gpus, provenance, write_json
 
 CALIBRATED = "calibrated.toml"
@@ -41,6 +41,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="of scanned, unrolled, mlp and torch")
     parser.add_argument("--predicted", type=Path, metavar="FILE", help="estimates that step_predict made before: run its steps")
     parser.add_argument("--dry-run", action="store_true", help="everything at a tiny size on the CPU")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the steps of a gpu.json as a table, and run nothing")
+    parser.add_argument("--errors", action="store_true", help="with --show: print the estimates' errors instead")
     parser.add_argument("--commit", help="the commit of the sources, where there is no git history beside them")
     options = parser.parse_args(arguments)
     if not options.seconds > 0 or options.steps < 1:
@@ -191,7 +193,7 @@ class Run:
         """Write all rows so far."""
         result = {
             "provenance": self.provenance,
-            "jax_environment": self.on_device,
+            "jax_environment": named(self.on_device),
             "calibration": self.calibration,
             "shapes": {model: dataclasses.asdict(shape) for model, shape in self.shapes.items()},
             "judged": judge.judged(self.rows),
@@ -204,6 +206,10 @@ class Run:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 if every row ran and no plan lost or exceeded its budget, 1 otherwise, 2 for bad usage."""
     options = parse(arguments)
+    if options.show:
+        rows = json.loads(options.show.read_text(encoding="utf-8"))["rows"]
+        print(judge.errors_markdown(judge.judged(rows)) if options.errors else judge.markdown(rows))
+        return 0
     if not options.dry_run and not gpus():
         print("nvidia-smi finds no NVIDIA GPU here: run with --dry-run to try everything on the CPU", file=sys.stderr)
         return 2

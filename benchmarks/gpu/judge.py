@@ -105,5 +105,23 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+ERRORS = {
+    "rank_correlation": "rank correlation of estimated and measured seconds",
+    "ratio_error": "median error of the ratio to no checkpoint",
+    "seconds_error": "median error of the seconds",
+}
+
+
+def errors_markdown(found: dict[str, Any]) -> str:
+    """The errors of `judged` as the table of the note."""
+    keys = list(found["seconds_error"])
+    lines = [("", *(f"{key} rates" for key in keys)), ("---",) * (1 + len(keys))]
+    for name, text in ERRORS.items():
+        texts = (f"{found[name][key]:.2f}" if name == "rank_correlation" else f"{found[name][key]:.1%}" for key in keys)
+        lines.append((text, *texts))
+    lines.append(("median error of the memory", f"{found['memory_error']:.1%}", *[""] * (len(keys) - 1)))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def _number(value: float | None, scale: float) -> str:
     return "" if value is None else f"{value * scale:.2f}"

@@ -1,8 +1,8 @@
-"""A step's time on a GPU, kernel by kernel, beside its estimate: `python -m benchmarks.gpu.kernels FOLDER`.
+"""A step's time on a GPU, kernel by kernel, beside its estimate: `python -m benchmarks.gpu.kernels DIR/kernels`.
 
 `python -m benchmarks.gpu --output DIR` writes one file for each step to `DIR/kernels`: the compiled module, and the kernels of
-one step as JAX's profiler recorded them. This command adds up measured and estimated times by kind of instruction. It needs no
-GPU.
+one step as JAX's profiler recorded them. This command estimates the same modules, and adds up measured and estimated times by
+step and by kind of instruction. It needs no GPU.
 
 A step runs as a few CUDA graphs, so the profiler knows the graph of a kernel, but not its instruction. A kernel that XLA
 generated has its instruction's name, or, for equal fusions, the name of one of them. A library's kernel has its own name.
@@ -20,11 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.record import text_table
+from benchmarks.figures import markdown
+from benchmarks.record import write_json
+from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.hlo.copies import host_copy
 from remat_jax.memory.hlo.kernel_times import KernelTimes
+from remat_jax.memory.hlo.schedule import step_time
 from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, parse
 
 _ENTERED = ("while", "call", "conditional")
@@ -155,22 +158,60 @@ def busy_seconds(events: Sequence[Event]) -> tuple[float, float]:
     return kernels * 1e-9, max((event.start + event.duration for event in events), default=0.0) * 1e-9
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the times by kind for every file of the folder."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kernels", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, help="the folder `kernels` of a run")
-    parser.add_argument("--target", default="h200", help="a target, or FILE:NAME such as calibrated.toml:measured")
-    options = parser.parse_args(arguments)
-    rates = Rates.of(target_named(options.target))
-    for path in sorted(options.folder.glob("*.json.gz")):
+def summary(folder: Path, target: Target) -> list[dict[str, Any]]:
+    """For each file of the folder: the step's seconds on the device, the estimate of the same module, and the times by kind."""
+    rows = []
+    for path in sorted(folder.glob("*.json.gz")):
         module, events = read(path)
-        rows = [
-            (row.kind, str(row.kernels), f"{row.measured * 1e3:.2f}", f"{row.estimated * 1e3:.2f}")
-            for row in by_kind(module, events, rates)
-        ]
-        kernels, span = busy_seconds(events)
-        print(f"\n{path.name.removesuffix('.json.gz')}: {kernels * 1e3:.2f} ms of kernels in {span * 1e3:.2f} ms")
-        print(text_table(("kind", "kernels", "measured ms", "estimated ms"), rows))
+        running, span = busy_seconds(events)
+        time = step_time(module, target)
+        kinds = [row._asdict() for row in by_kind(module, events, Rates.of(target))]
+        row = {"step": path.name.removesuffix(".json.gz"), "kernel_seconds": running, "device_seconds": span}
+        rows.append(row | {"estimated_seconds": time.seconds, "estimated_kernel_seconds": time.compute_seconds, "kinds": kinds})
+    return rows
+
+
+def steps_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for each step."""
+    columns = ["step", "kernels ms", "estimated", "first to last ms", "estimated", "estimated / measured"]
+    keys = ("kernel_seconds", "estimated_kernel_seconds", "device_seconds", "estimated_seconds")
+    lines = []
+    for row in rows:
+        ratio = f"{row['estimated_seconds'] / row['device_seconds']:.2f}"
+        lines.append((row["step"].replace("-", ", ", 1), *(f"{row[key] * 1e3:.1f}" for key in keys), ratio))
+    return markdown(columns, lines)
+
+
+def kinds_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for each kind of instruction, all steps added up."""
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for kind_time in (kind_time for row in rows for kind_time in row["kinds"] if kind_time["kind"] != COPY):
+        totals[kind_time["kind"]][0] += kind_time["measured"]
+        totals[kind_time["kind"]][1] += kind_time["estimated"]
+    ordered = sorted(totals.items(), key=lambda item: -item[1][0])
+    lines = [(name, f"{measured * 1e3:.1f}", f"{estimated * 1e3:.1f}") for name, (measured, estimated) in ordered]
+    return markdown(["kind", "measured ms", "estimated ms"], lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Summarise a folder in a file, or print the tables of such a file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kernels", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", help="the folder `kernels` of a run")
+    parser.add_argument("--target", default="h200", help="a target, or FILE:NAME such as calibrated.toml:measured")
+    parser.add_argument("--output", type=Path, help="the file to write the summary to, beside the run's provenance")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="print the steps of such files")
+    parser.add_argument("--kinds", action="store_true", help="with --show: print the kinds of instruction instead")
+    options = parser.parse_args(arguments)
+    if (options.folder is None) == (options.show is None):
+        parser.error("give a folder or --show FILE")
+    if options.show:
+        rows = [row for path in options.show for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+    else:
+        rows = summary(options.folder, target_named(options.target))
+        if options.output:
+            run = json.loads((options.folder.parent / "gpu.json").read_text(encoding="utf-8"))
+            write_json(options.output, {"provenance": run["provenance"], "target": options.target, "rows": rows})
+    print(kinds_table(rows) if options.kinds else steps_table(rows))
     return 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", type=cases, default=ORDER, metavar="CASE,…", help="cases such as jax/scan/offload")
     parser.add_argument("--no-predict", action="store_true", help="leave out what rj.measure says beforehand")
     parser.add_argument("--dry-run", action="store_true", help="everything at a tiny size on the CPU")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the rows of a modes.json, and run nothing")
     parser.add_argument("--commit", help="the commit of the sources, where there is no git history beside them")
     for field in dataclasses.fields(Size):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), help=f"{field.default}")
@@ -144,7 +146,7 @@ class Run:
             "provenance": self.provenance,
             "size": dataclasses.asdict(self.options.size),
             "device": self.device,
-            "jax_environment": self.environment("jax"),
+            "jax_environment": named(self.environment("jax")),
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }
         write_json(self.options.output / "modes.json", result)
@@ -168,6 +170,11 @@ class Run:
             self.save()
 
 
+def named(environment: dict[str, str]) -> dict[str, str]:
+    """The environment of JAX's processes, of a path the last part."""
+    return {name: Path(value).name if value.startswith("/") else value for name, value in environment.items()}
+
+
 def gradients_file(case: Case) -> str:
     """The file with the gradients of a reference case."""
     return f"gradients-{str(case).replace('/', '-')}.npz"
@@ -176,6 +183,10 @@ def gradients_file(case: Case) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 if every row that ran holds, 1 otherwise, 2 for bad usage."""
     options = parse(arguments)
+    if options.show:
+        stored = json.loads(options.show.read_text(encoding="utf-8"))["rows"]
+        print(table([row for row in (Row(**fields) for fields in stored) if row.status == "done"]))
+        return 0
     if not options.dry_run and not gpus():
         print("nvidia-smi finds no NVIDIA GPU here: run with --dry-run to try everything on the CPU", file=sys.stderr)
         return 2

@@ -1,5 +1,7 @@
 """Estimates of the steps: `python -m benchmarks.gpu.step_predict REQUEST FILE`, during the run but without its GPU.
 
+`python -m benchmarks.gpu.step_predict h200` prints the estimates of the steps for a target, at their full sizes.
+
 Each step is appended to FILE as a line of JSON: its policies, its memory, and its estimated seconds at the target's nominal
 and calibrated rates. Plans are made here; a plan's line has the compiler options that it needs.
 """
@@ -14,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import remat_jax as rj
-from benchmarks.gpu.steps import PLAN, SHARE, Shape, workload
+from benchmarks.figures import markdown
+from benchmarks.gpu.steps import LARGE, ORDER, PLAN, SHARE, Shape, workload
 from remat_jax.errors import RematError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport
@@ -73,7 +76,13 @@ def _seconds(report: MemoryReport, whole: rj.Workload, policy: Any, target: str)
 
 
 def main() -> None:
-    """Report the steps of the request."""
+    """Report the steps of the request to a file, or print those of a target."""
+    if len(sys.argv) == 2:
+        lines: list[Line] = []
+        predict(ORDER, LARGE, {"nominal": sys.argv[1], "calibrated": sys.argv[1]}, lines.append)
+        columns = ["model, policy", "device GB", "host GB", "estimated ms"]
+        print(markdown(columns, [_cells(line) for line in lines]))
+        return
     request, path = json.loads(sys.argv[1]), Path(sys.argv[2])
 
     def tell(line: Line) -> None:
@@ -82,6 +91,14 @@ def main() -> None:
 
     shapes = {model: Shape(**shape) for model, shape in request["shapes"].items()}
     predict([tuple(step) for step in request["steps"]], shapes, request["targets"], tell)
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    name = f"{line['model']}, {line['policy']}"
+    if "refused" in line:
+        return name, line["refused"], "", ""
+    figures = line["device_bytes"] / 1e9, line["host_bytes"] / 1e9, line["estimated_seconds"]["nominal"] * 1e3
+    return name, *(f"{figure:.2f}" for figure in figures)
 
 
 if __name__ == "__main__":
