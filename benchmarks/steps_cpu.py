@@ -131,15 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for model, work in models(options.small).items():
         rows += rows_of(model, work, target, options.rounds)
         print(f"{model}: {1e3 * rows[-3]['step_seconds']:.1f} ms without a checkpoint", file=sys.stderr, flush=True)
-    found = judged(rows)
-    data = {"provenance": provenance(), "measured": dict(target.measured), "judged": found, "rows": rows}
+    scores = judged(rows)
+    data = {"provenance": provenance(), "measured": dict(target.measured), "judged": scores, "rows": rows}
     write_json(options.output / "steps_cpu.json", data)
     print(table(rows))
-    for key, correlation in found["rank_correlation"].items():
+    for key, correlation in scores["rank_correlation"].items():
         print(
-            f"{key}: rank correlation {correlation:.3f}, ratio to no checkpoint off by {100 * found['ratio_error'][key]:.1f} %"
+            f"{key}: rank correlation {correlation:.3f}, ratio to no checkpoint off by {100 * scores['ratio_error'][key]:.1f} %"
         )
-    holds = found["rank_correlation"]["traced"] >= CORRELATION and found["ratio_error"]["traced"] <= RATIO_ERROR
+    holds = scores["rank_correlation"]["traced"] >= CORRELATION and scores["ratio_error"]["traced"] <= RATIO_ERROR
     print(f"{CORRELATION} and {100 * RATIO_ERROR:.0f} % {'hold' if holds else 'do not hold'} of the traced estimate.")
     return 0 if holds else 1
 

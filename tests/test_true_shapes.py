@@ -166,7 +166,7 @@ def test_what_does_not_compile_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPat
 
 
 def test_flags_hold_while_compiling_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = f" {cases.SOUND}" if compat.miscompiles_scanned_offload() else ""
+    sound = f" {cases.NO_SLICE_ANNOTATOR}" if compat.miscompiles_scanned_offload() else ""
     monkeypatch.setenv("XLA_FLAGS", "--own")
     with cases.compiling("--other") as flags:
         assert flags == os.environ["XLA_FLAGS"] == f"--own --other{sound}"
