@@ -29,7 +29,7 @@ LIMITS = {"h200": 1.0, "cpu": 1.02}
 
 @dataclasses.dataclass
 class Measured:
-    """The figures of one contender; None is not measured."""
+    """The figures of one contender; a figure that was not measured is None."""
 
     setting: str
     contender: str
@@ -74,7 +74,7 @@ def _input() -> jax.ShapeDtypeStruct:
 
 
 def _trace_seconds(group: Sequence[Contender]) -> list[float]:
-    """Each contender's shortest trace of several, all without JAX's caches: disturbances only add time."""
+    """The shortest of several traces of each contender, all without JAX's caches: disturbances only add time."""
 
     def once(contender: Contender) -> float:
         jax.clear_caches()  # a second trace of a wrapper around one function would come from a cache

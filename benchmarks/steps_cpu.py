@@ -1,8 +1,8 @@
 """`python -m benchmarks.steps_cpu`: times twelve steps on this CPU, and compares them with the time model calibrated for it.
 
 The models are a decoder, scanned and unrolled, a deep MLP and a convolutional net. Each runs without checkpoints, fully
-recomputed, and with its matrix products (the net: its convolutions) saved. The three steps alternate. The exit status is 1 if
-the rank correlation of estimated and measured seconds is below 0.9, or if the ratio to the step without checkpoints has a
+recomputed, and with its matrix products (in the net, its convolutions) saved. The three steps alternate. The exit status is 1
+if the rank correlation of estimated and measured seconds is below 0.9, or if the ratio to the step without checkpoints has a
 median error above 10 %. Run nothing else meanwhile.
 """
 
@@ -45,7 +45,7 @@ class Convolutions(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A stack of these blocks, unrolled."""
+    """A stack of unrolled `Convolutions`."""
 
     layers: int
 
@@ -64,7 +64,7 @@ def conv_net(layers: int, width: int, batch: int, side: int) -> rj.Workload:
 
 
 def models(small: bool) -> dict[str, rj.Workload]:
-    """The four models; `small` ones take milliseconds.
+    """The four models; `small` models take milliseconds.
 
     Steps of different models differ by a factor of about two, because the ranks of equally long steps would be noise.
     """

@@ -93,7 +93,7 @@ def matmul_flops(module: Any) -> int:
 
 
 def saved_bytes(forward: Any, outputs: int) -> int:
-    """The bytes of the forward graph's results after its first `outputs`, which the backward graph reads, without inputs.
+    """The bytes that the forward graph saves for the backward graph: its results after the first `outputs`, without inputs.
 
     Several views of one array count once. If they show only a part of the array, only the part counts. This favours PyTorch,
     where a view keeps the whole array alive.

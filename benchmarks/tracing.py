@@ -4,9 +4,9 @@
     python -m benchmarks.tracing --layers 12 --scanned 2 4   shorter stacks
 
 Tracing is compared with the same model under a handwritten `nn.remat`; the two alternate, and the shortest of three runs
-counts. `measure` is compared with the time of XLA's own processes for the same step. Plans of scanned stacks of 4 and of 64
-layers are given in total and per compiled step. A plan of unrolled layers is compared with one `measure` of them, also in
-wall-clock time.
+counts. `measure` is compared with the time of XLA's own processes for the same step. The time of a plan is
+given for scanned stacks of 4 and of 64 layers, in total and per compiled step. A plan of unrolled layers is compared with one
+`measure` of them, also in wall-clock time.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def measuring(layers: int) -> tuple[float, float]:
 
 
 def planning(job: rj.Workload) -> tuple[float, float, float, float, int]:
-    """Wall-clock and processor seconds to measure `full`; both to plan for 1.2 × its memory; the number of compiled steps."""
+    """Wall-clock and processor seconds of measuring `full` and planning for 1.2 × its memory; the count of compiled steps."""
     reports, plans = [], []
     with without_answers():
         measured = clocked(lambda: reports.append(rj.measure(job, "full", "h200")))

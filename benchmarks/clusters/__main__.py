@@ -42,7 +42,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows of clusters.json, if of the same commit")
     parser.add_argument(
-        "--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files; the last of equal ones"
+        "--show",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: print the rows of these files, of repeated rows the last",
     )
     options = parser.parse_args(arguments)
     options.only = options.only or list(CASES if options.all else ("8b",))

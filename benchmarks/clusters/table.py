@@ -144,7 +144,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 
 def _of_plan(plan: Row, rows: Sequence[Row]) -> list[str]:
-    """The failed claims about a plan. It fits, and the hosts have enough memory. Its devices send no more than under `full`. No
+    """The failed claims about a plan: it fits, the hosts have enough memory, its devices send no more than under `full`, and no
     other step of the table that fits is faster, as compiled, by more than the estimate's error.
     """
     failed = [] if fits(plan) else [f"the plan needs {format_bytes(plan['device_bytes'])}"]

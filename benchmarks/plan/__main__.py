@@ -1,7 +1,7 @@
 """`python -m benchmarks.plan`: do plans keep their promise, and are they better than the policies that people use?
 
 For each workload and budget it checks three claims. The compiled plan is within the budget. No further residual that makes the
-step faster could be saved as well. No named policy and no policy of MaxText's that fits is faster, by its compiled schedule, by
+step faster could be saved as well. By the compiled schedules, no named policy and no policy of MaxText's that fits is faster by
 more than the estimate's error. The exit status is 1 if a claim fails.
 """
 
@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6, help="of each tower")
     parser.add_argument("--target", default="h200")
     parser.add_argument("--resume", action="store_true", help="keep the rows of plan.json, if of the same commit and sizes")
-    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: print the rows of these files")
     options = parser.parse_args(arguments)
     options.only = options.only or list(CASES if options.all else SHORT)
     options.shares = options.shares or list(SHARES if options.all else SHORT_SHARES)

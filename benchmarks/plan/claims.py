@@ -37,7 +37,7 @@ def broken(row: Row) -> list[str]:
 
 
 def slower_as_compiled(row: Row, other: float | None) -> bool:
-    """Whether another step, of `other` compiled seconds, is not faster than the plan by more than the estimate's error.
+    """Whether a step of `other` compiled seconds is slower than the plan, or faster by no more than the estimate's error.
 
     >>> slower_as_compiled({"seconds": 1.0}, 0.97), slower_as_compiled({"seconds": 1.0}, 0.9), slower_as_compiled({}, 0.9)
     (True, False, False)

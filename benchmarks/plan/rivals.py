@@ -118,7 +118,7 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
 
 
 def roles_that_keep(case: Case) -> dict[Any, Roles]:
-    """`case.roles` of tensors that a backward pass reads. A selector of another tensor, as of the last matmul, would raise."""
+    """`case.roles` without tensors that no backward pass reads, as the last matmul's result: their selectors would raise."""
     return {
         block: {name: glob for name, glob in roles.items() if _keeps(case, block, glob)} for block, roles in case.roles.items()
     }

@@ -28,7 +28,7 @@ class Further:
     """A plan with one residual more saved in one run of equal layers.
 
     Attributes:
-      where, residual: the layers, and the name of the first of the arrays that are saved or not saved together.
+      where, residual: the layers, and the residual's name. If several arrays share one choice, it is the name of the first.
       saved_bytes: by how much the bytes kept on the device between the passes grow. Arrays from which only the saved residual
         was recomputed are no longer kept.
       policies: the plan's policies with this change.
@@ -46,7 +46,7 @@ def budgets(case: Case, target: str, shares: Sequence[float]) -> list[int]:
     # If `full` exceeds the budget by one byte, the planner also compiles its own step of least memory.
     least, _ = leanest(case.workload, full - 1, target_named(target), None, timeout=TIMEOUT)
     most = rj.measure(case.workload, "off", target, timeout=TIMEOUT).device_bytes
-    assert least is not None, "more than what the step is given"
+    assert least is not None, "the step's arguments alone exceed the budget"
     return [least + round(share * (most - least)) for share in shares]
 
 
@@ -98,7 +98,7 @@ def one_more(case: Case, described: Described, plan: Plan, target: str) -> dict[
 
 
 def further(described: Described, plan: Plan) -> list[Further]:
-    """Every way to save one more residual in one run of equal layers whose estimated gain is worth a compilation."""
+    """Every way to save one more residual in one run of equal layers, if its estimated gain is worth a compilation."""
     if plan.is_off:
         return []
     worth = WORTH_COMPILING * described.base_seconds

@@ -43,7 +43,7 @@ class Row:
 
 
 def row(case: Case) -> Row:
-    """Compile a step and estimate its time, or with `case.tensor` one layer's. Many unrolled layers are extrapolated."""
+    """Compile a step and estimate its time, or with `case.tensor` one layer's time. Many unrolled layers are extrapolated."""
     if not case.shape.unrolled or case.shape.layers <= max(COMPILED_DEPTHS) and not case.tensor:
         return Row(case, *_times(case, case.shape.layers))
     few, more = (_times(case, layers) for layers in COMPILED_DEPTHS)
@@ -71,7 +71,7 @@ def _times(case: Case, layers: int) -> tuple[float, float]:
 
 
 def ratios(rows: list[Row]) -> list[tuple[Case, float, float]]:
-    """Each case that has a `beside`, with the published and the estimated ratio to that case."""
+    """Each case that has a `beside`, and the published and the estimated ratio of its time to the time of `beside`."""
     by_name, compared = {row.case.name: row for row in rows}, []
     for row in rows:
         other = by_name.get(row.case.beside)

@@ -106,7 +106,7 @@ def workload(shape: Shape, batch: int, length: int, *, gpus: int, name: str = ""
 
 
 def by_features(path: str, leaf: Any) -> P:
-    """The sharding of a parameter: matrices along heads or hidden features; the input, norms and outputs' biases are whole."""
+    """Shards matrices along heads or hidden features. The input, norms, and biases of `out` and `down` are replicated."""
     sums = "out/" in path or "down/" in path
     if path == "x" or "norm" in path or (sums and leaf.ndim == 1):
         return P()

@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--targets", nargs="+", metavar="TARGET=BUDGET[+HOST]", help="such as h100=80GB+256GB")
     parser.add_argument("--policies", nargs="+", help=f"policies, or {PLAN}")
     parser.add_argument("--resume", action="store_true", help="keep the rows of true_shapes.json, if of the same commit")
-    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: print the rows of these files")
     options = parser.parse_args(arguments)
     options.only = options.only or list(CASES if options.all else SHORT)
     options.targets = options.targets or (TARGETS if options.all else SHORT_TARGETS)

@@ -23,7 +23,7 @@ class Case:
     Attributes:
       make: returns the workload.
       trained: which parameters have gradients and optimizer state, `all` or `adapters`.
-      flags: flags for XLA, without which the step does not compile.
+      flags: flags for XLA with which the step is compiled.
     """
 
     make: Callable[[], rj.Workload]

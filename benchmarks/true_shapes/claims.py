@@ -42,8 +42,8 @@ def _broken_plan(row: Row, fitting: Sequence[Row]) -> list[str]:
     failed = []
     for where in ("device", "host"):
         if row[f"{where}_bytes"] != row[f"planned_{where}_bytes"]:
-            needed, said = (format_bytes(row[f"{kind}{where}_bytes"]) for kind in ("", "planned_"))
-            failed.append(f"applied, the plan needs {needed} of {where} memory, and said {said}")
+            needed, reported = (format_bytes(row[f"{kind}{where}_bytes"]) for kind in ("", "planned_"))
+            failed.append(f"applied, the plan needs {needed} of {where} memory, and reported {reported}")
     if not fits(row):
         failed.append(f"the plan needs {format_bytes(row['device_bytes'])}, and {format_bytes(row['host_bytes'])} of the host")
     for other in fitting:
@@ -57,7 +57,7 @@ def _broken_offload(row: Row, full: Row) -> list[str]:
     failed = [] if row["host_bytes"] else ["nothing is in host memory"]
     if row["device_bytes"] > full.get("device_bytes", row["device_bytes"]):
         more = f"{format_bytes(row['device_bytes'])}, full {format_bytes(full['device_bytes'])}"
-        failed.append(f"it needs more of the device than full: {more}")
+        failed.append(f"it needs more device memory than full: {more}")
     return failed
 
 

@@ -41,7 +41,7 @@ class Card(NamedTuple):
 
 
 def row(work: rj.Workload, policy: str, card: Card) -> Row:
-    """Measure `policy`, a policy or `plan`. A row of a failed compilation or of a budget that nothing fits has the reason."""
+    """Measure `policy`, a policy or `plan`. If the compilation fails, or nothing fits the budget, the row has the reason."""
     begin = time.perf_counter()
     fields: Row = {"workload": work.name, **card._asdict(), "policy": policy}
     try:
