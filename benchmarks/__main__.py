@@ -34,16 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not settings:
         print(f"--only {options.only}: no setting has this in its name: {', '.join(map(str, peers.SETTINGS))}", file=sys.stderr)
         return 2
-    groups, found = [], []
+    groups, problems = [], []
     for setting in settings:
         group = cpu.measure(setting, list(peers.contenders(setting)), lambda line: print(line, file=sys.stderr, flush=True))
         groups.append(group)
-        found += [problem for row in group for problem in cpu.problems(row, group[0])]
+        problems += [problem for row in group for problem in cpu.problems(row, group[0])]
         rows = [dataclasses.asdict(row) | {"ratios": cpu.ratios(row, group[0])} for group in groups for row in group]
-        write_json(options.output / "cpu.json", {"provenance": provenance(), "problems": found, "rows": rows})
+        write_json(options.output / "cpu.json", {"provenance": provenance(), "problems": problems, "rows": rows})
     print(cpu.table(groups))
-    print("\n".join(found) or "The same FLOPs and no more memory than by hand.")
-    return max(1 if found else 0, 0 if options.only else _plans(options.output))
+    print("\n".join(problems) or "The same FLOPs and no more memory than by hand.")
+    return max(1 if problems else 0, 0 if options.only else _plans(options.output))
 
 
 def _plans(output: Path) -> int:

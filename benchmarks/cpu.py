@@ -29,7 +29,7 @@ LIMITS = {"h200": 1.0, "cpu": 1.02}
 
 @dataclasses.dataclass
 class Measured:
-    """The figures of one contender; None is not measured."""
+    """The figures of one contender; a figure that was not measured is None."""
 
     setting: str
     contender: str
@@ -46,27 +46,27 @@ FIGURES = ("trace_seconds", "matmul_flops", "cpu_temp_bytes", "h200_temp_bytes",
 
 def measure(setting: Setting, group: Sequence[Contender], say: Callable[[str], None]) -> list[Measured]:
     """All figures of the contenders of one setting; timed runs alternate."""
-    found = [Measured(str(setting), one.name, one.is_ours) for one in group]
+    rows = [Measured(str(setting), contender.name, contender.is_ours) for contender in group]
     say(f"{setting}: tracing")
-    for row, one, seconds in zip(found, group, _trace_seconds(group), strict=True):
+    for row, contender, seconds in zip(rows, group, _trace_seconds(group), strict=True):
         row.trace_seconds = seconds
-        row.matmul_flops = flops(jax.value_and_grad(one.loss), one.params, _input())
+        row.matmul_flops = flops(jax.value_and_grad(contender.loss), contender.params, _input())
     # XLA's CPU compiler does not schedule unrolled blocks for memory, and an offload moves nothing on a CPU.
     if setting.scan and setting.policy == "full":
         say(f"{setting}: compiling for the CPU")
-        for row, size in zip(found, _temp_bytes(group, "cpu"), strict=True):
+        for row, size in zip(rows, _temp_bytes(group, "cpu"), strict=True):
             row.cpu_temp_bytes = size
     say(f"{setting}: compiling for an H200")
     try:
-        for row, size in zip(found, _temp_bytes(group, "h200"), strict=True):
+        for row, size in zip(rows, _temp_bytes(group, "h200"), strict=True):
             row.h200_temp_bytes = size
     except UnsupportedError as error:
         say(str(error))
     if setting.policy == "full":
         say(f"{setting}: running")
-        for row, seconds in zip(found, _step_seconds(group), strict=True):
+        for row, seconds in zip(rows, _step_seconds(group), strict=True):
             row.step_seconds = seconds
-    return found
+    return rows
 
 
 def _input() -> jax.ShapeDtypeStruct:
@@ -74,34 +74,34 @@ def _input() -> jax.ShapeDtypeStruct:
 
 
 def _trace_seconds(group: Sequence[Contender]) -> list[float]:
-    """Each contender's shortest trace of several, all without JAX's caches: disturbances only add time."""
+    """The shortest of several traces of each contender, all without JAX's caches: disturbances only add time."""
 
-    def once(one: Contender) -> float:
+    def once(contender: Contender) -> float:
         jax.clear_caches()  # a second trace of a wrapper around one function would come from a cache
         started = time.perf_counter()
-        jax.make_jaxpr(jax.value_and_grad(one.loss))(one.params, _input())
+        jax.make_jaxpr(jax.value_and_grad(contender.loss))(contender.params, _input())
         return time.perf_counter() - started
 
-    return [min(times) for times in zip(*([once(one) for one in group] for _ in range(TRACES)), strict=True)]
+    return [min(times) for times in zip(*([once(contender) for contender in group] for _ in range(TRACES)), strict=True)]
 
 
 def _temp_bytes(group: Sequence[Contender], name: str) -> list[int]:
     """Temporary device memory of a donated training step; all contenders are compiled in one process."""
     described, programs = target(name), []
-    for one in group:
-        job = rj.Workload(one.loss, one.params, (_input(),), blocks="*", optimizer=optax.adam(1e-3))
-        programs.append(export_step(one.key, job.step("off"), described))
+    for contender in group:
+        job = rj.Workload(contender.loss, contender.params, (_input(),), blocks="*", optimizer=optax.adam(1e-3))
+        programs.append(export_step(contender.key, job.step("off"), described))
     sizes = compile_programs(programs, described, timeout=300)
-    return [sizes[one.key].temp for one in group]
+    return [sizes[contender.key].temp for contender in group]
 
 
 def _step_seconds(group: Sequence[Contender]) -> list[float]:
     """The median time of a gradient on this CPU; the contenders alternate, so that a slow spell hits all of them."""
     x = jax.random.normal(jax.random.key(0), INPUT)
     runs: list[Any] = []
-    for one in group:
-        params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), one.params)
-        compiled = jax.jit(jax.value_and_grad(one.loss)).lower(params, x).compile(compiler_options=KEEP_BARRIERS)
+    for contender in group:
+        params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), contender.params)
+        compiled = jax.jit(jax.value_and_grad(contender.loss)).lower(params, x).compile(compiler_options=KEEP_BARRIERS)
         jax.block_until_ready(compiled(params, x))
         runs.append((compiled, params))
     rounds: list[list[float]] = []
@@ -132,14 +132,14 @@ def problems(row: Measured, peer: Measured) -> list[str]:
     """Where remat_jax costs too much: other FLOPs than the peer's, or more compiled memory. Time is not judged."""
     if not row.is_ours:
         return []
-    ratio, found = ratios(row, peer), []
+    ratio, excesses = ratios(row, peer), []
     if ratio["matmul_flops"] != 1:
-        found.append(f"matmul FLOPs {row.matmul_flops} against {peer.matmul_flops} of {peer.contender}")
+        excesses.append(f"matmul FLOPs {row.matmul_flops} against {peer.matmul_flops} of {peer.contender}")
     for name, limit in LIMITS.items():
         temp = ratio[f"{name}_temp_bytes"]
         if temp is not None and temp > limit:
-            found.append(f"{name} temp is {temp:.4f} × that of {peer.contender}, at most {limit} is right")
-    return [f"{row.setting} {row.contender}: {each}" for each in found]
+            excesses.append(f"{name} temp is {temp:.4f} × that of {peer.contender}, at most {limit} is right")
+    return [f"{row.setting} {row.contender}: {each}" for each in excesses]
 
 
 def table(groups: Sequence[Sequence[Measured]]) -> str:
@@ -148,9 +148,9 @@ def table(groups: Sequence[Sequence[Measured]]) -> str:
     rows = []
     for group in groups:
         peer = group[0]
-        own = (_unit(peer.trace_seconds, 1e3, "ms"), _unit(peer.matmul_flops, 1e-9, "GFLOP"))
-        own += (_unit(peer.cpu_temp_bytes, 1e-6, "MB"), _unit(peer.h200_temp_bytes, 1e-6, "MB"))
-        rows.append((f"{peer.setting}: {peer.contender}", *own, _unit(peer.step_seconds, 1e3, "ms")))
+        figures = (_unit(peer.trace_seconds, 1e3, "ms"), _unit(peer.matmul_flops, 1e-9, "GFLOP"))
+        figures += (_unit(peer.cpu_temp_bytes, 1e-6, "MB"), _unit(peer.h200_temp_bytes, 1e-6, "MB"))
+        rows.append((f"{peer.setting}: {peer.contender}", *figures, _unit(peer.step_seconds, 1e3, "ms")))
         for row in group[1:]:
             ratio = ratios(row, peer)
             cells = ("-" if ratio[name] is None else f"× {ratio[name]:.3f}" for name in FIGURES)

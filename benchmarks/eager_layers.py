@@ -72,8 +72,8 @@ def main() -> None:
     for form in ("scanned", "unrolled"):
         for way, name in WAYS.items():
             command = [sys.executable, "-m", "benchmarks.eager_layers", way, form]
-            found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            rows.append((f"{form}, {name}", *found.strip().split("|")))
+            printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            rows.append((f"{form}, {name}", *printed.strip().split("|")))
     print(markdown(["eight layers", "first call", "later calls", "memory of a later call"], rows))
 
 

@@ -40,8 +40,10 @@ def encoder_and_decoder(policy: str) -> rj.Workload:
 
     def loss(params: Any, tokens: Any, visible: Any) -> Any:
         bias, start = jnp.where(visible, 0.0, -1e9), params["words"][tokens]
-        seen, _ = jax.lax.scan(lambda x, one: (jax.checkpoint(mix)(one, x), None), start, params["encoder"])
-        last, _ = jax.lax.scan(lambda x, one: (jax.checkpoint(attend)(one, x, seen, bias), None), start, params["decoder"])
+        seen, _ = jax.lax.scan(lambda x, weights: (jax.checkpoint(mix)(weights, x), None), start, params["encoder"])
+        last, _ = jax.lax.scan(
+            lambda x, weights: (jax.checkpoint(attend)(weights, x, seen, bias), None), start, params["decoder"]
+        )
         return jnp.mean(last**2)
 
     def stack(**shapes: tuple[int, int]) -> dict[str, Any]:

@@ -28,11 +28,11 @@ from remat_jax.hardware import target as target_named
 from remat_jax.planning.calibrate import calibrate
 from remat_jax.report.tables import format_bytes
 
-NAMED = ("off", "full", "dots", "dots_with_no_batch_dims", "everything")
-"""On a processor nothing can be offloaded."""
+NAMED_WITHOUT_OFFLOAD = ("off", "full", "dots", "dots_with_no_batch_dims", "everything")
+"""The named policies that offload nothing: a CPU has no separate host memory."""
 SHARES = (0.15, 0.4, 0.65, 0.9)
-SLOWER = 1.02
-"""How much slower than a named policy a plan may be. More is a failure if the noise is less."""
+LARGEST_RATIO = 1.02
+"""The largest allowed ratio of a plan's time to the best named policy's, if the noise is not larger."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -118,13 +118,13 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[f
     >>> ratio([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0, 1.0])
     (3.0, 2.0, 4.0)
     """
-    ratios = sorted(one / other for one, other in zip(numerators, denominators, strict=True))
+    ratios = sorted(numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True))
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return middle, low, high
 
 
 def row(work: rj.Workload, target: Target, budget: int, sizes: Mapping[str, int], rounds: int) -> dict[str, Any]:
-    """Times of one plan and of all named policies that fit. `slower`: the plan loses by more than `SLOWER` and the noise."""
+    """Times of one plan and of all named policies that fit. `slower`: the ratio exceeds `LARGEST_RATIO` and the noise."""
     plan = rj.plan(work, budget, target, timeout=600)
     fits = [name for name, size in sizes.items() if size <= budget]
     policy = "off" if plan.is_off else dict(plan.policies)
@@ -147,7 +147,7 @@ def row(work: rj.Workload, target: Target, budget: int, sizes: Mapping[str, int]
         "ratio_quartiles": [low, high],
         "noise_quartiles": list(noise[1:]),
         # The lower quartile must exceed the limit, so that one busy round does not make a plan slower.
-        "slower": low > max(SLOWER, noise[2]),
+        "slower": low > max(LARGEST_RATIO, noise[2]),
         "rounds": seconds,
     }
 
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
     target, work = calibrated(options.calibrate), job(options)
-    sizes = {name: rj.measure(work, name, target).device_bytes for name in NAMED}
+    sizes = {name: rj.measure(work, name, target).device_bytes for name in NAMED_WITHOUT_OFFLOAD}
     rows: list[dict[str, Any]] = []
     for share in options.shares:
         budget = sizes["full"] + round(share * (sizes["off"] - sizes["full"]))

@@ -57,8 +57,8 @@ def row(budget: str, layers: int) -> tuple[str, ...]:
     begin, processor, first = time.perf_counter(), time.process_time(), [0.0]
     compilers = compiler_seconds()
 
-    def note_first_fit(what: str, done: int, of: int) -> None:
-        if "best so far" in what and not first[0]:
+    def note_first_fit(text: str, done: int, of: int) -> None:
+        if "best so far" in text and not first[0]:
             first[0] = time.perf_counter() - begin
 
     plan = rj.plan(decoder(layers), budget, "h200", progress=note_first_fit)

@@ -169,8 +169,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return text_table(("budget", "saved", "again %", "plan keeps", "again %", "by layer", "again %", "holds"), lines)
 
 
-def _share(one: dict[str, Any], row: dict[str, Any]) -> str:
-    return f"{100 * one['again_flops'] / row['step_flops']:.2f}"
+def _share(figures: dict[str, Any], row: dict[str, Any]) -> str:
+    return f"{100 * figures['again_flops'] / row['step_flops']:.2f}"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

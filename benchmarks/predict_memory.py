@@ -150,11 +150,11 @@ def compare(workload: rj.Workload, short: rj.Workload, target: str, policies: in
     rows = []
     for policy in drawn:
         table = rj.residuals(workload, policy)
-        found = predictor.predict_from(table)
-        if found.compiled:
+        prediction = predictor.predict_from(table)
+        if prediction.compiled:
             continue  # the same program is in the calibration and would flatter the prediction
         report = sizes[policy]
-        largest = [one for one in report.live if one.phase != "argument"][:6]
+        largest = [buffer for buffer in report.live if buffer.phase != "argument"][:6]
         rows.append(
             {
                 "policy": policy,
@@ -162,10 +162,10 @@ def compare(workload: rj.Workload, short: rj.Workload, target: str, policies: in
                 "host_bytes": report.host_temp,
                 "residual_device_bytes": table.device_bytes,
                 "residual_host_bytes": table.host_bytes,
-                "predicted": found.temp_bytes,
+                "predicted": prediction.temp_bytes,
                 "full + residuals": full_plus_residuals(full, full_temp, table),
                 "two layers": of_two[policy].temp + growth + table.device_bytes - rj.residuals(short, policy).device_bytes,
-                "largest": [[one.name, one.phase, one.shape, one.nbytes] for one in largest],
+                "largest": [[buffer.name, buffer.phase, buffer.shape, buffer.nbytes] for buffer in largest],
             }
         )
     return rows
@@ -193,8 +193,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     lines = []
     for name, rows in results.items():
         for way in WAYS:
-            found = summary(rows, way)
-            errors = tuple(f"{100 * found[key]:.2f}" for key in ("median", "p95", "worst"))
+            shares = summary(rows, way)
+            errors = tuple(f"{100 * shares[key]:.2f}" for key in ("median", "p95", "worst"))
             lines.append((f"{name}: {way}", str(len(rows)), *errors))
     return text_table(("model: way", "policies", "median %", "p95 %", "worst %"), lines)
 

@@ -47,13 +47,13 @@ def command(words: Sequence[str]) -> list[str]:
 
 def versions() -> dict[str, str]:
     """The installed versions; packages that are not installed are left out."""
-    found = {}
+    installed = {}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def git_commit() -> str | None:

@@ -12,19 +12,19 @@ DEPTHS = (16, 32, 64, 128, 256)
 
 
 def kept(setting: Setting) -> str:
-    found = {depth: kept_at(setting, depth) for depth in DEPTHS}
-    names = list(found[DEPTHS[0]])
+    kept_bytes = {depth: kept_at(setting, depth) for depth in DEPTHS}
+    names = list(kept_bytes[DEPTHS[0]])
     columns = ["layers", *(name.removeprefix("PyTorch, ") for name in names)]
     return markdown(
-        columns, [(depth, *(f"{found[depth][name]['measured'] / 2**20:.1f}" for name in names)) for depth in DEPTHS]
+        columns, [(depth, *(f"{kept_bytes[depth][name]['measured'] / 2**20:.1f}" for name in names)) for depth in DEPTHS]
     )
 
 
 def rules(setting: Setting) -> str:
-    found = [rule_at(setting, depth, kept_at(setting, depth)) for depth in DEPTHS if depth != 32]
+    compared = [rule_at(setting, depth, kept_at(setting, depth)) for depth in DEPTHS if depth != 32]
     columns = ["layers", "1 − √L/L", "saved, measured", "2√L/L", "FLOPs added, measured"]
     keys = ("claimed_saving", "measured_saving", "claimed_increase", "measured_increase")
-    return markdown(columns, [(rule["num_layers"], *(f"{rule[key]:.1%}" for key in keys)) for rule in found])
+    return markdown(columns, [(rule["num_layers"], *(f"{rule[key]:.1%}" for key in keys)) for rule in compared])
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ BUDGETS = (112e9, 375e9, 18)
 
 def main() -> None:
     data = json.loads(LAYER.read_text())
-    residuals = tuple(ResidualCosts(**{**one, "parents": tuple(one["parents"])}) for one in data["residuals"])
+    residuals = tuple(ResidualCosts(**{**fields, "parents": tuple(fields["parents"])}) for fields in data["residuals"])
     stack = Stack((Block("layer", residuals, repeats=data["repeats"], **data["block"]),), None, data["fixed_bytes"])
-    entries = {one["budget_bytes"]: one for one in data["known"]}
+    entries = {entry["budget_bytes"]: entry for entry in data["known"]}
     begin = time.perf_counter()
     solver = Solver(stack)
     prepared = time.perf_counter() - begin

@@ -1,8 +1,8 @@
 """`python -m benchmarks.steps_cpu`: times twelve steps on this CPU, and compares them with the time model calibrated for it.
 
 The models are a decoder, scanned and unrolled, a deep MLP and a convolutional net. Each runs without checkpoints, fully
-recomputed, and with its matrix products (the net: its convolutions) saved. The three steps alternate. The exit status is 1 if
-the rank correlation of estimated and measured seconds is below 0.9, or if the ratio to the step without checkpoints has a
+recomputed, and with its matrix products (in the net, its convolutions) saved. The three steps alternate. The exit status is 1
+if the rank correlation of estimated and measured seconds is below 0.9, or if the ratio to the step without checkpoints has a
 median error above 10 %. Run nothing else meanwhile.
 """
 
@@ -45,7 +45,7 @@ class Convolutions(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A stack of these blocks, unrolled."""
+    """A stack of unrolled `Convolutions`."""
 
     layers: int
 
@@ -64,7 +64,7 @@ def conv_net(layers: int, width: int, batch: int, side: int) -> rj.Workload:
 
 
 def models(small: bool) -> dict[str, rj.Workload]:
-    """The four models; `small` ones take milliseconds.
+    """The four models; `small` models take milliseconds.
 
     Steps of different models differ by a factor of about two, because the ranks of equally long steps would be noise.
     """
@@ -131,15 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for model, work in models(options.small).items():
         rows += rows_of(model, work, target, options.rounds)
         print(f"{model}: {1e3 * rows[-3]['step_seconds']:.1f} ms without a checkpoint", file=sys.stderr, flush=True)
-    found = judged(rows)
-    data = {"provenance": provenance(), "measured": dict(target.measured), "judged": found, "rows": rows}
+    scores = judged(rows)
+    data = {"provenance": provenance(), "measured": dict(target.measured), "judged": scores, "rows": rows}
     write_json(options.output / "steps_cpu.json", data)
     print(table(rows))
-    for key, correlation in found["rank_correlation"].items():
+    for key, correlation in scores["rank_correlation"].items():
         print(
-            f"{key}: rank correlation {correlation:.3f}, ratio to no checkpoint off by {100 * found['ratio_error'][key]:.1f} %"
+            f"{key}: rank correlation {correlation:.3f}, ratio to no checkpoint off by {100 * scores['ratio_error'][key]:.1f} %"
         )
-    holds = found["rank_correlation"]["traced"] >= CORRELATION and found["ratio_error"]["traced"] <= RATIO_ERROR
+    holds = scores["rank_correlation"]["traced"] >= CORRELATION and scores["ratio_error"]["traced"] <= RATIO_ERROR
     print(f"{CORRELATION} and {100 * RATIO_ERROR:.0f} % {'hold' if holds else 'do not hold'} of the traced estimate.")
     return 0 if holds else 1
 

@@ -7,11 +7,11 @@ from remat_jax.hardware import Target, target, targets
 from remat_jax.report import format_bytes
 
 
-def row(one: Target) -> tuple[str, ...]:
+def row(gpu: Target) -> tuple[str, ...]:
     """The table row of one GPU; all named GPUs have these rates."""
-    rates = (one.hbm_bytes_per_s or 0) / 1e9, (one.host_link_bytes_per_s or 0) / 1e9
-    flops = f"{one.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s"
-    return f"`{one.name}`", format_bytes(one.memory_bytes), *(f"{rate:,.0f} GB/s" for rate in rates), flops, one.description
+    rates = (gpu.hbm_bytes_per_s or 0) / 1e9, (gpu.host_link_bytes_per_s or 0) / 1e9
+    flops = f"{gpu.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s"
+    return f"`{gpu.name}`", format_bytes(gpu.memory_bytes), *(f"{rate:,.0f} GB/s" for rate in rates), flops, gpu.description
 
 
 if __name__ == "__main__":

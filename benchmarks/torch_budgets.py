@@ -45,7 +45,7 @@ class Training(torch.nn.Module):
 
 def at_budgets(sizes: Mapping[str, int], budgets: Sequence[float]) -> list[dict[str, Any]]:
     """For each budget: the bytes saved for backward, and the matrix products' FLOPs, recomputed and in the plain step."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
 
     def cut(joint: Any, arguments: Any, **options: Any) -> Any:
         plain, graphs = matmul_flops(joint), None
@@ -56,7 +56,7 @@ def at_budgets(sizes: Mapping[str, int], budgets: Sequence[float]) -> list[dict[
                 graphs = min_cut_rematerialization_partition(given, arguments, compiler="inductor", **options)
             again = sum(map(matmul_flops, graphs)) - plain
             saved = saved_bytes(graphs[0], options["num_fwd_outputs"])
-            found.append({"budget": budget, "saved_bytes": saved, "again_flops": again, "step_flops": plain})
+            rows.append({"budget": budget, "saved_bytes": saved, "again_flops": again, "step_flops": plain})
         return graphs
 
     with FakeTensorMode():
@@ -70,7 +70,7 @@ def at_budgets(sizes: Mapping[str, int], budgets: Sequence[float]) -> list[dict[
             decompositions=select_decomp_table(),
         )
         traced(dict(module.named_parameters()), tokens, targets)
-    return found
+    return rows
 
 
 def _as_it_is(graph: Any, arguments: Any) -> Any:
@@ -93,7 +93,7 @@ def matmul_flops(module: Any) -> int:
 
 
 def saved_bytes(forward: Any, outputs: int) -> int:
-    """The bytes of the forward graph's results after its first `outputs`, which the backward graph reads, without inputs.
+    """The bytes that the forward graph saves for the backward graph: its results after the first `outputs`, without inputs.
 
     Several views of one array count once. If they show only a part of the array, only the part counts. This favours PyTorch,
     where a view keeps the whole array alive.

@@ -4,9 +4,9 @@
     python -m benchmarks.tracing --layers 12 --scanned 2 4   shorter stacks
 
 Tracing is compared with the same model under a handwritten `nn.remat`; the two alternate, and the shortest of three runs
-counts. `measure` is compared with the time of XLA's own processes for the same step. Plans of scanned stacks of 4 and of 64
-layers are given in total and per compiled step. A plan of unrolled layers is compared with one `measure` of them, also in
-wall-clock time.
+counts. `measure` is compared with the time of XLA's own processes for the same step. The time of a plan is
+given for scanned stacks of 4 and of 64 layers, in total and per compiled step. A plan of unrolled layers is compared with one
+`measure` of them, also in wall-clock time.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def measuring(layers: int) -> tuple[float, float]:
     """Processor seconds of this process, and of XLA's processes, to measure a step under `full`."""
     job = unrolled(layers)
     before = compiler_seconds()
-    own = processor(lambda: rj.measure(job, "full", "h200"))
-    return own, compiler_seconds() - before
+    python = processor(lambda: rj.measure(job, "full", "h200"))
+    return python, compiler_seconds() - before
 
 
 def planning(job: rj.Workload) -> tuple[float, float, float, float, int]:
-    """Wall-clock and processor seconds to measure `full`; both to plan for 1.2 × its memory; the number of compiled steps."""
+    """Wall-clock and processor seconds of measuring `full` and planning for 1.2 × its memory; the count of compiled steps."""
     reports, plans = [], []
     with without_answers():
         measured = clocked(lambda: reports.append(rj.measure(job, "full", "h200")))
@@ -131,8 +131,8 @@ def without_answers() -> Iterator[None]:
 def clocked(run: Callable[[], Any]) -> tuple[float, float]:
     """Wall-clock seconds, and processor seconds of this process, that `run()` takes."""
     begin = time.perf_counter()
-    own = processor(run)
-    return time.perf_counter() - begin, own
+    python = processor(run)
+    return time.perf_counter() - begin, python
 
 
 def print_plans(console: Console, layers: int, scanned: tuple[int, int]) -> None:
@@ -140,17 +140,17 @@ def print_plans(console: Console, layers: int, scanned: tuple[int, int]) -> None
     table = Table("plan of", "our Python", "compiled", "for each step", title="scanned layers, an 8B decoder's")
     totals = []
     for count in scanned:
-        *_, own, compiled = planning(decoder(count, optimizer=optax.sgd(1e-4)))
-        totals.append((own, own / compiled))
-        table.add_row(f"{count} layers", f"{own:.2f} s", str(compiled), f"{own / compiled:.2f} s")
+        *_, python, compiled = planning(decoder(count, optimizer=optax.sgd(1e-4)))
+        totals.append((python, python / compiled))
+        table.add_row(f"{count} layers", f"{python:.2f} s", str(compiled), f"{python / compiled:.2f} s")
     (few, few_each), (many, many_each) = totals
     table.add_row("ratio", f"{many / few:.2f}", "", f"{many_each / few_each:.2f}")
     console.print(table)
-    wall, own, plan_wall, plan_own, compiled = planning(unrolled(layers))
+    wall, python, plan_wall, plan_python, compiled = planning(unrolled(layers))
     table = Table("unrolled layers", "the clock", "our Python", title=f"{layers} layers")
-    table.add_row("one measure", f"{wall:.1f} s", f"{own:.1f} s")
-    table.add_row(f"a plan, {compiled} steps compiled", f"{plan_wall:.1f} s", f"{plan_own:.1f} s")
-    table.add_row("ratio", f"{plan_wall / wall:.2f}", f"{plan_own / own:.2f}")
+    table.add_row("one measure", f"{wall:.1f} s", f"{python:.1f} s")
+    table.add_row(f"a plan, {compiled} steps compiled", f"{plan_wall:.1f} s", f"{plan_python:.1f} s")
+    table.add_row("ratio", f"{plan_wall / wall:.2f}", f"{plan_python / python:.2f}")
     console.print(table)
 
 
@@ -171,9 +171,9 @@ def main() -> None:
     layers = options.layers * 2 // 3
     if options.only in (None, "measuring"):
         with without_answers():
-            own, compiler = measuring(layers)
+            python, compiler = measuring(layers)
         console.print(
-            f"measure {layers} unrolled layers: {own:.1f} s of our Python, {compiler:.1f} s of XLA: {own / compiler:.2f}"
+            f"measure {layers} unrolled layers: {python:.1f} s of our Python, {compiler:.1f} s of XLA: {python / compiler:.2f}"
         )
     if options.only in (None, "planning"):
         print_plans(console, layers, tuple(options.scanned))

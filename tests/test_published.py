@@ -55,7 +55,7 @@ def test_every_second_layer_has_a_policy_of_its_own() -> None:
 
 def test_dropout_drops_a_tenth_and_its_attention_mask_is_drawn_again() -> None:
     dropped = np.asarray(tensor._dropped(jnp.ones((8, 64, 64)), jax.random.key(0, impl="rbg")))
-    assert (dropped == 0).mean() == pytest.approx(tensor.DROPPED, abs=0.005)
+    assert (dropped == 0).mean() == pytest.approx(tensor.DROPOUT_RATE, abs=0.005)
     np.testing.assert_allclose(dropped[dropped != 0], 1 / 0.9, rtol=1e-6)
     work = tensor.workload(Shape(1, 64, 256, 8, 0, gated=False, unrolled=True), 2, 32, gpus=1)
 

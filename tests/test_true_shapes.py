@@ -75,16 +75,16 @@ BROKEN: dict[str, list[dict[str, Any]]] = {
         FULL,
         PLAN | {"host_bytes": 300 * GB, "planned_host_bytes": 300 * GB},
     ],
-    "plan: applied, the plan needs 73.6 GiB of device memory, and said 65.2 GiB": [
+    "plan: applied, the plan needs 73.6 GiB of device memory, and reported 65.2 GiB": [
         FULL,
         PLAN | {"planned_device_bytes": 70 * GB},
     ],
-    "plan: applied, the plan needs 4.7 GiB of host memory, and said 1.9 GiB": [FULL, PLAN | {"planned_host_bytes": 2 * GB}],
+    "plan: applied, the plan needs 4.7 GiB of host memory, and reported 1.9 GiB": [FULL, PLAN | {"planned_host_bytes": 2 * GB}],
     "plan: full fits and is faster: 0.750 s against 0.800": [FULL, PLAN | {"named_seconds": {"full": 0.75}}],
     "plan: nothing was found to fit, and full does: 55.9 GiB": [FULL, INFEASIBLE],
     "plan: no plan was made: it hung": [FULL, INFEASIBLE | {"error": "it hung"}],
     "offload_inputs: nothing is in host memory": [FULL, OFFLOAD | {"host_bytes": 0}],
-    "offload_inputs: it needs more of the device than full: 56.8 GiB, full 55.9 GiB": [
+    "offload_inputs: it needs more device memory than full: 56.8 GiB, full 55.9 GiB": [
         FULL,
         OFFLOAD | {"device_bytes": 61 * GB},
     ],
@@ -166,7 +166,7 @@ def test_what_does_not_compile_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPat
 
 
 def test_flags_hold_while_compiling_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = f" {cases.SOUND}" if compat.miscompiles_scanned_offload() else ""
+    sound = f" {cases.NO_SLICE_ANNOTATOR}" if compat.miscompiles_scanned_offload() else ""
     monkeypatch.setenv("XLA_FLAGS", "--own")
     with cases.compiling("--other") as flags:
         assert flags == os.environ["XLA_FLAGS"] == f"--own --other{sound}"

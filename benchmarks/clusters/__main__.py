@@ -42,7 +42,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows of clusters.json, if of the same commit")
     parser.add_argument(
-        "--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files; the last of equal ones"
+        "--show",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: print the rows of these files, of repeated rows the last",
     )
     options = parser.parse_args(arguments)
     options.only = options.only or list(CASES if options.all else ("8b",))
@@ -64,11 +68,11 @@ class Record:
     def has(self, case: str, target: str, policy: str, budget: int) -> bool:
         """Whether this row was measured."""
         wanted = (case, target, policy, budget)
-        return any((one["case"], one["target"], one["policy"], one["budget"]) == wanted for one in self.data["rows"])
+        return any((row["case"], row["target"], row["policy"], row["budget"]) == wanted for row in self.data["rows"])
 
-    def add(self, found: dict[str, Any]) -> None:
+    def add(self, measured: dict[str, Any]) -> None:
         """Add a row."""
-        self.data["rows"].append(found)
+        self.data["rows"].append(measured)
         write_json(self.path, self.data)
 
 
@@ -77,10 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     compat.keep_to_cpu_without_gpu()
     if options.show:
-        rows = [one for path in options.show for one in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+        rows = [saved for path in options.show for saved in json.loads(path.read_text(encoding="utf-8"))["rows"]]
         return say(table.ordered(rows, list(CASES), POLICIES))
     if options.layer:
-        config, numbers = MoeConfig.qwen3_235b(), options.hosts or layer.HOSTS
+        config, numbers = MoeConfig.qwen3_235b(), options.hosts or layer.HOST_COUNTS
         return layer.say({hosts: layer.layer_seconds(hosts, options.gpu, config) for hosts in numbers})
     record, budget = (
         Record(options.output / "clusters.json", resume=options.resume),
@@ -104,9 +108,9 @@ def say(rows: Sequence[dict[str, Any]]) -> int:
     print(table.table(rows))
     for line in [*table.gathered_again(rows), *table.compiled_seconds(rows)]:
         print(line)
-    found = table.failures(rows)
-    print("\n".join(["Does not hold:", *found]) if found else "All claims hold.")
-    return 1 if found else 0
+    failures = table.failures(rows)
+    print("\n".join(["Does not hold:", *failures]) if failures else "All claims hold.")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from examples import moe_235b
 from examples.llama_70b import EVERYWHERE, decoder_job, dividing
 from examples.models.llama import LlamaConfig
 
-GPUS = 8
-"""In each host."""
+GPUS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,11 @@ def dense(config: LlamaConfig, name: str) -> Callable[[int], rj.Workload]:
     """Returns `make` of a `Case`: parameters, optimizer state and batch are sharded over all GPUs (FSDP)."""
     return lambda hosts: decoder_job(
         config,
-        {"data": hosts, "fsdp": GPUS},
-        dividing(hosts * GPUS),
+        {"data": hosts, "fsdp": GPUS_PER_HOST},
+        dividing(hosts * GPUS_PER_HOST),
         P(EVERYWHERE),
-        f"{name}, {hosts * GPUS} GPUs",
-        batch=hosts * GPUS,
+        f"{name}, {hosts * GPUS_PER_HOST} GPUs",
+        batch=hosts * GPUS_PER_HOST,
     )
 
 
@@ -55,4 +54,4 @@ def with_state_on_hosts(work: rj.Workload) -> rj.Workload:
 
 def on_gpus(name: str, hosts: int) -> str:
     """The target with this number of hosts: `on_gpus("h200", 8)` is `8x8xh200`."""
-    return f"{GPUS}x{name}" if hosts == 1 else f"{hosts}x{GPUS}x{name}"
+    return f"{GPUS_PER_HOST}x{name}" if hosts == 1 else f"{hosts}x{GPUS_PER_HOST}x{name}"

@@ -15,7 +15,8 @@ from remat_jax.planning import Plan
 
 PLAN, STATE = "plan", "full, state on hosts"
 TIMEOUT = 3600.0
-_SHOWN = 300
+_ERROR_LENGTH = 300
+"""The number of characters of a compiler's error that a row keeps."""
 
 Row = dict[str, Any]
 
@@ -43,28 +44,28 @@ def row(case: str, hosts: int, policy: str, gpu: str, budget: int) -> Row:
         except InfeasibleBudget as error:
             figures = {"infeasible": error.least_bytes, "held_by": error.held_by}
         except CompileError as error:
-            figures = {"error": " ".join(str(error).split())[:_SHOWN]}
+            figures = {"error": " ".join(str(error).split())[:_ERROR_LENGTH]}
     return fields | figures | {"wall_seconds": time.perf_counter() - begin}
 
 
-def _of_report(found: MemoryReport) -> Row:
+def _of_report(report: MemoryReport) -> Row:
     return {
-        "device_bytes": found.device_bytes,
-        "argument_bytes": found.argument_bytes,
-        "temp_bytes": found.temp_bytes,
-        "seconds": found.seconds,
-        "collective_seconds": found.exchanges and [found.exchanges.covered_seconds, found.exchanges.seconds],
-        "exchanged_bytes": found.exchanged_bytes,
-        "host_bytes": found.host_bytes,
-        "host_bytes_per_host": found.host_bytes_per_host,
-        "collectives": {kind: list(one) for kind, one in executed(found.collectives or ()).items()},
-        "warnings": list(found.warnings),
+        "device_bytes": report.device_bytes,
+        "argument_bytes": report.argument_bytes,
+        "temp_bytes": report.temp_bytes,
+        "seconds": report.seconds,
+        "collective_seconds": report.exchanges and [report.exchanges.covered_seconds, report.exchanges.seconds],
+        "exchanged_bytes": report.exchanged_bytes,
+        "host_bytes": report.host_bytes,
+        "host_bytes_per_host": report.host_bytes_per_host,
+        "collectives": {kind: list(traffic) for kind, traffic in executed(report.collectives or ()).items()},
+        "warnings": list(report.warnings),
     }
 
 
-def _of_plan(found: Plan, work: rj.Workload, target: str) -> Row:
+def _of_plan(plan: Plan, work: rj.Workload, target: str) -> Row:
     """The plan's step, measured again to learn what its devices send each other; the compilation comes from the cache."""
-    return _of_report(rj.measure(work, dict(found.policies), target, timeout=TIMEOUT)) | {
-        "policies": found.texts,
-        "notes": list(found.notes),
+    return _of_report(rj.measure(work, dict(plan.policies), target, timeout=TIMEOUT)) | {
+        "policies": plan.texts,
+        "notes": list(plan.notes),
     }

@@ -25,21 +25,22 @@ COLUMNS = (
     "GB",
     "other GB",
 )
-_SHOWN = ("all-gather", "reduce-scatter", "all-reduce")
+_KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+"""The kinds of collectives that have their own columns."""
 
 
 def table(rows: Sequence[Row]) -> str:
     """A device's memory, the part that collectives read or write, the host memory, and the bytes that a device exchanges."""
-    return text_table(COLUMNS, [_cells(one) for one in rows])
+    return text_table(COLUMNS, [_cells(row) for row in rows])
 
 
 def ordered(rows: Sequence[Row], cases: Sequence[str], policies: Sequence[str]) -> list[Row]:
     """The rows by case, number of hosts and policy. If a row was measured several times, only the last is returned."""
-    last = {(one["case"], one["target"], one["policy"], one["budget"]): one for one in rows}
+    last = {(row["case"], row["target"], row["policy"], row["budget"]): row for row in rows}
 
-    def rank(one: Row) -> tuple[int, int, int]:
-        place = policies.index(one["policy"]) if one["policy"] in policies else len(policies)
-        return cases.index(one["case"]), target(one["target"]).hosts, place
+    def rank(row: Row) -> tuple[int, int, int]:
+        place = policies.index(row["policy"]) if row["policy"] in policies else len(policies)
+        return cases.index(row["case"]), target(row["target"]).hosts, place
 
     return sorted(last.values(), key=rank)
 
@@ -51,8 +52,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     if "error" in row:
         return (*first, "", "does not compile", *[""] * (len(COLUMNS) - 4))
     sent = row["collectives"]
-    shown = [text for kind in _SHOWN for text in _sent(sent.get(kind))]
-    rest = sum(nbytes for kind, (_, nbytes) in sent.items() if kind not in _SHOWN)
+    shown = [text for kind in _KINDS for text in _sent(sent.get(kind))]
+    rest = sum(nbytes for kind, (_, nbytes) in sent.items() if kind not in _KINDS)
     host = _gigabytes(row["host_bytes_per_host"]) if row["host_bytes_per_host"] else ""
     return (
         *first,
@@ -65,8 +66,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _sent(found: Sequence[int] | None) -> tuple[str, str]:
-    return ("", "") if found is None else (str(found[0]), _gigabytes(found[1]))
+def _sent(traffic: Sequence[int] | None) -> tuple[str, str]:
+    return ("", "") if traffic is None else (str(traffic[0]), _gigabytes(traffic[1]))
 
 
 def fits(row: Row) -> bool:
@@ -76,7 +77,7 @@ def fits(row: Row) -> bool:
 
 def gathered_again(rows: Sequence[Row]) -> list[str]:
     """A line for each kind of collective that runs more or less often under `full` than under `off`."""
-    found = []
+    lines = []
     for row in rows:
         plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == row["workload"]), None)
         if row["policy"] != "full" or plain is None or "collectives" not in row or "collectives" not in plain:
@@ -85,8 +86,8 @@ def gathered_again(rows: Sequence[Row]) -> list[str]:
             before = plain["collectives"].get(kind, (0, 0))
             if count != before[0]:
                 more = f"{count - before[0]:+d} arrays, {(nbytes - before[1]) / 1e9:+.3f} GB"
-                found.append(f"{row['workload']}: {kind} under full against off: {more}")
-    return found
+                lines.append(f"{row['workload']}: {kind} under full against off: {more}")
+    return lines
 
 
 def summary(row: Row) -> str:
@@ -125,37 +126,37 @@ def _fitting(plan: Row, rows: Sequence[Row]) -> list[Row]:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """The failed claims about plans, state on the hosts, and `full`, which gathers at most 1 % more bytes than `off`."""
-    found = []
+    failed = []
     for row in rows:
         name = f"{row['workload']}, {row['policy']}"
         if "error" in row:
-            found.append(f"{name}: no figure: {row['error']}")
+            failed.append(f"{name}: no figure: {row['error']}")
             continue
         if row["policy"] == PLAN and "device_bytes" in row:
-            found += [f"{name}: {told}" for told in _of_plan(row, rows)]
+            failed += [f"{name}: {claim}" for claim in _of_plan(row, rows)]
         if row["policy"] == STATE and not row.get("host_bytes"):
-            found.append(f"{name}: nothing is in host memory")
+            failed.append(f"{name}: nothing is in host memory")
         plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == row["workload"]), {})
         gathered = [each.get("collectives", {}).get("all-gather") for each in (row, plain)]
         if row["policy"] == "full" and all(gathered) and gathered[0][1] > 1.01 * gathered[1][1]:
-            found.append(f"{name}: {gathered[0][1] / 1e9:.1f} GB are gathered, and {gathered[1][1] / 1e9:.1f} under off")
-    return found
+            failed.append(f"{name}: {gathered[0][1] / 1e9:.1f} GB are gathered, and {gathered[1][1] / 1e9:.1f} under off")
+    return failed
 
 
 def _of_plan(plan: Row, rows: Sequence[Row]) -> list[str]:
-    """The failed claims about a plan. It fits, and the hosts have enough memory. Its devices send no more than under `full`. No
+    """The failed claims about a plan: it fits, the hosts have enough memory, its devices send no more than under `full`, and no
     other step of the table that fits is faster, as compiled, by more than the estimate's error.
     """
-    found = [] if fits(plan) else [f"the plan needs {format_bytes(plan['device_bytes'])}"]
+    failed = [] if fits(plan) else [f"the plan needs {format_bytes(plan['device_bytes'])}"]
     for other in _fitting(plan, rows)[:1] if plan.get("seconds") else ():
         if other["seconds"] < plan["seconds"] * (1 - TIME_ERROR):
-            found.append(f"{plan['seconds']:.2f} s as compiled, and {other['policy']} {other['seconds']:.2f} s")
-    full = next((one for one in rows if one["policy"] == "full" and one["workload"] == plan["workload"]), None)
+            failed.append(f"{plan['seconds']:.2f} s as compiled, and {other['policy']} {other['seconds']:.2f} s")
+    full = next((row for row in rows if row["policy"] == "full" and row["workload"] == plan["workload"]), None)
     for kind, (_, nbytes) in plan["collectives"].items() if full and "collectives" in full else ():
         most = full["collectives"].get(kind, (0, 0))[1]
         if nbytes > 1.01 * most:
-            found.append(f"{kind} of {nbytes / 1e9:.1f} GB, and {most / 1e9:.1f} under full")
-    return found + plan["warnings"]
+            failed.append(f"{kind} of {nbytes / 1e9:.1f} GB, and {most / 1e9:.1f} under full")
+    return failed + plan["warnings"]
 
 
 def _gigabytes(size: int) -> str:

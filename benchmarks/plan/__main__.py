@@ -1,7 +1,7 @@
 """`python -m benchmarks.plan`: do plans keep their promise, and are they better than the policies that people use?
 
 For each workload and budget it checks three claims. The compiled plan is within the budget. No further residual that makes the
-step faster could be saved as well. No named policy and no policy of MaxText's that fits is faster, by its compiled schedule, by
+step faster could be saved as well. By the compiled schedules, no named policy and no policy of MaxText's that fits is faster by
 more than the estimate's error. The exit status is 1 if a claim fails.
 """
 
@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6, help="of each tower")
     parser.add_argument("--target", default="h200")
     parser.add_argument("--resume", action="store_true", help="keep the rows of plan.json, if of the same commit and sizes")
-    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: print the rows of these files")
     options = parser.parse_args(arguments)
     options.only = options.only or list(CASES if options.all else SHORT)
     options.shares = options.shares or list(SHARES if options.all else SHORT_SHARES)
@@ -83,9 +83,9 @@ class Record:
         """Whether this row was measured."""
         return any(row["workload"] == workload and row["budget"] == budget for row in self.rows)
 
-    def add(self, found: dict[str, Any]) -> None:
+    def add(self, measured: dict[str, Any]) -> None:
         """Add a row."""
-        self.rows.append(found)
+        self.rows.append(measured)
         self.write()
 
     def write(self) -> None:
@@ -101,22 +101,22 @@ def run(name: str, options: argparse.Namespace, record: Record) -> None:
     described = describe(case.workload, options.target)
     others = known_rivals(record, workload) or rivals(case, described, options.target)
     asked = budgets(case, options.target, options.shares)
-    record.data["workloads"][workload] = {"budgets": asked, "rivals": [one.to_dict() for one in others]}
+    record.data["workloads"][workload] = {"budgets": asked, "rivals": [rival.to_dict() for rival in others]}
     record.write()
     tell(f"{workload}: {len(others)} policies, {format_bytes(asked[0])} to {format_bytes(asked[-1])}", begin)
     for budget in asked:
         if record.has(workload, budget):
             continue
         begin = time.perf_counter()
-        found = row(case, described, budget, options.target, others)
-        record.add(found)
-        tell(f"{workload} in {format_bytes(budget)}: {'; '.join(claims.broken(found)) or 'holds'}", begin)
+        measured = row(case, described, budget, options.target, others)
+        record.add(measured)
+        tell(f"{workload} in {format_bytes(budget)}: {'; '.join(claims.broken(measured)) or 'holds'}", begin)
 
 
 def known_rivals(record: Record, workload: str) -> list[Rival]:
     """The workload's rivals in the record; empty if none was measured."""
     kept = record.data["workloads"].get(workload, {"rivals": []})["rivals"]
-    return [Rival(**one | {"names": tuple(one["names"])}) for one in kept]
+    return [Rival(**fields | {"names": tuple(fields["names"])}) for fields in kept]
 
 
 def tell(text: str, begin: float) -> None:
@@ -138,15 +138,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def say(records: Sequence[dict[str, Any]]) -> int:
     """Print the rows of all records in one table, and the failed claims."""
     # If two records have the same budget, the later row counts.
-    rows = [*{(one["workload"], one["budget"]): one for data in records for one in data["rows"]}.values()]
+    rows = [*{(row["workload"], row["budget"]): row for data in records for row in data["rows"]}.values()]
     made = {f"{data['target']}, {data['layers']} layers, JAX {data['provenance']['versions']['jax']}" for data in records}
     print(f"Plans for {' and '.join(sorted(made))}; times are of the compiled schedules:")
     print(claims.table(rows))
     print(claims.summary(rows))
-    print(compiled.summary(rows, {name: one["rivals"] for data in records for name, one in data["workloads"].items()}))
-    found = claims.failures(rows)
-    print("\n".join(["Does not hold:", *found]) if found else "All claims hold.")
-    return 1 if found else 0
+    print(
+        compiled.summary(rows, {name: workload["rivals"] for data in records for name, workload in data["workloads"].items()})
+    )
+    failures = claims.failures(rows)
+    print("\n".join(["Does not hold:", *failures]) if failures else "All claims hold.")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from benchmarks.record import text_table
 from remat_jax.planning.choose_fastest import TIME_ERROR
 from remat_jax.report.tables import format_bytes
 
-SLOWEST = 1 / (1 - TIME_ERROR)
-"""The largest ratio of a plan's time to that of the best other policy: nearer times cannot be told apart."""
+LARGEST_RATIO = 1 / (1 - TIME_ERROR)
+"""The largest allowed ratio of a plan's time to the best other policy's. A smaller ratio is within the estimate's error."""
 
 Row = dict[str, Any]
 
@@ -20,24 +20,24 @@ def broken(row: Row) -> list[str]:
     """The claims that one row breaks, with its figures."""
     if "infeasible" in row:
         return [f"no plan was found that fits; the least memory reported is {format_bytes(row['infeasible'])}"]
-    found, more = [], row["further"]
+    failed, more = [], row["further"]
     if row["device_bytes"] > row["budget"]:
-        found.append(f"the plan needs {format_bytes(row['device_bytes'])}")
+        failed.append(f"the plan needs {format_bytes(row['device_bytes'])}")
     if more is not None and more["device_bytes"] <= row["budget"] and not slower_as_compiled(row, more.get("seconds")):
-        found.append(
+        failed.append(
             f"{more['residual']} of {more['where']} could be saved as well: {format_bytes(more['device_bytes'])}, "
             f"{_ms(more.get('seconds'))} ms instead of {_ms(row.get('seconds'))}"
         )
     ratio = ratio_of(row)
-    if ratio is not None and ratio > SLOWEST:
-        found.append(
+    if ratio is not None and ratio > LARGEST_RATIO:
+        failed.append(
             f"{row['best']} is faster: {_ms(row.get('best_seconds'))} ms against {_ms(row.get('seconds'))}, {ratio:.3f}"
         )
-    return found
+    return failed
 
 
 def slower_as_compiled(row: Row, other: float | None) -> bool:
-    """Whether another step, of `other` compiled seconds, is not faster than the plan by more than the estimate's error.
+    """Whether a step of `other` compiled seconds is slower than the plan, or faster by no more than the estimate's error.
 
     >>> slower_as_compiled({"seconds": 1.0}, 0.97), slower_as_compiled({"seconds": 1.0}, 0.9), slower_as_compiled({}, 0.9)
     (True, False, False)
@@ -67,8 +67,8 @@ def ratio_of(row: Row) -> float | None:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """All failed claims."""
-    found = [f"{row['workload']} in {format_bytes(row['budget'])}: {one}" for row in rows for one in broken(row)]
-    return found or ([] if rows else ["nothing was measured"])
+    failed = [f"{row['workload']} in {format_bytes(row['budget'])}: {claim}" for row in rows for claim in broken(row)]
+    return failed or ([] if rows else ["nothing was measured"])
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -77,7 +77,7 @@ def summary(rows: Sequence[Row]) -> str:
     ratios = [ratio for row in plans if (ratio := ratio_of(row)) is not None]
     text = f"{len(rows)} budgets, {len(plans)} plans"
     if ratios:
-        faster = [ratio for ratio in ratios if ratio < 1 / SLOWEST]
+        faster = [ratio for ratio in ratios if ratio < 1 / LARGEST_RATIO]
         text += f"; {len(faster)} take at least {TIME_ERROR:.0%} less time than every other policy that fits"
         text += f", in the median {1 - statistics.median(faster):.0%} less" if faster else ""
         text += f"; the slowest takes {max(ratios):.3f} of the time of the best other policy"

@@ -35,9 +35,9 @@ MAXTEXT: dict[str, dict[str, tuple[str, ...]]] = {
     "custom, Llama 405B": {"offload": (INPUT, "query_proj", "key_proj", "value_proj", "out_proj")},
     "full": {},
 }
-"""The tensors that MaxText's policies name (`get_remat_policy` of its decoders); `minimal_flash` is another name of
-`minimal_with_context`. `custom` says of each tensor where it goes: these two are what its recipes for Llama 3.1 set. A name
-that a model does not have is passed by, as `jax.checkpoint_policies` passes it by."""
+"""The tensors that each policy of MaxText's saves or offloads (`get_remat_policy` of its decoders). `minimal_flash` is another
+name of `minimal_with_context`. A `custom` policy has an action for each tensor: these two are from MaxText's recipes for Llama
+3.1. Names that a model does not have are ignored, as in `jax.checkpoint_policies`."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,17 @@ def in_words_of(roles: Roles, named: Mapping[str, tuple[str, ...]]) -> str:
     # Not `@inputs`: MaxText's layer input does not include a mask or table that all layers share.
     selectors = {INPUT: "*:input#0", **roles}
     rules = {action: [selectors[name] for name in names if name in selectors] for action, names in named.items()}
-    return "; ".join(f"{action}: {', '.join(found)}" for action, found in rules.items() if found) or "full"
+    return "; ".join(f"{action}: {', '.join(selected)}" for action, selected in rules.items() if selected) or "full"
 
 
 def policies(case: Case) -> dict[str, Any]:
     """All policies by name. A policy of MaxText's is a text, or, if the blocks' texts differ, a text by block."""
-    found: dict[str, Any] = dict.fromkeys(NAMED)
-    found = {name: name for name in found}
+    by_name: dict[str, Any] = dict.fromkeys(NAMED)
+    by_name = {name: name for name in by_name}
     for name, named in MAXTEXT.items():
         texts = {block: in_words_of(roles, named) for block, roles in case.roles.items()}
-        found[f"MaxText {name}"] = texts if len(set(texts.values())) > 1 else next(iter(texts.values()))
-    return found
+        by_name[f"MaxText {name}"] = texts if len(set(texts.values())) > 1 else next(iter(texts.values()))
+    return by_name
 
 
 def rivals(case: Case, described: Described, target: str) -> list[Rival]:
@@ -107,18 +107,18 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
     able = [policy for (_, policy), remark in zip(asked, remarks, strict=True) if not remark]
     # One call, so that the policies compile in parallel.
     reports = iter(measure_many(case.workload, able, target, timeout=3600))
-    found = []
+    measured = []
     for (names, policy), remark in zip(asked, remarks, strict=True):
         if remark:
-            found.append(Rival(names, policy, remark=remark))
+            measured.append(Rival(names, policy, remark=remark))
             continue
         report, extra = next(reports), extra_seconds(described, policy)
-        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra, report.seconds))
-    return found
+        measured.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra, report.seconds))
+    return measured
 
 
 def roles_that_keep(case: Case) -> dict[Any, Roles]:
-    """`case.roles` of tensors that a backward pass reads. A selector of another tensor, as of the last matmul, would raise."""
+    """`case.roles` without tensors that no backward pass reads, as the last matmul's result: their selectors would raise."""
     return {
         block: {name: glob for name, glob in roles.items() if _keeps(case, block, glob)} for block, roles in case.roles.items()
     }
@@ -148,7 +148,9 @@ def _offloads(policy: Any) -> bool:
     return any("offload" in text for text in texts)
 
 
-def best_within(found: list[Rival], budget: int) -> Rival | None:
+def best_within(measured: list[Rival], budget: int) -> Rival | None:
     """The fastest policy that fits: by compiled time, or by traced estimate if none has one. Ties go to less memory."""
-    fits = [one for one in found if not one.remark and one.device_bytes is not None and one.device_bytes <= budget]
-    return min(fits, key=lambda one: (one.seconds is None, one.seconds or one.extra_seconds, one.device_bytes), default=None)
+    fits = [rival for rival in measured if not rival.remark and rival.device_bytes is not None and rival.device_bytes <= budget]
+    return min(
+        fits, key=lambda rival: (rival.seconds is None, rival.seconds or rival.extra_seconds, rival.device_bytes), default=None
+    )

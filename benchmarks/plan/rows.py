@@ -28,7 +28,7 @@ class Further:
     """A plan with one residual more saved in one run of equal layers.
 
     Attributes:
-      where, residual: the layers, and the name of the first of the arrays that are saved or not saved together.
+      where, residual: the layers, and the residual's name. If several arrays share one choice, it is the name of the first.
       saved_bytes: by how much the bytes kept on the device between the passes grow. Arrays from which only the saved residual
         was recomputed are no longer kept.
       policies: the plan's policies with this change.
@@ -46,7 +46,7 @@ def budgets(case: Case, target: str, shares: Sequence[float]) -> list[int]:
     # If `full` exceeds the budget by one byte, the planner also compiles its own step of least memory.
     least, _ = leanest(case.workload, full - 1, target_named(target), None, timeout=TIMEOUT)
     most = rj.measure(case.workload, "off", target, timeout=TIMEOUT).device_bytes
-    assert least is not None, "more than what the step is given"
+    assert least is not None, "the step's arguments alone exceed the budget"
     return [least + round(share * (most - least)) for share in shares]
 
 
@@ -85,54 +85,54 @@ def row(case: Case, described: Described, budget: int, target: str, others: list
     )
 
 
-def one_more(case: Case, described: Described, found: Plan, target: str) -> dict[str, Any] | None:
+def one_more(case: Case, described: Described, plan: Plan, target: str) -> dict[str, Any] | None:
     """The plan's memory with the smallest recomputed residual saved as well; None if there is none."""
-    options = further(described, found)
+    options = further(described, plan)
     if not options:
         return None
-    least = min(options, key=lambda one: one.saved_bytes)
+    least = min(options, key=lambda option: option.saved_bytes)
     report = rj.measure(case.workload, least.policies, target, timeout=TIMEOUT)
     fields: dict[str, Any] = {"where": least.where, "residual": least.residual, "saved_bytes": least.saved_bytes}
     fields |= {"seconds": report.seconds}
     return fields | {"device_bytes": report.device_bytes, "extra_seconds": extra_seconds(described, least.policies)}
 
 
-def further(described: Described, found: Plan) -> list[Further]:
-    """Every way to save one more residual in one run of equal layers whose estimated gain is worth a compilation."""
-    if found.is_off:
+def further(described: Described, plan: Plan) -> list[Further]:
+    """Every way to save one more residual in one run of equal layers, if its estimated gain is worth a compilation."""
+    if plan.is_off:
         return []
     worth = WORTH_COMPILING * described.base_seconds
-    extra, kept, options = extra_seconds(described, found.policies), kept_bytes(described, found.policies)[0], []
-    for part in found.parts:
+    extra, kept, options = extra_seconds(described, plan.policies), kept_bytes(described, plan.policies)[0], []
+    for part in plan.parts:
         layers = range(part.first, part.first + part.layers * part.every, part.every)
         kind, block = next(
             pair
             for pair in zip(described.kinds, described.stack.blocks, strict=True)
             if block_name(pair[0].block) == part.block and part.first in pair[0].layers
         )
-        saved, away = kind.program.names(policy_at(found.policies[kind.block], part.first))
+        saved, away = kind.program.names(policy_at(plan.policies[kind.block], part.first))
         for residual, members in zip(block.residuals, kind.members, strict=True):
             if not residual.may_save or saved.intersection(members) or away.intersection(members):
                 continue
-            policies = dict(found.policies) | {kind.block: saving(described, kind, found, layers, members)}
+            policies = dict(plan.policies) | {kind.block: saving(described, kind, plan, layers, members)}
             more = kept_bytes(described, policies)[0] - kept
             if more > 0 and extra_seconds(described, policies) < extra - worth:
                 options.append(Further(part.where, residual.name, more, policies))
     return options
 
 
-def saving(described: Described, kind: Kind, found: Plan, layers: range, members: Sequence[str]) -> LayerPolicies:
+def saving(described: Described, kind: Kind, plan: Plan, layers: range, members: Sequence[str]) -> LayerPolicies:
     """The plan's policies for the blocks of `kind`, with the arrays `members` saved in `layers`, each by its own name. Scans
     stay cut where the plan cuts them, even between layers that now have the same policy.
     """
     count = sum(len(other.layers) for other in described.kinds if other.block == kind.block)
-    policies = [policy_at(found.policies[kind.block], layer) for layer in range(count)]
+    policies = [policy_at(plan.policies[kind.block], layer) for layer in range(count)]
     for layer in layers:
         path = kind.paths[kind.layers.index(layer)]
         names = [path + name.removeprefix(kind.paths[0]) for name in members]
         rules = selectors({"save": names}, [path], names).rules
         policies[layer] = Policy((*(rule for rule in rules if rule.action.value == "save"), *policies[layer].rules))
-    whole = found.policies[kind.block]
+    whole = plan.policies[kind.block]
     cuts = [run.start for run, _ in whole.ranges[1:]] if isinstance(whole, LayerPolicies) else []
     return LayerPolicies.of(policies, cuts)
 

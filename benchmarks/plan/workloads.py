@@ -183,8 +183,8 @@ def two_towers(layers: int) -> Case:
     def loss(params: Any, images: jax.Array, tokens: jax.Array) -> jax.Array:
         image, text = model.apply(params, images, tokens)
         alike = jnp.asarray(image) @ jnp.asarray(text).T / 0.07
-        own = jnp.arange(pairs)
-        either = (optax.softmax_cross_entropy_with_integer_labels(one, own).mean() for one in (alike, alike.T))
+        matching = jnp.arange(pairs)
+        either = (optax.softmax_cross_entropy_with_integer_labels(scores, matching).mean() for scores in (alike, alike.T))
         return sum(either) / 2
 
     params = jax.eval_shape(model.init, jax.random.key(0), images, tokens)

@@ -24,7 +24,7 @@ from benchmarks.published.model import workload
 from benchmarks.true_shapes.cases import compiling
 from remat_jax.report.tables import format_seconds, table
 
-FEW = (2, 4)
+COMPILED_DEPTHS = (2, 4)
 """The numbers of layers with which an unrolled step is compiled; other numbers are extrapolated from these two."""
 
 
@@ -43,15 +43,15 @@ class Row:
 
 
 def row(case: Case) -> Row:
-    """Compile a step and estimate its time, or with `case.tensor` one layer's. Many unrolled layers are extrapolated."""
-    if not case.shape.unrolled or case.shape.layers <= max(FEW) and not case.tensor:
+    """Compile a step and estimate its time, or with `case.tensor` one layer's time. Many unrolled layers are extrapolated."""
+    if not case.shape.unrolled or case.shape.layers <= max(COMPILED_DEPTHS) and not case.tensor:
         return Row(case, *_times(case, case.shape.layers))
-    few, more = (_times(case, layers) for layers in FEW)
-    each = [(other - one) / (FEW[1] - FEW[0]) for one, other in zip(few, more, strict=True)]
+    few, more = (_times(case, layers) for layers in COMPILED_DEPTHS)
+    each = [(second - first) / (COMPILED_DEPTHS[1] - COMPILED_DEPTHS[0]) for first, second in zip(few, more, strict=True)]
     if case.tensor:
         return Row(case, *each)
-    rest = case.shape.layers - FEW[1]
-    return Row(case, *(known + rest * one for known, one in zip(more, each, strict=True)))
+    rest = case.shape.layers - COMPILED_DEPTHS[1]
+    return Row(case, *(time + rest * layer_time for time, layer_time in zip(more, each, strict=True)))
 
 
 def _times(case: Case, layers: int) -> tuple[float, float]:
@@ -63,7 +63,7 @@ def _times(case: Case, layers: int) -> tuple[float, float]:
         kept = {"bfloat16": case.bfloat16, "chunks": case.chunks}
         work = workload(shape, case.batch, case.length, mesh=dict(case.mesh) or None, name=name, **kept)
     blocks = {block.__name__: block for block in work.blocks}
-    policy = case.policy if isinstance(case.policy, str) else {blocks[key]: one for key, one in case.policy.items()}
+    policy = case.policy if isinstance(case.policy, str) else {blocks[key]: text for key, text in case.policy.items()}
     with compiling(case.flags):
         report = rj.measure(work, policy, case.target, timeout=1200)
     assert report.seconds is not None and report.compute_seconds is not None
@@ -71,42 +71,42 @@ def _times(case: Case, layers: int) -> tuple[float, float]:
 
 
 def ratios(rows: list[Row]) -> list[tuple[Case, float, float]]:
-    """Each case that has a `beside`, with the published and the estimated ratio to that case."""
-    by_name, found = {one.case.name: one for one in rows}, []
-    for one in rows:
-        other = by_name.get(one.case.beside)
+    """Each case that has a `beside`, and the published and the estimated ratio of its time to the time of `beside`."""
+    by_name, compared = {row.case.name: row for row in rows}, []
+    for row in rows:
+        other = by_name.get(row.case.beside)
         if other is None:
             continue
-        told = one.case.ratio
-        if told is None:
-            assert one.case.seconds is not None and other.case.seconds is not None
-            told = one.case.seconds / other.case.seconds
-        found.append((one.case, told, one.seconds / other.seconds))
-    return found
+        published = row.case.ratio
+        if published is None:
+            assert row.case.seconds is not None and other.case.seconds is not None
+            published = row.case.seconds / other.case.seconds
+        compared.append((row.case, published, row.seconds / other.seconds))
+    return compared
 
 
 def missed(rows: list[Row]) -> dict[str, str]:
     """By case name, the errors of time or ratio that exceed a bound, as text."""
-    found: dict[str, list[str]] = {}
-    for one in rows:
-        if one.off is not None and abs(one.off) > ABSOLUTE:
-            found.setdefault(one.case.name, []).append(f"time {100 * one.off:+.0f} %")
-    for case, told, seen in ratios(rows):
-        if abs(seen - told) > RATIO:
-            found.setdefault(case.name, []).append(f"ratio {seen:.3f}, published {told:.3f}")
-    return {name: "; ".join(texts) for name, texts in found.items()}
+    errors: dict[str, list[str]] = {}
+    for row in rows:
+        if row.off is not None and abs(row.off) > ABSOLUTE:
+            errors.setdefault(row.case.name, []).append(f"time {100 * row.off:+.0f} %")
+    for case, published, estimated in ratios(rows):
+        if abs(estimated - published) > RATIO:
+            errors.setdefault(case.name, []).append(f"ratio {estimated:.3f}, published {published:.3f}")
+    return {name: "; ".join(texts) for name, texts in errors.items()}
 
 
 def allowed(rows: list[Row]) -> int:
     """How many of the rows with a published figure may exceed a bound."""
-    return math.floor(MISSED_SHARE * sum(one.case.seconds is not None or one.case.ratio is not None for one in rows))
+    return math.floor(MISSED_SHARE * sum(row.case.seconds is not None or row.case.ratio is not None for row in rows))
 
 
-def cells(one: Row) -> tuple[str, ...]:
-    times = "" if one.case.seconds is None else format_seconds(one.case.seconds), format_seconds(one.seconds)
-    off = "" if one.off is None else f"{100 * one.off:+.0f} %"
-    policy = one.case.policy if isinstance(one.case.policy, str) else "every second layer full"
-    return one.case.name, policy, *times, off, format_seconds(max(0.0, one.seconds - one.compute))
+def cells(row: Row) -> tuple[str, ...]:
+    times = "" if row.case.seconds is None else format_seconds(row.case.seconds), format_seconds(row.seconds)
+    off = "" if row.off is None else f"{100 * row.off:+.0f} %"
+    policy = row.case.policy if isinstance(row.case.policy, str) else "every second layer full"
+    return row.case.name, policy, *times, off, format_seconds(max(0.0, row.seconds - row.compute))
 
 
 COLUMNS = ("step", "policy", "published", "estimated", "off", "waits for exchanges and copies")
@@ -114,19 +114,19 @@ COLUMNS = ("step", "policy", "published", "estimated", "off", "waits for exchang
 
 def said(rows: list[Row]) -> str:
     """A sentence: how many rows exceed a bound, and how many may."""
-    judged = sum(one.case.seconds is not None or one.case.ratio is not None for one in rows)
+    judged = sum(row.case.seconds is not None or row.case.ratio is not None for row in rows)
     return f"{len(missed(rows))} of {judged} steps exceed a bound; at most {allowed(rows)} may."
 
 
 def figures(rows: list[Row]) -> str:
     """The figures of the note: both tables, the errors that exceed a bound, and the sources."""
-    lines = [markdown(list(COLUMNS), [cells(one) for one in rows]), ""]
-    beside = [(case.name, case.beside, f"{told:.3f}", f"{seen:.3f}") for case, told, seen in ratios(rows)]
+    lines = [markdown(list(COLUMNS), [cells(row) for row in rows]), ""]
+    beside = [(case.name, case.beside, f"{published:.3f}", f"{estimated:.3f}") for case, published, estimated in ratios(rows)]
     lines.append(markdown(["ratio", "to", "published", "estimated"], beside))
     lines += ["", said(rows), "", *(f"- {name}: {text}" for name, text in missed(rows).items()), "", "Sources:", ""]
     lines += [
-        f"- {one.case.name}: {one.case.told}; {one.case.source}" + (f"; {one.case.differs}" if one.case.differs else "")
-        for one in rows
+        f"- {row.case.name}: {row.case.told}; {row.case.source}" + (f"; {row.case.differs}" if row.case.differs else "")
+        for row in rows
     ]
     return "\n".join(lines)
 
@@ -143,9 +143,9 @@ def main() -> None:
     for case in chosen:
         rows.append(row(case))
         console.print(*cells(rows[-1]), sep="  ")
-    console.print(table("Published steps, and their estimate", COLUMNS, [cells(one) for one in rows]))
-    for case, told, seen in ratios(rows):
-        console.print(f"{case.name}: {seen:.3f} times {case.beside!r}, published {told:.3f}")
+    console.print(table("Published steps, and their estimate", COLUMNS, [cells(each) for each in rows]))
+    for case, published, estimated in ratios(rows):
+        console.print(f"{case.name}: {estimated:.3f} times {case.beside!r}, published {published:.3f}")
     for name, text in missed(rows).items():
         console.print(f"exceeds a bound: {name}: {text}")
     console.print(said(rows))

@@ -100,17 +100,17 @@ def pairs(shape: Shape) -> Shape:
     return replace(shape, pairs=True)
 
 
-def megatron(name: str, shape: Shape, batch: int, where: str, told: Mapping[str, float | None]) -> Iterator[Case]:
-    """One layer under each policy in `told`: published seconds, a published ratio (a figure above 1), or None."""
+def megatron(name: str, shape: Shape, batch: int, where: str, figures: Mapping[str, float | None]) -> Iterator[Case]:
+    """One layer under each policy in `figures`: published seconds, a published ratio (a figure above 1), or None."""
     policies = {"": "off", "full": "full", "selective": "dots_with_no_batch_dims"}
-    for policy, figure in told.items():
+    for policy, figure in figures.items():
         ratio = figure if figure is not None and figure > 1 else None
         seconds = None if ratio else figure
-        said = f"{1e3 * seconds:.1f} ms" if seconds else f"{ratio:.2f} times the layer without recomputation" if ratio else ""
+        text = f"{1e3 * seconds:.1f} ms" if seconds else f"{ratio:.2f} times the layer without recomputation" if ratio else ""
         yield Case(
             f"{name}, {policy}".removesuffix(", "),
             whole(shape) if policy == "full" else shape,
-            *(batch, 2048, "8xa100", policies[policy], seconds, said or "the layer that others are held against"),
+            *(batch, 2048, "8xa100", policies[policy], seconds, text or "the layer that others are held against"),
             MEGATRON.format(where),
             tensor=8,
             flags=OVERLAPPED,

@@ -19,8 +19,8 @@ import remat_jax as rj
 from benchmarks.published.model import DTYPE, Layers, Shape, read_backward
 
 AXIS = "tensor"
-DROPPED = 0.1
-"""The dropout rate: Megatron's default, in attention and after it."""
+DROPOUT_RATE = 0.1
+"""Megatron's default, in attention and after it."""
 
 
 class Layer(nn.Module):
@@ -77,7 +77,7 @@ def _dropped(x: jax.Array, key: jax.Array, split: int | None = None) -> jax.Arra
         gpus = mesh.shape[AXIS]
         spec = P(*(AXIS if axis == split else None for axis in range(x.ndim)))
         drawn = jax.shard_map(own_bits, in_specs=P(), out_specs=spec, check_vma=False)(key)
-    return jnp.where(drawn >= round(256 * DROPPED), x / (1 - DROPPED), 0).astype(x.dtype)
+    return jnp.where(drawn >= round(256 * DROPOUT_RATE), x / (1 - DROPOUT_RATE), 0).astype(x.dtype)
 
 
 def _placed(x: jax.Array, spec: P) -> jax.Array:
@@ -106,7 +106,7 @@ def workload(shape: Shape, batch: int, length: int, *, gpus: int, name: str = ""
 
 
 def by_features(path: str, leaf: Any) -> P:
-    """The sharding of a parameter: matrices along heads or hidden features; the input, norms and outputs' biases are whole."""
+    """Shards matrices along heads or hidden features. The input, norms, and biases of `out` and `down` are replicated."""
     sums = "out/" in path or "down/" in path
     if path == "x" or "norm" in path or (sums and leaf.ndim == 1):
         return P()

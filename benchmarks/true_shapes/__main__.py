@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--targets", nargs="+", metavar="TARGET=BUDGET[+HOST]", help="such as h100=80GB+256GB")
     parser.add_argument("--policies", nargs="+", help=f"policies, or {PLAN}")
     parser.add_argument("--resume", action="store_true", help="keep the rows of true_shapes.json, if of the same commit")
-    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: print the rows of these files")
     options = parser.parse_args(arguments)
     options.only = options.only or list(CASES if options.all else SHORT)
     options.targets = options.targets or (TARGETS if options.all else SHORT_TARGETS)
@@ -66,17 +66,17 @@ class Record:
 
     def has(self, workload: str, policy: str, card: Card) -> bool:
         """Whether this row was measured."""
-        return any(_key(one) == (workload, *card, policy) for one in self.data["rows"])
+        return any(_key(row) == (workload, *card, policy) for row in self.data["rows"])
 
-    def add(self, found: Row) -> None:
+    def add(self, measured: Row) -> None:
         """Add a row, and update the failed claims."""
-        self.data["rows"].append(found)
+        self.data["rows"].append(measured)
         self.data["failures"] = claims.failures(self.data["rows"])
         write_json(self.path, self.data)
 
 
-def _key(one: Row) -> tuple[Any, ...]:
-    return one["workload"], one["target"], one["budget"], one["host_budget"], one["policy"]
+def _key(row: Row) -> tuple[Any, ...]:
+    return row["workload"], row["target"], row["budget"], row["host_budget"], row["policy"]
 
 
 def _places(key: tuple[Any, ...], orders: Sequence[list[Any]]) -> list[int]:
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def say(records: Sequence[dict[str, Any]]) -> int:
     """Print the rows of all records in one table, and the failed claims."""
     # If two records have the same row, the later one counts.
-    by_key = {_key(one): one for data in records for one in data["rows"]}
+    by_key = {_key(row): row for data in records for row in data["rows"]}
     # By workload, card and policy, each in the order of its first appearance.
     orders = [list(dict.fromkeys(places)) for places in zip(*((key[0], key[1:4], key[4]) for key in by_key), strict=True)]
     rows = [by_key[key] for key in sorted(by_key, key=lambda key: _places(key, orders))]

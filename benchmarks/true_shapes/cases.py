@@ -12,8 +12,8 @@ from examples import pi0_true, qwen_image, wan
 from remat_jax import compat
 
 NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
-SOUND = "--xla_disable_hlo_passes=dynamic-slice-annotator"
-"""Without that pass JAX 0.10.2 and 0.11.0 compile offload inside a scan right (openxla/xla#46231): a plan may offload."""
+NO_SLICE_ANNOTATOR = "--xla_disable_hlo_passes=dynamic-slice-annotator"
+"""Without this pass JAX 0.10.2 and 0.11.0 compile offload in a scan correctly (openxla/xla#46231), so a plan may offload."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Case:
     Attributes:
       make: returns the workload.
       trained: which parameters have gradients and optimizer state, `all` or `adapters`.
-      flags: flags for XLA, without which the step does not compile.
+      flags: flags for XLA with which the step is compiled.
     """
 
     make: Callable[[], rj.Workload]
@@ -42,9 +42,9 @@ CASES = {
 
 @contextmanager
 def compiling(flags: str) -> Iterator[str]:
-    """A context in which compilers get `flags` and, if this JAX miscompiles scanned offload, `SOUND`; yields all flags."""
+    """A context in which compilers get `flags`, and `NO_SLICE_ANNOTATOR` if scanned offload needs it; yields all flags."""
     before = os.environ.get("XLA_FLAGS")
-    wanted = [before or "", flags, SOUND if compat.miscompiles_scanned_offload() else ""]
+    wanted = [before or "", flags, NO_SLICE_ANNOTATOR if compat.miscompiles_scanned_offload() else ""]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, wanted))
     try:
         yield os.environ["XLA_FLAGS"]

@@ -9,7 +9,8 @@ from benchmarks.record import text_table
 from benchmarks.true_shapes.rows import PLAN, Row
 from remat_jax.report.tables import format_bytes
 
-_EQUAL = 1e-6
+_TIME_TOLERANCE = 1e-6
+"""Two estimated times are equal if their relative difference is smaller."""
 
 
 def broken(row: Row, rows: Sequence[Row]) -> list[str]:
@@ -19,9 +20,9 @@ def broken(row: Row, rows: Sequence[Row]) -> list[str]:
     is faster by the estimate. If the planner finds no plan, no policy fits. `offload_inputs` has bytes in host memory, and
     needs no more device memory than `full`.
     """
-    beside = {one["policy"]: one for one in rows if _place(one) == _place(row)}
+    beside = {other["policy"]: other for other in rows if _place(other) == _place(row)}
     if row["policy"] == PLAN:
-        return _broken_plan(row, [one for name, one in beside.items() if name != PLAN and fits(one)])
+        return _broken_plan(row, [other for name, other in beside.items() if name != PLAN and fits(other)])
     if row["policy"] == "offload_inputs" and "device_bytes" in row:
         return _broken_offload(row, beside.get("full", {}))
     return []
@@ -35,27 +36,29 @@ def _broken_plan(row: Row, fitting: Sequence[Row]) -> list[str]:
     if "error" in row:
         return [f"no plan was made: {row['error']}"]
     if "infeasible" in row:
-        return [f"nothing was found to fit, and {one['policy']} does: {format_bytes(one['device_bytes'])}" for one in fitting]
-    found = []
+        return [
+            f"nothing was found to fit, and {other['policy']} does: {format_bytes(other['device_bytes'])}" for other in fitting
+        ]
+    failed = []
     for where in ("device", "host"):
         if row[f"{where}_bytes"] != row[f"planned_{where}_bytes"]:
-            needed, said = (format_bytes(row[f"{kind}{where}_bytes"]) for kind in ("", "planned_"))
-            found.append(f"applied, the plan needs {needed} of {where} memory, and said {said}")
+            needed, reported = (format_bytes(row[f"{kind}{where}_bytes"]) for kind in ("", "planned_"))
+            failed.append(f"applied, the plan needs {needed} of {where} memory, and reported {reported}")
     if not fits(row):
-        found.append(f"the plan needs {format_bytes(row['device_bytes'])}, and {format_bytes(row['host_bytes'])} of the host")
-    for one in fitting:
-        seconds = row["named_seconds"].get(one["policy"])
-        if seconds is not None and seconds < row["estimated_seconds"] * (1 - _EQUAL):
-            found.append(f"{one['policy']} fits and is faster: {seconds:.3f} s against {row['estimated_seconds']:.3f}")
-    return found
+        failed.append(f"the plan needs {format_bytes(row['device_bytes'])}, and {format_bytes(row['host_bytes'])} of the host")
+    for other in fitting:
+        seconds = row["named_seconds"].get(other["policy"])
+        if seconds is not None and seconds < row["estimated_seconds"] * (1 - _TIME_TOLERANCE):
+            failed.append(f"{other['policy']} fits and is faster: {seconds:.3f} s against {row['estimated_seconds']:.3f}")
+    return failed
 
 
 def _broken_offload(row: Row, full: Row) -> list[str]:
-    found = [] if row["host_bytes"] else ["nothing is in host memory"]
+    failed = [] if row["host_bytes"] else ["nothing is in host memory"]
     if row["device_bytes"] > full.get("device_bytes", row["device_bytes"]):
         more = f"{format_bytes(row['device_bytes'])}, full {format_bytes(full['device_bytes'])}"
-        found.append(f"it needs more of the device than full: {more}")
-    return found
+        failed.append(f"it needs more device memory than full: {more}")
+    return failed
 
 
 def fits(row: Row) -> bool:
@@ -101,16 +104,16 @@ def _seconds(row: Row, rows: Sequence[Row]) -> float | None:
     """The estimated seconds of a row: a plan's own, or a named policy's according to the plan for the same budget."""
     if row["policy"] == PLAN:
         return row.get("estimated_seconds")
-    same = [one for one in rows if _place(one) == _place(row) and one["policy"] == PLAN]
+    same = [other for other in rows if _place(other) == _place(row) and other["policy"] == PLAN]
     seconds: dict[str, Any] = same[0].get("named_seconds", {}) if same else {}
     return seconds.get(row["policy"])
 
 
 def verdict(rows: Sequence[Row]) -> tuple[str, int]:
     """The claims that hold or fail, in words, and the exit status: 1 if a claim fails or no plan was asked for."""
-    found = failures(rows)
-    if found:
-        return "\n".join(["Does not hold:", *found]), 1
+    failed = failures(rows)
+    if failed:
+        return "\n".join(["Does not hold:", *failed]), 1
     judged = sum(row["policy"] == PLAN for row in rows)
     if not judged:
         return "No plan is among the rows: nothing is shown.", 1
@@ -121,7 +124,7 @@ def held(rows: Sequence[Row]) -> list[str]:
     """A line for each row without a plan that fits: the least memory, and its largest parts."""
     return [
         f"{row['workload']} on {row['target']} needs {format_bytes(row['infeasible'])} at least: "
-        + ", ".join(f"{what} {format_bytes(size)}" for what, size in list(row["held_by"].items())[:5])
+        + ", ".join(f"{part} {format_bytes(size)}" for part, size in list(row["held_by"].items())[:5])
         for row in rows
         if "infeasible" in row
     ]

@@ -15,7 +15,8 @@ from remat_jax.planning.check_budget import budget_bytes, host_budget_bytes
 
 PLAN = "plan"
 TIMEOUT = 3600.0
-_SHOWN = 300
+_ERROR_LENGTH = 300
+"""The number of characters of a compiler's error that a row keeps."""
 
 Row = dict[str, Any]
 
@@ -35,51 +36,53 @@ class Card(NamedTuple):
         """
         name, _, budgets = text.partition("=")
         budget, _, host = budgets.partition("+")
-        known = target_named(name)
-        return cls(name, budget_bytes(budget, known), host_budget_bytes(host) if host else None)
+        described = target_named(name)
+        return cls(name, budget_bytes(budget, described), host_budget_bytes(host) if host else None)
 
 
 def row(work: rj.Workload, policy: str, card: Card) -> Row:
-    """Measure `policy`, a policy or `plan`. A row of a failed compilation or of a budget that nothing fits has the reason."""
+    """Measure `policy`, a policy or `plan`. If the compilation fails, or nothing fits the budget, the row has the reason."""
     begin = time.perf_counter()
-    told: Row = {"workload": work.name, **card._asdict(), "policy": policy}
+    fields: Row = {"workload": work.name, **card._asdict(), "policy": policy}
     try:
-        found = _of_plan(work, card) if policy == PLAN else _of_policy(work, policy, card.target)
+        figures = _of_plan(work, card) if policy == PLAN else _of_policy(work, policy, card.target)
     except InfeasibleBudget as error:
-        found = {"infeasible": error.least_bytes, "held_by": error.held_by}
+        figures = {"infeasible": error.least_bytes, "held_by": error.held_by}
     except CompileError as error:
-        found = {"error": " ".join(str(error).split())[:_SHOWN]}
-    return told | found | {"wall_seconds": time.perf_counter() - begin}
+        figures = {"error": " ".join(str(error).split())[:_ERROR_LENGTH]}
+    return fields | figures | {"wall_seconds": time.perf_counter() - begin}
 
 
 def _of_policy(work: rj.Workload, policy: Any, target: str) -> Row:
-    found = rj.measure(work, policy, target, timeout=TIMEOUT)
+    report = rj.measure(work, policy, target, timeout=TIMEOUT)
     return {
-        "device_bytes": found.device_bytes,
-        "argument_bytes": found.argument_bytes,
-        "temp_bytes": found.temp_bytes,
-        "host_bytes": found.host_bytes,
-        "residual_device_bytes": found.residual_device_bytes,
-        "residual_host_bytes": found.residual_host_bytes,
+        "device_bytes": report.device_bytes,
+        "argument_bytes": report.argument_bytes,
+        "temp_bytes": report.temp_bytes,
+        "host_bytes": report.host_bytes,
+        "residual_device_bytes": report.residual_device_bytes,
+        "residual_host_bytes": report.residual_host_bytes,
     }
 
 
 def _of_plan(work: rj.Workload, card: Card) -> Row:
     """The plan's own figures, and those of its step after the plan was saved, loaded and applied."""
-    found = rj.plan(work, card.budget, card.target, card.host_budget, timeout=TIMEOUT)
+    plan = rj.plan(work, card.budget, card.target, card.host_budget, timeout=TIMEOUT)
     with tempfile.TemporaryDirectory() as folder:
-        found.save(Path(folder) / "plan.json")
+        plan.save(Path(folder) / "plan.json")
         loaded = Plan.load(Path(folder) / "plan.json", work)
     return _of_policy(work, loaded.policies, card.target) | {
-        "planned_device_bytes": found.device_bytes,
-        "planned_host_bytes": found.host_bytes,
-        "predicted_bytes": found.predicted_bytes,
-        "estimated_seconds": found.seconds,
-        "base_seconds": found.base_seconds,
-        "named_seconds": {one.name: one.seconds for one in found.named if one.seconds is not None and not one.remark},
-        "policies": found.texts,
-        "layers": [{"where": part.where, "policy": part.policy} for part in found.parts],
-        "is_maximal": found.is_maximal,
-        "tried": found.tried,
-        "notes": found.notes,
+        "planned_device_bytes": plan.device_bytes,
+        "planned_host_bytes": plan.host_bytes,
+        "predicted_bytes": plan.predicted_bytes,
+        "estimated_seconds": plan.seconds,
+        "base_seconds": plan.base_seconds,
+        "named_seconds": {
+            policy.name: policy.seconds for policy in plan.named if policy.seconds is not None and not policy.remark
+        },
+        "policies": plan.texts,
+        "layers": [{"where": part.where, "policy": part.policy} for part in plan.parts],
+        "is_maximal": plan.is_maximal,
+        "tried": plan.tried,
+        "notes": plan.notes,
     }
