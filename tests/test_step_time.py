@@ -20,6 +20,8 @@ from remat_jax.hardware.products import FILL, REUSE, Product, reached_share
 from remat_jax.hardware.rates import Links, Rates
 from remat_jax.memory.hlo.collectives import largest_group
 from remat_jax.memory.hlo.schedule import step_time
+from remat_jax.memory.hlo.text import parse
+from tests.gpu_text import compile_for_h200
 
 # A product runs at 1000 operations a second, memory at 100 bytes, a kernel takes 1 second to start.
 RATES = Rates({"float32": 1000.0}, 100.0, launch_seconds=0.5, links=Links(100.0, 10.0, 0.25, 1.0))
@@ -113,6 +115,46 @@ def test_a_fusion_reads_only_the_elements_that_it_needs_and_updates_in_place(wha
     )
     index = 4 if "%p2" in "".join(lines) else 0
     assert step_time(text, target("h200"), RATES).seconds == pytest.approx(0.5 + (read + index + written) / 100)
+
+
+PAIR = "%pair = (f32[10,10]{1,0}, (f32[10,10]{1,0}, f32[5,10]{1,0})) fusion(%x), kind=kLoop, calls=%two"
+TWO = """%two (p: f32[10,10]) -> (f32[10,10], (f32[10,10], f32[5,10])) {
+  %p = f32[10,10]{1,0} parameter(0)
+  %n = f32[10,10]{1,0} negate(%p)
+  %h = f32[5,10]{1,0} slice(%n), slice={[0:5], [0:10]}
+  %inner = (f32[10,10]{1,0}, f32[5,10]{1,0}) tuple(%n, %h)
+  ROOT %t = (f32[10,10]{1,0}, (f32[10,10]{1,0}, f32[5,10]{1,0})) tuple(%n, %inner)
+}
+"""
+
+
+def test_an_element_of_a_tuple_may_be_written_in_the_operand() -> None:
+    """JAX 0.11.2 and later dump `%pair#1#0` for two `get-tuple-element`s."""
+    product = "ROOT %y = f32[10,10] dot({}, {}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+    lines = (
+        "%a = f32[10,10]{1,0} get-tuple-element(%pair), index=0",
+        "%b = (f32[10,10]{1,0}, f32[5,10]{1,0}) get-tuple-element(%pair), index=1",
+        "%c = f32[10,10]{1,0} get-tuple-element(%b), index=0",
+    )
+    old = step_time(module(PAIR, *lines, product.format("%a", "%c"), others=TWO), target("h200"), RATES)
+    new = step_time(module(PAIR, product.format("%pair#0", "%pair#1#0"), others=TWO), target("h200"), RATES)
+    # The fusion reads 400 bytes and writes 1000. The matmul: 2000 operations, or 1200 bytes.
+    assert new == old and new.seconds == (0.5 + 14) + (0.5 + 12)
+
+
+@pytest.mark.versions
+def test_every_operand_of_a_dumped_module_is_known(tmp_path: Path) -> None:
+    dump = {"xla_dump_to": str(tmp_path / "dump"), "xla_dump_hlo_as_text": True, "xla_dump_hlo_module_re": ".*"}
+    sort = "lambda x: jnp.cumsum(jax.lax.sort((x, jnp.sin(x)), num_keys=1)[1])"
+    script = f'options |= {dump!r}\nkeep("sort", {sort}, struct((4096,)))'
+    compile_for_h200(tmp_path, script)
+    dumped = parse(max((tmp_path / "dump").glob("*gpu_after_optimizations.txt")).read_text())
+    instructions = [each for computation in dumped.computations.values() for each in computation]
+    assert any(each.opcode == "get-tuple-element" for each in instructions)
+    unknown = [
+        each.name for each in instructions if None in each.inputs and each.opcode not in ("parameter", "constant", "iota")
+    ]
+    assert unknown == []
 
 
 def test_a_product_reaches_the_rate_of_its_tiles_and_rounds() -> None:

@@ -209,8 +209,24 @@ def parse(text: str | HloModule) -> HloModule:
         elif line.startswith("}"):
             current = None
         elif named := _NAMED.match(line):
-            current.instructions[named[2]] = _instruction(named[2], named[3], bool(named[1]), current)
+            instruction = _instruction(named[2], named[3], bool(named[1]), current)
+            for operand in instruction.operands:
+                _add_element(operand, current)
+            current.instructions[named[2]] = instruction
     return module
+
+
+def _add_element(operand: str, home: Computation) -> None:
+    """Add the `get-tuple-element` that `operand` stands for. The dumps of JAX 0.11.2 and later write it as `tuple#index`."""
+    name, separator, index = operand.rpartition("#")
+    if not separator or operand in home.instructions:
+        return
+    _add_element(name, home)  # `tuple#0#1` is an element of an element
+    if (source := home.instructions.get(name)) is not None:
+        shape = elements(source.shape)[int(index)]
+        home.instructions[operand] = Instruction(
+            operand, shape, "get-tuple-element", (name,), f", index={index}", f"%{name}", False, home
+        )
 
 
 def _closing(text: str, start: int) -> int:
