@@ -83,7 +83,7 @@ def test_off_is_shown_as_what_it_keeps_by_the_names_that_a_checkpoint_gives(scan
     assert moved(found)["layers:tanh#0"] == ("save", "recompute", -LAYERS * HIDDEN, 0)
     off, full = (rj.residuals(scanned, policy).device_bytes for policy in ("off", "full"))
     assert found.change("residual_device_bytes") == full - off
-    assert "off keeps the same residuals as everything" in " ".join(str(found).split())
+    assert "off keeps the same residuals as the policy everything" in " ".join(str(found).split())
     dots = compare_policies(scanned, "off", "dots")
     assert moved(dots)["layers/Linear_1:dot_general#0"] == (NOT_KEPT, "save", LAYERS * HIDDEN, 0)
 

@@ -53,7 +53,7 @@ def test_a_plan_whose_figures_are_not_those_of_this_step_is_told(planned):
     own = planned.policies[-1].memory
     note = next(note for note in page.notes(planned) if note.startswith("Compiled for this page, the plan's step needs"))
     assert f"{rj.report.format_bytes(own.device_bytes)} on the device and 0 B on the host" in note
-    assert "compiled with the plan, it needed 4.0 MiB and 24.0 MiB" in note and "plan again" in note
+    assert "when the plan was made, it needed 4.0 MiB and 24.0 MiB" in note and "plan again" in note
     same = replace(planned, plan=replace(PLAN, device_bytes=own.device_bytes, host_bytes=own.host_bytes))
     assert not any("Compiled for this page" in note for note in page.notes(same))
 
@@ -79,7 +79,9 @@ def test_what_was_run_is_not_said_not_to_have_been(found):
 def test_on_a_mesh_what_is_offered_is_of_all_devices(found):
     several = replace(found, target=replace(found.target, name="8xcpu", devices=8, memory_bytes=2**20))
     assert several.limit == ("the memory of one device of 8xcpu", 2**20)
-    (note,) = (note for note in page.notes(several) if note.startswith("Device and host memory is per device, of 8; residuals"))
+    (note,) = (
+        note for note in page.notes(several) if note.startswith("Device and host memory is for one of 8 devices; residuals")
+    )
     assert note.endswith("and the sizes of arguments below are totals of all devices.")
 
 

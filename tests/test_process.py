@@ -77,20 +77,23 @@ def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script:
         ),
         (
             "import os; os.kill(os.getpid(), 9)",
-            r"SIGKILL at policy='full'. Its output: none. It ran out of memory, or another process killed it",
+            r"SIGKILL at policy='full'. Its output: none. The process ran out of memory, or another process killed it",
         ),
         ("import sys; sys.stderr.write('no room left'); sys.exit(7)", r"exit status 7 .*Its output: no room left$"),
-        ("raise MemoryError('x')", r"(?s)exit status 1 .*MemoryError: x. It ran out of memory: give it more \(ulimit -v"),
+        (
+            "raise MemoryError('x')",
+            r"(?s)exit status 1 .*MemoryError: x. The process ran out of memory: give it more \(ulimit -v",
+        ),
         ("import sys; sys.stderr.write('a' * 600 + 'b' * 9000 + 'c' * 900)", "(?s)output: a{500}\n…\nb{100}c{900}$"),
         ("pass", r"exit status 0 at policy='full'. Its output: none$"),
         ("print('hello'); print('[1]'); raise SystemExit(3)", r"exit status 3"),
         (
             "import json; print(json.dumps({'key': 'full', 'error': 'XlaRuntimeError: RESOURCE_EXHAUSTED'}))",
-            r"the compiler refused policy=full: XlaRuntimeError: RESOURCE_EXHAUSTED. It ran out of memory",
+            r"the compiler refused policy=full: XlaRuntimeError: RESOURCE_EXHAUSTED. The process ran out of memory",
         ),
         (
             "import json; print(json.dumps({'key': 'full', 'error': 'XlaRuntimeError: INTERNAL: Failed to load cuDNN'}))",
-            r"refused policy=full: .*Failed to load cuDNN. It needs cuDNN: pip install nvidia-cudnn-cu13",
+            r"refused policy=full: .*Failed to load cuDNN. The operator needs cuDNN: pip install nvidia-cudnn-cu13",
         ),
     ],
 )
@@ -366,7 +369,7 @@ def test_an_operator_that_needs_cudnn_is_named_with_its_line_and_the_remedy(monk
         rj.measure(attention_job("cudnn"), "off", "h200")
     message = str(caught.value)
     assert "dot_product_attention at " in message and f"{pathlib.Path(__file__).name}:" in message
-    assert "cuDNN not found. It needs cuDNN: pip install nvidia-cudnn-cu13" in message
+    assert "cuDNN not found. The operator needs cuDNN: pip install nvidia-cudnn-cu13" in message
     assert "implementation='xla'" in message and "Pallas" in message
 
 

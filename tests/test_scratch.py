@@ -73,7 +73,7 @@ def test_a_limit_of_a_files_length_is_named(parent: Path) -> None:
         env=os.environ | {"TMPDIR": str(parent)},
     )
     assert "CompileError: the program to compile cannot be written ([Errno 27] File too large" in done.stderr
-    assert f"The temporary folder {str(parent)!r} is full, or its files may not be this large (ulimit -f)" in done.stderr
+    assert f"The temporary folder {str(parent)!r} is full, or a file exceeds the size limit (ulimit -f)" in done.stderr
     assert not [*parent.iterdir()]
 
 

@@ -216,7 +216,7 @@ def test_where_all_that_a_policy_offloads_is_shared_the_receipt_says_so() -> Non
     job = workload(Experts())
     receipt = rj.measure(job, "offload: *:input#1").receipt
     assert receipt is not None and receipt.offered_bytes == 0
-    assert receipt.warnings[0].startswith("the policy offloads nothing that the backward pass reads except inputs of several")
+    assert receipt.warnings[0].startswith("the policy offloads nothing that the backward pass reads; inputs that several")
     assert [(one.bytes, one.blocks) for one in receipt.shared] == [(MASK, LAYERS)]
     printed = str(rj.measure(job, "offload_inputs"))
     assert "stays on the device" in printed and "200 B read by 3 blocks" in printed

@@ -42,7 +42,7 @@ _SEVERAL = (
 )
 
 _RATES = (
-    "Nominal rates; in brackets the rates that estimates use: published measurements (for products, of the best shape), else "
+    "Nominal rates; in brackets the rates that estimates use: published measurements (for matmuls, of the best shape), else "
     "an assumed share of the nominal rate (*)."
 )
 

@@ -121,7 +121,7 @@ def _called(subject: str, function: Any, expected: str) -> Any:
     if needed:
         raise ArgumentError(
             f"{subject} needs the arguments {', '.join(needed)}: expected a function without arguments; "
-            "give them defaults, or wrap it in one that takes none"
+            "give them defaults, or wrap it in a function without arguments"
         )
     return _guarded(subject, function)
 

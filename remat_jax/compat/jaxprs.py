@@ -289,9 +289,9 @@ def _map_linear(
     return list(outputs), [0] * len(avals)
 
 
-# JAX batches a function before differentiating it. So JAX's own batching rule for the linear part of a `custom_vjp` raises an
-# error: there is no forward mode. `vmap` of a block batches a traced derivative, which contains such linear parts. With the
-# rule above, only evaluating the result raises this error.
+# JAX batches a function before differentiating it, so JAX's own batching rule for the linear part of a `custom_vjp` only raises
+# an error: forward mode is not supported. But `vmap` of a block batches a traced derivative, which contains linear parts. With
+# the rule above, only evaluating a linear part raises this error.
 _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
 
 

@@ -45,8 +45,8 @@ def given_name(eqn: Any) -> str | None:
 def names_in(policy: Any) -> frozenset[str]:
     """The names that a JAX policy such as `save_only_these_names(…)` was made with.
 
-    They are the strings in the sets, lists and tuples among its attributes and closure variables, also of callables among
-    these.
+    The names are the strings in sets, lists and tuples among the policy's attributes and closure variables, and among those of
+    callables found there.
 
     >>> sorted(names_in(jax.checkpoint_policies.save_only_these_names("scores", "hidden")))
     ['hidden', 'scores']

@@ -107,7 +107,7 @@ _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def _ignored_plugins() -> list[str]:
-    """A text for each CUDA plugin that jaxlib ignores, as it has another version; empty if a plugin has jaxlib's version."""
+    """A text for each CUDA plugin that jaxlib ignores because of its version; empty if a plugin has jaxlib's version."""
     texts = []
     jaxlib = importlib.metadata.version("jaxlib")
     for plugin in _PLUGINS:

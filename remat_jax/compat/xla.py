@@ -128,7 +128,7 @@ def without_source_lines() -> contextlib.AbstractContextManager[None]:
 
 
 CUDNN_REMEDY = (
-    "It needs cuDNN: pip install nvidia-cudnn-cu13 (no GPU is needed), or use another implementation of the operator, XLA's "
+    "The operator needs cuDNN: pip install nvidia-cudnn-cu13 (no GPU is needed), or use another implementation: XLA's "
     "(implementation='xla') or a Pallas kernel"
 )
 

@@ -196,9 +196,9 @@ def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     after = _dependents(eqns, [eqn.outvars[0] for eqn in heads])
     made = {atom for eqn in (*heads, *after) for atom in eqn.outvars}
     if not heads or outputs[0] not in made:
-        raise UnsupportedError("the loss has no head outside loops whose logits it reads")
+        raise UnsupportedError("the loss does not read the logits of a head outside loops")
     if any(atom.aval.size >= eqn.outvars[0].aval.size for atom in outputs for eqn in heads if atom in made):
-        raise UnsupportedError("the loss returns what has the size of its logits")
+        raise UnsupportedError("the loss returns an array as large as its logits")
     removed = {id(eqn) for eqn in (*heads, *after)}
     env = values_of_inputs(jaxpr, args)
     evaluate_equations([eqn for eqn in eqns if id(eqn) not in removed], env, lambda *_: None)

@@ -18,7 +18,7 @@ from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_st
 from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.report.tables import format_bytes, format_seconds
 
-# The time of both passes of the code after the last block, in multiples of its forward pass: its backward pass costs about two.
+# Both passes of the code after the last block take about this many times as long as its forward pass alone.
 _PASSES = 3
 
 
@@ -171,8 +171,8 @@ def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding
             "last_block_offloaded",
             path,
             "",
-            f"{nbytes} bytes of the last block go to the host and are needed back at once: {copying * 1000.0:.3g} ms on the "
-            f"link, but at most {computing * 1000.0:.3g} ms of compute between them and their use (nominal rates of "
+            f"{nbytes} bytes of the last block go to the host and are needed back at once: the copies take "
+            f"{copying * 1000.0:.3g} ms, but at most {computing * 1000.0:.3g} ms of compute can hide them (nominal rates of "
             f"{target.name})",
             f'Leave the last block out of the offload: put {{{path!r}: "full"}} before the other entries of the mapping',
         )

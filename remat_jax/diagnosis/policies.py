@@ -93,7 +93,7 @@ def named_for_offload(observed: Observed) -> Iterator[Finding]:
             yield region.finding(
                 "offload_without_effect",
                 f"{name!r} is offloaded, but the backward pass does not read it, because the other kept arrays suffice",
-                "Offload an array that is computed from it, or an array that it is computed from, or leave it out",
+                "Offload an array before or after it in the computation, or leave it out",
             )
 
 
@@ -106,7 +106,7 @@ def _named_output(region: Region, name: str) -> Finding:
     block, reader = ("a scan's body", "iteration") if region.looped else ("the block", "block")
     return region.finding(
         "named_output",
-        f"{name!r} is offloaded, but it is the output of {block}: the next {reader} reads it as its input, and that copy stays "
+        f"{name!r} is offloaded, but it is the output of {block}: the next {reader} reads it as its input, which stays "
         f"on the device (up to {input_bytes} bytes each time)",
         "Name the input of the block instead of its output (jax#23869): the selector @inputs, the policy offload_inputs, or "
         "checkpoint_name on the first line",
@@ -187,7 +187,7 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
                 f"{some(array.name for array in kept)} of {eqn.primitive.name} is kept ({sum(array.nbytes for array in kept)} "
                 f"bytes), yet {eqn.primitive.name} runs again in the backward pass, which needs another of its results "
                 f"({results})",
-                "Keep the other results that the backward pass reads too (of flash attention the log-sum-exp; remat-jax "
+                "Also keep the other results that the backward pass reads (for flash attention, the log-sum-exp; remat-jax "
                 "measure --residuals lists the names; a JAX policy needs names in the kernel's own derivative rule), or keep "
                 "none of the results",
                 eqn=eqn,

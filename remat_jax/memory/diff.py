@@ -124,7 +124,7 @@ class PolicyDiff:
                 "array."
             )
         if "off" in (self.before.policy, self.after.policy):
-            sentences.append("off keeps the same residuals as everything; they have names only in a checkpointed block.")
+            sentences.append("off keeps the same residuals as the policy everything; only checkpointed blocks give them names.")
         return " ".join(sentences) or None
 
     def _products(self) -> Any:

@@ -102,7 +102,7 @@ _reports: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref
 
 @dataclass(frozen=True)
 class _NothingOffloaded:
-    """In place of `policy`: this policy on a changed loss, whose `replan` saves the residuals that its policy offloads."""
+    """`policy` on a changed loss: the `replan` of this loss saves the residuals that the original `replan` offloads."""
 
     policy: Any
 
@@ -273,7 +273,7 @@ def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
     returned = baseline.device - sizes.device if baseline else None
     warnings = []
     if offered == 0:
-        stays = " except inputs of several blocks, which stay on the device" if kept and kept.shared else ""
+        stays = "; inputs that several blocks read stay on the device" if kept and kept.shared else ""
         warnings.append(f"the policy offloads nothing that the backward pass reads{stays}")
     if target.kind == "cpu":
         warnings.append("a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU target")
@@ -294,6 +294,6 @@ def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
             )
             warnings.append(
                 f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {evidence} silently wrong "
-                f"(openxla/xla#46231). The memory is right. Before running it use {compat.SCANNED_OFFLOAD_REMEDY}"
+                f"(openxla/xla#46231). The memory figures are right. To run the step, use {compat.SCANNED_OFFLOAD_REMEDY}"
             )
     return Receipt(offered, sizes.host_temp, returned, tuple(warnings), kept.shared if kept else ())

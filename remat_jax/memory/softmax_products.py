@@ -1,6 +1,6 @@
 """Finds the matmuls before a softmax in a traced step: they compute the logits of the output head, and attention scores.
 
-No model needs all logits or all scores at once. Such a matmul is recognised by an exponential of the same size, not by names.
+No model needs all logits or all scores at once. The matmuls are recognised by an exponential of the same size, not by names.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def _estimated(
 
 
 def _with_names(policy: Any) -> Any:
-    """The policy whose residuals are listed. For `off`, it is `everything`: it saves the same arrays, and names them."""
+    """The policy whose residuals are listed: for `off`, `everything`, which saves the same arrays and names them."""
     if isinstance(policy, Mapping):
         return {block: _with_names(of_block) for block, of_block in policy.items()}
     return "everything" if _is_off(policy) else policy

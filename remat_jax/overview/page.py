@@ -24,12 +24,12 @@ from remat_jax.report.tables import format_bytes, format_estimate
 _ON_HOST = "in host memory"
 _COLUMNS = (
     "Device (temp included) and host: memory of the compiled step. Kept: residuals, from the forward to the backward pass. "
-    "Step: the estimated time; over keeping all: how much longer it is than a step that keeps all residuals."
+    "Step: the estimated time; over keeping all: the excess over a step that keeps all residuals."
 )
 _AT_THE_PEAK = (
     "Device memory at the step's peak, by the module that made each array. Plain parts are arguments and the arrays that the "
-    "forward pass kept; hatched parts are the working set at that moment: recomputed and backward. Layers whose names differ "
-    "only in a number are shown as one."
+    "forward pass kept; hatched parts are the working set: recomputed arrays and arrays of the backward pass. Layers whose "
+    "names differ only in a number are shown as one."
 )
 _RESIDUALS = (
     "Residuals, by the module that made them; hatched parts are in host memory. Memory at the peak is known only for GPU "
@@ -37,8 +37,8 @@ _RESIDUALS = (
 )
 _FOOTER = (
     "Device memory is the memory of one training step as the target's own compiler lays it out: arguments + outputs − "
-    "aliased + temp; it never includes host memory. Kept memory is residuals, from the forward to the backward pass. Times "
-    "are estimates from counted operations and bytes at the target's rates, "
+    "aliased + temp; it never includes host memory. Kept memory holds the residuals from the forward to the backward pass. "
+    "Times are estimates from counted operations and bytes at the target's rates, "
 )
 _RUN = "not measurements. Each step was run once, for its measured peak of memory."
 _OFFLOAD_COLUMNS = (
@@ -243,7 +243,7 @@ def notes(gathered: Gathered) -> list[str]:
     remarks = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")]
     if gathered.target.devices > 1:
         remarks.append(
-            f"Device and host memory is per device, of {gathered.target.devices}; residuals, bytes offered to the host, "
+            f"Device and host memory is for one of {gathered.target.devices} devices; residuals, bytes offered to the host, "
             "recomputed FLOPs, and the sizes of arguments below are totals of all devices."
         )
     remarks += [f"Left out: {name}: {why}" for name, why in gathered.left_out.items()] + gathered.notes
@@ -275,7 +275,7 @@ def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
         if policy.name == THE_PLAN and now != then:
             remarks.append(
                 f"Compiled for this page, the plan's step needs {format_bytes(now[0])} on the device and "
-                f"{format_bytes(now[1])} on the host; compiled with the plan, it needed {format_bytes(then[0])} and "
+                f"{format_bytes(now[1])} on the host; when the plan was made, it needed {format_bytes(then[0])} and "
                 f"{format_bytes(then[1])}. The optimizer, JAX or XLA_FLAGS differ; plan again"
             )
     return remarks

@@ -13,7 +13,9 @@ from remat_jax.report.svg import GREY, INK, WIDTH, AxisScale, Key, Picture, lege
 _ROW, _THICKNESS, _NAME = 36.0, 26.0, 16.0
 _TOP, _BELOW = 40.0, 56.0
 _LEAST_WIDTH = 600.0
-"""In pixels. A narrower picture has its panels stacked, names above the bars; a wider one side by side, names at the left."""
+"""In pixels. Narrower pictures stack the panels, with the names above the bars. Wider pictures have the panels side by
+side, with the names at the left.
+"""
 
 
 @dataclass(frozen=True)

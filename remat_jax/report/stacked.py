@@ -135,7 +135,7 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
 
 
 def merged_layers(paths: Iterable[str]) -> list[str]:
-    """Each path with `*` for at most one number: the first that differs in some path with the same text before the number.
+    """Each path with at most one number as `*`: the first number that varies among the paths with the same text before it.
 
     >>> merged_layers(["Net/block_0/Dense_0", "Net/block_0/Dense_1", "Net/block_1/Dense_0", "Net/head_0"])
     ['Net/block_*/Dense_0', 'Net/block_*/Dense_1', 'Net/block_*/Dense_0', 'Net/head_0']

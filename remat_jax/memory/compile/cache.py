@@ -83,7 +83,9 @@ def write(key: str, target: Target, value: Any) -> None:
         for oldest in files[:-MOST_FILES]:
             oldest.unlink(missing_ok=True)
     except OSError as error:
-        warn(f"{VARIABLE}: the folder {str(folder)!r} cannot be written ({error.strerror}): nothing is cached. {_REMEDY}")
+        warn(
+            f"{VARIABLE}: the folder {str(folder)!r} cannot be written ({error.strerror}): nothing is cached on disk. {_REMEDY}"
+        )
 
 
 def forget() -> None:
@@ -98,7 +100,7 @@ def _folder(target: Target) -> Path | None:
     try:
         folder = Path(asked or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "remat_jax")).expanduser()
     except RuntimeError:  # a user without a home folder, as in a container
-        warn(f"{VARIABLE}={asked!r}: there is no such home folder: nothing is cached. {_REMEDY}" if asked else None)
+        warn(f"{VARIABLE}={asked!r}: there is no such home folder: nothing is cached on disk. {_REMEDY}" if asked else None)
         return None
     if others := _of_others(folder):
         warn(f"{VARIABLE}: other users may write to the folder {str(others)!r}, so {str(folder)!r} is not used. {_REMEDY}")

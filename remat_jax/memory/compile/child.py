@@ -2,9 +2,9 @@
 
 It runs as a script, by path, so that it imports JAX but not remat_jax. The CUDA plugin is loaded only here. If the compiler
 aborts, hangs or runs out of memory, only this process is affected. It prints one JSON object per program and flushes at once.
-After compiling it waits for more requests, because starting a process takes longer than compiling a small program. A process
-that runs a program runs only one, compiles it before any array is on the device, and creates the arguments on the host. So the
-allocator's peak is that of the step alone.
+After compiling it waits for more requests, because starting a process takes longer than compiling a small program. A process on
+the attached device runs only one program, compiles it before any array is on the device, and creates the arguments on the host.
+So the allocator's peak is that of the step alone.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PinnedHost(jax.sharding.SingleDeviceSharding):
 
 
 class PinnedHostOfMesh(jax.sharding.NamedSharding):
-    """A sharding in the host memory of a mesh's devices. It equals no sharding in device memory, so JAX caches both."""
+    """A sharding in the host memory of a mesh's devices. JAX's caches distinguish it from shardings in device memory."""
 
     @property
     def memory_kind(self) -> str:

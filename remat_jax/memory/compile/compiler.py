@@ -263,7 +263,7 @@ def _answers(
 def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
     """The child's sizes, with buffers and time from the files that XLA and the child wrote.
 
-    Buffers and time are unknown if their files cannot be read; the time also if the target lacks a rate that it needs.
+    Buffers and time are unknown if their files cannot be read. The time is also unknown if the target lacks a needed rate.
     """
     dump = folder / "dump"
     module = played = _module(_last(dump, "gpu_after_optimizations.txt"))

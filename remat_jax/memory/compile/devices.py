@@ -87,8 +87,8 @@ def device_kind() -> str:
         kind, reason = "", str(error)
     if not kind:
         raise TargetError(
-            f"target='attached': JAX finds no GPU on this machine ({reason[:500]}). Name a target instead, such as 'h200'; or "
-            "install what JAX needs for a GPU that is there: pip install 'remat-jax[cuda13]'"
+            f"target='attached': JAX finds no GPU on this machine ({reason[:500]}). Name a target instead, such as 'h200'. "
+            "If the machine has a GPU, install JAX's support for GPUs: pip install 'remat-jax[cuda13]'"
         )
     return str(kind)
 

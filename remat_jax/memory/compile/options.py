@@ -96,7 +96,7 @@ def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[st
 
 
 def never_run_options(kind: str) -> dict[str, Any]:
-    """The options for a program that is compiled only for its sizes; `kind` is that of the target."""
+    """The options for a program that is compiled only for its sizes; `kind` is the target's kind."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return options | ({"xla_gpu_disable_gpuasm_optimizations": True} if kind == "gpu" else {})
 
@@ -135,8 +135,8 @@ class Kernels:
 
 def kernel_options(file: Path) -> dict[str, Any]:
     """The options with which XLA reads kernels from `file` and adds new kernels to it, without the options in `_refused`."""
-    # The kernel cache can link only kernels that were compiled into separate objects again. A compiler that has the option
-    # xla_gpu_enable_llvm_module_compilation_parallelism makes separate objects only with it; newer compilers always do.
+    # The kernel cache can reuse only kernels that were compiled into separate objects. A compiler that has the option
+    # xla_gpu_enable_llvm_module_compilation_parallelism makes separate objects only if it is set; newer compilers always do.
     return {name: value for name, value in zip(_KERNEL_OPTIONS, (str(file), True), strict=True) if name not in _refused}
 
 

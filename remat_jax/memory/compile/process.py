@@ -276,7 +276,7 @@ _idle = _Idle()
 
 
 def end_idle() -> None:
-    """End the waiting compile processes. Only then do their CPU time and memory count in `resource.RUSAGE_CHILDREN`."""
+    """End the waiting compile processes. `resource.RUSAGE_CHILDREN` counts their CPU time and memory only after they end."""
     _idle.end()
 
 
@@ -309,13 +309,16 @@ def _remedy(output: str, status: int) -> str:
     """The remedy at the end of a message, if the reason is known."""
     if any(word in output for word in _FULL.values()):
         return (
-            f". The temporary folder {tempfile.gettempdir()!r} is full, or its files may not be this large (ulimit -f): name "
+            f". The temporary folder {tempfile.gettempdir()!r} is full, or a file exceeds the size limit (ulimit -f): name "
             "another folder in TMPDIR"
         )
     if any(word in output for word in _OUT_OF_MEMORY):
-        return ". It ran out of memory: give it more (ulimit -v, the container's limit), or compile fewer policies at once"
+        return (
+            ". The process ran out of memory: give it more (ulimit -v, the container's limit), or compile fewer policies at "
+            "once"
+        )
     if status == -signal.SIGKILL:
-        return ". It ran out of memory, or another process killed it: check how much memory is free"
+        return ". The process ran out of memory, or another process killed it: check how much memory is free"
     if status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
         return ". Either the compiler reached a memory limit (ulimit -v), or it has a bug"
     return ""
