@@ -1,7 +1,11 @@
 """π0 and π0.5 at their published sizes as workloads: what does one training step need?
 
+    export XLA_FLAGS=--xla_gpu_enable_triton_gemm=false
     remat-jax measure examples/pi0_true.py:job --target h200 --policy off --policy full
     remat-jax measure examples/pi0_true.py:adaptive_job --target h200 --policy full
+
+The flag: XLA ends the compilation where it writes some products of these models in Triton, that of JAX 0.10.2 with
+"Couldn't find output tile sizes", that of 0.12.0.1 with "No supported config found".
 
 Nothing is allocated: parameters and batch are shapes, the layers of both transformers are scanned.
 """

@@ -25,7 +25,7 @@ def row(case: str, hosts: int, policy: str, gpu: str, budget: int) -> Row:
     """Measure `policy`: a policy, `PLAN`, or `STATE` (`full` and the optimizer's state on hosts). A failure is a row too."""
     begin, work = time.perf_counter(), CASES[case].make(hosts)
     target = on_gpus(gpu, hosts)
-    with compiling() as flags:
+    with compiling("") as flags:
         fields: Row = {
             "case": case,
             "workload": work.name,

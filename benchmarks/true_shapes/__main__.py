@@ -90,7 +90,7 @@ def run(name: str, card: Card, options: argparse.Namespace, record: Record) -> N
     for policy in options.policies:
         if record.has(work.name, policy, card):
             continue
-        with compiling() as flags:
+        with compiling(case.flags) as flags:
             measured = row(work, policy, card)
         record.add(measured | {"trained": case.trained, "flags": flags})
         summary = (

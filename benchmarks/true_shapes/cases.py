@@ -11,6 +11,7 @@ import remat_jax as rj
 from examples import pi0_true, qwen_image, wan
 from remat_jax import compat
 
+NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
 NO_SLICE_ANNOTATOR = "--xla_disable_hlo_passes=dynamic-slice-annotator"
 """Without this pass JAX 0.10.2 and 0.11.0 compile offload in a scan correctly (openxla/xla#46231), so a plan may offload."""
 
@@ -22,14 +23,16 @@ class Case:
     Attributes:
       make: returns the workload.
       trained: which parameters have gradients and optimizer state, `all` or `adapters`.
+      flags: flags for XLA with which the step is compiled.
     """
 
     make: Callable[[], rj.Workload]
     trained: str
+    flags: str = ""
 
 
 CASES = {
-    "pi0": Case(pi0_true.job, "all"),
+    "pi0": Case(pi0_true.job, "all", NO_TRITON),
     "qwen_image": Case(qwen_image.lora_job, "adapters"),
     "wan_480p": Case(wan.lora_job, "adapters"),
     "wan_720p": Case(wan.lora_job_720p, "adapters"),
@@ -38,7 +41,7 @@ CASES = {
 
 
 @contextmanager
-def compiling(flags: str = "") -> Iterator[str]:
+def compiling(flags: str) -> Iterator[str]:
     """A context in which compilers get `flags`, and `NO_SLICE_ANNOTATOR` if scanned offload needs it; yields all flags."""
     before = os.environ.get("XLA_FLAGS")
     wanted = [before or "", flags, NO_SLICE_ANNOTATOR if compat.miscompiles_scanned_offload() else ""]
