@@ -4,8 +4,8 @@
     remat-jax plan    examples/llama_70b.py:job --target 8x8xh200 --budget 100GiB
     remat-jax measure examples/llama_70b.py:job --target 4x8xh200 --mesh data=4,fsdp=8
 
-`job` divides parameters, optimizer state and batch over all 64 (FSDP); `tensor_job` divides the batch over the hosts, and the
-heads and the hidden layer of the feed-forward over the GPUs of each (tensor parallelism). Nothing is allocated.
+`job` partitions parameters, optimizer state and batch over all 64 GPUs (FSDP). `tensor_job` partitions the batch over the
+hosts, and the heads and the feed-forward's hidden layer over the GPUs of a host (tensor parallelism). Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVERYWHERE = ("data", "fsdp")
 
 
 def job() -> Workload:
-    """Return the workload: 64 sequences of 4096 tokens, Adam, bfloat16, all of it divided by 64.
+    """Return the workload: 64 sequences of 4096 tokens, Adam, bfloat16, all partitioned over 64 GPUs.
 
     >>> sum(leaf.size for leaf in jax.tree.leaves(job().params)) // 10**9
     70
@@ -38,7 +38,7 @@ def job() -> Workload:
 
 
 def tensor_job() -> Workload:
-    """Return the same over a mesh of 8 × 8, the layers' matrices split by their heads and hidden features.
+    """Return the same on a mesh of 8 × 8, with the layers' matrices partitioned by heads and hidden features.
 
     >>> tensor_job().mesh.axis_names
     ('fsdp', 'tensor')
@@ -79,8 +79,9 @@ def decoder_job(
 def dividing(devices: int) -> Callable[[str, Any], P]:
     """Partition every parameter over so many devices: a matrix along its contracted dimension, others along their last.
 
-    If that does not divide, the last dimension is used. A matrix that is partitioned along its output dimension is gathered in
-    another order than its memory order: XLA would copy the whole stack into that order, and keep both until the step ends.
+    If `devices` does not divide this dimension, the last dimension that it divides is partitioned. If a matrix were partitioned
+    along its output dimension, it would be gathered in another order than its memory order: XLA would copy the whole stack into
+    that order, and keep both until the step ends.
 
     >>> head = jax.ShapeDtypeStruct((8192, 128256), jnp.bfloat16)
     >>> [tuple(dividing(devices)(name, head)) for devices, name in [(64, "lm_head/kernel"), (64, "embed"), (512, "embed")]]

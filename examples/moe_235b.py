@@ -2,8 +2,9 @@
 
     remat-jax measure examples/moe_235b.py:job --target 8x8xh200 --policy full
 
-The shapes are those of Qwen3-235B-A22B. The experts are divided over the GPUs of a host, so that tokens travel within it; what
-is left of each matrix, the optimizer's state and the batch are divided over the hosts too. Nothing is allocated.
+The shapes are those of Qwen3-235B-A22B. The experts are partitioned over the GPUs of a host, so that tokens stay within the
+host, and their matrices also over the hosts. Other parameters and the batch are partitioned over all GPUs, and the optimizer's
+state like the parameters. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def job() -> Workload:
 
 
 def job_on(hosts: int, config: moe.MoeConfig | None = None, length: int = LENGTH, dtype: Any = jnp.bfloat16) -> Workload:
-    """Return the same on a number of hosts, one sequence per GPU."""
+    """Return the same workload on a number of hosts, with one sequence per GPU."""
     config = moe.MoeConfig.qwen3_235b() if config is None else config
     model = moe.Moe(config, True, dtype, P(EVERYWHERE), P("data", "fsdp"))
     tokens = jax.ShapeDtypeStruct((hosts * GPUS, length), jnp.int32)

@@ -108,7 +108,7 @@ class Observation(NamedTuple):
 def check_shapes(
     config: Pi0Config, observation: Observation, actions: Any, time: Any, *, image_shape: tuple[int, int, int]
 ) -> None:
-    """Check that the arguments have the configuration's shapes, and an image `image_shape`.
+    """Check that the arguments have the configuration's shapes, and that images have `image_shape`.
 
     Raises:
         ValueError: naming every argument with a wrong shape.

@@ -4,8 +4,8 @@
     remat-jax measure examples/pi0_true.py:job --target h200 --policy off --policy full
     remat-jax measure examples/pi0_true.py:adaptive_job --target h200 --policy full
 
-The flag: XLA ends the compilation where it writes some products of these models in Triton, that of JAX 0.10.2 with
-"Couldn't find output tile sizes", that of 0.12.0.1 with "No supported config found".
+Without this flag, XLA fails to compile some products of these models with Triton: in JAX 0.10.2 with "Couldn't find output tile
+sizes", in JAX 0.12.0.1 with "No supported config found".
 
 Nothing is allocated: parameters and batch are shapes, the layers of both transformers are scanned.
 """

@@ -1,4 +1,4 @@
-"""Pictures of what the modes cost: memory and step time as bars, and one against the other."""
+"""Pictures of what the modes cost: memory and step time as bars, and memory against step time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def memory_picture(rows: Iterable[Any]) -> Picture:
     rows = plain_rows(rows)
     keys = [Key("on the device", BLUE), Key("on the host", SKY, hatched=True)]
     frameworks = group(rows, "framework")
-    # A kind that no row of a framework has is left out; a kind that only one row lacks is drawn as missing.
+    # A kind that no row of a framework has is left out; a kind that only some rows lack is drawn as missing.
     kinds = {
         name: [kind for kind in PEAK_KINDS if any(peak(row, kind) is not None for row in its_rows)]
         for name, its_rows in frameworks.items()

@@ -1,10 +1,10 @@
-"""`python examples/qwen_image.py`: Qwen-Image's transformer, a small one, trained in PyTorch and in JAX in every mode.
+"""`python examples/qwen_image.py`: a small Qwen-Image transformer trained in PyTorch and in JAX in every mode.
 
 Prints losses and kept bytes. The published model at its true size, as shapes only, is `job`:
 
     remat-jax measure examples/qwen_image.py:job --target h200 --policy full --policy offload_inputs
 
-On one card it is trained by adapters with the model frozen: `lora_job`, and `edit_lora_job` for Qwen-Image-Edit.
+On one GPU only adapters are trained, and the model is frozen: `lora_job`, and `edit_lora_job` for Qwen-Image-Edit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
 def job() -> Any:
     """Return the published model's training step as a workload: one image of 1328², 512 tokens of text, in bfloat16.
 
-    The VAE makes 16 numbers of 8 x 8 pixels, and 2 x 2 of them are one token: 83 x 83 tokens. Plain gradient descent: the
-    state of Adam alone would be 82 GB, and an H200 has 68 left beside parameters and gradients.
+    The VAE turns 8 x 8 pixels into 16 numbers, and 2 x 2 such squares are one token: 83 x 83 tokens. The optimizer is plain
+    gradient descent: Adam's state alone would be 82 GB, but beside parameters and gradients an H200 has only 68 GB left.
 
     >>> sum(leaf.size for leaf in __import__("jax").tree.leaves(job().params)) // 10**6
     20430
@@ -50,7 +50,7 @@ def job() -> Any:
 def lora_job() -> Any:
     """Return the step that trains only adapters, with AdamW: the model is frozen, image and text are as above.
 
-    Where the adapters are, their rank of 32 and the learning rate are those of DiffSynth-Studio's script.
+    The adapted layers, the rank of 32 and the learning rate are those of DiffSynth-Studio's script.
 
     >>> round(sum(leaf.size for leaf in lora_job().step("off").arguments[0].values()) / 1e6)
     236
@@ -59,7 +59,7 @@ def lora_job() -> Any:
 
 
 def edit_lora_job() -> Any:
-    """Return the same for an image that is made from another of 1024²: its tokens follow those of the noisy image.
+    """Return the same for an image made from an image of 1024², whose tokens follow those of the noisy image.
 
     >>> edit_lora_job().batch[0].shape
     (1, 10985, 64)

@@ -107,7 +107,7 @@ def train_jax(policy: str, data: list[tuple[np.ndarray, np.ndarray]]) -> dict[st
 
 
 def run_all(steps: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Train every form; one dictionary each."""
+    """Train every form; returns one dictionary for each form."""
     data, rows = batches(steps), []
     forms = [("torch", name, run) for name, run in TORCH_FORMS.items()]
     forms += [("jax", name, policy) for name, policy in JAX_FORMS.items()]
@@ -116,7 +116,7 @@ def run_all(steps: int, progress: Callable[[str], None]) -> list[dict[str, Any]]
         row: dict[str, Any] = {"framework": framework, "form": name, "error": None}
         try:
             with warnings.catch_warnings():
-                # The reentrant form's warning is an error one line later, and the table reports it.
+                # After its warning the reentrant form raises an error, which the table reports.
                 warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
                 row |= train_torch(how, data) if framework == "torch" else train_jax(how, data)
         except RuntimeError as error:

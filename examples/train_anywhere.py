@@ -8,11 +8,11 @@ take part, and the losses are the same on each mesh and under each policy:
     python examples/train_anywhere.py --checkpoint run --policy offload_inputs        blocks' inputs in host memory
     JAX_NUM_CPU_DEVICES=8 python examples/train_anywhere.py --layers 2 --width 64 --batch 8 --length 64   eight pieces of a CPU
 
-On several hosts, the same on each but for its number; under Slurm or Open MPI `--distributed` alone will do:
+On several hosts, run the same command on each with its own `--process-id`; Slurm and Open MPI need only `--distributed`:
 
     python examples/train_anywhere.py --checkpoint /shared/run --coordinator host0:1234 --num-processes 2 --process-id 0
 
-Kill it whenever you like: the same command again goes on from the newest checkpoint, with other devices, processes or mesh too.
+You can kill it at any time: the same command continues from the newest checkpoint, also on other devices, processes or meshes.
 
 `job` is the same training step as a workload, for the arguments in the environment's TRAIN_ANYWHERE:
 

@@ -1,10 +1,10 @@
-"""`python examples/wan.py`: Wan's video transformer, a small one, trained in PyTorch and in JAX in every mode.
+"""`python examples/wan.py`: a small Wan video transformer trained in PyTorch and in JAX in every mode.
 
 Prints losses and kept bytes. The published model of 14 billion parameters, as shapes only, is `job` at 480p and `job_720p`:
 
     remat-jax measure examples/wan.py:job --target h200 --policy full --policy offload_inputs
 
-On one card it is trained by adapters with the model frozen: `lora_job` and `lora_job_720p`.
+On one GPU only adapters are trained, and the model is frozen: `lora_job` and `lora_job_720p`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
 def job() -> Any:
     """Return the training step of the 14B model as a workload: one video of 81 frames, 832 x 480, in bfloat16.
 
-    The VAE makes 16 numbers of 4 frames of 8 x 8 pixels, and 2 x 2 of them are one token: 21 x 30 x 52 = 32760 tokens.
-    Plain gradient descent: parameters and gradients alone are 57 GB.
+    The VAE turns 8 x 8 pixels of 4 frames into 16 numbers, and 2 x 2 such squares are one token: 21 x 30 x 52 = 32760 tokens.
+    The optimizer is plain gradient descent: parameters and gradients alone are 57 GB.
 
     >>> sum(leaf.size for leaf in __import__("jax").tree.leaves(job().params)) // 10**6
     14288
@@ -59,7 +59,7 @@ def job_720p() -> Any:
 def lora_job() -> Any:
     """Return the step that trains only adapters, with AdamW: the model is frozen, the video has 832 x 480 pixels.
 
-    Where the adapters are, their rank of 32 and the learning rate are those of DiffSynth-Studio's script.
+    The adapted layers, the rank of 32 and the learning rate are those of DiffSynth-Studio's script.
 
     >>> sum(leaf.size for path, leaf in lora_job().step("off").arguments[0].items()) // 10**6
     153

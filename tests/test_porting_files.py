@@ -107,7 +107,7 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path: Path) -> None:
 
 
 X = np.zeros(2, np.float32)
-KEY = "these cannot be written: a \\(.*; give arrays of numbers, of a key jax.random.key_data"
+KEY = "these cannot be written: a \\(.*; give arrays of numbers; for a random key, give jax.random.key_data"
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])

@@ -145,7 +145,7 @@ class AppliedPolicies:
     def __exit__(self, failed: object, *_: object) -> None:
         self.remove()
         if failed is None:
-            # Skip policies whose effect a forward pass has proven: since then, a recomputation may have run part of the model.
+            # Skip policies that a forward pass has proven effective: a later recomputation may have run only part of the model.
             self._check([record for record in self._records if not record.is_proven])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedPolicies:
@@ -250,7 +250,7 @@ class _Forward:
         return made
 
     def _noting_starts(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` with each start noted, except the first: hooks count it, because it goes through the module's `__call__`."""
+        """`run`, with each start noted except the first, which hooks count as a call of the module."""
         starts = itertools.count()
 
         def noted(*args: Any, **kwargs: Any) -> Any:

@@ -134,7 +134,7 @@ class Receipt:
             offered = sum(c.bytes_offered for c in idle)
             remedy = "the faithful form moves positional tensors only; torch_ref.gradient_checkpoint_forward moves all"
             sentences.append(
-                f"{len(idle)} offloaded call(s) moved 0 bytes of the {offered} offered to the host"
+                f"{len(idle)} offloaded call(s) moved 0 of the {offered} offered bytes to the host"
                 f" ({', '.join(sorted({c.block for c in idle}))}): {remedy}."
             )
         if self.bytes_on_host and not self.bytes_released:

@@ -98,7 +98,7 @@ class Case(ABC):
         return {name: weights.as_numpy(tensor).astype(dtype) for name, tensor in self.state.items()}
 
     def _begins_layer(self, eqn: Any) -> bool:
-        # Queries, keys and values in one product: nothing else in the model, in either pass, is (batch, length, 3·d_model).
+        # Queries, keys and values are one product. In neither pass has another product the shape (batch, length, 3·d_model).
         size = self.setting
         shape = (size.batch, size.length, 3 * size.d_model)
         return eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.shape == shape
@@ -236,7 +236,7 @@ class ToyModel(_Regression):
 
     @property
     def learning_rate(self) -> float:
-        # Only the weight is trained, and training cannot diverge: larger steps show an effect.
+        # Only the weight is trained, and training cannot diverge, so the steps can be large enough to show an effect.
         return 100 * self.setting.learning_rate
 
     def inner(self) -> torch.nn.Module:

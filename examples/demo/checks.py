@@ -58,12 +58,12 @@ def gradients_in_float32(evidence: Sequence[Evidence]) -> Check:
         plain = reference_of(evidence, one.model)
         rows = judge(plain.gradients64, one.gradients32, plain.gradients32, "float32")
         ratios[one.label] = max(math.inf if row.problem else row.ratio for row in rows)
-    name = "gradients in float32: largest error, in errors of PyTorch"
+    name = "gradients in float32: largest error, as a multiple of PyTorch's"
     return _at_most(name, ratios, TOLERANCES["error_ratio"].value)
 
 
 def losses_agree(evidence: Sequence[Evidence]) -> Check:
-    """The losses of training follow PyTorch's plain ones."""
+    """The training losses agree with those of plain PyTorch."""
     differences = {}
     for one in evidence:
         plain = np.array(reference_of(evidence, one.model).losses[:LOSS_STEPS])
@@ -151,7 +151,7 @@ def _telling(one: Evidence) -> list[str]:
 
 
 def _at_most(name: str, figures: dict[str, float], bound: float) -> Check:
-    """The worst of `figures` against `bound`; NaN is worst, and so is an empty list."""
+    """The worst of `figures` against `bound`; NaN is the worst figure, and without figures the check fails."""
     if not figures:
         return Check(name, math.inf, bound, False, "nothing to check")
     where = max(figures, key=lambda label: math.inf if math.isnan(figures[label]) else figures[label])

@@ -1,4 +1,4 @@
-"""Compiles every JAX step for the target, in separate processes beside everything else."""
+"""Compiles every JAX step for the target, in separate processes in the background."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Compiling:
 
 
 def _by_size(cases: list[Case]) -> list[tuple[Case, Form, tuple[Asked, ...]]]:
-    """The rows that one process compiles, the longest first, so that both processes end at about the same time."""
+    """The rows that are compiled together, the longest group first, so that both processes end at about the same time."""
     batches = [
         (case, form, part)
         for case in cases

@@ -1,4 +1,4 @@
-"""The whole demo: train, compile for the GPU meanwhile, time when it is quiet, judge."""
+"""The whole demo: train while the steps are compiled for the GPU, time the steps afterwards, judge."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def collect(setting: Setting, tell: Tell | None = None) -> tuple[list[Evidence],
     with torch_rows.one_thread(), Compiling(cases, setting.target, setting.timeout, progress.done) as compiling:
         rows = sum(len(MODES) + sum(len(form.asked) for form in setting.forms(case.name)) for case in cases)
         progress.expect(len(compiling.jobs) + rows)
-        # PyTorch first: meanwhile the other threads trace, which JAX does better undisturbed.
+        # PyTorch first: the compiling threads begin by tracing, which other work in JAX would slow down.
         trained = [*_torch_rows(cases, progress), *_jax_rows(cases, progress)]
         progress.say("waiting for XLA's GPU compiler")
         reports = compiling.reports()

@@ -17,11 +17,11 @@ class Evidence:
 
     Attributes:
       losses: the loss of every step of the float32 training, before its update.
-      gradients64, gradients32: of the first batch at the initial weights, under PyTorch's names and in its shapes.
-      block_executions: how many times a block ran in one step.
-      expected_executions: how many times it should.
-      offloads: whether the mode or policy has to put anything on the host.
-      host_bytes: what the step that was compiled for the target keeps in host memory; None where none was compiled.
+      gradients64, gradients32: the gradients of the first batch at the initial weights, with PyTorch's names and shapes.
+      block_executions: how many times blocks ran in one step.
+      expected_executions: how many times blocks should run in one step.
+      offloads: whether the mode or policy must put bytes on the host.
+      host_bytes: the host memory of the step compiled for the target; None if it was not compiled.
     """
 
     framework: str
@@ -51,10 +51,10 @@ class Row:
     Attributes:
       loss: after the last step of training.
       grad_error: the largest relative error of a parameter's gradient in float64, against PyTorch's plain gradient.
-      block_executions: how many times a block ran in one step, forward pass and recomputation together.
-      residual_device_bytes, residual_host_bytes: what is kept between the passes.
-      peak_bytes: of a step, by how it was found: `torch` tracked on fake tensors, `cpu` and `h200` compiled.
-      relative_time: of a step, to that of the same framework and model without checkpointing.
+      block_executions: how many times blocks ran in one step, forward pass and recomputation together.
+      residual_device_bytes, residual_host_bytes: the bytes that are kept between the passes.
+      peak_bytes: the peak memory of a step, by source: `torch` tracked on fake tensors, `cpu` and `h200` compiled.
+      relative_time: the time of a step, relative to the same framework and model without checkpointing.
     """
 
     framework: str
@@ -75,9 +75,9 @@ class Check:
 
     Attributes:
       name: what is checked.
-      figure: what was found; the worst, where there are several.
-      bound: what it may be at most.
-      holds: whether it is.
+      figure: the measured figure; the worst if there are several.
+      bound: the largest figure that is allowed.
+      holds: whether the check passes.
       detail: where the figure comes from.
     """
 

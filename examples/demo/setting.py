@@ -12,16 +12,16 @@ class Setting:
     """Sizes, steps and seeds of the demo, and its rows; the defaults take two minutes on two cores.
 
     Attributes:
-      d_model, nhead, num_layers: of the decoder and the stack.
+      d_model, nhead, num_layers: the sizes of the decoder and the stack.
       length, batch: a batch is `batch` windows of `length` bytes.
       steps: steps of training in every mode. The losses of the first 20 at most are compared.
-      rounds: steps that are timed in every mode, one after the other in turn.
-      learning_rate, seed: of Adam, and of weights and data. Adam turns rounding into steps of the learning rate wherever a
-        gradient is next to nothing, so that a high rate drives two correct trainings apart.
+      rounds: timed steps in every mode; the modes take turns.
+      learning_rate, seed: of Adam, and of weights and data. Where a gradient is almost 0, Adam turns its rounding error into a
+        step as large as the learning rate, so a high rate makes two correct trainings diverge.
       models: which of `ByteDecoder`, `DecoderStack` and `ToyModel` take part.
-      frameworks: which of `JAX Linen`, `JAX NNX` and `JAX Linen, unrolled` stand beside PyTorch.
-      target: the GPU that the JAX steps are compiled for; None leaves that out.
-      timeout: seconds that compiling for it may take.
+      frameworks: which of `JAX Linen`, `JAX NNX` and `JAX Linen, unrolled` are compared with PyTorch.
+      target: the GPU that the JAX steps are compiled for; None compiles for no GPU.
+      timeout: seconds that compiling for the target may take.
 
     Raises:
       ValueError: a size that is no positive number, or a model that is unknown.
@@ -63,10 +63,10 @@ class Asked:
     """A JAX row.
 
     Attributes:
-      mode: what the table calls it.
-      policy: what `checkpoint_blocks` is given.
+      mode: the row's name in the table.
+      policy: the policy of the blocks.
       block_runs: how often each block has to run in one step, counted by its first operation.
-      offloads: whether it has to put anything on the host.
+      offloads: whether the row must have bytes on the host.
     """
 
     mode: str
@@ -80,7 +80,7 @@ class Form:
     """A form of the Flax model, and its rows.
 
     Attributes:
-      framework: what the table calls it.
+      framework: the form's name in the table.
       api: `linen` or `nnx`.
       scan: whether the layers run in one `scan` or are unrolled.
     """

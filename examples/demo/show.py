@@ -29,7 +29,7 @@ COLUMNS = (
 LEGEND = (
     "Gradient error: the largest of any parameter, in float64, against PyTorch off. Block runs: how often a block's first "
     "operation runs in a step, all layers together. Kept: residuals, from the forward to the backward pass. Peak, of a step "
-    "with Adam: PyTorch tracked on fake tensors; JAX compiled for this CPU (scanned layers only; it has one memory, so that "
+    "with Adam: PyTorch tracked on fake tensors; JAX compiled for this CPU (scanned layers only; a CPU has one memory, so "
     "offload saves nothing there) and for an H200. Step time: relative to off, on this CPU."
 )
 
@@ -49,8 +49,8 @@ def reading(outcome: Outcome) -> list[str]:
     sentences += [_policy(rows["JAX Linen", "off"], row) for row in rows.values() if row.mode not in MODES]
     sentences.append(_agreement(outcome))
     sentences.append(
-        "Step times are of this machine's CPU, whose one memory is device and host alike: they show what recomputing costs and "
-        "what keeping less saves, and nothing of what a copy between a GPU and its host costs."
+        "Step times are of this machine's CPU, whose only memory serves as device and host: they show the cost of recomputing "
+        "and the gain of keeping less, but not the cost of a copy between a GPU and its host."
     )
     return [sentence for sentence in sentences if sentence]
 
@@ -147,7 +147,7 @@ def _policy(off: Row, row: Row) -> str:
     if plain is not None and peak is not None:
         sentence += f"; the step on an H200 needs {format_bytes(peak)} instead of {format_bytes(plain)}"
     again = "is not computed again" if row.block_executions == off.block_executions else "is computed again"
-    return f"{sentence}; what a block begins with {again}; a step takes {format_ratio(row.relative_time)} the time."
+    return f"{sentence}; a block's first operation {again}; a step takes {format_ratio(row.relative_time)} the time."
 
 
 def _agreement(outcome: Outcome) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol
 from .cases import Batch
 
 # On the CPU XLA removes the barriers of `jax.checkpoint` and merges the recomputation with the forward pass: an unrolled form
-# would take no longer than the plain form, and save nothing. Without this pass it runs as written.
+# would take no longer than the plain form, and save nothing. Without the compiler pass below, the step runs as written.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 MOST_ROUNDS = 100
 ENOUGH_SECONDS = 1.0
@@ -24,8 +24,8 @@ class Trainer(Protocol):
 def relative_times(trainers: Mapping[str, Trainer], batches: Sequence[Batch], rounds: int) -> dict[str, float]:
     """The median step time of each mode, relative to that of `off`.
 
-    Every round makes one step in every mode; the first round is not counted. Short steps, which scatter more, get more
-    than `rounds`.
+    Every round makes one step in every mode; the first round is not counted. Short steps vary more, so they get
+    more than `rounds` rounds.
     """
     seconds: dict[str, list[float]] = {mode: [] for mode in trainers}
     for number in range(MOST_ROUNDS + 1):

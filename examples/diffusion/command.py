@@ -19,7 +19,7 @@ def main(model: str, arguments: list[str] | None = None) -> int:
     """Train `model` and print the table, or one JSON object; exit status 0, 1 if losses differ, 2 for bad usage."""
     parser = argparse.ArgumentParser(
         prog=f"{model}.py",
-        description="A short training on parts of two photographs, in PyTorch and in JAX, in every mode: the same losses.",
+        description="Train on parts of two photographs, in PyTorch and in JAX, in every mode, and compare the losses.",
     )
     parser.add_argument("--steps", type=int, default=30, help="steps of training (default 30)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -34,7 +34,7 @@ def main(model: str, arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps({"model": pair.name, "steps": options.steps, "rows": rows}))
     else:
-        title = f"{pair.name}, a small one, {options.steps} steps on photographs"
+        title = f"A small {pair.name}, {options.steps} steps on photographs"
         formats = {"device": format_bytes, "host": format_bytes}
         print(render(table(title, COLUMNS, [_written(row) for row in rows], formats=formats)))
     return 0 if all(row["difference"] <= TOLERANCES["loss"].value for row in rows) else 1

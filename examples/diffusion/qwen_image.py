@@ -37,10 +37,10 @@ def torch_model_fn(
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
 ) -> torch.Tensor:
-    """Run `QwenImageTransformer2DModel` block by block; like DiffSynth-Studio's, it passes everything by keyword.
+    """Run `QwenImageTransformer2DModel` block by block, with all arguments by keyword, as DiffSynth-Studio does.
 
     Raises:
-        ValueError: when a shape is not what the model, the other arguments or the grids say.
+        ValueError: when a shape does not fit the model, the other arguments or the grids.
     """
     check_shapes(model.config.in_channels, model.config.joint_attention_dim, latents, text, time, grids, mask)
     image = model.img_in(latents)
@@ -72,7 +72,7 @@ def flax_model_fn(
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
 ) -> jax.Array:
-    """The same of the bound port, line by line: `nn.apply(flax_model_fn, model)(variables, …)`."""
+    """The same for the bound port, line by line: `nn.apply(flax_model_fn, model)(variables, …)`."""
     image, text, conditioning, (rotation, bias) = model.embed(latents, text, time, tuple(grids), mask)
     for block in model.layers:
         image, text = rj.gradient_checkpoint_forward(

@@ -27,7 +27,7 @@ class Pair:
     """A PyTorch model and its Flax port, each run by a `model_fn` that puts a checkpoint around every block.
 
     Attributes:
-        name: of the model.
+        name: the model's name.
         make_torch: gives a fresh PyTorch model.
         torch_loss: `(model, checkpoint_forward, flags) → loss(*batch)`.
         flax_loss: `(flags) → loss(variables, *batch)`.
@@ -49,8 +49,8 @@ def train_torch(pair: Pair, mode: str, checkpoint_forward: Callable[..., Any], b
     """Train in PyTorch; returns the losses, and what a step keeps between its passes."""
     model = pair.make_torch()
     loss_of = pair.torch_loss(model, checkpoint_forward, torch_ref.mode_flags(mode))
-    # Parameters that the loss does not reach, such as the text stream after the last attention, have no gradient here and
-    # zeros in JAX: no decay.
+    # Parameters that the loss does not reach, such as the text stream after the last attention, have no gradient here, and
+    # a gradient of 0 in JAX. Both optimizers leave them unchanged because there is no weight decay.
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     data = [tuple(map(torch.from_numpy, batch)) for batch in batches]
     saved = torch_ref.saved_for_backward(loss_of, *data[0])
@@ -69,7 +69,7 @@ def train_torch(pair: Pair, mode: str, checkpoint_forward: Callable[..., Any], b
 
 
 def train_jax(pair: Pair, mode: str, batches: Sequence[Batch]) -> dict[str, Any]:
-    """Train the port; the same fields."""
+    """Train the port; returns the same fields."""
     loss_of = pair.flax_loss(torch_ref.mode_flags(mode))
     variables = porting.from_torch(pair.make_torch().state_dict(), pair.shapes, pair.rules)
     optimizer = optax.adam(LEARNING_RATE)
@@ -90,10 +90,10 @@ def train_jax(pair: Pair, mode: str, batches: Sequence[Batch]) -> dict[str, Any]
 
 
 def run_all(pair: Pair, batches: Sequence[Batch], progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Train in every form; one dictionary each, the first is plain PyTorch.
+    """Train in every form, plain PyTorch first; returns one dictionary for each form.
 
     `difference` is the largest relative difference of a loss from plain PyTorch's in the first `LOSS_STEPS` steps, for which
-    `TOLERANCES["loss"]` holds: different roundings of the two frameworks grow from step to step.
+    `TOLERANCES["loss"]` holds: the rounding difference of the two frameworks grows from step to step.
     """
     right, faithful = torch_ref.gradient_checkpoint_forward, torch_ref.faithful.gradient_checkpoint_forward
     forms: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [

@@ -34,10 +34,10 @@ def torch_model_fn(
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
 ) -> torch.Tensor:
-    """Run `WanTransformer3DModel` block by block on videos (B, C, F, H, W); a block gets positions, as in DiffSynth-Studio.
+    """Run `WanTransformer3DModel` on videos (B, C, F, H, W), with blocks called by position, as in DiffSynth-Studio.
 
     Raises:
-        ValueError: when a shape is not what the model or the other arguments say, or patches do not fill a video.
+        ValueError: when a shape does not fit the model or the other arguments, or patches do not fill a video.
     """
     channels, patch = model.config.in_channels, tuple(model.config.patch_size)
     if latents.ndim != 5 or latents.shape[1] != channels:
@@ -76,7 +76,7 @@ def flax_model_fn(
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
 ) -> jax.Array:
-    """The same of the bound port on videos (B, F, H, W, C): `nn.apply(flax_model_fn, model)(variables, …)`."""
+    """The same for the bound port on videos (B, F, H, W, C): `nn.apply(flax_model_fn, model)(variables, …)`."""
     x, text, conditioning, modulation, rotation = model.embed(latents, text, time)
     for block in model.layers:
         x = rj.gradient_checkpoint_forward(

@@ -42,13 +42,13 @@ class Checkpoints:
     """The checkpoints of one training in a folder that all processes see.
 
     Args:
-      folder: made if need be.
-      setting: `Setting.told`; a checkpoint of another one is refused.
-      keep: how many are kept, the newest.
-      wait: whether `save` comes back only when the checkpoint is written, and not already when it is copied to host memory.
+      folder: the folder, which is made if it does not exist.
+      setting: what `Setting.told()` returns; a checkpoint of another setting is refused.
+      keep: the number of newest checkpoints that are kept.
+      wait: whether `save` waits until the checkpoint is written; if not, it waits only for the copy to host memory.
 
     Raises:
-      ArgumentError: the folder cannot be made, or is not the same one in all processes.
+      ArgumentError: the folder cannot be made, or is not the same in all processes.
     """
 
     def __init__(self, folder: Path, setting: Mapping[str, Any], keep: int, wait: bool) -> None:
@@ -67,13 +67,13 @@ class Checkpoints:
         self._manager.save(step, args=saved, force=True)
 
     def restore(self, structs: Any, tell: Tell) -> tuple[int, Any] | None:
-        """The newest readable state, laid out like `structs`, and its step; None if there are no checkpoints.
+        """The newest readable state, sharded like `structs`, and its step; None if there are no checkpoints.
 
         `tell` receives a sentence about each unreadable checkpoint. These are put aside, because their steps are repeated.
 
         Raises:
-          ArgumentError: the newest is of another setting.
-          CheckpointError: none can be read.
+          ArgumentError: the newest checkpoint whose description can be read is of another setting.
+          CheckpointError: there are checkpoints, but none can be read.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         for position, step in enumerate(steps):
@@ -95,7 +95,7 @@ class Checkpoints:
         self._manager.close()
 
     def _read(self, step: int, structs: Any) -> tuple[str, Any]:
-        """Why the checkpoint cannot be read (or nothing), and its state. The same in every process."""
+        """(why the checkpoint cannot be read, or "", and its state); either all processes have a reason, or none has."""
         path = self._folder / str(step)
         why, about = _attempt(path, about=ocp.args.JsonRestore())
         if not why:
@@ -123,7 +123,7 @@ class Checkpoints:
 
 
 def _check_folder(folder: Path) -> None:
-    """Make the folder, and refuse one that differs between processes: each would wait for files that are elsewhere."""
+    """Make the folder; refuse different folders in different processes, which would wait for files that are elsewhere."""
     token = int(multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32)))
     file, why = folder.absolute() / f".process-0-was-here-{token}", ""
     try:
@@ -134,7 +134,7 @@ def _check_folder(folder: Path) -> None:
         why = f"{error.strerror}; give a folder that can be written to"
     if not all_agree(not why):
         raise ArgumentError(f"--checkpoint {folder}: {why or 'another process cannot write to it'}")
-    # All processes have reached this point, so the file exists; a network file system may be late.
+    # All processes have reached this point, so the file exists; a network file system may show it late.
     for wait in _LATE:
         if file.exists():
             break
@@ -151,8 +151,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _attempt(path: Path, **item: Any) -> tuple[str, Any]:
-    """Read one item of a checkpoint: the reason why that fails in some process (or nothing), and the item."""
-    # Each process by itself: where orbax lets processes wait for each other, a failing one would leave the others waiting.
+    """Read one item of a checkpoint; returns (why reading fails in this or another process, or "", and the item)."""
+    # Each process reads by itself: if orbax made the processes wait for each other, one that fails would block all others.
     alone = MultiprocessingOptions(primary_host=None, active_processes={jax.process_index()})
     why, found = "", None
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as reader:
@@ -174,7 +174,7 @@ def _is_whole(about: Any) -> bool:
 
 
 def _ignore_leftovers() -> None:
-    """If reading one array fails, orbax logs a page for each other array, which would hide the warning."""
+    """Suppress what orbax logs if reading an array fails: a page for each other array, which would hide the warning."""
     before = sys.unraisablehook
 
     def told(about: Any) -> None:
@@ -192,10 +192,10 @@ def _free(path: Path) -> Path:
 
 
 def checksums(state: Any) -> dict[str, int]:
-    """A number for each array that changes with any of its elements, whatever the mesh.
+    """A number for each array, which changes with any of the array's elements and does not depend on the mesh.
 
-    Each element's bits and place, mixed by the finalizer of MurmurHash3, a bijection, and summed modulo 2³². A sum of integers
-    does not depend on its order. Several changes at once go unseen with a probability of 2⁻³².
+    Each element's bits and place are mixed by the finalizer of MurmurHash3, a bijection, and summed modulo 2³². A sum of
+    integers does not depend on its order. Several changes at once go unseen with a probability of 2⁻³².
 
     >>> one, other = (checksums({"x": jnp.array(x)}) for x in ([1.0, 2.0], [2.0, 1.0]))
     >>> one, one == other
@@ -211,7 +211,7 @@ def _checksum(array: jax.Array) -> jax.Array:
     if is_on_host(array):  # rj.offload_optimizer keeps a state there; nothing is computed there
         array = jax.device_put(array, jax.memory.Space.Device)
     width = array.dtype.itemsize
-    # Eight bytes become two numbers, in a dimension of their own.
+    # An element of eight bytes becomes two numbers, in a new dimension.
     bits = jax.lax.bitcast_convert_type(array, jnp.uint32 if width >= 4 else f"uint{8 * width}").astype(jnp.uint32)
     place, stride = jnp.zeros(bits.shape, jnp.uint32), 1
     for dimension in reversed(range(bits.ndim)):

@@ -119,7 +119,7 @@ def train(setting: Setting, options: argparse.Namespace) -> State:
     """Train from the newest checkpoint, or from the start, to `options.steps`; returns the state."""
     mesh = processes.make_mesh(None if options.mesh is None else processes.parsed_mesh(options.mesh))
     told = setting.told()
-    # All processes do this together: saving waits for every process.
+    # All processes must have the same values, because saving waits for every process.
     alike = {name: getattr(options, name) for name in ("steps", "save_every", "keep", "wait")}
     alike |= {"policy": _content(options.policy), "checkpoint": options.checkpoint and str(options.checkpoint)}
     processes.check_same(told | {"mesh": dict(mesh.shape)} | alike)
@@ -157,7 +157,7 @@ def train(setting: Setting, options: argparse.Namespace) -> State:
 
 
 def _content(policy: str) -> str:
-    """A policy's text, or that of a plan's file, which each process reads by itself."""
+    """A policy's text, or the text of a plan's file, which each process reads by itself."""
     try:
         return Path(policy).read_text(encoding="utf-8") if policy.endswith(".json") else policy
     except OSError:

@@ -22,11 +22,11 @@ class Metrics:
     """The training's output; every process has one, but only the first process's writes.
 
     Args:
-      first, last: the steps that are to come, the last one excluded.
-      every: a row is written for every so many steps.
-      tokens: of one step.
-      path: a file that a line is added to for every step, `{"step": 3, "loss": 5.1, "tokens_per_second": 120000.0}`. Steps that
-        were lost with a killed run come twice; the later line is the one that counts.
+      first, last: the steps to come are those from `first` up to `last`, which is excluded.
+      every: the number of steps for which one row is written.
+      tokens: the number of tokens in one step.
+      path: a file to which a line is added for every step, `{"step": 3, "loss": 5.1, "tokens_per_second": 120000.0}`. A step
+        that was lost with a killed run has two lines; the later line counts.
     """
 
     def __init__(self, first: int, last: int, every: int, tokens: int, path: Path | None) -> None:
@@ -57,7 +57,7 @@ class Metrics:
     def add(self, step: int, loss: jax.Array) -> float | None:
         """Note the loss of a step. If a row is due, write it and return the loss.
 
-        Between rows the processor runs ahead of the devices; reading a loss waits for it.
+        Reading a loss waits for the devices. Between rows no loss is read, so the host runs ahead of the devices.
         """
         self._pending.append((step, loss))
         return self.flush() if (step + 1) % self._every == 0 or step + 1 == self._last else None
@@ -82,7 +82,7 @@ class Metrics:
 
 
 def _in_use() -> str:
-    """The peak of the first device's allocator, if it has one; a processor does not report it."""
+    """The peak of the first device's allocator, if it reports one; a CPU does not."""
     return format_bytes((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"))
 
 
@@ -105,7 +105,7 @@ def check_file(path: Path | None) -> None:
     """Refuse a file that cannot be written, before anything else is done.
 
     Raises:
-      ArgumentError: naming it.
+      ArgumentError: the message names the file.
     """
     if path is not None and jax.process_index() == 0:
         try:

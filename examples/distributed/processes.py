@@ -24,8 +24,8 @@ AXES = ("data", "fsdp")
 def start(coordinator: str | None, num_processes: int | None, process_id: int | None, found: bool, heartbeat: int) -> None:
     """Join the other processes, if there are any: by address and number, or as JAX finds them (`found`).
 
-    JAX finds them under Slurm, Open MPI, Kubernetes and on Cloud TPUs, and by `JAX_COORDINATOR_ADDRESS`. A process of which
-    nothing is heard for `heartbeat` seconds is dead, and all others end: without it they would wait for it in a collective.
+    JAX finds them under Slurm, Open MPI, Kubernetes and on Cloud TPUs, and by `JAX_COORDINATOR_ADDRESS`. If a process is silent
+    for `heartbeat` seconds, all other processes end: otherwise they would wait for this process in a collective.
 
     Raises:
       ArgumentError: a part of the address is missing, or JAX finds no other processes.
@@ -54,9 +54,9 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
 
 
 class Ending:
-    """Whether somebody asks the run to end (SIGTERM), as schedulers do before they kill: the same answer in every process.
+    """Whether the run was asked to end (by SIGTERM, as schedulers do before they kill): the same answer in every process.
 
-    Joined processes hear of it through JAX, which takes the signal; one on its own hears it inside the `with`.
+    JAX handles the signal of joined processes; a single process handles it itself, inside the `with` block.
 
     Args:
       step: the number of steps done before.
@@ -64,7 +64,7 @@ class Ending:
 
     def __init__(self, step: int) -> None:
         self._heard = False
-        # JAX takes the step after those last reported; a resumed run does not begin with the first.
+        # JAX ends a run at the step after the last reported step, so a resumed run reports where it starts.
         self.is_due(step)
 
     def __enter__(self) -> Ending:
@@ -107,7 +107,7 @@ def make_mesh(sizes: dict[str, int] | None) -> Mesh:
     """A mesh of all devices of all processes; without sizes one axis, fsdp.
 
     Raises:
-      ArgumentError: there are more devices or fewer.
+      ArgumentError: the mesh has more devices than there are, or fewer.
     """
     devices = jax.device_count()
     sizes = sizes or {"fsdp": devices}
@@ -134,7 +134,7 @@ def check_batch(batch: int, sizes: Any) -> None:
     """Refuse a batch that the devices cannot share evenly.
 
     Raises:
-      ArgumentError: naming the next batch that they can.
+      ArgumentError: the message names the next larger batch that the devices can share.
     """
     devices = math.prod(dict(sizes).values())
     if batch % devices:
@@ -150,10 +150,10 @@ def all_agree(holds: bool) -> bool:
 
 
 def check_same(told: dict[str, Any]) -> None:
-    """Refuse processes with other arguments or another text: each would train on something else.
+    """Refuse processes whose arguments or text differ, because each would train something else.
 
     Raises:
-      ArgumentError: in every process, naming those that are not like the first.
+      ArgumentError: in every process; the message names the processes that differ from process 0.
     """
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()[:8]
     found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)[None]).reshape(-1, 8)

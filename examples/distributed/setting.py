@@ -1,4 +1,4 @@
-"""What is trained, without where and how: everything that the losses depend on."""
+"""Everything that the losses depend on: the model, its data and its optimizer, but not the mesh or the policy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Setting:
     """The model, its data and its optimizer. Two runs of one setting have the same losses, on any mesh and under any policy.
 
     Attributes:
-      layers, width, heads: of the decoder.
+      layers, width, heads: the sizes of the decoder.
       scan: whether its layers are stacked and run in one `scan`.
       length, batch: a batch is `batch` windows of `length` bytes, of all devices together.
-      dtype: in which is computed; with bfloat16 the parameters and the optimizer's state stay in float32.
+      dtype: the dtype of the computation; with bfloat16 the parameters and the optimizer's state stay in float32.
       learning_rate: of AdamW.
       seed: of the initial parameters and of the data.
 

@@ -60,7 +60,7 @@ def workload(setting: Setting, mesh: Any) -> rj.Workload:
 
 def initial_params(setting: Setting) -> Callable[[], Any]:
     """A function that draws the parameters: the same on every mesh, because JAX's random numbers do not depend on it."""
-    # The constraints on activations name a mesh, and there is none yet.
+    # Sharding constraints on activations need a mesh, and there is none yet.
     model = _model(setting, activations=None)
     return lambda: model.init(jax.random.key(setting.seed), jnp.zeros((1, setting.length), jnp.int32))["params"]
 
@@ -74,7 +74,7 @@ def _model(setting: Setting, activations: P | None) -> llama.Llama:
 
 
 def over_fsdp(shape: tuple[int, ...], devices: int) -> P:
-    """Partition the largest dimension that `devices` divides over `fsdp`; an array without such a dimension is replicated.
+    """Partition over `fsdp` the largest dimension that `devices` divides; an array without such a dimension is replicated.
 
     >>> [tuple(over_fsdp(shape, 4)) for shape in ((8, 24), (3,))]
     [(None, 'fsdp'), ()]
@@ -100,8 +100,8 @@ class Trainer:
     """The step on a mesh with devices, under a policy, compiled with a plan's options.
 
     Attributes:
-      structs: the state as shapes, with where each array lies.
-      parameters: how many there are.
+      structs: the state as shapes with shardings.
+      parameters: the number of parameters.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Trainer:
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(job.params))
 
     def compile(self) -> tuple[int, int]:
-        """Compile the step before the first use; returns the bytes that one device, and the host for it, need."""
+        """Compile the step before the first use; returns the bytes needed on one device, and on the host for it."""
         self._step = self._jitted.lower(*self._arguments).compile()
         sizes = self._step.memory_analysis()
         held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes

@@ -20,7 +20,7 @@ from .transformer import Attention, attention_bias, embed, run_blocks, unembed
 class BertConfig:
     """The hyperparameters of a BERT; the defaults are a small model for trials.
 
-    `padding` is the token whose embedding is not trained by looking it up, PyTorch's `padding_idx`.
+    `padding` is PyTorch's `padding_idx`: looking this token up does not train its embedding.
 
     >>> BertConfig.bert_base().intermediate_size
     3072
@@ -64,7 +64,7 @@ class BertBlock(nn.Module):
 class Bert(nn.Module):
     """Tokens (B, T) with T ≤ max_len → logits of the masked words (B, T, vocab_size) and of the next sentence (B, 2).
 
-    `mask` (B, T) is 1 for tokens and 0 for padding, without one nothing is padding; `segments` (B, T) are by default 0.
+    `mask` (B, T) is 1 for tokens and 0 for padding; without a mask nothing is padding. `segments` (B, T) are by default 0.
     `scan` stacks the layers' parameters on axis 0.
 
     >>> model = Bert(BertConfig())

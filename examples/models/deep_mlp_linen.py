@@ -30,7 +30,7 @@ class MlpLayer(nn.Module):
 
 
 class DeepMLP(nn.Module):
-    """`num_layers` linear layers, a ReLU behind all but the last: `first`, `num_layers - 2` hidden ones, and `head`.
+    """`num_layers` linear layers, a ReLU after each but the last: `first`, `num_layers - 2` hidden ones, and `head`.
 
     Shapes: (B, in_features) → (B, out_features). Unrolled, the hidden layers are `layers_0/…`, `layers_1/…`; scanned,
     `layers/…` with the layers stacked on axis 0.
@@ -56,7 +56,7 @@ class DeepMLP(nn.Module):
     def parts(self) -> list[Any]:
         """The layers in order as functions of one argument, bound inside a compact method.
 
-        Unrolled there are `num_layers` of them, all modules; scanned there are three, of which one runs all hidden layers.
+        Unrolled, these are `num_layers` modules; scanned, these are three functions, of which one runs all hidden layers.
         """
         check_depth(self.num_layers)
         fields = {"features": self.hidden_size, "param_dtype": self.param_dtype}

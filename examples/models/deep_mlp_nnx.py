@@ -28,7 +28,7 @@ class MlpLayer(nnx.Module):
 
 
 class DeepMLP(nnx.Module):
-    """`num_layers` linear layers, a ReLU behind all but the last: `first`, `num_layers - 2` hidden ones, and `head`.
+    """`num_layers` linear layers, a ReLU after each but the last: `first`, `num_layers - 2` hidden ones, and `head`.
 
     Shapes: (B, in_features) → (B, out_features). The hidden layers are the list `layers`, or for `scan` one `MlpLayer`
     with every array stacked on axis 0. `segments` cuts the list of layers for `remat_jax.checkpoint_sequential`, where a

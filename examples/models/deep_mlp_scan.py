@@ -37,7 +37,7 @@ def nested_scan(params: Mapping[str, Any], x: jax.Array, *, policy: Any = "full"
 
     The hidden layers run in a scan over segments, each segment a block under `policy` with a scan over its layers. One segment
     is compiled, once. Unlike in `checkpoint_sequential`, the last segment is checkpointed too, and the first layer and the
-    head are in no segment, because a scan needs equal rounds.
+    head are in no segment, because the iterations of a scan must be equal.
 
     >>> layer = {"kernel": jnp.eye(2), "bias": jnp.zeros(2)}
     >>> hidden = {"linear": jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), layer)}

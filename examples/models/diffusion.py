@@ -90,7 +90,7 @@ def grid_positions(grid: Grid, first: tuple[int, int, int] = (0, 0, 0)) -> jax.A
 
 
 def axis_rotations(positions: jax.Array, axes: tuple[int, ...], theta: float, dtype: Dtype) -> Rotation:
-    """Return cosine and sine for positions (axes, T), twice (1, T, 1, D/2) in `dtype`, float32 at least.
+    """Return cosine and sine for positions (axes, T), each (1, T, 1, D/2), in `dtype` but at least float32.
 
     Of a head's D dimensions the first `axes[0]` turn with the first position, the next `axes[1]` with the second, and so on.
     """
@@ -100,7 +100,7 @@ def axis_rotations(positions: jax.Array, axes: tuple[int, ...], theta: float, dt
 
 
 def rotate_pairs(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotate each pair (x[2i], x[2i + 1]) of (B, T, H, D) by its angle, in the rotation's dtype; the result has that of `x`."""
+    """Rotate each pair (x[2i], x[2i + 1]) of (B, T, H, D) by its angle, in the rotation's dtype; the result has `x`'s dtype."""
     cos, sin = rotation
     pairs = x.astype(cos.dtype).reshape(*x.shape[:-1], -1, 2)
     first, second = pairs[..., 0], pairs[..., 1]
@@ -111,7 +111,7 @@ def rotate_pairs(x: jax.Array, rotation: Rotation) -> jax.Array:
 def time_features(time: jax.Array, features: int, scale: float = 1.0, *, exact: bool = False) -> jax.Array:
     """Return cosines and then sines of a time at frequencies from 1 to 1/10000, (B,) → (B, features), float32 at least.
 
-    Vaswani et al., 2017, of `scale · time`. At a time of 1000 the rounding of a frequency in float32 alone rotates it by 6e-5.
+    From Vaswani et al., 2017, for `scale · time`. At a time of 1000, rounding a frequency to float32 changes its angle by 6e-5.
     Frequencies are rounded where `diffusers` and DiffSynth-Studio's Qwen-Image round them; with `exact` the angles are those
     of float64, as in DiffSynth-Studio's Wan.
 
@@ -204,7 +204,7 @@ def long_attention(
 
     Each chunk's scores are recomputed in the backward pass (Rabe and Staats, Self-attention does not need O(n²)
     memory, 2021). Shapes: `query` (B, T, H, D), `key` and `value` (B, S, H, D); `bias` broadcasts to (B, 1, 1, S); the
-    result is (B, T, H·D). Without `chunk`, or with one of at least T, it is `transformer.attention` itself.
+    result is (B, T, H·D). Without `chunk`, or with `chunk` ≥ T, it is `transformer.attention` itself.
 
     Raises:
         ValueError: when `chunk` is less than 1.

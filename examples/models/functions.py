@@ -30,7 +30,7 @@ def attention(
     with jax.named_scope("scores"):
         scores = jnp.matmul(query * head_dim**-0.5, jnp.swapaxes(key, -1, -2))
     if causal:
-        # Added instead of selected: the backward pass of an addition keeps nothing, that of `where` keeps the mask.
+        # The mask is added, not selected: the backward pass of an addition keeps nothing, that of `where` keeps the mask.
         visible = jnp.tril(jnp.ones((length, length), bool))
         scores = scores + jnp.where(visible, 0.0, -jnp.inf).astype(scores.dtype)
     with jax.named_scope("softmax"):
@@ -75,8 +75,8 @@ def check_width(x: jax.Array, features: int) -> None:
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the mean cross entropy of integer targets, a scalar in the dtype of the logits, at least float32.
 
-    Shapes: `logits` (..., V), `targets` (...). For the backward pass it keeps one array of the logits' shape and
-    O(number of targets) beside it: log-sum-exp minus the target's logit, never a one-hot or a second (..., V).
+    Shapes: `logits` (..., V), `targets` (...). The loss is log-sum-exp minus the target's logit. So the backward pass needs
+    one array of the logits' shape and O(number of targets) more numbers, but no one-hot array and no second (..., V).
 
     >>> float(cross_entropy(jnp.zeros((3, 4)), jnp.array([0, 1, 2])) - jnp.log(4.0))
     0.0

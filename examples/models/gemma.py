@@ -19,7 +19,7 @@ from .transformer import attention, attention_bias, embed, rotate, rotations, ru
 class GemmaConfig:
     """The hyperparameters of a Gemma; the defaults are a small model for trials.
 
-    `padding` is the token whose embedding is not trained by looking it up, PyTorch's `padding_idx`.
+    `padding` is PyTorch's `padding_idx`: looking this token up does not train its embedding.
 
     >>> GemmaConfig.gemma_2b().num_kv_heads
     1
@@ -115,7 +115,7 @@ class GemmaBlock(nn.Module):
 class Gemma(nn.Module):
     """A causal language model: tokens (B, T) → logits (B, T, vocab_size).
 
-    `mask` (B, T) is 1 for tokens and 0 for padding, without one nothing is padding; `positions` (B, T), by default
+    `mask` (B, T) is 1 for tokens and 0 for padding; without a mask nothing is padding. `positions` (B, T), by default
     0 … T − 1, are those of the rotations. `scan` stacks the layers' parameters on axis 0.
 
     >>> model = Gemma(GemmaConfig())

@@ -82,7 +82,7 @@ class GPT2Block(nn.Module):
 class GPT2(nn.Module):
     """A causal language model: tokens (B, T) with T ≤ max_len → logits (B, T, vocab_size).
 
-    `mask` (B, T) is 1 for tokens and 0 for padding, without one nothing is padding; `positions` (B, T) are by default
+    `mask` (B, T) is 1 for tokens and 0 for padding; without a mask nothing is padding. `positions` (B, T) are by default
     0 … T − 1. `scan` stacks the layers' parameters on axis 0.
 
     >>> model = GPT2(GPT2Config())

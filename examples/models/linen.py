@@ -81,8 +81,8 @@ def run_layers(num_layers: int, x: jax.Array, *, scan: bool, deterministic: bool
     """Apply `num_layers` decoder layers inside a compact method, unrolled or under `nn.scan`.
 
     Unrolled, the parameters are `layers_0/…`, `layers_1/…`; scanned, `layers/…` with the layers stacked on axis 0.
-    `fields` are those of `DecoderLayer`, which is called once per layer either way and returns only x, so that a
-    policy on that class finds it.
+    `fields` are the fields of `DecoderLayer`. In both forms the class is called once per layer and returns only x, so that
+    a policy on this class applies to every layer.
     """
     if not scan:
         for index in range(num_layers):

@@ -36,7 +36,7 @@ class LlamaConfig:
         qk_norm: whether queries and keys are normalised per head (Qwen 3).
         attention_bias: whether the projections of the attention have biases.
         tie_embeddings: whether the output layer is the embedding's transpose.
-        padding: the token whose embedding is not trained by looking it up, PyTorch's `padding_idx`.
+        padding: PyTorch's `padding_idx`: looking this token up does not train its embedding.
 
     >>> LlamaConfig.llama3_8b().num_layers
     32
@@ -149,7 +149,7 @@ class GatedFeedForward(nn.Module):
 class LlamaBlock(nn.Module):
     """One layer, (B, T, E) → the same: the class to checkpoint.
 
-    `activations` is the sharding constraint of its input on the mesh of the trace; None leaves it to the compiler.
+    `activations` is the sharding constraint of its input on the mesh of the trace; None leaves the sharding to the compiler.
     """
 
     config: LlamaConfig
@@ -171,9 +171,9 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """A causal language model: tokens (B, T) → logits (B, T, vocab_size).
 
-    `mask` (B, T) is 1 for tokens and 0 for padding, without one nothing is padding; `positions` (B, T), by default
-    0 … T − 1, are those of the rotations. `scan` stacks the layers' parameters on axis 0. `activations` says how what goes from
-    layer to layer lies on a mesh. `logits=False` gives what the head reads instead, (B, T, hidden_size).
+    `mask` (B, T) is 1 for tokens and 0 for padding; without a mask nothing is padding. `positions` (B, T), by default
+    0 … T − 1, are those of the rotations. `scan` stacks the layers' parameters on axis 0. `activations` is the sharding
+    constraint of every layer's input. With `logits=False` the result is the head's input, (B, T, hidden_size).
 
     >>> model = Llama(LlamaConfig())
     >>> tokens = jnp.zeros((2, 5), jnp.int32)

@@ -23,8 +23,8 @@ TRAINED = "*/lora_[ab]"
 def with_adapters(key: jax.Array, params: Any, modules: Sequence[str], rank: int) -> Any:
     """Return `params` with two factors beside the kernel of every `nn.Dense` whose path a glob of `modules` matches.
 
-    The first, (…, in, rank), is uniform within 1/√in, the second, (…, rank, out), is zero, as PEFT begins: the model's output
-    is what it was. Both have the kernel's dtype. `jax.eval_shape` of this makes shapes of shapes.
+    The first factor, (…, in, rank), is uniform within ±1/√in, and the second, (…, rank, out), is zero, as in PEFT: at first
+    the model's output is unchanged. Both have the kernel's dtype. With `jax.eval_shape`, `params` may be shapes.
 
     Raises:
         ValueError: when `rank` is less than 1, or a glob matches no kernel.
@@ -53,7 +53,7 @@ def with_adapters(key: jax.Array, params: Any, modules: Sequence[str], rank: int
 
 @contextmanager
 def adapters() -> Iterator[None]:
-    """A context in which every `nn.Dense` with factors beside its kernel adds the product of its input with them."""
+    """A context in which every `nn.Dense` with factors beside its kernel adds its input times the factors."""
     with nn.intercept_methods(_adapted):
         yield
 

@@ -28,8 +28,8 @@ class MoeConfig(LlamaConfig):
     """The hyperparameters; the defaults are a small model.
 
     Attributes:
-        num_experts, num_active: of each layer, and of each token.
-        capacity_factor: room in an expert, as a multiple of what it would get if all got the same.
+        num_experts, num_active: the experts of each layer, and the experts of each token.
+        capacity_factor: room in an expert, as a multiple of its tokens if all experts got equally many.
         normalise: whether the weights of a token's experts add up to one.
 
     >>> MoeConfig.qwen3_235b().capacity(4096)
@@ -47,15 +47,16 @@ class MoeConfig(LlamaConfig):
         return cls(151936, 4096, 1536, **sizes, rope_theta=1e6, rms_norm_eps=1e-6, qk_norm=True)
 
     def capacity(self, tokens: int) -> int:
-        """The number of a row's `tokens` that an expert has room for; a token goes to an expert once."""
+        """The number of a row's `tokens` that an expert has room for: at most all, because each goes to an expert only once."""
         return min(tokens, math.ceil(tokens * self.num_active * self.capacity_factor / self.num_experts))
 
 
 def route(logits: jax.Array, config: MoeConfig) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Each token's experts, its place in each, its weights, and the imbalance of the routing.
 
-    Shapes: `logits` (B, T, num_experts); the first three are (B, T, num_active). A place at or beyond the capacity is none. The
-    last is the scalar Σ fraction · mean probability · num_experts of the Switch Transformer, 1 where all experts get the same.
+    Shapes: `logits` (B, T, num_experts); the first three are (B, T, num_active). A place at or beyond the
+    capacity means that the expert has no room. The last is the scalar Σ fraction · mean probability · num_experts of the Switch
+    Transformer, which is 1 if all experts get equally many tokens.
 
     >>> experts, places, weights, balance = route(jnp.zeros((1, 2, 4)), MoeConfig(num_experts=4, num_active=1))
     >>> experts.tolist(), places.tolist(), weights.tolist(), float(balance)
@@ -67,7 +68,7 @@ def route(logits: jax.Array, config: MoeConfig) -> tuple[jax.Array, jax.Array, j
         weights = weights / weights.sum(axis=-1, keepdims=True)
     rows, tokens, _ = logits.shape
     chosen = jax.nn.one_hot(experts.reshape(rows, tokens * config.num_active), config.num_experts, dtype=jnp.int32)
-    # The number of earlier tokens at the same expert: tokens in their order, and of one token its first choice first.
+    # The number of earlier tokens of the row at the same expert.
     before = jnp.take_along_axis(jnp.cumsum(chosen, axis=1) - 1, experts.reshape(rows, -1, 1), axis=-1)
     fractions = chosen.sum(axis=(0, 1)) / chosen.sum()
     balance = config.num_experts * jnp.sum(fractions.astype(chances.dtype) * chances.mean(axis=(0, 1)))
@@ -109,9 +110,10 @@ class Experts(nn.Module):
             return jnp.einsum("bxcw,xwf->bxcf", x, kernel)
 
 
-# For one row: mapped over rows, these are the batch of the scatter and of the gather, so the partitioner sees that devices
-# with their own rows exchange nothing. If the row were one of several indices, a policy might keep it, and XLA would no longer
-# know what it is: it gathered all tokens of all devices, 17 GB per layer and pass for `examples/moe_235b.py`.
+# These functions handle one row. Under `vmap`, rows are batch dimensions of the scatter and the gather, so the partitioner sees
+# that devices with their own rows exchange nothing. If the row were an index array, a policy might save the indices, and XLA
+# would no longer know that they are rows: it gathered all tokens of all devices, 17 GB per layer and pass for
+# `examples/moe_235b.py`.
 
 
 def _sort(room: jax.Array, experts: jax.Array, places: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """π0 and π0.5, the policies of OpenPI, in Flax Linen, made of the layers of `siglip` and `gemma`.
 
-Images and a prompt make the prefix, the state and the noisy actions the suffix. Each has weights of its own, and a layer
-has one attention over both. The model predicts the velocity from actions to noise (flow matching).
+Images and a prompt form the prefix; the state and the noisy actions form the suffix. Each part has its own weights, and a
+layer has one attention over both parts. The model predicts the velocity from actions to noise (flow matching).
 
 `rules.pi0` carries the weights of the PyTorch twin, `examples.pytorch.Pi0`, and those of OpenPI's JAX and PyTorch models.
 Black et al., "π0: A Vision-Language-Action Flow Model for General Robot Control", 2024.
@@ -115,10 +115,10 @@ class VisionTower(nn.Module):
 class Pi0(nn.Module):
     """The velocity (B, horizon, action_dim) of noisy actions, given an observation and the time of the flow (B,).
 
-    The dtype of the images is that of the computation. `scan` stacks the layers' parameters on axis 0, in the tower too.
+    The computation has the dtype of the images. `scan` stacks the layers' parameters on axis 0, in the tower too.
 
     Raises:
-        ValueError: naming every argument whose shape is not what the configuration says.
+        ValueError: the message names every argument whose shape does not fit the configuration.
 
     >>> config = Pi0Config(depth=1)
     >>> arguments = config.shapes(batch=2)[:3]
@@ -147,7 +147,7 @@ class Pi0(nn.Module):
             return JointLayer(config, self.param_dtype, name=name)
 
         streams = run_blocks(block, config.depth, (prefix, suffix), rotation, bias, condition, scan=self.scan)
-        # Nothing reads the normed prefix; the checkpoint still has the norm's weight.
+        # Nothing reads the normed prefix, but the published checkpoint has the norm's weight.
         AdaptiveRMSNorm(False, self.param_dtype, name="prefix_norm")(streams[0], None)
         normed, _ = AdaptiveRMSNorm(config.adaptive, self.param_dtype, name="suffix_norm")(streams[1], condition)
         return self._linear(config.action_dim, "action_out_proj")(normed[:, -config.horizon :])
@@ -182,7 +182,7 @@ class Pi0(nn.Module):
 def flow_matching_loss(
     model: nn.Module, params: Any, observation: Observation, actions: jax.Array, noise: jax.Array, time: jax.Array
 ) -> jax.Array:
-    """Return the mean squared error of the velocity at time · noise + (1 − time) · actions; it is noise − actions."""
+    """Return the mean squared error of the velocity at time · noise + (1 − time) · actions; the true one is noise − actions."""
     at = time[:, None, None]
     velocity = model.apply({"params": params}, observation, at * noise + (1 - at) * actions, time)
     return jnp.mean(jnp.square(velocity.astype(actions.dtype) - (noise - actions)))
@@ -207,8 +207,8 @@ def time_embedding(config: Pi0Config, time: jax.Array) -> jax.Array:
 def see(config: Pi0Config, observation: Observation) -> tuple[jax.Array, jax.Array]:
     """Return a mask that is false for padding (B, T), and the tokens that each token attends to (B, T, T).
 
-    A token sees its own block and the blocks before it; padding sees nothing and is not seen. The prefix is a block, the
-    state one, the actions one.
+    A token sees its own block and the blocks before it; padding sees nothing and is not seen. The prefix, the
+    state and the actions are one block each.
     """
     images = jnp.repeat(observation.image_mask.astype(bool), config.image_tokens // config.num_images, axis=1)
     suffix = config.horizon + (not config.adaptive)

@@ -42,11 +42,11 @@ class QwenImageConfig:
     """The hyperparameters of a Qwen-Image transformer; the defaults are a small model for trials.
 
     Attributes:
-        in_channels, out_channels: numbers in a token of a packed image, given and returned.
+        in_channels, out_channels: the numbers in a token of a packed image, in the input and in the output.
         text_width: the width of the text's embeddings.
-        rope_axes: how many dimensions of a head turn with frame, row and column.
-        query_chunk: how many queries attend at a time; all at once where it is None.
-        activation: of the feed-forward: "gelu_tanh" is that of `diffusers`, "quick_gelu" that of DiffSynth-Studio.
+        rope_axes: how many dimensions of a head rotate with frame, row and column.
+        query_chunk: how many queries attend at a time; None: all at once.
+        activation: the feed-forward's activation: "gelu_tanh" is that of `diffusers`, "quick_gelu" that of DiffSynth-Studio.
 
     Raises:
         ValueError: when a size is less than 1, the heads do not divide the width, the axes do not fill a head, or there is no
@@ -162,11 +162,11 @@ class QwenImage(nn.Module):
     """The velocity of a packed, noisy image: latents (B, N, in_channels) → (B, N, out_channels).
 
     `text` (B, T, text_width) are the prompt's embeddings, `time` (B,) the noise's share from 0 to 1, `mask` (B, T) is true
-    for tokens of the text and false for padding. `grids` are frames, rows and columns of the images whose tokens lie one after
-    the other: the image that is made, and those that it is made from. `scan` stacks the layers' parameters on axis 0.
+    for tokens of the text and false for padding. `grids` has the frames, rows and columns of each image, in the order of the
+    tokens: the image that is made, then the images that it is made from. `scan` stacks the layers' parameters on axis 0.
 
     Raises:
-        ValueError: when a shape is not what the configuration, the other arguments or the grids say.
+        ValueError: when a shape does not fit the configuration, the other arguments or the grids.
 
     >>> model = QwenImage(QwenImageConfig())
     >>> inputs = jnp.ones((1, 6, 12)), jnp.ones((1, 5, 20)), jnp.ones(1), ((1, 2, 3),)
@@ -228,7 +228,7 @@ def check_shapes(
 ) -> None:
     """Raise `ValueError` where shapes do not fit; a wrong axis would broadcast, or fail far from here.
 
-    Takes arrays of NumPy, JAX and PyTorch alike: the original asks for the same.
+    Takes arrays of NumPy, JAX and PyTorch alike, because the original needs the same shapes.
     """
     if not grids or any(not hasattr(grid, "__len__") or len(grid) != 3 or min(grid) < 1 for grid in grids):
         raise ValueError(f"grids={grids}: expected (frames, rows, columns) for each image, as in ((1, 2, 3),)")
@@ -245,8 +245,8 @@ def check_shapes(
 def qwen_rotations(grids: tuple[Grid, ...], words: int, axes: tuple[int, int, int], dtype: Dtype) -> tuple[Rotation, Rotation]:
     """Return the rotations of the images' tokens and of the text's.
 
-    Rows and columns are counted from an image's middle, images by the first axis; words stand on the diagonal beyond all
-    images.
+    Rows and columns are counted from the image's middle, and the first axis counts images. Words are on the diagonal, beyond
+    all images.
     """
     positions = [
         grid_positions(grid, (index, -(grid[1] - grid[1] // 2), -(grid[2] - grid[2] // 2))) for index, grid in enumerate(grids)

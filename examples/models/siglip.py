@@ -113,7 +113,7 @@ class SiglipVision(nn.Module):
 
 
 def encode(images: jax.Array, config: SiglipConfig, param_dtype: Any, *, scan: bool) -> jax.Array:
-    """Return the states of the patches of images, inside a compact method: its parameters are that module's.
+    """Return the states of the images' patches; call it in a compact method, whose module gets the parameters.
 
     Raises:
         ValueError: when an image is not square or not of the configured size.

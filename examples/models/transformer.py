@@ -1,7 +1,7 @@
 """Shared parts of the well-known transformers' ports. Dtypes derive from the inputs: float64 stays float64.
 
 A norm, a softmax or a rotation is computed in float32 at least and rounded to the dtype of its input afterwards, as in
-the PyTorch originals; `jax.nn.dot_product_attention` would make float32 of float64 too.
+the PyTorch originals; `jax.nn.dot_product_attention` would turn even float64 into float32.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def wide(dtype: Dtype) -> Dtype:
 def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: Any, *shared: Any, scan: bool = False) -> Any:
     """Apply `num_layers` blocks inside a compact method, unrolled or under `nn.scan`.
 
-    `make(name=…)` gives a block, called as `block(x, *shared)`; `shared` is what all of them read: a mask, tables. `x` is an
-    array, or a tuple of them.
+    `make(name=…)` returns a block, which is called as `block(x, *shared)`; all blocks read `shared`, such as a mask. `x` is an
+    array, or a tuple of arrays.
     Unrolled, the parameters are `layers_0/…`, `layers_1/…`; scanned, `layers/…` with the layers stacked on axis 0.
     """
     if scan:
@@ -44,7 +44,7 @@ def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: Any, *shared:
 def scan_block(block: nn.Module, num_layers: int, x: Any, *shared: Any, spread: bool = False) -> Any:
     """Apply a bound block `num_layers` times, each time with its own parameters, which are stacked on axis 0.
 
-    It is called as `block(x, *shared)`; with `spread` as `block(*x, *shared)`, where `x` is a tuple of streams.
+    The block is called as `block(x, *shared)`; with `spread` as `block(*x, *shared)`, where `x` is a tuple of streams.
     """
 
     def body(block: nn.Module, carry: Any, *shared: Any) -> tuple[Any, None]:
@@ -65,7 +65,7 @@ def embed(table: nn.Embed, tokens: jax.Array, padding: int | None) -> jax.Array:
     x = table(tokens)
     if padding is None:
         return x
-    # Multiplied instead of selected: the backward pass of `where` keeps arrays of the size of x, this one keeps (B, T, 1).
+    # Multiplied, not selected: the backward pass of `where` keeps arrays of the size of x, that of a product keeps (B, T, 1).
     trained = (tokens != padding)[..., None].astype(x.dtype)
     return x * trained + jax.lax.stop_gradient(x * (1 - trained))
 
@@ -78,8 +78,8 @@ def unembed(table: nn.Embed, x: jax.Array) -> jax.Array:
 def attention_bias(mask: jax.Array | None, length: int, dtype: Dtype, *, causal: bool) -> jax.Array | None:
     """Return the bias of attention scores, (B or 1, 1, T, T): 0 for visible keys, else the least number of `dtype`.
 
-    `mask` (B, T) is true, or 1, for tokens and false for padding. The least number and not minus infinity: a query that
-    may look nowhere then looks everywhere alike, where minus infinity would give NaN. None where nothing is hidden.
+    `mask` (B, T) is true, or 1, for tokens and false for padding. With the least number, a query that may attend to no
+    key attends to all keys equally; minus infinity would give NaN. The result is None if nothing is hidden.
 
     >>> attention_bias(jnp.array([[1, 1, 0]]), 3, jnp.float32, causal=True)[0, 0] == 0
     Array([[ True, False, False],
@@ -97,7 +97,7 @@ def attention_bias(mask: jax.Array | None, length: int, dtype: Dtype, *, causal:
 
 
 def attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Return scaled dot-product attention, several query heads to one key head where there are fewer of these.
+    """Return scaled dot-product attention; several query heads share a key head if there are fewer key heads.
 
     Shapes: `query` (B, T, H, D), `key` and `value` (B, S, K, D) with K dividing H: heads 0 … H/K − 1 read key head 0;
     `bias` broadcasts to (B, 1, T, S). The result is (B, T, H·D).
@@ -159,9 +159,9 @@ class RopeScaling:
 
     Attributes:
         factor: how many times longer the texts may be.
-        low, high: a frequency that turns less than `low` times in `length` tokens is divided by `factor`, one that turns
-            more than `high` times stays, one in between is mixed of both.
-        length: tokens of the first training.
+        low, high: a frequency that turns less than `low` times in `length` tokens is divided by `factor`. A frequency that
+            turns more than `high` times is unchanged. A frequency in between is a mixture of both.
+        length: the number of tokens in the first training.
     """
 
     factor: float = 8.0

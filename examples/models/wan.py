@@ -39,11 +39,11 @@ class WanConfig:
     """The hyperparameters of a Wan transformer; the defaults are a small model for trials.
 
     Attributes:
-        channels: of a video's latents, given and returned.
+        channels: the channels of a video's latents, in the input and in the output.
         patch: frames, rows and columns of latents that make one token.
         text_width: the width of the prompt's embeddings.
-        time_features: cosines and sines of the time.
-        query_chunk: how many queries attend at a time; all at once where it is None.
+        time_features: the number of cosines and sines of the time.
+        query_chunk: how many queries attend at a time; None: all at once.
 
     Raises:
         ValueError: when a size is less than 1, the heads do not divide the width, or a head's width is odd.
@@ -125,8 +125,8 @@ class WanAttention(nn.Module):
 class WanBlock(nn.Module):
     """One layer, (B, T, E) → the same: the class to checkpoint.
 
-    `time` (B, 6, E) and a table of the layer's own shift, scale and gate, before the attention and before the feed-forward.
-    These are computed in float32 at least.
+    `time` (B, 6, E) plus the layer's own table gives shift, scale and gate of the attention and of the feed-forward, computed
+    in float32 at least.
     """
 
     config: WanConfig
@@ -150,7 +150,7 @@ class WanBlock(nn.Module):
 
 
 def _modulated(x: jax.Array, modulation: Sequence[jax.Array], epsilon: float) -> jax.Array:
-    """The norm of x, shifted and scaled in the dtype of these, in the dtype of x."""
+    """The norm of x, shifted and scaled in the dtype of `modulation`; the result has the dtype of x."""
     shift, scale = modulation
     return (plain_norm(x.astype(shift.dtype), epsilon) * (1 + scale) + shift).astype(x.dtype)
 
@@ -162,7 +162,7 @@ class Wan(nn.Module):
     embeddings, `time` (B,) the noise's share in thousandths. `scan` stacks the layers' parameters on axis 0.
 
     Raises:
-        ValueError: when a shape is not what the configuration or the other arguments say, or patches do not fill a video.
+        ValueError: when a shape does not fit the configuration or the other arguments, or patches do not fill a video.
 
     >>> model = Wan(WanConfig())
     >>> inputs = jnp.ones((1, 2, 4, 6, 3)), jnp.ones((1, 5, 20)), jnp.ones(1)

@@ -94,12 +94,12 @@ def from_torch(state_dict: Mapping[str, Any], model_kind: str, *, scan: bool = F
     """Return the Linen parameters that equal a PyTorch state dict, in its dtypes.
 
     `state_dict` maps names to NumPy arrays or tensors; `model_kind` is a key of `MODELS`; `scan` stacks the layers on
-    axis 0. Every tensor is used exactly once and every parameter filled. `like` (the model's own parameters, arrays or
-    `jax.ShapeDtypeStruct`) is checked for paths and shapes, which alone shows a *last* layer that was forgotten.
+    axis 0. Every tensor is used exactly once and every parameter filled. With `like` (the model's own parameters, arrays or
+    `jax.ShapeDtypeStruct`), paths and shapes are checked; only this check finds that the *last* layer is missing.
     The leaves are NumPy arrays: `jnp.asarray` makes float64 into float32 unless x64 is on.
 
     Raises:
-        ValueError: naming every missing or unexpected tensor at once; with `like`, every misshapen one too.
+        ValueError: the message names every missing or unexpected tensor and, with `like`, every misshapen tensor.
 
     >>> names = [entry.torch for entry in LAYER]
     >>> tree = from_torch(dict.fromkeys(names, np.zeros((4, 4))), "DecoderLayer")
@@ -124,8 +124,8 @@ def from_torch(state_dict: Mapping[str, Any], model_kind: str, *, scan: bool = F
 def gradients_from_torch(named_gradients: Mapping[str, Any], model_kind: str, *, scan: bool = False, like: Any = None) -> Tree:
     """Return PyTorch gradients, name → gradient, under Flax's paths and in Flax's shapes.
 
-    Gradients travel by the inverse of the adjoint. Every transform of this table is a permutation, for which that is
-    the transform itself; a table with a scaled entry would need the difference.
+    Gradients are converted by the inverse of the adjoint. Every transform of this table is a permutation, for which this
+    inverse is the transform itself; for a scaled entry the two would differ.
 
     Raises:
         ValueError: as `from_torch`; a parameter whose gradient is None counts as missing.
@@ -156,7 +156,7 @@ def _model(model_kind: str) -> Model:
 
 
 def _entries(model_kind: str, num_layers: int) -> list[Entry]:
-    """The entries of a model with `num_layers` layers, as PyTorch counts them: its ends are layers there too."""
+    """The entries of a model with `num_layers` layers, counted as in PyTorch, where the ends are layers too."""
     model = _model(model_kind)
 
     def numbered(layer: tuple[Entry, ...], index: int, flax: str) -> list[Entry]:

@@ -32,7 +32,7 @@ import remat_jax as rj
 
 from .shared import show, without
 
-without("tensorflow")  # for its files alone
+without("tensorflow")  # big_vision only reads files with it
 
 from big_vision import utils  # noqa: E402
 from big_vision.models import vit  # noqa: E402

@@ -5,9 +5,9 @@
     PYTHONPATH=.:EasyLM python -m examples.others.easylm_llama
     PYTHONPATH=.:EasyLM remat-jax measure examples/others/easylm_llama.py:job --target h200
 
-EasyLM puts `nn.remat` around its blocks by its own `remat_block`; the policy given here takes that checkpoint's place. It
-was written for the transformers and the JAX of its day: the few names that its model needs of them stand below. Printed by
-commit fe5b2c3 (12 August 2024) with JAX 0.10.2 on two idle cores:
+EasyLM puts `nn.remat` around its blocks by its own `remat_block`; the policy given here takes that checkpoint's place. EasyLM
+was written for older versions of transformers and JAX: this file defines the few names that its model needs from them.
+Printed by commit fe5b2c3 (12 August 2024) with JAX 0.10.2 on two idle cores:
 
     as written: 90.9 GiB, 947 ms
     full: 90.9 GiB, 949 ms
@@ -20,7 +20,7 @@ commit fe5b2c3 (12 August 2024) with JAX 0.10.2 on two idle cores:
     a step of a small one under full: loss 10.374083, parameters changed by 0.203429
     a step of a small one under its plan, FlaxLLaMABlock in one run of 2: loss 10.374083, parameters changed by 0.203430
 
-The layers are not scanned: XLA compiles 32 of them for each step that the search asks about.
+The layers are not scanned, so every compilation of the search contains 32 of them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PretrainedConfig:
 
 @struct.dataclass
 class Output:
-    """What its modules return."""
+    """The output of EasyLM's modules."""
 
     last_hidden_state: Any = None
     hidden_states: Any = None
@@ -86,7 +86,7 @@ module("transformers.configuration_utils", PretrainedConfig=PretrainedConfig)
 module("transformers.modeling_flax_outputs", FlaxBaseModelOutput=Output, FlaxCausalLMOutput=Output)
 module("transformers.modeling_flax_utils", FlaxPreTrainedModel=object)
 module("mlxu", config_dict=lambda **k: ConfigDict(k), config_placeholder=config_dict.placeholder, update_config_dict=updated)
-# JAX has removed it; EasyLM asks it for the axes of its mesh, of which there are none here.
+# JAX has removed `thread_resources`, from which EasyLM reads the axes of its mesh; here there are none.
 pxla.thread_resources = types.SimpleNamespace(env=types.SimpleNamespace(physical_mesh=types.SimpleNamespace(axis_names=())))
 
 from EasyLM.models.llama import llama_model  # noqa: E402

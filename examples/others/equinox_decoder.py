@@ -4,7 +4,7 @@
     python -m examples.others.equinox_decoder --small --target cpu --budget "24 MiB"
     remat-jax plan examples/others/equinox_decoder.py:job --target h200 --budget 60%
 
-Printed with Equinox 0.13.2 and JAX 0.10.2; the last four lines are of a small decoder, on a processor:
+Printed with Equinox 0.13.2 and JAX 0.10.2; the last four lines are of a small decoder, on a CPU:
 
     off: 124.5 GiB, 637 ms
     full: 24.9 GiB, 379 ms
@@ -93,7 +93,7 @@ def small() -> rj.Workload:
 
 
 def main() -> None:
-    """Measure, plan, and train a small one as Equinox users do."""
+    """Measure, plan, and train a small decoder as Equinox users do."""
     plan = show(job, small, "60 GiB")
     model, optimizer = Decoder(4, 128, 512, jax.random.key(0)), optax.adam(1e-3)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))

@@ -5,7 +5,7 @@
     PYTHONPATH=.:gemma python -m examples.others.gemma3
     PYTHONPATH=.:gemma remat-jax measure examples/others/gemma3.py:job --target h200
 
-Gemma's blocks have no checkpoint of their own; its 34 layers are unrolled, five of local attention to each of global.
+Gemma's blocks have no checkpoint of their own; its 34 layers are unrolled, five with local attention for each with global.
 
 Printed by commit 7691fd4 (24 July 2026) with JAX 0.10.2:
 

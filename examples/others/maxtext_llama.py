@@ -23,11 +23,11 @@ Printed by commit e591f30 (22 August 2026) with JAX 0.10.2 on two idle cores, Ma
 own `full` and our `full` need the same 89,074,109,312 bytes and compute the same 1382 products; its own `minimal` needs
 110,574,087,856 bytes, our `dots_with_no_batch_dims` 768 more, with 1190 products each.
 
-The 768 bytes are how XLA packs temporary buffers, in units of 256. With 2 layers of 1024 tokens it is one unit:
-12,464,924,536 bytes under `minimal`, 256 more under ours, all of it in `temp_bytes`. Residual tables are equal array by
-array (2,376,173,572 bytes), products are (80), and so are the buffers at the peak, 3,476,409,088 bytes rounded up to units.
-The two programs differ in the layout of three of these buffers, and in one of 8 bytes in the place of 16; packed, they end
-one unit apart.
+The 768 bytes come from how XLA packs temporary buffers, in units of 256 bytes. With 2 layers of 1024 tokens the difference is
+one unit: 12,464,924,536 bytes under `minimal`, 256 more under ours, all of it in `temp_bytes`. The residual tables are equal
+array by array (2,376,173,572 bytes), and so are the number of products (80) and the bytes of the buffers at the peak
+(3,476,409,088, rounded up to units). The two programs differ in the layout of three of these buffers, and in one buffer of 8
+bytes instead of 16; after packing, their sizes differ by one unit.
 """
 
 from __future__ import annotations

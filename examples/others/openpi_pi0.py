@@ -49,7 +49,7 @@ def job(batch: int = 32, **settings: Any) -> rj.Workload:
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     blocks = (gemma.Block, siglip.Encoder1DBlock)
-    with array_typing.disable_typechecking():  # of the shapes' places
+    with array_typing.disable_typechecking():  # the arguments are shapes, not arrays
         return rj.Workload.from_nnx(model, loss, (key, observation, actions), blocks, optimizer=optax.adam(1e-4), name="OpenPI")
 
 

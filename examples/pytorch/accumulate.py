@@ -49,7 +49,7 @@ def micro_batches(batch: tuple[Any, ...], n: int) -> list[tuple[Any, ...]]:
     """Cut every tensor in `batch`, at any depth, into `n` equal parts along its first dimension.
 
     Raises:
-        InvalidArgumentError: if `n` is no positive int or does not divide, or the first dimensions differ.
+        InvalidArgumentError: if `n` is no positive int or does not divide the first dimension, or first dimensions differ.
 
     >>> [part[0].tolist() for part in micro_batches((torch.arange(4),), 2)]
     [[0, 1], [2, 3]]
@@ -81,7 +81,7 @@ def accumulate_gradients(
 
     Each backward pass adds the gradient of a *sum* of losses; the gradients are normalised by the number of targets at the
     end. Until then sums are divided by the first micro-batch's number of targets times the number of micro-batches, so that
-    float16 gradients have about the size of the mean's. With a `scaler` the gradients stay scaled, for `scaler.unscale_`.
+    float16 gradients are about as large as those of the mean. With a `scaler` the gradients stay scaled, for `scaler.unscale_`.
 
     Args:
         loss: `loss(*micro_batch)` returns the sum of the losses over the targets, and the number of targets.

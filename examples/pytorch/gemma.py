@@ -104,5 +104,5 @@ class GemmaMlp(nn.Module):
         self.down_proj = nn.Linear(mlp_dim, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute it for the last axis."""
+        """Apply the MLP along the last axis."""
         return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))

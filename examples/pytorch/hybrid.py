@@ -34,7 +34,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     """`optimizer_class` with the state of a share of the parameters in host memory, like Megatron-LM's hybrid optimizer.
 
     An offloaded parameter has a master copy in host memory (pinned if the parameter is on a CUDA device) and its own CPU
-    optimizer. A step copies the gradient to the host, updates the master there, and copies it back to the parameter. On
+    optimizer. A step copies the gradient to the host, updates the master there, and copies the master to the parameter. On
     CUDA the copies run on separate streams, while the device updates its parameters and the CPU updates others. The largest
     parameters are offloaded first, while their share of all elements is at most `offload_fraction`.
 
@@ -171,7 +171,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, with any fraction, or of the plain optimizer; tensors are copied.
 
-        If it has no master copies, masters are copied from the parameters: load the model first.
+        If the state dict has no master copies, masters are copied from the parameters: load the model first.
 
         Raises:
             InvalidArgumentError: if its groups differ from this optimizer's groups.

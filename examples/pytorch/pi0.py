@@ -69,7 +69,7 @@ class Pi0Stream(nn.Module):
     def finish(
         self, x: torch.Tensor, mixed: torch.Tensor, gate: torch.Tensor | None, condition: torch.Tensor | None
     ) -> torch.Tensor:
-        """The part after the attention: a gated residual, and an MLP with another."""
+        """The part after the attention: a gated residual, then an MLP with its own gated residual."""
         x = gated_residual(x, self.self_attn.o_proj(mixed), gate)
         normed, gate = self.post_attention_layernorm(x, condition)
         return gated_residual(x, self.mlp(normed), gate)
@@ -81,7 +81,7 @@ class Pi0Layer(nn.Module):
     Shapes: streams (batch, time_i, width_i) → the same.
 
     Raises:
-        InvalidArgumentError: if `streams` are not two.
+        InvalidArgumentError: if `streams` does not have two tensors.
 
     >>> config = Pi0Config(depth=1)
     >>> layer = Pi0(config).layers[0]
@@ -114,7 +114,7 @@ class Pi0Layer(nn.Module):
         return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Attention with explicit products; several heads of queries share one of keys and values."""
+        """Attention with explicit products; several query heads share one head of keys and values."""
         batch, heads = query.shape[:2]
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1).flatten(0, 1) for x in (key, value))
         scores = torch.bmm(query.flatten(0, 1), key.transpose(1, 2)) * self.config.head_dim**-0.5
@@ -170,7 +170,7 @@ class Pi0(nn.Module):
         """Predict; the flags are those of `gradient_checkpoint_forward`, for each layer of the transformers and the tower.
 
         Raises:
-            InvalidArgumentError: if an argument has another shape than the configuration says, or the model lacks a part.
+            InvalidArgumentError: if an argument's shape does not fit the configuration, or the model lacks a part.
         """
         check_parts(self)
         check_inputs(self.config, observation, noisy_actions, time)

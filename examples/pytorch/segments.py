@@ -120,7 +120,7 @@ def decreasing_boundaries(layers: int) -> tuple[int, ...]:
     A segment's input is freed after its backward pass. With room for m activations, segment j may therefore have m − j + 1
     layers, and the last segment one more, because the model's output is not kept. k segments contain at most
     km − k(k − 1) / 2 + 1 layers. The peak is the smallest m for which some k suffices for all layers; the smallest such k
-    recomputes the fewest layers. Uniform segments need about 2√L activations, these need √(2L).
+    recomputes the fewest layers. Uniform segments need about 2√L activations, decreasing segments √(2L).
 
     >>> decreasing_boundaries(16), most_activations(16, decreasing_boundaries(16))
     ((5, 9, 12, 14), 5)

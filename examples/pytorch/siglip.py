@@ -43,7 +43,7 @@ class SiglipMlp(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, mlp_dim), nn.Linear(mlp_dim, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute it for the last axis."""
+        """Apply the MLP along the last axis."""
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 

@@ -19,8 +19,8 @@ HELD_OUT = 64
 COLUMNS = ("framework", "form", "loss before", "loss after", "off plain by", "device", "host", "matmuls", "layer runs")
 LEGEND = (
     "Loss before and after: of 64 observations that are not trained on. Off plain by: the largest relative difference of a\n"
-    "step's loss from plain PyTorch's, float64. Device, host: kept between the passes. Layer runs: of a joint layer, of one\n"
-    "of the tower."
+    "step's loss from plain PyTorch's, in float64. Device, host: kept between the passes. Layer runs: executions of a joint\n"
+    "layer and of a layer of the tower in one step."
 )
 
 

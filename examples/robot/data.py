@@ -75,7 +75,7 @@ def _batch(config: Pi0Config, random: np.random.Generator, batch: int) -> Batch:
 
 
 def sample_time(random: np.random.Generator, batch: int) -> np.ndarray:
-    """Return times of the flow, Beta(1.5, 1) · 0.999 + 0.001: nearer to the noise, and never exactly the actions.
+    """Return times of the flow, Beta(1.5, 1) · 0.999 + 0.001: more often nearer to the noise (1), and never 0, the actions.
 
     >>> bool(abs(sample_time(np.random.default_rng(0), 100_000).mean() - (0.6 * 0.999 + 0.001)) < 0.003)
     True
@@ -90,7 +90,7 @@ def goals(action_dim: int) -> np.ndarray:
 
 
 def _crop(random: np.random.Generator, size: int) -> np.ndarray:
-    """A square of two to six times the size of an image, averaged down to it."""
+    """A square of two to six times an image's size, averaged down to this size."""
     photograph = photographs()[random.integers(2)]
     factor = int(random.integers(2, 7))
     side = factor * size

@@ -29,7 +29,7 @@ from .data import Batch
 BLOCKS = (pi0.JointLayer, SiglipBlock)
 POLICIES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
 FAITHFUL = "OpenPI's own"
-# Above the rounding of a gradient, which the step multiplies by learning rate / epsilon.
+# Epsilon is above the rounding of a gradient, which a step multiplies by learning rate / epsilon.
 LEARNING_RATE, EPSILON = 2e-3, 1e-4
 
 
@@ -141,7 +141,7 @@ def _compile(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 
 def diagnose(config: Pi0Config, batch: Batch) -> list[str]:
-    """The doctor's findings on OpenPI's own checkpoints, one line each; on correct checkpoints there are none."""
+    """The doctor's findings on OpenPI's own checkpoints, one line each, and its report on correct checkpoints."""
     observation, _, noise, time = tensors(batch)
     faithful = PI0Pytorch(torch_model(config)).train()
     faithful.gradient_checkpointing_enable()

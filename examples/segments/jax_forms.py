@@ -54,9 +54,9 @@ def divisor_nearest_to_root(number: int) -> int:
 def forms(setting: Setting, num_layers: int | None = None) -> dict[str, Form]:
     """The forms by name: plain, `checkpoint_sequential` unrolled, and scans.
 
-    Of a plain layer JAX keeps more than PyTorch: the ReLU's result (a bytes), its mask (one byte an element), and the zeros
-    that its derivative selects from (a bytes again, which XLA makes where it needs them). Under `scan` the zeros are one
-    array for all rounds, and beside the stacked inputs there is the last output, which the head reads.
+    For a plain layer JAX keeps more than PyTorch: the ReLU's result (`a` bytes), its mask (one byte per element), and the
+    zeros that its derivative selects from (also `a` bytes; XLA makes them where it needs them). Under `scan` the zeros are
+    one array for all iterations. Besides the stacked inputs, a scan keeps the last output, which the head reads.
     """
     layers = num_layers or setting.num_layers
     hidden, sqrt, best = layers - 2, pytorch.sqrt_segments(layers), pytorch.optimal_segments(layers)

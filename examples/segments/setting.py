@@ -82,10 +82,10 @@ class Row:
         peak_bytes: PyTorch: tracked, of a step that ends with the gradients. JAX: compiled for the target, or None.
         executions: how often a layer runs forward in a step.
         matmuls: matrix multiplications of a step.
-        gradient_error: the largest of any parameter in float64, against the plain form of PyTorch.
-        relative_time: of a step, in steps of the same framework's plain form; None where the compiled program does not
-            execute the matrix multiplications that the form has, so that its time would say nothing.
-        closed_form: what saved_bytes, peak_bytes (PyTorch only), executions and matmuls have to be.
+        gradient_error: the largest error of a parameter's gradient in float64, against the plain form of PyTorch.
+        relative_time: the time of a step, relative to the same framework's plain form; None if the compiled program does
+            not execute all matrix multiplications of the form, so that its time would mean nothing.
+        closed_form: the values that saved_bytes and matmuls, and in PyTorch peak_bytes and executions, must have.
     """
 
     framework: str

@@ -34,9 +34,9 @@ COLUMNS = (
 LEGEND = (
     "Kept: from the forward to the backward pass, parameters and batch left out. Peak: of a step that ends with the gradients; "
     "PyTorch tracked on fake tensors, JAX compiled for an H200, parameters and gradients included. Step time: the median of "
-    "interleaved rounds, relative to plain in the same run; it scatters, the matmuls do not. Memory saved: share of plain's "
-    "kept bytes. Saved ÷ added: that share for each share of step time that it cost. Gradient error: in float64, against "
-    "PyTorch plain. Closed forms: whether kept bytes, layer runs and matmuls (PyTorch's peak too) equal them as integers."
+    "interleaved rounds, relative to plain in the same run; it varies, the matmuls do not. Memory saved: share of plain's "
+    "kept bytes. Saved ÷ added: that share, divided by the added share of step time. Gradient error: in float64, against "
+    "PyTorch plain. Closed forms: whether kept bytes, layer runs and matmuls (PyTorch's peak too) equal them exactly."
 )
 
 
@@ -123,11 +123,11 @@ def reading(found: dict[str, Any]) -> list[str]:
     deepest = found["rules"][-1]
     lines.append(
         f"At {deepest['num_layers']} layers √L segments add {deepest['measured_increase']:.1%} to the work of a step: nearly "
-        f"one forward pass, which is a third of it. 2√L/L says {deepest['claimed_increase']:.1%}, and the less the deeper."
+        f"one forward pass, a third of a step. 2√L/L says {deepest['claimed_increase']:.1%}, and less at greater depth."
     )
     lines.append(
-        f"They save {deepest['measured_saving']:.1%} of what is kept; 1 − √L/L says {deepest['claimed_saving']:.1%}: it counts "
-        "the segments' inputs only, and not the interior of the segment that is at work."
+        f"They save {deepest['measured_saving']:.1%} of the kept bytes; 1 − √L/L says {deepest['claimed_saving']:.1%}, because "
+        "it counts only the segments' inputs, and not the interior of the last segment, which has no checkpoint."
     )
     return lines
 
@@ -193,7 +193,7 @@ def _rule_panels(rules: list[dict[str, float]]) -> list[Panel]:
             percent=True,
         ),
         Panel(
-            "Work that they add",
+            "Work that √L segments add",
             "layers",
             "share of a step's FLOPs",
             [line("rule: 2√L/L", "claimed_increase", claim=True), line("measured", "measured_increase", claim=False)],

@@ -55,7 +55,7 @@ MISTAKES = {
     "flax_class": "Dense'>: expected a Linen or NNX module, or a function of a dtype that makes one",
     "exchanged": "expected a torch.nn.Module, or a function that builds one",
     "torch_twice": "expected a Linen or NNX module, or a function of a dtype that makes one",
-    "narrow": "give keep_float64=True, which widens it; to compare without float64, give dtypes=('float32',)",
+    "narrow": "give keep_float64=True, which runs it in float64; to compare without float64, give dtypes=('float32',)",
     "asking": "needs the arguments module: expected a function without arguments",
     "Wrapper": "gave a Wrapper: expected a dictionary of the arguments of remat_jax.parity.compare",
     "Masked": "gave a Masked: expected a dictionary of the arguments of remat_jax.parity.compare",

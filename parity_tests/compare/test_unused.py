@@ -135,7 +135,7 @@ def test_no_map_is_proposed_where_shapes_leave_two_places() -> None:
 
 def test_what_only_flax_has_is_named_by_a_rule() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 2))
-    with pytest.raises(PortingError, match=r"give rules, in which .*'missing:' name .*\n.*\n.*none\n.*\n.*mask_token \(1, 3\)"):
+    with pytest.raises(PortingError, match=r"give rules that .*'missing:':\n.*\n.*none\n.*\n.*mask_token \(1, 3\)"):
         porting.propose(module, Flax(), X)
     rules = porting.propose(module, Flax(), X, rules="missing: params/mask_token")
     assert str(rules).splitlines()[-1] == "missing: params/mask_token"

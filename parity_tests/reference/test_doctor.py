@@ -144,13 +144,13 @@ PLANTED = [
     (
         "nested_container",
         lambda: Nested(lambda layer, x: keep(lambda xs, layer=layer: layer(xs[0]), [x])),
-        r"use torch_ref.gradient_checkpoint_forward for the inner one",
+        r"use torch_ref.gradient_checkpoint_forward for the inner checkpoint",
         lambda: Nested(lambda layer, x: torch_ref.gradient_checkpoint_forward(first_of(layer), True, False, [x])),
     ),
     (
         "mutated_input",
         lambda: lambda x: keep(in_place, x * W),
-        r"in_place at .*1 tensor\(s\), 32 bytes \(argument 0 \[2, 4\]\), changed in place by the block itself.*a clone",
+        r"in_place at .*1 tensor\(s\), 32 bytes \(argument 0 \[2, 4\]\), were changed in place by the block itself.*a clone",
         lambda: lambda x: keep(lambda x: in_place(x.clone()), x * W),
     ),
     (

@@ -28,7 +28,7 @@ def test_an_offload_that_moved_nothing_says_so():
     with torch_ref.receipt() as r:
         faithful(pytorch.ToyModel(), True, True, x=x)
     assert len(r.warnings) == 1
-    assert "1 offloaded call(s) moved 0 bytes of the 24 offered to the host (ToyModel)" in r.warnings[0]
+    assert "1 offloaded call(s) moved 0 of the 24 offered bytes to the host (ToyModel)" in r.warnings[0]
     assert "the faithful form moves positional tensors only" in r.warnings[0]
 
 

@@ -12,7 +12,7 @@ from remat_jax.parity.rule import norm, relative_error
 from remat_jax.parity.tolerances import TOLERANCES
 
 _MASKED = -1e9  # additive masks hide a score by adding this number, a lower number, or minus infinity
-_GAP = 1e-3  # `hidden`: the array's other numbers must be smaller in magnitude than -_MASKED * _GAP = 1e6
+_GAP = 1e-3  # `hidden`: all numbers above _MASKED must be smaller in magnitude than -_MASKED * _GAP = 1e6
 
 
 class Distance(NamedTuple):
@@ -31,7 +31,7 @@ class Distance(NamedTuple):
 
 
 def distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
-    """The distance between two arrays of equal size; the axes of `torch` are reordered to make it smallest.
+    """The smallest distance between two arrays of equal size over the orders of `torch`'s axes (`_layouts`).
 
     Two attention masks, boolean or additive, are compared by the positions that they show. If either is boolean, a
     mask and its inverse count as equal.

@@ -115,7 +115,7 @@ class _Recorder:
     def _recomputed(self, module: Any, arguments: Any) -> _HookedCall | None:
         """The recorded call of `module` that is recomputed now; None if `module` was not called.
 
-        Of several calls, it prefers calls without a graph, then calls with equal inputs, then later calls.
+        Among several calls, a call without a graph is preferred, then a call with equal inputs, then the latest call.
         """
         arrays = [as_numpy(tensor) for tensor in _tensors(arguments)]
 

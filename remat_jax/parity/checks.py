@@ -122,8 +122,8 @@ def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[
     """Check that no gradient is 0 in PyTorch, because a gradient that is 0 in both frameworks proves nothing.
 
     `elsewhere(names)` gets the names of gradients that are 0 with the model's own weights. It gives both models random weights
-    and compares these gradients again. It returns the names whose gradients are then equal and not 0, and a text of what
-    differs.
+    and compares these gradients again. It returns the names whose gradients are then equal and not 0, and a text that says
+    what differs.
     """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
@@ -146,7 +146,7 @@ def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[
 
 
 def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Arrays) -> list[Check]:
-    """Explain running statistics that differ only because the momentum differs, or because only one batch variance is unbiased.
+    """Explain running statistics that differ only in the momentum, or in whether the batch variance is unbiased.
 
     A step moves statistics s by m·(u·b − s), where b are the batch statistics, m is 1 − Flax's momentum, and u is n / (n − 1)
     for an unbiased variance of n values, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p and q for all

@@ -35,11 +35,11 @@ def compare(
 ) -> ParityReport:
     """Compare a Flax model with a PyTorch model: outputs, gradients, training, and residuals.
 
-    In float64, every Flax tensor is compared, in every mode, with a single PyTorch run: it has no checkpoints, and casts to
-    float32 are suppressed. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own error
-    in the dtype. Faults are planted in the gradients in every dtype. The report fails if a fault is missed in a gradient whose
-    norm is over twice the permitted error. Neither model is changed. Active dropout raises an error, because random results
-    cannot be compared.
+    In float64, every Flax tensor is compared, in every mode, with a single PyTorch run, which has no checkpoints and in which
+    casts to float32 are suppressed. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own
+    error in the dtype. Faults are planted in the gradients in every dtype. The report fails if a fault is missed in a gradient
+    whose norm is over twice the permitted error. Neither model is changed. Active dropout raises an error, because random
+    results cannot be compared.
 
     Args:
         torch_module: the PyTorch model, set to training or evaluation mode, or a function that builds it. With a function,
@@ -47,8 +47,8 @@ def compare(
         flax_module: a Linen or NNX module, or a function from a dtype's name to the module.
         inputs: arrays or tensors for both models: a tuple of arguments, or a dictionary of keywords.
         rules: the weight map (`remat_jax.porting`); `"auto"` proposes and proves a map.
-        variables: a Linen module's variables: needed if `init` cannot make them, or if a line
-            `missing:` of `rules` names arrays that no PyTorch tensor fills, which keep the values given here.
+        variables: a Linen module's variables. They are needed if `init` cannot make them, or if a `missing:` line of `rules`
+            names arrays that no PyTorch tensor fills; these arrays keep the values given here.
         loss: a function from the output to a scalar that works in both frameworks, or a pair of functions, PyTorch's first.
             The default is the squared distance of every floating-point output from random numbers.
         torch_blocks, flax_blocks: the classes to checkpoint. By default the class of each outermost `ModuleList` or

@@ -175,7 +175,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
     """Compare the gradients named in `zero` again, in float64 with random weights; they are 0 with the model's own weights.
 
-    Returns the names in `zero` whose gradients are then equal and not 0, and a text of what differs.
+    Returns the names in `zero` whose gradients are then equal and not 0, and a text that says what differs.
     """
     agreeing = set[str]()
     try:
@@ -195,7 +195,7 @@ def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequen
 
 
 def _signed(values: Values, seed: int) -> Values:
-    """The weights, except variances, with random signs: a ReLU that was inactive for all inputs often becomes active."""
+    """The weights with random signs, except variances: a ReLU that was inactive for all inputs often becomes active."""
     random = np.random.default_rng(seed)
     return {
         name: x * random.choice((-1.0, 1.0), x.shape) if x.dtype == np.float64 and not name.endswith("running_var") else x

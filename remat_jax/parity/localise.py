@@ -246,7 +246,7 @@ def _each_alone(
     for pair in judged:
         for outer in pair.around[:1]:
             is_cut = before[pair.torch.name].is_cut_otherwise
-            add(outer, None if is_cut else pair.bad("output cotangent"), f"behind {pair.flax.name!r}")
+            add(outer, None if is_cut else pair.bad("output cotangent"), f"after {pair.flax.name!r}")
         add(pair, pair.bad("input cotangent") or pair.bad("gradient"))
     return tuple(listed[call.name] for call in theirs.calls if call.name in listed)
 

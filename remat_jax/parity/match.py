@@ -36,7 +36,7 @@ _MOVED = 0.75
 """The base score of an uncertain pair; a certain pair has 1. Uncertain pairs are: a linear layer with a convolution; two
 modules whose inner layers with weights are the same, although those without weights differ; two modules with the same words in
 their paths that share most of their inner layers with weights."""
-_LEAST = 0.35  # what a base score of 1 adds to a pair's score. A pair must exceed twice this; the best score is 2.35
+_LEAST = 0.35  # a base score of 1 adds this to a pair's score, which must exceed twice this number; the best score is 2.35
 MOST_BYTES = 64 * 2**20
 """The size in bytes of the largest mapping file that is read."""
 

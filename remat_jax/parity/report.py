@@ -285,7 +285,8 @@ def _memory(rows: Sequence[MemoryRow]) -> str:
         if row.peak_bytes is not None:
             peaks[name] = {("peak", "of both passes"): row.peak_bytes}
     return (
-        '<p class="hint">Residuals on the device and on the host, without parameters and inputs; the peak includes everything.'
+        '<p class="hint">Residuals on the device and on the host, without parameters and inputs; the peak includes these, and '
+        "gradients, but no optimizer."
         f"</p>{stacked_bars(kept, 'residuals', hatched={'on the host': 'on the host'})}{stacked_bars(peaks, 'peak memory')}"
     )
 

@@ -64,7 +64,7 @@ class Comparison:
             self.checks.append(gradients_check(self.reference, unused, elsewhere))
 
     def say(self, what: str) -> None:
-        """Report to the progress callback what begins."""
+        """Tell the progress callback which stage begins."""
         self._tell(what, min(self._done, self._total), self._total)
         self._done += 1
 

@@ -42,7 +42,7 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         ),
         "float64_step": Tolerance(
             1e-10,
-            "relative error, in float64, of what an optimizer adds to a parameter, and of the losses of a short training "
+            "relative error, in float64, of an optimizer's update of a parameter, and of the losses of a short training "
             "run: Adam divides each gradient by its own size plus epsilon, which magnifies the rounding of a gradient that "
             "cancels, up to 1/epsilon = 1e4 times at the epsilon of `Optimizer`.",
         ),
@@ -54,8 +54,8 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         ),
         "meaningful_error": Tolerance(
             0.1,
-            "the part of the global norm above which PyTorch's own error is not rounding but another computation: TF32 gives "
-            "1e-3 and bfloat16 about 1e-2. A bound from such an error would accept anything.",
+            "the part of the global norm that PyTorch's own error may not exceed. TF32 gives 1e-3 and bfloat16 about 1e-2, so "
+            "a larger error is no rounding error, and a bound made from it would accept anything.",
         ),
         "loss": Tolerance(
             1e-5,

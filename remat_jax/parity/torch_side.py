@@ -248,7 +248,7 @@ def _repeated(model: Any) -> tuple[type, ...]:
     """The classes to checkpoint by default, in the order of their modules.
 
     A `ModuleList` or `Sequential` of two or more modules gives their class if all have the same class. Only outermost lists
-    count. If no list gives a class, each `ModuleList` of a single module gives one.
+    count. If no list gives a class, each `ModuleList` of a single module gives this module's class.
     """
     import torch
 

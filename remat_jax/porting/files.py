@@ -104,7 +104,8 @@ def _converted(state_dict: Mapping[str, Any], convert: Callable[[Any], Any]) -> 
             wrong.append(f"{name} ({error})")
     if wrong:
         raise PortingError(
-            f"these cannot be written: {', '.join(wrong)}; give arrays of numbers, of a key jax.random.key_data."
+            f"these cannot be written: {', '.join(wrong)}; give arrays of numbers; for a random key, give "
+            "jax.random.key_data(key)."
         )
     return converted
 

@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 
 FLOAT32_REMEDY = (
-    "if the model intends this, give keep_float64=True, which widens it; to compare without float64, give "
+    "if the model intends this, give keep_float64=True, which runs it in float64; to compare without float64, give "
     "dtypes=('float32',) and rules"
 )
 """The remedy for a Flax model with a hard-coded float32."""

@@ -39,7 +39,7 @@ class Pattern:
         rest = _PLACEHOLDER.sub("", self.text)
         if not self.text or "{" in rest or "}" in rest or any(c.isspace() for c in rest):
             raise PortingError(
-                f"{self.text!r} is not a name; a placeholder is written {{i}}, {{i+1}} or {{i-1}}, spaces nowhere."
+                f"{self.text!r} is not a name; a placeholder is written {{i}}, {{i+1}} or {{i-1}}; a name has no spaces."
             )
 
     @property

@@ -178,7 +178,7 @@ class Rules:
 
         rules = tuple(replace(rule, flax=tuple(map(restack, rule.flax))) for rule in self.rules)
         if rules == self.rules:
-            raise PortingError(f"stacked(each={each!r}): no Flax path of the rules has it; give what is between slashes.")
+            raise PortingError(f"stacked(each={each!r}): no Flax path of the rules contains it; give whole parts of a path.")
         return replace(self, rules=rules)
 
     def allows_extra(self, name: str) -> bool:

@@ -272,12 +272,12 @@ class Rearrange(Step):
     def __post_init__(self) -> None:
         left, arrow, right = self.pattern.partition("->")
         if not arrow:
-            raise PortingError(f"{self.pattern!r} has no '->'; write the axes of both, as in '(h d) e -> e h d'.")
+            raise PortingError(f"{self.pattern!r} has no '->'; write the axes of both sides, as in '(h d) e -> e h d'.")
         object.__setattr__(self, "pattern", f"{' '.join(left.split())} -> {' '.join(right.split())}")
         object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
         atoms = {name for group in self._sides[0] for name in group}
         if atoms != {name for group in self._sides[1] for name in group}:
-            raise PortingError(f"{self.pattern!r}: the two sides name different axes; name the same on both.")
+            raise PortingError(f"{self.pattern!r}: the two sides name different axes; name the same axes on both.")
         strange = [name for name, size in self.sizes if name not in atoms or size < 1]
         if strange:
             raise PortingError(f"{self.pattern!r}: {', '.join(strange)}: no axis has this name, or the size is not positive.")

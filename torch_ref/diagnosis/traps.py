@@ -102,9 +102,10 @@ def nested_container(region: Region) -> Iterator[Finding]:
         yield _finding(
             region,
             "nested_container",
-            f"inside another checkpoint it keeps {_listed(hidden)} alive: the outer checkpoint does not see into"
+            f"this checkpoint inside another keeps {_listed(hidden)} alive: the outer checkpoint does not see into"
             " containers and keywords, so it frees nothing and the block runs three times",
-            "Pass the tensors by position, use torch_ref.gradient_checkpoint_forward for the inner one, or drop the outer one",
+            "Pass the tensors by position, use torch_ref.gradient_checkpoint_forward for the inner checkpoint, or drop the"
+            " outer checkpoint",
         )
 
 
@@ -117,7 +118,7 @@ def mutated_input(region: Region) -> Iterator[Finding]:
         yield _finding(
             region,
             "mutated_input",
-            f"{_listed(mutated)} changed in place {when}: the recomputation would start from other values",
+            f"{_listed(mutated)} were changed in place {when}: the recomputation would start from other values",
             "Make the change out of place, or give the block a clone",
         )
 
@@ -144,7 +145,7 @@ def random_state(region: Region) -> Iterator[Finding]:
         yield _finding(
             region,
             "random_state",
-            "it draws random numbers (dropout) with preserve_rng_state=False: the recomputation draws another mask",
+            "the block draws random numbers (dropout) with preserve_rng_state=False: the recomputation draws another mask",
             "Leave preserve_rng_state at its default, True",
         )
 

@@ -78,7 +78,7 @@ class Region:
         arguments: the region's tensor arguments.
         is_random: whether an operator in the region drew random numbers.
         mutated_inside: the arguments that were changed in place while the region ran.
-        captures: for each function that the block is or captures, the variables that this function captures.
+        captures: the captured variables, one entry for each function among the block and the functions that it captures.
     """
 
     block: str

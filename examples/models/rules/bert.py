@@ -1,4 +1,4 @@
-"""The weights of `BertForPreTraining`; its decoder is tied twice, to the words and to the bias beside it."""
+"""The weights of `BertForPreTraining`; its decoder has two ties, to the word embeddings and to `cls.predictions.bias`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXT = """
     bert.embeddings.token_type_embeddings.weight -> params/segments/embedding
     bert.embeddings.LayerNorm.weight -> params/embed_norm/scale
     bert.embeddings.LayerNorm.bias -> params/embed_norm/bias
-    # Before the query, key and value: the first rule that makes an array takes it.
+    # Before query, key and value, because the first rule that matches an array fills it.
     bert.encoder.layer.{i}.attention.output.dense.weight -> params/layers_{i}/attention/out/kernel | linear
     bert.encoder.layer.{i}.attention.output.dense.bias -> params/layers_{i}/attention/out/bias
     bert.encoder.layer.{i}.attention.self.{name}.weight -> params/layers_{i}/attention/{name}/kernel | linear

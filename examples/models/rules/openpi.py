@@ -1,7 +1,7 @@
 """The weights of OpenPI's π0 and π0.5: the parameters of its JAX model, and the state dict of its PyTorch model.
 
-OpenPI's JAX parameters are a tree; `flax.traverse_util.flatten_dict(tree, sep="/")` gives them the names that are here. Every
-layer's are stacked on axis 0, those of the action expert end in `_1`, and heads have an axis of their own.
+OpenPI's JAX parameters are a tree; `flax.traverse_util.flatten_dict(tree, sep="/")` gives the names that are used here. The
+layers are stacked on axis 0, names of the action expert end in `_1`, and heads have an axis of their own.
 """
 
 from __future__ import annotations

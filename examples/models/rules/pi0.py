@@ -29,7 +29,7 @@ LAYER = ("layers.{i}.experts.{e}", "params/layers_{i}/experts_{e}")
 
 
 def rules(config: Pi0Config, scan: bool = False, names: str = "torch_ref") -> Rules:
-    """Return the weight map, its layers unrolled or stacked, π0.5 included.
+    """Return the weight map, its layers unrolled or stacked; it also serves π0.5.
 
     `names`: "torch_ref", "openpi_jax" or "openpi_pytorch".
 

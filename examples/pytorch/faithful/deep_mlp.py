@@ -1,4 +1,4 @@
-"""A tutorial's checkpointing experiment on a deep perceptron, including its faults, to compare a correct one with.
+"""A tutorial's checkpointing experiment on a deep perceptron, including its faults, to compare a correct experiment with.
 
 It compares a plain model with `checkpoint_sequential` over its layers in three segments, and with handwritten segments.
 What it does:

@@ -1,7 +1,7 @@
 """The `OffloadFunction` of tutorials on offloading, with its fault: it doubles the gradient.
 
 Forward copies its input to the host and returns the input unchanged. Backward fetches the copy, computes a stand-in for
-"the model's own forward" (`x * 2`) and returns the gradient of that. Forward and backward thus belong to two functions:
+"the model's own forward" (`x * 2`) and returns its gradient. Forward and backward thus belong to two functions:
 the gradient is twice the correct one. Nothing is freed, because the input is returned and the next layer keeps it.
 `torch_ref.OffloadFunction` is the correct form.
 """

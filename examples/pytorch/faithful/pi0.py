@@ -46,7 +46,7 @@ class PI0Pytorch(Switched):
     """OpenPI's π0 and π0.5 around the parameters of an `examples.pytorch.Pi0`; values and gradients are those of that model.
 
     Raises:
-        InvalidArgumentError: if `model` is none, or lacks a part such as its vision tower.
+        InvalidArgumentError: if `model` is no `Pi0`, or lacks a part such as its vision tower.
 
     >>> from examples.pytorch import Pi0Config
     >>> model = PI0Pytorch(Pi0(Pi0Config(depth=1)))

@@ -148,7 +148,7 @@ class Space:
         return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
 
     def _modules(self, one_unit: int, other_unit: int) -> list[tuple[int, int]]:
-        """Pair the units of the outermost module with `one_unit` but without `other_unit` with the units of its counterpart."""
+        """Pair the units of two modules: the outermost that contains `one_unit` but not `other_unit`, and its counterpart."""
         first, second = (self.torch[unit].name.split(".") for unit in (one_unit, other_unit))
         depth = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
         prefixes = [".".join(parts[: depth + 1]) for parts in (first, second)]
@@ -202,7 +202,7 @@ def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> 
     raise PortingError(
         f"no map makes the models agree: with equal weights in all modules of equal shapes, {where} still differs by "
         f"{error:.1e}; the models differ in more than their weights (epsilon, padding, activation, mask, a missing layer, "
-        f"float32 inside); for float32 inside: {FLOAT32_REMEDY}"
+        f"a cast to float32); for a cast to float32: {FLOAT32_REMEDY}"
     )
 
 

@@ -41,7 +41,7 @@ def _as_module(flax_module: Any) -> Any:
     made = flax_module("float64") if callable(flax_module) else None
     if not isinstance(made, (nn.Module, nnx.Module)):
         raise PortingError(
-            f"flax_module={repr(flax_module)[:120]}: expected a Linen or NNX module, or a function that makes one of a dtype."
+            f"flax_module={repr(flax_module)[:120]}: expected a Linen or NNX module, or a function of a dtype that makes one."
         )
     return made
 

@@ -72,7 +72,7 @@ def propose(
         if unused:
             names = [name for unit in unused for name in space.names(unit)]
             them = "them, so their places follow from" if len(names) > 1 else "it, so its place follows from"
-            warn(f"{', '.join(names)}: the outputs do not depend on {them} name, shape and kind alone, and are not proved")
+            warn(f"{', '.join(names)}: the outputs do not depend on {them} name, shape and kind alone, without proof")
         return compress(space.rules(answer), {n: x.shape for n, x in pair.initial.items()}, pair.shapes)
 
 
@@ -133,8 +133,8 @@ def _no_match(units: Sequence[TorchUnit], flax: Sequence[FlaxUnit]) -> str:
         shapes = ", ".join(f"{place} {shape}" for _, place, shape in flax_unit.arrays)
         theirs += [] if any(row[index] for row in ways) else [f"{flax_unit.name or 'the model'}: {shapes}"]
     lines = [
-        f"no map fits the shapes: PyTorch has {len(units)} modules with weights, Flax {len(flax)}; give rules, "
-        "in which 'extra:' and 'missing:' name what only PyTorch and only Flax have:",
+        f"no map fits the shapes: PyTorch has {len(units)} modules with weights, Flax {len(flax)}; give rules "
+        "that name PyTorch-only tensors under 'extra:' and Flax-only arrays under 'missing:':",
         "  PyTorch modules that fit nothing:",
         *(f"    {text}" for text in ours or ["none"]),
         "  Flax modules that nothing fits:",
