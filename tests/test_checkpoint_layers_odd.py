@@ -212,9 +212,8 @@ def test_a_cond_whose_branches_call_different_blocks() -> None:
     def loss(kernels: Any, variables: Any, x: Any, turn: Any) -> Any:
         def layer(x: Any, row: Any) -> Any:
             kernel, index = row
-            mlp_branch = functools.partial(block_by_hand, kernel)
-            attention_branch = functools.partial(attention.apply, variables)
-            return jax.lax.cond(index % 2 == turn, mlp_branch, attention_branch, x), None
+            by_mlp, by_attention = functools.partial(block_by_hand, kernel), functools.partial(attention.apply, variables)
+            return jax.lax.cond(index % 2 == turn, by_mlp, by_attention, x), None
 
         return jnp.sum(jnp.sin(jax.lax.scan(layer, x, (kernels, jnp.arange(4)))[0]))
 
