@@ -101,26 +101,28 @@ def advised(workload: rj.Workload, policy: str = "full", target: str = "h200") -
     return report.device_bytes, {advice_item.what: advice_item for advice_item in report.advice}
 
 
-def assert_mended(before: rj.Workload, after: rj.Workload, what: str, error: float, **asked: Any) -> Advice:
-    """Assert that the advice `what` is given for `before` and not for `after`, and predicts the freed bytes within `error`."""
-    (need, found), (left, others) = advised(before, **asked), advised(after, **asked)
-    assert found[what].bytes == pytest.approx(need - left, rel=error) and need - left > 0.05 * need
-    assert what not in others
-    return found[what]
+def assert_mended(before: rj.Workload, after: rj.Workload, change: str, error: float, **asked: Any) -> Advice:
+    """Assert that `change` is advised for `before` and not for `after`, and that its freed bytes are right within `error`."""
+    (need, advice), (left, advice_after) = advised(before, **asked), advised(after, **asked)
+    assert advice[change].bytes == pytest.approx(need - left, rel=error) and need - left > 0.05 * need
+    assert change not in advice_after
+    return advice[change]
 
 
-def assert_compiled_as(before: rj.Workload, after: rj.Workload, what: str, target: str) -> None:
-    """Assert that the doctor's compiled bytes for the advice `what` are those of `after`, a model written with the change."""
+def assert_compiled_as(before: rj.Workload, after: rj.Workload, change: str, target: str) -> None:
+    """Assert that the doctor's compiled bytes for `change` are those of `after`, a model written with the change."""
     report = rj.measure(before, "full", target)
-    asked = dataclasses.replace(report, advice=tuple(advice_item for advice_item in report.advice if advice_item.what == what))
-    (found,) = compiled_advice(before, "full", asked, target_named(target), 300)
-    assert found.compiled and found.bytes == report.device_bytes - rj.measure(after, "full", target).device_bytes
+    asked = dataclasses.replace(
+        report, advice=tuple(advice_item for advice_item in report.advice if advice_item.what == change)
+    )
+    (advice,) = compiled_advice(before, "full", asked, target_named(target), 300)
+    assert advice.compiled and advice.bytes == report.device_bytes - rj.measure(after, "full", target).device_bytes
 
 
 def test_a_head_in_chunks() -> None:
     before = job(vocabulary=8192)
-    reports = assert_mended(before, job(vocabulary=8192, chunks=8), HEAD, 0.02)
-    assert "rj.in_chunks(head_loss, 8" in reports.how and "[4, 512, 8192]" in reports.why and "test_advice.py" in reports.why
+    advice = assert_mended(before, job(vocabulary=8192, chunks=8), HEAD, 0.02)
+    assert "rj.in_chunks(head_loss, 8" in advice.how and "[4, 512, 8192]" in advice.why and "test_advice.py" in advice.why
     # The advice is printed with the report. The CPU target reports no buffers and gives none.
     assert "head in chunks: 82.5 MiB less (estimated)" in " ".join(str(rj.measure(before, "full", "h200")).split())
     assert rj.measure(before, "full", "cpu").advice == ()
@@ -132,10 +134,10 @@ def test_the_gradient_of_a_head_that_is_as_large_as_its_logits_stays() -> None:
     The step frees more than the logits: XLA splits a product with so few rows, and each part has its own sum.
     """
     shape = {"vocabulary": 8192, "rows": 1, "length": WIDTH, "optimizer": None}
-    (need, found), (left, others) = advised(job(**shape)), advised(job(**shape, chunks=8))
+    (need, advice), (left, advice_in_chunks) = advised(job(**shape)), advised(job(**shape, chunks=8))
     logits = 2 * WIDTH * 8192
-    assert found[HEAD].bytes == pytest.approx(7 / 8 * logits, rel=0.01) and found[HEAD].bytes < need - left
-    assert HEAD not in others
+    assert advice[HEAD].bytes == pytest.approx(7 / 8 * logits, rel=0.01) and advice[HEAD].bytes < need - left
+    assert HEAD not in advice_in_chunks
 
 
 def test_a_head_on_a_mesh_is_that_of_one_device() -> None:
@@ -149,8 +151,8 @@ def test_a_head_on_a_mesh_is_that_of_one_device() -> None:
 def test_attention_in_a_kernel() -> None:
     """The Pallas kernel stands for cuDNN's: neither computes the scores in memory."""
     before, after = job(attention="scores"), job(attention="kernel")
-    reports = assert_mended(before, after, SCORES, 0.1)
-    assert "[4, 2, 512, 512]" in reports.why and "dot_product_attention" in reports.how
+    advice = assert_mended(before, after, SCORES, 0.1)
+    assert "[4, 2, 512, 512]" in advice.why and "dot_product_attention" in advice.how
     assert_compiled_as(before, after, SCORES, "h200")
 
 
@@ -192,23 +194,23 @@ def test_donation_of_a_finished_step() -> None:
     def made(**donated: Any) -> rj.Workload:
         return rj.Workload.from_step(step.function, *step.arguments, blocks=Block, **donated)
 
-    reports = assert_mended(made(), made(donate_argnums=(0, 1)), DONATION, 0.1, policy="off")
-    assert "donate_argnums=(0, 1)" in reports.how
+    estimated = assert_mended(made(), made(donate_argnums=(0, 1)), DONATION, 0.1, policy="off")
+    assert "donate_argnums=(0, 1)" in estimated.how
     (advice,) = (advice_item for advice_item in rj.doctor(made(), "off", "h200").advice if advice_item.what == DONATION)
-    assert advice.compiled and advice.bytes == pytest.approx(reports.bytes, rel=0.1)
+    assert advice.compiled and advice.bytes == pytest.approx(estimated.bytes, rel=0.1)
 
 
 def test_the_doctor_compiles_what_it_advises() -> None:
     work, offloaded = job(vocabulary=8192), job(vocabulary=8192, optimizer=rj.offload_optimizer(optax.adam(1e-3)))
     need, estimated = advised(work)
-    left, others = advised(offloaded)
-    found = {one.what: one for one in rj.doctor(work, "full", "h200").advice}
-    assert {what: one.compiled for what, one in found.items()} == {HEAD: True, MICRO: True, STATE: True}
-    assert found[HEAD].bytes == need - advised(job(vocabulary=8192, chunks=8))[0]
-    assert found[STATE].bytes == need - left and STATE not in others
-    assert estimated[MICRO].bytes == pytest.approx(found[MICRO].bytes, rel=0.02)
+    left, advice_offloaded = advised(offloaded)
+    compiled = {advice_item.what: advice_item for advice_item in rj.doctor(work, "full", "h200").advice}
+    assert {change: advice_item.compiled for change, advice_item in compiled.items()} == {HEAD: True, MICRO: True, STATE: True}
+    assert compiled[HEAD].bytes == need - advised(job(vocabulary=8192, chunks=8))[0]
+    assert compiled[STATE].bytes == need - left and STATE not in advice_offloaded
+    assert estimated[MICRO].bytes == pytest.approx(compiled[MICRO].bytes, rel=0.02)
     # The estimate for a streamed update errs on the safe side.
-    assert 0.75 * found[STATE].bytes < estimated[STATE].bytes <= found[STATE].bytes
+    assert 0.75 * compiled[STATE].bytes < estimated[STATE].bytes <= compiled[STATE].bytes
 
 
 def test_the_doctor_compiles_parameters_in_bfloat16_where_the_loss_takes_them() -> None:
@@ -223,13 +225,13 @@ def test_the_doctor_compiles_parameters_in_bfloat16_where_the_loss_takes_them() 
         return loss(params, *batch)
 
     refusing.loss = of_float32
-    found, estimated = (
+    compiled, estimated = (
         next(advice_item for advice_item in rj.doctor(work, "full", "h200").advice if advice_item.what == DTYPE)
         for work in (wide, refusing)
     )
-    assert found.compiled and not estimated.compiled
-    assert found.bytes == rj.measure(wide, "full", "h200").device_bytes - rj.measure(narrow, "full", "h200").device_bytes
-    assert estimated.bytes == pytest.approx(found.bytes, rel=0.2)
+    assert compiled.compiled and not estimated.compiled
+    assert compiled.bytes == rj.measure(wide, "full", "h200").device_bytes - rj.measure(narrow, "full", "h200").device_bytes
+    assert estimated.bytes == pytest.approx(compiled.bytes, rel=0.2)
 
 
 def test_a_batch_of_one_row_cannot_be_divided() -> None:
@@ -253,10 +255,10 @@ def test_products_that_a_softmax_reads_are_found_in_loops_and_calls() -> None:
         return jax.nn.logsumexp(x @ kernel, axis=-1).sum()
 
     products = softmax_products(jax.make_jaxpr(loss)(jnp.ones((2, 16, 8)), jnp.ones((8, 50))))
-    assert {(one.is_head, one.shape) for one in products} == {(False, (2, 16, 16)), (True, (2, 16, 50))}
+    assert {(product.is_head, product.shape) for product in products} == {(False, (2, 16, 16)), (True, (2, 16, 50))}
     chunked = rj.in_chunks(loss, 2, axis=(0, None))
     products = softmax_products(jax.make_jaxpr(chunked)(jnp.ones((4, 16, 8)), jnp.ones((8, 50))))
-    assert {(one.is_head, one.shape) for one in products} == {(False, (2, 16, 16))}
+    assert {(product.is_head, product.shape) for product in products} == {(False, (2, 16, 16))}
 
 
 def test_a_head_whose_last_logits_the_loss_drops_is_found() -> None:
@@ -269,7 +271,7 @@ def test_a_head_whose_last_logits_the_loss_drops_is_found() -> None:
         return jax.nn.logsumexp((x @ kernel)[:, :-1], axis=-1).sum()
 
     products = softmax_products(jax.make_jaxpr(loss)(jnp.ones((2, 16, 8)), jnp.ones((8, 50)), jnp.ones((8, 32))))
-    assert {(one.is_head, one.shape, one.read) for one in products} == {
+    assert {(product.is_head, product.shape, product.read) for product in products} == {
         (False, (2, 2, 16, 16), 2 * 2 * 16 * 16),
         (True, (2, 16, 50), 2 * 15 * 50),
     }

@@ -32,11 +32,11 @@ class Block(eqx.Module):
     counts: jax.Array = field(default_factory=lambda: jnp.arange(3))  # integers, without a gradient
 
     def __init__(self, key):
-        one, two, three = jax.random.split(key, 3)
+        attention_key, mlp_key, scale_key = jax.random.split(key, 3)
         self.norm = eqx.nn.LayerNorm(WIDTH)
-        self.attention = eqx.nn.MultiheadAttention(2, WIDTH, key=one)
-        self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, activation=jax.nn.gelu, key=two)
-        self.scale, self.kind, self.counts = jax.random.normal(three, (WIDTH,)), "decoder", jnp.arange(3)
+        self.attention = eqx.nn.MultiheadAttention(2, WIDTH, key=attention_key)
+        self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, activation=jax.nn.gelu, key=mlp_key)
+        self.scale, self.kind, self.counts = jax.random.normal(scale_key, (WIDTH,)), "decoder", jnp.arange(3)
 
     def __call__(self, x):
         normed = jax.vmap(self.norm)(x)
@@ -52,7 +52,7 @@ class Model(eqx.Module):
 
     def __init__(self, key):
         keys = jax.random.split(key, LAYERS + 1)
-        self.layers, self.head = [Block(one) for one in keys[1:]], eqx.nn.Linear(WIDTH, 3, key=keys[0])
+        self.layers, self.head = [Block(block_key) for block_key in keys[1:]], eqx.nn.Linear(WIDTH, 3, key=keys[0])
 
     def __call__(self, x):
         for layer in self.layers:
@@ -98,10 +98,10 @@ def x64():
 
 
 def assert_same_gradients(plain, policed, model, x):
-    expected, found = (eqx.filter_jit(eqx.filter_value_and_grad(one))(model, x) for one in (plain, policed))
-    assert jax.tree.structure(expected) == jax.tree.structure(found)
-    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=1e-12, atol=1e-13)
+    expected, results = (eqx.filter_jit(eqx.filter_value_and_grad(fn))(model, x) for fn in (plain, policed))
+    assert jax.tree.structure(expected) == jax.tree.structure(results)
+    for wanted, got in zip(jax.tree.leaves(expected), jax.tree.leaves(results), strict=True):
+        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -139,8 +139,8 @@ def test_residuals_have_attribute_paths_and_are_what_the_policy_keeps(make, path
 
 def test_globs_are_attribute_paths():
     model, x = Model(jax.random.key(0)), jnp.ones(X)
-    one = rj.checkpoint_blocks(loss, {"layers/1": "full"})
-    assert products(one, model, x) - products(loss, model, x) == 8
+    policed = rj.checkpoint_blocks(loss, {"layers/1": "full"})
+    assert products(policed, model, x) - products(loss, model, x) == 8
     stack = Scanned(jax.random.key(0))
     by_path, by_class = (products(rj.checkpoint_blocks(loss, {block: "full"}), stack, x) for block in ("layers", Block))
     assert by_path == by_class > products(loss, stack, x)
@@ -158,17 +158,17 @@ def test_a_plan_applies_to_the_loss_as_it_is_written(make, share, monkeypatch):
     plan = rj.plan(workload, budget, "cpu")
     assert plan.device_bytes <= budget and list(plan.policies) == [Block]
     model, x = make(jax.random.key(0)), jax.random.normal(jax.random.key(1), X)
-    expected, found = (eqx.filter_jit(eqx.filter_grad(fn))(model, x) for fn in (loss, plan.apply(loss)))
-    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=2e-4, atol=1e-6)
+    expected, gradients = (eqx.filter_jit(eqx.filter_grad(fn))(model, x) for fn in (loss, plan.apply(loss)))
+    for wanted, got in zip(jax.tree.leaves(expected), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=2e-4, atol=1e-6)
 
 
 def test_the_doctor_reads_blocks_of_equinox():
     assert rj.doctor(job(Model), "full").ok and rj.doctor(job(Scanned), "full").regions == 1
-    (found,) = rj.doctor(job(Model), "save: @dots, *dot_generall*").findings
-    assert (found.trap, "layers/0" in found.block) == ("unmatched_name", True) and "'*dot_generall*'" in found.problem
-    (found,) = rj.doctor(job(Model), {eqx.nn.Conv: "full"}).findings
-    assert (found.trap, found.block) == ("unreached_block", "Conv")
+    (finding,) = rj.doctor(job(Model), "save: @dots, *dot_generall*").findings
+    assert (finding.trap, "layers/0" in finding.block) == ("unmatched_name", True) and "'*dot_generall*'" in finding.problem
+    (finding,) = rj.doctor(job(Model), {eqx.nn.Conv: "full"}).findings
+    assert (finding.trap, finding.block) == ("unreached_block", "Conv")
 
 
 def test_an_offload_of_equinox_blocks_is_tied_where_they_are_unrolled():
@@ -177,7 +177,7 @@ def test_an_offload_of_equinox_blocks_is_tied_where_they_are_unrolled():
     def barriers(make, policy):
         arrays, static = eqx.partition(make(jax.random.key(0)), eqx.is_inexact_array)
         policed = rj.checkpoint_blocks(loss, {Block: policy})
-        return times("optimization_barrier", jax.grad(lambda one, x: policed(eqx.combine(one, static), x)), arrays, x)
+        return times("optimization_barrier", jax.grad(lambda params, x: policed(eqx.combine(params, static), x)), arrays, x)
 
     # Each block is traced at least at the end of its forward pass and at both ends of its backward pass.
     assert barriers(Model, "offload_inputs") >= 3 * LAYERS
@@ -187,14 +187,14 @@ def test_an_offload_of_equinox_blocks_is_tied_where_they_are_unrolled():
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_an_offload_of_equinox_blocks_is_compiled_for_a_gpu():
-    found = rj.measure(job(Model), "offload_inputs", "h200")
-    assert found.host_bytes >= found.receipt.offered_bytes == LAYERS * 4 * X[0] * X[1] * X[2]
+    report = rj.measure(job(Model), "offload_inputs", "h200")
+    assert report.host_bytes >= report.receipt.offered_bytes == LAYERS * 4 * X[0] * X[1] * X[2]
 
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_the_doctor_compiles_a_scanned_stack_of_equinox():
-    found = rj.doctor(job(Scanned), "full", "h200")
-    assert found.ok and found.regions == 1 and all(one.compiled for one in found.advice)
+    diagnosis = rj.doctor(job(Scanned), "full", "h200")
+    assert diagnosis.ok and diagnosis.regions == 1 and all(advice_item.compiled for advice_item in diagnosis.advice)
 
 
 def test_only_floating_point_arrays_are_parameters():
@@ -265,8 +265,8 @@ def run(layer, scan):
         if scan:
             x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x), None), x, layers)
         else:
-            for one in layers:
-                x = layer(one, x)
+            for layer_weights in layers:
+                x = layer(layer_weights, x)
         return jnp.sum(x**2)
 
     return loss
@@ -281,9 +281,9 @@ def test_functions_pytrees_and_regions_are_blocks(style, scan, x64):
     plain = run(lambda weights, x: x + jnp.tanh(x @ weights["up"]) @ weights["down"], scan)
     expected = jax.grad(plain)(layers, x)
     for policy in POLICIES:
-        found = jax.jit(jax.grad(rj.checkpoint_blocks(fn, {block: policy})))(layers, x)
-        for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-            np.testing.assert_allclose(np.asarray(other), np.asarray(one), atol=1e-12 * float(jnp.abs(one).max()))
+        gradients = jax.jit(jax.grad(rj.checkpoint_blocks(fn, {block: policy})))(layers, x)
+        for wanted, got in zip(jax.tree.leaves(expected), jax.tree.leaves(gradients), strict=True):
+            np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), atol=1e-12 * float(jnp.abs(wanted).max()))
     rows = rj.residuals(rj.Workload(fn, layers, (x,), block), "dots")
     kept = sum(row.bytes for row in rows if row.action == "save" and row.name.endswith("dot_general#0"))
     assert kept == LAYERS * 4 * 32 * 8
@@ -300,8 +300,8 @@ def test_a_marked_function_under_vmap_is_a_block():
     w, x = weights(0), jax.random.normal(jax.random.key(1), (3, 4, WIDTH))
     full = rj.checkpoint_blocks(loss, {layer_function: "full"})
     assert matmuls(jax.grad(full), w, x) == matmuls(jax.grad(loss), w, x) + 1
-    for one, other in zip(jax.tree.leaves(jax.grad(loss)(w, x)), jax.tree.leaves(jax.grad(full)(w, x)), strict=True):
-        np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=1e-5)
+    for wanted, got in zip(jax.tree.leaves(jax.grad(loss)(w, x)), jax.tree.leaves(jax.grad(full)(w, x)), strict=True):
+        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-5)
 
 
 def test_the_regions_that_are_there_are_planned(monkeypatch):

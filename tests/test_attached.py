@@ -62,9 +62,9 @@ def test_the_attached_gpu_is_one_of_the_targets(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TargetError, match="target='attached' needs remat_jax.memory"):
         target("attached")
     find_attached_with(lambda: "NVIDIA H100 80GB HBM3")
-    found, h100 = target("Attached"), target("h100")
-    assert (found.name, found.attached, h100.attached) == ("attached", True, False)
-    assert (found.compiler_description, found.memory_bytes) == (h100.compiler_description, h100.memory_bytes)
+    attached, h100 = target("Attached"), target("h100")
+    assert (attached.name, attached.attached, h100.attached) == ("attached", True, False)
+    assert (attached.compiler_description, attached.memory_bytes) == (h100.compiler_description, h100.memory_bytes)
     find_attached_with(lambda: "NVIDIA Unheard Of")
     with pytest.raises(
         TargetError, match="the attached GPU is 'NVIDIA Unheard Of', but no table describes it; the names are cpu, h200"
@@ -102,10 +102,10 @@ def test_jax_is_kept_to_the_cpu_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_it_runs_as_it_was_compiled(on_the_cpu: pathlib.Path) -> None:
-    one = program(lambda a: a * 2.0, jax.ShapeDtypeStruct((ROWS,), jnp.float32))
-    assert devices.measured_peak(one, 60, {"xla_cpu_enable_fast_math": False}) == 4 * ROWS
+    exported = program(lambda a: a * 2.0, jax.ShapeDtypeStruct((ROWS,), jnp.float32))
+    assert devices.measured_peak(exported, 60, {"xla_cpu_enable_fast_math": False}) == 4 * ROWS
     with pytest.raises(CompileError, match="no_such_option"):
-        devices.measured_peak(one, 60, {"no_such_option": 1})
+        devices.measured_peak(exported, 60, {"no_such_option": 1})
 
 
 def test_the_peak_is_that_of_the_step_alone(on_the_cpu: pathlib.Path) -> None:
@@ -121,9 +121,9 @@ def test_arguments_of_any_type_are_made(on_the_cpu: pathlib.Path) -> None:
         keys = [jax.eval_shape(lambda n=n: jax.random.split(jax.random.key(0, impl=n), 8)) for n in ("threefry2x32", "rbg")]
         one_key = jax.eval_shape(lambda: jax.random.key(0))
         structs = [jax.ShapeDtypeStruct((8,), dtype) for dtype in dtypes]
-        one = program(lambda *xs: [jnp.stack([x, x]) for x in xs], *structs, *keys, one_key)
+        exported = program(lambda *xs: [jnp.stack([x, x]) for x in xs], *structs, *keys, one_key)
     sizes = [jnp.dtype(dtype).itemsize for dtype in dtypes]
-    assert devices.measured_peak(one, 60) == 16 * (sum(sizes) + 8 + 16) + 2 * 8
+    assert devices.measured_peak(exported, 60) == 16 * (sum(sizes) + 8 + 16) + 2 * 8
 
 
 def test_numbers_are_finite_and_whole_ones_small(on_the_cpu: pathlib.Path) -> None:
@@ -142,7 +142,7 @@ def test_numbers_are_finite_and_whole_ones_small(on_the_cpu: pathlib.Path) -> No
 def test_without_a_count_and_with_a_fault_there_is_no_figure(
     monkeypatch: pytest.MonkeyPatch, on_the_cpu: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    one = program(lambda x: x + 1.0, jax.ShapeDtypeStruct((4,), jnp.float32))
+    exported = program(lambda x: x + 1.0, jax.ShapeDtypeStruct((4,), jnp.float32))
     lower = on_the_cpu.read_text().replace("sum(one.nbytes", "1000 - sum(one.nbytes")
     (tmp_path / "falls.py").write_text(lower)
     monkeypatch.setattr(devices, "CHILD", tmp_path / "falls.py")
@@ -150,11 +150,11 @@ def test_without_a_count_and_with_a_fault_there_is_no_figure(
         CompileError,
         match=r"running on target='attached': the device refused .*compiling used more device memory .1000 bytes",
     ):
-        devices.measured_peak(one, 60)
+        devices.measured_peak(exported, 60)
     monkeypatch.undo()
     monkeypatch.setattr(devices, "PLATFORM", "cpu")
     with pytest.raises(CompileError, match="the allocator of cpu reports no peak"):
-        devices.measured_peak(one, 60)
+        devices.measured_peak(exported, 60)
 
 
 def job() -> rj.Workload:

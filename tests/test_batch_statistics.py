@@ -22,14 +22,14 @@ def centred(weights, x):
 
 
 def function_loss(layers, x):
-    def one(x):
+    def run_row(x):
         means = []
         for weights in layers:
             x, mean = centred(weights, x)
             means.append(mean)
         return x, means
 
-    y, means = jax.vmap(one, axis_name="batch", out_axes=(0, None))(x)
+    y, means = jax.vmap(run_row, axis_name="batch", out_axes=(0, None))(x)
     return (y**2).mean() + sum((mean**3).sum() for mean in means)
 
 
@@ -50,7 +50,7 @@ class Model(eqx.Module):
     layers: list
 
     def __init__(self, key):
-        self.layers = [Normed(one) for one in jax.random.split(key, LAYERS)]
+        self.layers = [Normed(layer_key) for layer_key in jax.random.split(key, LAYERS)]
 
     def __call__(self, x, state):
         for layer in self.layers:
@@ -82,11 +82,11 @@ def test_gradients_with_a_statistic_of_the_batch(kind, policy, x64):
         changed = rj.plan(workload, budget, "cpu").apply(loss)
     else:
         changed = rj.checkpoint_blocks(loss, {block: policy})
-    wanted, found = (eqx.filter_jit(eqx.filter_value_and_grad(fn, has_aux=has_aux))(params, *batch) for fn in (loss, changed))
-    pairs = list(zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True))
-    assert any(one.dtype == jnp.float64 for one, _ in pairs)
-    for one, other in pairs:
-        np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=1e-12, atol=1e-14)
+    wanted, results = (eqx.filter_jit(eqx.filter_value_and_grad(fn, has_aux=has_aux))(params, *batch) for fn in (loss, changed))
+    pairs = list(zip(jax.tree.leaves(wanted), jax.tree.leaves(results), strict=True))
+    assert any(wanted_leaf.dtype == jnp.float64 for wanted_leaf, _ in pairs)
+    for wanted_leaf, leaf in pairs:
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(wanted_leaf), rtol=1e-12, atol=1e-14)
 
 
 def test_what_is_offloaded_inside_the_batch_is_offloaded():

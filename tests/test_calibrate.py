@@ -32,7 +32,7 @@ def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
     assert module.product_rates(device, "float32", 9.0) == {128: 2 * 4 * 128**3}
     assert (sizes[-1].dtype, sizes[-1].shape) == (jnp.float32, (128, 128)) and float(sizes[-1][0, 0]) == 1.0
     module.product_rates(device, "float64", 9.0), module.product_rates(device, "bfloat16", 9.0)
-    assert [one.dtype for one in sizes[-2:]] == ["float64", "bfloat16"]
+    assert [array.dtype for array in sizes[-2:]] == ["float64", "bfloat16"]
     assert module.launch_seconds(device) == 1 / 64 and float(sizes[-1][0]) == 1 + 64
     monkeypatch.setattr(module, "_MANY_NUMBERS", 1000)
     assert module.memory_rate(device, 9.0) == 16 * 3 * 4 * 1000 and float(sizes[-1][0]) == 1 + 16 * 2

@@ -66,9 +66,9 @@ def sizes(workload: rj.Workload, change: Any, policy: str) -> set[int]:
 @pytest.mark.parametrize("flipped", [False, True])
 def test_a_changed_head_makes_one_chunk_of_logits(flipped: bool, policy: str) -> None:
     """63 tokens are padded to 64. Attention still computes its scores, which `off` keeps for all 3 layers."""
-    found = sizes(job(flipped=flipped), head_in_chunks, policy)
-    assert ROWS * LENGTH // 8 * CLASSES in found and ROWS * (LENGTH - 1) * CLASSES not in found
-    assert max(found) == ROWS * HEADS * LENGTH**2 * (3 if policy == "off" else 1)
+    array_sizes = sizes(job(flipped=flipped), head_in_chunks, policy)
+    assert ROWS * LENGTH // 8 * CLASSES in array_sizes and ROWS * (LENGTH - 1) * CLASSES not in array_sizes
+    assert max(array_sizes) == ROWS * HEADS * LENGTH**2 * (3 if policy == "off" else 1)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

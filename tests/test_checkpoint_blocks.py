@@ -62,14 +62,14 @@ def test_a_cached_trace_of_one_function_is_no_evidence_for_another() -> None:
     full(loss)(params, x)
     # The same policies, but this block is never called, directly or in a cached trace.
     without = jax.jit(lambda params, x: jnp.sum(Linear(4).apply(params, x)))
-    other = {"params": {"kernel": jnp.ones((4, 4))}}
+    linear_params = {"params": {"kernel": jnp.ones((4, 4))}}
     for _ in range(2):
         with pytest.raises(BlockError, match="block=Mlp: this class was never called"):
-            full(without)(other, x)
+            full(without)(linear_params, x)
     wrapped = full(without)
     for _ in range(2):
         with pytest.raises(BlockError, match="block=Mlp: this class was never called"):
-            wrapped(other, x)
+            wrapped(linear_params, x)
 
 
 def test_a_trace_that_another_wrapper_cached_is_accepted_without_running_the_model_each_time() -> None:
@@ -152,13 +152,13 @@ def test_nothing_is_kept_of_calls_and_arrays() -> None:
 
 def test_threads_with_different_policies_do_not_meet() -> None:
     loss, params, x = make_loss()
-    jitted, found, errors = jax.jit(loss), {}, []
+    jitted, counts, errors = jax.jit(loss), {}, []
     start = threading.Barrier(4)
 
     def work(name: str, fn: Callable[..., Any]) -> None:
         try:
             start.wait()
-            found[name] = [counted(fn, params, x) for _ in range(3)]
+            counts[name] = [counted(fn, params, x) for _ in range(3)]
         except BaseException as error:
             errors.append(error)
 
@@ -174,7 +174,7 @@ def test_threads_with_different_policies_do_not_meet() -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert found == {"plain": [PLAIN] * 3, "full": [FULL] * 3, "dots": [PLAIN] * 3, "offload": [FULL] * 3}
+    assert counts == {"plain": [PLAIN] * 3, "full": [FULL] * 3, "dots": [PLAIN] * 3, "offload": [FULL] * 3}
 
 
 # --- which block ------------------------------------------------------------------------------------------------------

@@ -70,8 +70,8 @@ def test_gradients_in_every_mode(scanned: bool) -> None:
         )
 
     expected = modes(loss, params, x)
-    found = modes(rj.checkpoint_blocks(loss, {Mlp: MIXED}), params, x)
-    for got, wanted in zip(found, expected, strict=True):
+    results = modes(rj.checkpoint_blocks(loss, {Mlp: MIXED}), params, x)
+    for got, wanted in zip(results, expected, strict=True):
         assert_same(got, wanted)
 
 
@@ -91,14 +91,14 @@ def test_each_layer_computes_again_what_its_policy_says(scanned: bool) -> None:
 @pytest.mark.parametrize(("scanned", "policy"), [(False, "dots"), (True, "full")])
 def test_one_run_is_the_same_program_as_one_policy(scanned: bool, policy: str) -> None:
     loss, params, x = make_loss(layers=3, scanned=scanned)
-    one, by_layer = (rj.checkpoint_blocks(loss, {Mlp: text}) for text in (policy, f"3 x {policy}"))
-    assert str(jax.make_jaxpr(jax.grad(one))(params, x)) == str(jax.make_jaxpr(jax.grad(by_layer))(params, x))
+    by_block, by_layer = (rj.checkpoint_blocks(loss, {Mlp: text}) for text in (policy, f"3 x {policy}"))
+    assert str(jax.make_jaxpr(jax.grad(by_block))(params, x)) == str(jax.make_jaxpr(jax.grad(by_layer))(params, x))
 
 
 def test_parameters_are_made_as_without_policies() -> None:
     model, x = Stack(Mlp, 3, scanned=True), values(2, 4)
     init = rj.checkpoint_blocks(model.init, {Mlp: "1 x full | 2 x dots"})
-    assert_bit_equal(*(jax.jit(one)(jax.random.key(0), x) for one in (init, model.init)))
+    assert_bit_equal(*(jax.jit(function)(jax.random.key(0), x) for function in (init, model.init)))
 
 
 # --- scans ------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_a_plain_scan_with_outputs_forwards_and_backwards(reverse: bool) -> None
 
     args = values(5, 4, 3), values(2, 4, seed=1), values(seed=2)
     fn = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 3 x everything"})
-    run, plain = (jax.jit(jax.value_and_grad(one, argnums=(0, 1, 2)))(*args) for one in (fn, loss))
+    run, plain = (jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2)))(*args) for function in (fn, loss))
     assert_same(run, plain)
     rounds = [eqn.params["length"] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "scan"]
     assert rounds == [2, 3]
@@ -188,7 +188,7 @@ def test_random_numbers_and_what_is_written_stay_the_same() -> None:
         return jnp.sum(jnp.sin(out)), written
 
     fn = rj.checkpoint_blocks(loss, {Noisy: "3 x full | 2 x save: *tanh*"})
-    run, plain = (jax.jit(jax.value_and_grad(one, has_aux=True))(params, x) for one in (fn, loss))
+    run, plain = (jax.jit(jax.value_and_grad(function, has_aux=True))(params, x) for function in (fn, loss))
     assert_same(run, plain)
 
 
@@ -254,7 +254,7 @@ def test_each_call_counts_where_a_model_runs_twice(scanned: bool) -> None:
         return loss(params, x) + loss(params, 2 * x)
 
     fn = rj.checkpoint_blocks(twice, {Mlp: "3 x full | 1 x dots"})
-    assert_same(*(jax.jit(jax.grad(one))(params, x) for one in (fn, twice)))
+    assert_same(*(jax.jit(jax.grad(function))(params, x) for function in (fn, twice)))
     full = rj.checkpoint_blocks(twice, {Mlp: "full"})
     assert matmuls(jax.grad(full), params, x) - matmuls(jax.grad(fn), params, x) == 1
     with pytest.raises(BlockError, match="has policies for 2 layers, but the block is called 4 times"):
@@ -270,10 +270,10 @@ def test_blocks_under_vmap_branches_and_checkpoints_inside_the_function() -> Non
 
     args = values(4, 3), values(5, 2, 4, seed=1)
     fn = rj.checkpoint_blocks(loss, {Mlp: "1 x dots | 2 x full"})
-    assert_same(*(jax.jit(jax.grad(one, argnums=(0, 1)))(*args) for one in (fn, loss)))
-    other = rj.checkpoint_blocks(loss, {Mlp: "1 x full | 1 x dots | 1 x full"})
+    assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1)))(*args) for function in (fn, loss)))
+    alternating = rj.checkpoint_blocks(loss, {Mlp: "1 x full | 1 x dots | 1 x full"})
     full = rj.checkpoint_blocks(loss, {Mlp: "full"})
-    counts = [matmuls(jax.grad(one), *args) for one in (full, fn, other)]
+    counts = [matmuls(jax.grad(function), *args) for function in (full, fn, alternating)]
     assert [counts[0] - count for count in counts] == [0, 1, 1]
 
 
@@ -311,22 +311,24 @@ def test_collectives_over_the_axis_of_a_vmap() -> None:
 
     for policies in ("1 x full | 2 x dots", "2 x off | 1 x offload_inputs"):
         fn = rj.checkpoint_blocks(loss, {Centred: policies})
-        assert_same(*(jax.jit(jax.grad(one))(params, x) for one in (fn, loss)))
+        assert_same(*(jax.jit(jax.grad(function))(params, x) for function in (fn, loss)))
 
 
 def test_an_inner_call_has_its_own_layers() -> None:
     loss, params, x = make_loss(layers=3)
     inner = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 1 x dots"})
-    other, others, _ = make_loss(Attention, layers=2)
+    attention_loss, attention_params, _ = make_loss(Attention, layers=2)
 
-    def both(params: Any, others: Any, x: Any) -> Any:
-        return inner(params, x) + other(others, x)
+    def both(params: Any, attention_params: Any, x: Any) -> Any:
+        return inner(params, x) + attention_loss(attention_params, x)
 
     fn = rj.checkpoint_blocks(both, {Attention: "1 x full | 1 x dots"})
-    plain = jax.jit(jax.grad(lambda params, others, x: loss(params, x) + other(others, x)))(params, others, x)
-    assert_same(jax.jit(jax.grad(fn))(params, others, x), plain, 1e-6)
+    plain = jax.jit(jax.grad(lambda params, attention_params, x: loss(params, x) + attention_loss(attention_params, x)))(
+        params, attention_params, x
+    )
+    assert_same(jax.jit(jax.grad(fn))(params, attention_params, x), plain, 1e-6)
     full = rj.checkpoint_blocks(both, {Attention: "full"})
-    assert matmuls(jax.grad(full), params, others, x) - matmuls(jax.grad(fn), params, others, x) == 0
+    assert matmuls(jax.grad(full), params, attention_params, x) - matmuls(jax.grad(fn), params, attention_params, x) == 0
     with pytest.raises(BlockError, match="an inner checkpoint_blocks has a policy"):
         rj.checkpoint_blocks(inner, {Mlp: "3 x full"})(params, x)
 

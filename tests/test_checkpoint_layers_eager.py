@@ -149,18 +149,18 @@ def test_no_argument_is_kept_alive_and_programs_are_few(monkeypatch: pytest.Monk
     held = Held()
     gone = [weakref.ref(big), weakref.ref(held)]
 
-    def closes(params: Any, x: Any, other: Any, *, held: Any, big: Any = big) -> Any:
-        return loss(params, x) + jnp.sum(jax.jit(lambda: big)()) + jnp.sum(other)
+    def closes(params: Any, x: Any, argument: Any, *, held: Any, big: Any = big) -> Any:
+        return loss(params, x) + jnp.sum(jax.jit(lambda: big)()) + jnp.sum(argument)
 
     fn = rj.checkpoint_blocks(closes, {Mlp: MIXED})
-    other = jnp.ones((40, 40))
-    gone.append(weakref.ref(other))
-    fn(params, x, other, held=held)
-    jax.grad(fn)(params, x, other, held=held)
-    del closes, fn, big, other, held
+    argument = jnp.ones((40, 40))
+    gone.append(weakref.ref(argument))
+    fn(params, x, argument, held=held)
+    jax.grad(fn)(params, x, argument, held=held)
+    del closes, fn, big, argument, held
     jax.clear_caches()
     gc.collect()
-    assert [one() for one in gone] == [None] * 3
+    assert [reference() for reference in gone] == [None] * 3
     monkeypatch.setattr(kept_programs, "_MOST", 2)
     for size in range(1, 5):
         rj.checkpoint_blocks(loss, {Mlp: "3 x full"})(params, jnp.ones((1, size, 4)))
@@ -170,7 +170,7 @@ def test_no_argument_is_kept_alive_and_programs_are_few(monkeypatch: pytest.Monk
 def test_eager_gradients_of_gradients_and_vmap_take_the_same_programs() -> None:
     loss, params, x = make_loss(layers=3, scanned=True)
     fn, batch = rj.checkpoint_blocks(loss, {Mlp: MIXED}), jnp.stack([x, x / 2])
-    for one, plain in (
+    for policed, plain in (
         (jax.vmap(jax.grad(fn), (None, 0)), jax.vmap(jax.grad(loss), (None, 0))),
         (
             lambda p, x: jax.jvp(jax.grad(fn), (p, x[0]), (p, x[1]))[1],
@@ -178,7 +178,7 @@ def test_eager_gradients_of_gradients_and_vmap_take_the_same_programs() -> None:
         ),
     ):
         for _ in range(2):
-            assert_same(one(params, batch), plain(params, batch), 1e-5)
+            assert_same(policed(params, batch), plain(params, batch), 1e-5)
 
 
 class Counter(nnx.Module):
@@ -201,13 +201,13 @@ def test_nnx_state_moves_on_from_call_to_call() -> None:
         return jnp.sum(x**2)
 
     fn, x = rj.checkpoint_blocks(loss, {Counter: MIXED}), values(2, 4)
-    found = []
+    losses = []
     for _ in range(3):
-        grads = [nnx.grad(one)(model, x) for one, model in zip((fn, loss), models, strict=True)]
+        grads = [nnx.grad(function)(model, x) for function, model in zip((fn, loss), models, strict=True)]
         assert_same(*(nnx.state(grad) for grad in grads), 1e-5)
-        found.append(float(fn(models[0], x)))
-        assert found[-1] == pytest.approx(float(loss(models[1], x)), rel=1e-6)
-    assert len(set(found)) == 3, "every call draws numbers of its own"
+        losses.append(float(fn(models[0], x)))
+        assert losses[-1] == pytest.approx(float(loss(models[1], x)), rel=1e-6)
+    assert len(set(losses)) == 3, "every call draws numbers of its own"
     assert [float(layer.calls[...]) for layer in models[0]] == [6.0] * 3
     assert_bit_equal(*(nnx.state(model, nnx.RngCount) for model in models))
     # A model that is closed over and only read is read in its present state.
@@ -252,8 +252,8 @@ def test_a_callback_is_that_of_this_call() -> None:
     def called_back(params: Any, x: jax.Array) -> jax.Array:
         times = Times()
         times.factor = factor
-        found: jax.Array = jax.pure_callback(times, number, loss(params, x))
-        return found
+        result: jax.Array = jax.pure_callback(times, number, loss(params, x))
+        return result
 
     fn = rj.checkpoint_blocks(called_back, {Mlp: MIXED})
     once = float(fn(params, x))
@@ -283,12 +283,12 @@ def test_a_rule_that_another_rule_calls_is_that_of_this_call() -> None:
         return float(jnp.sum(jax.jvp(lambda x: gradient(params, x), (x,), (x,))[1]))
 
     fn = rj.checkpoint_blocks(ruled, {Mlp: MIXED})
-    found = []
+    derivatives = []
     for slope in (1.0, 5.0):
         slopes.append(slope)
-        found.append(second(fn))
-        assert found[-1] == pytest.approx(second(ruled), rel=1e-4)
-    assert found[0] != pytest.approx(found[1], rel=1e-2)
+        derivatives.append(second(fn))
+        assert derivatives[-1] == pytest.approx(second(ruled), rel=1e-4)
+    assert derivatives[0] != pytest.approx(derivatives[1], rel=1e-2)
 
 
 def test_a_rule_that_raises_is_not_asked_where_nobody_differentiates() -> None:
@@ -303,8 +303,8 @@ def test_a_rule_that_raises_is_not_asked_where_nobody_differentiates() -> None:
         def rule(primals: Any, tangents: Any) -> Any:
             raise TypeError("it has no derivative")
 
-        found: jax.Array = same(loss(params, x))
-        return found
+        result: jax.Array = same(loss(params, x))
+        return result
 
     fn = rj.checkpoint_blocks(raising, {Mlp: MIXED})
     assert float(fn(params, x)) == float(fn(params, x)) == pytest.approx(float(loss(params, x)), rel=1e-6)
@@ -327,13 +327,13 @@ def test_what_a_function_in_the_program_closes_over_is_not_kept_alive(kind: str)
             if kind == "callback":
                 jax.debug.callback(lambda _: array.shape, value)
                 return value
-            same: Any = (jax.custom_vjp if kind == "custom_vjp" else jax.custom_jvp)(lambda one: one * 1.0)
+            same: Any = (jax.custom_vjp if kind == "custom_vjp" else jax.custom_jvp)(lambda primal: primal * 1.0)
             if kind == "custom_vjp":
-                same.defvjp(lambda one: (one, None), lambda _, cotangent: (cotangent * array[0],))
+                same.defvjp(lambda primal: (primal, None), lambda _, cotangent: (cotangent * array[0],))
             else:
                 same.defjvp(called_rule if kind == "callback in a rule" else rule)
-            found: jax.Array = same(value)
-            return found
+            result: jax.Array = same(value)
+            return result
 
         jax.block_until_ready(jax.grad(rj.checkpoint_blocks(fn, {Mlp: MIXED}))(params, x))
 
@@ -345,4 +345,4 @@ def test_what_a_function_in_the_program_closes_over_is_not_kept_alive(kind: str)
         del array
     jax.clear_caches()
     gc.collect()
-    assert len(kept_programs._programs) <= before and [one() for one in alive] == [None, None]
+    assert len(kept_programs._programs) <= before and [reference() for reference in alive] == [None, None]

@@ -67,7 +67,7 @@ def test_a_call_inside_a_block_under_vmap() -> None:
 
     inner = rj.checkpoint_blocks(loss, {Mlp: "1 x full | 1 x dots"})
     fn = rj.checkpoint_blocks(inner, {Rows: "1 x dots | 1 x full"})
-    assert_same(*(jax.jit(jax.grad(one))(params, x) for one in (fn, loss)))
+    assert_same(*(jax.jit(jax.grad(function))(params, x) for function in (fn, loss)))
 
 
 # --- scans in scans -----------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def nested(kernels: Any, x: Any) -> Any:
 def test_scans_in_scans_are_cut_where_policies_change(policies: str, rounds: list[int], kept: int) -> None:
     args = values(3, 2, 4, 3), values(2, 4, seed=1)
     fn = rj.checkpoint_blocks(nested, {Mlp: policies})
-    assert_same(*(jax.jit(jax.grad(one, argnums=(0, 1)))(*args) for one in (fn, nested)))
+    assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1)))(*args) for function in (fn, nested)))
     assert lengths(fn, *args) == rounds
     full = rj.checkpoint_blocks(nested, {Mlp: "full"})
     assert matmuls(jax.grad(full), *args) - matmuls(jax.grad(fn), *args) == kept
@@ -115,7 +115,7 @@ def test_remat_scan_with_policies_of_its_layers() -> None:
         return jnp.sum(jnp.sin(model.apply(params, x)))
 
     fn = rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x dots"})
-    assert_same(*(jax.jit(jax.grad(one))(params, x) for one in (fn, loss)))
+    assert_same(*(jax.jit(jax.grad(function))(params, x) for function in (fn, loss)))
 
 
 def test_the_layers_of_a_residual_in_nested_scans_are_those_of_all_rounds() -> None:
@@ -144,7 +144,7 @@ def test_a_scan_of_no_rounds_has_no_layers() -> None:
 
     args = values(3, 4, 3), values(0, 4, 3), values(2, 4, seed=1)
     fn = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 1 x dots"})
-    assert_same(*(jax.jit(jax.grad(one, argnums=(0, 1, 2)))(*args) for one in (fn, loss)))
+    assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1, 2)))(*args) for function in (fn, loss)))
     with pytest.raises(BlockError, match="the block is called 0 times"):
         rj.checkpoint_blocks(
             lambda x: jax.lax.scan(lambda x, k: (block_by_hand(k, x), None), x, args[1])[0], {Mlp: "1 x full"}
@@ -197,28 +197,30 @@ def test_stacked_parameters_behind_a_jit_are_read_in_place(wrapped: str) -> None
     shapes = jax.eval_shape(Mlp().init, jax.random.key(0), x)
     args = jax.tree.map(lambda leaf: values(4, *leaf.shape), shapes), x
     fn = rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x dots"})
-    assert_same(*(jax.jit(jax.grad(one))(*args) for one in (fn, loss)))
+    assert_same(*(jax.jit(jax.grad(function))(*args) for function in (fn, loss)))
     reads = sum(eqn.primitive.name == "read_row" for eqn, _ in equations(jax.grad(fn), *args))
     assert (reads > 0) == (wrapped != "sharded"), "what a jit asks for of its own is kept"
 
 
 @pytest.mark.usefixtures("x64")
 def test_a_cond_whose_branches_call_different_blocks() -> None:
-    other = Attention()
-    variables = jax.tree.map(lambda leaf: values(*leaf.shape), jax.eval_shape(other.init, jax.random.key(0), values(2, 3, 4)))
+    attention = Attention()
+    variables = jax.tree.map(
+        lambda leaf: values(*leaf.shape), jax.eval_shape(attention.init, jax.random.key(0), values(2, 3, 4))
+    )
 
     def loss(kernels: Any, variables: Any, x: Any, turn: Any) -> Any:
         def layer(x: Any, row: Any) -> Any:
             kernel, index = row
-            one, two = functools.partial(block_by_hand, kernel), functools.partial(other.apply, variables)
-            return jax.lax.cond(index % 2 == turn, one, two, x), None
+            by_mlp, by_attention = functools.partial(block_by_hand, kernel), functools.partial(attention.apply, variables)
+            return jax.lax.cond(index % 2 == turn, by_mlp, by_attention, x), None
 
         return jnp.sum(jnp.sin(jax.lax.scan(layer, x, (kernels, jnp.arange(4)))[0]))
 
     args = values(4, 4, 3), variables, values(2, 3, 4, seed=1)
     fn = rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x dots", Attention: "1 x dots | 3 x full"})
     for turn in (0, 1):
-        assert_same(*(jax.jit(jax.grad(one, argnums=(0, 1, 2)))(*args, turn) for one in (fn, loss)))
+        assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1, 2)))(*args, turn) for function in (fn, loss)))
 
 
 # --- NNX ------------------------------------------------------------------------------------------------------------------

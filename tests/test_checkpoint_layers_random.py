@@ -42,13 +42,13 @@ class Layers(nn.Module):
                 x = Layer(name=f"layer_{index}")(x) * factors[index]
             return x, factors
 
-        def one(layer: nn.Module, x: Any, factor: Any) -> Any:
+        def run_layer(layer: nn.Module, x: Any, factor: Any) -> Any:
             out = layer(x) * factor
             return out, out.sum()
 
         axes, split = {"params": 0, "statistics": 0}, {"params": True, "dropout": True}
         kwargs = {"length": self.layers, "reverse": self.reverse, "unroll": self.unroll}
-        return nn.scan(one, variable_axes=axes, split_rngs=split, **kwargs)(Layer(name="layers"), x, factors)
+        return nn.scan(run_layer, variable_axes=axes, split_rngs=split, **kwargs)(Layer(name="layers"), x, factors)
 
 
 @st.composite
@@ -74,6 +74,7 @@ def test_random_layers_compute_what_the_plain_function_computes(drawn: tuple[Lay
 
     fn = rj.checkpoint_blocks(loss, {Layer: rj.LayerPolicies.of(policies)})
     run, plain = (
-        jax.jit(jax.value_and_grad(one, argnums=(0, 1, 2), has_aux=True))(made["params"], x, factors) for one in (fn, loss)
+        jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=True))(made["params"], x, factors)
+        for function in (fn, loss)
     )
     assert_same(run, plain)

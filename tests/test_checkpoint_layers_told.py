@@ -38,9 +38,9 @@ def test_offloaded_layers_and_their_neighbours_are_linked() -> None:
 def test_scanned_layers_are_on_the_host_where_their_policy_says() -> None:
     loss, params, x = make_loss(layers=5, scanned=True)
     job = rj.Workload(loss, params, (x,), blocks=Mlp)
-    one = 4 * x.size
+    input_bytes = 4 * x.size
     tables = {text: rj.residuals(job, text) for text in ("offload_inputs", "2 x full | 3 x offload_inputs", "5 x full")}
-    assert [table.host_bytes for table in tables.values()] == [5 * one, 3 * one, 0]
+    assert [table.host_bytes for table in tables.values()] == [5 * input_bytes, 3 * input_bytes, 0]
     assert {row.shape for row in tables["2 x full | 3 x offload_inputs"] if row.action == "offload"} == {(3, *x.shape)}
     fn = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 3 x offload_inputs"})
     assert to_host(jax.grad(fn), params, x) == [x.shape]
@@ -134,7 +134,7 @@ def test_workloads_take_policies_by_layer() -> None:
     assert tables[0].device_bytes == report.residual_device_bytes > tables[1].device_bytes
     assert rj.doctor(job, text).ok
     diagnosis = rj.doctor(job, "2 x full | 1 x save: *exp*").findings
-    assert [one.trap for one in diagnosis] == ["unmatched_name"]
+    assert [finding.trap for finding in diagnosis] == ["unmatched_name"]
 
 
 def test_the_layers_of_an_equation_are_no_part_of_its_path() -> None:

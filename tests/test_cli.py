@@ -62,8 +62,8 @@ def folder(tmp_path_factory):
     (folder / "ends.py").write_text("import sys\nsys.exit(0)\n")
     package = folder / "team" / "jobs"
     package.mkdir(parents=True)
-    for one in (package, package.parent):
-        (one / "__init__.py").write_text("")
+    for inner_folder in (package, package.parent):
+        (inner_folder / "__init__.py").write_text("")
     (package / "inner.py").write_text("from ..models import train_job as job\n")
     (package.parent / "models.py").write_text(textwrap.dedent(WORKLOAD).replace("def job", "def train_job", 1))
     models = (package.parent / "models.py").read_text().replace("ready, number = job(), 3", "")
@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, [str(one) for one in arguments])
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def shell(*arguments, cwd=ROOT):
@@ -119,10 +119,10 @@ def test_policies_lists_every_named_policy_with_its_text():
 
 
 def test_targets_lists_every_target():
-    found = {row["name"]: row for row in json.loads(run("targets", "--json").stdout)["targets"]}
-    assert tuple(found) == target_names() and found["h200"]["memory_bytes"] == 150_754_820_096
+    rows = {row["name"]: row for row in json.loads(run("targets", "--json").stdout)["targets"]}
+    assert tuple(rows) == target_names() and rows["h200"]["memory_bytes"] == 150_754_820_096
     shown = run("targets").stdout
-    assert "140.4 GiB" in shown and "8x8xh200" in shown and all(name in shown for name in found)
+    assert "140.4 GiB" in shown and "8x8xh200" in shown and all(name in shown for name in rows)
 
 
 # measure
@@ -136,7 +136,7 @@ def test_measure_says_what_the_library_says_as_one_json_object_and_nothing_else(
     assert data["workload"] == "three blocks" and data["target"] == "cpu"
     assert [report["policy"] for report in data["reports"]] == ["full", "dots"]
     assert data["reports"][0] == rj.measure(job, "full").to_dict()
-    assert [one["policy"] for one in data["residuals"]] == ["recompute: *", "save: @dots"]
+    assert [table["policy"] for table in data["residuals"]] == ["recompute: *", "save: @dots"]
     assert {row["name"]: row["bytes"] for row in data["residuals"][1]["rows"]}["block_2/up:dot_general#0"] == 4 * 32 * 4
     # Backward reads the first product of each of three blocks (4 rows, 32 wide); it does not read products that are only added.
     assert data["reports"][1]["residual_device_bytes"] - data["reports"][0]["residual_device_bytes"] == 3 * 4 * 32 * 4
@@ -175,7 +175,7 @@ def test_measure_tells_what_moves_between_two_policies(folder):
     assert [report["policy"] for report in data["reports"]] == ["full", "dots"], "those two, and no others"
     job = workloads.load_workload(f"{folder}/train.py:job")
     assert data["diff"] == json.loads(json.dumps(compare_policies(job, "full", "dots").to_dict()))
-    assert {one["name"]: one["device_bytes"] for one in data["diff"]["moves"]}["block_1/up:dot_general#0"] == 4 * 32 * 4
+    assert {move["name"]: move["device_bytes"] for move in data["diff"]["moves"]}["block_1/up:dot_general#0"] == 4 * 32 * 4
     shown = run("measure", f"{folder}/train.py:job", "-p", "off", "--diff", "full", "dots")
     assert "block_*/up:dot_general#0 ×3" in shown.stdout and "not kept → save" in shown.stdout
     assert "compiled: device memory" in shown.stdout and "three blocks on cpu: full → dots" in shown.stdout

@@ -59,7 +59,7 @@ def test_the_plan_is_printed_written_and_drawn(file, tmp_path):
 
 
 def test_the_file_of_a_plan_is_a_policy(file, tmp_path):
-    saved, other = tmp_path / "plan.json", tmp_path / "other.py"
+    saved, unrolled_file = tmp_path / "plan.json", tmp_path / "other.py"
     assert run(f"{file}:job", "-b", "9 MiB", "--target", "cpu", "--save", saved).exit_code == 0
     made = rj.Plan.load(saved)
 
@@ -68,16 +68,16 @@ def test_the_file_of_a_plan_is_a_policy(file, tmp_path):
 
     result = asked("measure", f"{file}:job", "-p", saved, "-p", "full", "--diff", "full", saved, "--residuals", "--json")
     data = json.loads(result.stdout)
-    assert result.exit_code == 0 and [one["policy"] for one in data["reports"]] == [str(saved), "full"]
+    assert result.exit_code == 0 and [report["policy"] for report in data["reports"]] == [str(saved), "full"]
     assert data["reports"][0]["device_bytes"] == made.device_bytes > data["reports"][1]["device_bytes"]
     assert data["residuals"][0]["policy"] == data["diff"]["after"] == str(saved)
     assert data["diff"]["device_bytes"] == made.device_bytes - data["reports"][1]["device_bytes"]
     assert asked("doctor", f"{file}:job", "-p", saved).exit_code == 0
-    other.write_text(file.read_text().replace("scanned=True", "scanned=False"))
+    unrolled_file.write_text(file.read_text().replace("scanned=True", "scanned=False"))
     for command in ("measure", "doctor"):
         gone = asked(command, f"{file}:job", "-p", tmp_path / "none.json")
         assert gone.exit_code == 2 and "no such file; write one with remat-jax plan --save" in gone.stderr
-        wrong = asked(command, f"{other}:job", "-p", saved)
+        wrong = asked(command, f"{unrolled_file}:job", "-p", saved)
         assert wrong.exit_code == 2 and "Traceback" not in wrong.stderr and "another" in wrong.stderr, wrong.stderr
 
 

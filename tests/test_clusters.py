@@ -58,12 +58,12 @@ def test_the_table_says_what_fits_and_what_is_sent():
 def test_rows_are_in_order_and_the_last_of_equal_ones_counts():
     many = FULL | {"target": "8x8xh200"}
     again = FULL | {"device_bytes": 1}
-    found = table.ordered([many, FULL, OFF, again, PLANNED | {"case": "70b"}], ["8b", "70b"], ["off", "full", PLAN])
-    assert found == [OFF, again, many, PLANNED | {"case": "70b"}]
+    rows = table.ordered([many, FULL, OFF, again, PLANNED | {"case": "70b"}], ["8b", "70b"], ["off", "full", PLAN])
+    assert rows == [OFF, again, many, PLANNED | {"case": "70b"}]
 
 
 @pytest.mark.parametrize(
-    ("told", "row"),
+    ("failure", "row"),
     [
         ("w, plan: the plan needs 102.4 GiB", PLANNED | {"device_bytes": 110 * GB}),
         ("w, plan: a host has less", PLANNED | {"warnings": ["a host has less"]}),
@@ -76,10 +76,10 @@ def test_rows_are_in_order_and_the_last_of_equal_ones_counts():
         (f"w, {STATE}: nothing is in host memory", STATED | {"host_bytes": 0}),
     ],
 )
-def test_a_claim_can_fail(told, row):
+def test_a_claim_can_fail(failure, row):
     timed = FULL | {"seconds": 1.5}
     assert table.failures([OFF, timed, STATED, PLANNED, INPUTS]) == [], "4 % are the estimate's error"
-    assert table.failures([OFF, row, timed] if row["policy"] == PLAN else [OFF, row]) == [told]
+    assert table.failures([OFF, row, timed] if row["policy"] == PLAN else [OFF, row]) == [failure]
 
 
 def test_the_decoders_have_their_published_sizes_and_their_state_goes_to_the_hosts():

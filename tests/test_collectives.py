@@ -86,7 +86,9 @@ def test_a_recomputed_layer_gathers_no_weight_again():
     job = small_llama(MESH, optimizer=optax.sgd(1e-3))
     reports = {policy: rj.measure(job, policy, "8xh200") for policy in ("off", "full")}
     sent = {policy: executed(report.collectives) for policy, report in reports.items()}
-    gathers = {one.phase: one.count for one in reports["full"].collectives if one.kind == "all-gather"}
+    gathers = {
+        collective.phase: collective.count for collective in reports["full"].collectives if collective.kind == "all-gather"
+    }
     behind = {phase: count for phase, count in gathers.items() if phase in ("recomputed", "backward")}
     # The recomputation and the gradient read the same gathered weights; under off the gradient alone reads them.
     assert sent["full"]["all-gather"] == sent["off"]["all-gather"]
@@ -95,10 +97,12 @@ def test_a_recomputed_layer_gathers_no_weight_again():
     again = {kind: (count - sent["off"][kind][0], size - sent["off"][kind][1]) for kind, (count, size) in sent["full"].items()}
     # The sum after the attention is repeated, because the feed-forward's gradient needs it; nobody reads the sum after that.
     stream = BATCH // 4 * LENGTH * CONFIG.hidden_size * FLOAT
-    assert {kind: one for kind, one in again.items() if one != (0, 0)} == {"all-reduce": (LAYERS, LAYERS * stream)}
+    assert {kind: difference for kind, difference in again.items() if difference != (0, 0)} == {
+        "all-reduce": (LAYERS, LAYERS * stream)
+    }
     # At the peak the weights of recomputed layers are gathered.
-    whole = [one for one in reports["full"].live if one.collective == "all-gather" and one.phase != "forward"]
-    assert reports["full"].exchanged_bytes >= sum(one.nbytes for one in whole) >= CONFIG.hidden_size**2 // 2 * FLOAT
+    whole = [buffer for buffer in reports["full"].live if buffer.collective == "all-gather" and buffer.phase != "forward"]
+    assert reports["full"].exchanged_bytes >= sum(buffer.nbytes for buffer in whole) >= CONFIG.hidden_size**2 // 2 * FLOAT
     assert "all-gather" in str(reports["full"]) and "at the peak, exchanged" in str(reports["full"])
 
 

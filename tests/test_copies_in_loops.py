@@ -77,8 +77,8 @@ def test_a_copy_outside_loops_or_without_a_later_wait_does_not_count() -> None:
         "  ROOT %s = f32[1,8]{1,0} dynamic-slice(%p), dynamic_slice_sizes={1,8}\n}\n"
     )
     for line, where, expected in ((started, "%loop ", True), (body, "%loop ", False), (started, "ENTRY %loop ", False)):
-        other = "" if where.startswith("ENTRY") else "ENTRY %main (y: f32[8]) -> f32[8] {\n  ROOT %y = f32[8] parameter(0)\n}\n"
-        text = f"{slices}{where}(x: f32[2,8]) -> f32[2,8] {{\n  %x = f32[2,8]{{1,0:S(5)}} parameter(0)\n{line}}}\n{other}"
+        entry = "" if where.startswith("ENTRY") else "ENTRY %main (y: f32[8]) -> f32[8] {\n  ROOT %y = f32[8] parameter(0)\n}\n"
+        text = f"{slices}{where}(x: f32[2,8]) -> f32[2,8] {{\n  %x = f32[2,8]{{1,0:S(5)}} parameter(0)\n{line}}}\n{entry}"
         assert starts_copies_in_loops(parse(text)) is expected
 
 

@@ -24,14 +24,14 @@ def cost(fn: Any, *args: Any) -> Cost:
 
 
 def of(fn: Any, *args: Any) -> tuple[float, float]:
-    found = cost(fn, *args)
-    return found.flops, found.bytes
+    total = cost(fn, *args)
+    return total.flops, total.bytes
 
 
 @pytest.mark.parametrize(("dtype", "size", "units"), [(jnp.float32, 4, "tensorfloat32"), (jnp.bfloat16, 2, "bfloat16")])
 def test_a_product_reads_its_operands_and_writes_its_result(dtype, size, units):
-    found = cost(lambda a, b: a @ b, A.astype(dtype), B.astype(dtype))
-    ((work, times),) = found.kernels
+    total = cost(lambda a, b: a @ b, A.astype(dtype), B.astype(dtype))
+    ((work, times),) = total.kernels
     assert (dict(work.flops), work.bytes, times) == ({units: 2 * M * K * N}, size * (M * K + K * N + M * N), 1)
 
 
@@ -80,8 +80,8 @@ def test_views_cost_nothing_and_parts_what_is_read_of_them():
 
 def test_a_scatter_touches_what_it_falls_on():
     table, rows, updates = jnp.ones((100, N)), jnp.zeros(3, jnp.int32), jnp.ones((3, N))
-    found = cost(lambda t, r, u: jax.lax.scatter_add(t, r[:, None], u, _ROWS), table, rows, updates)
-    assert found.bytes == 3 * 4 * 3 * N + 4 * 3
+    total = cost(lambda t, r, u: jax.lax.scatter_add(t, r[:, None], u, _ROWS), table, rows, updates)
+    assert total.bytes == 3 * 4 * 3 * N + 4 * 3
 
 
 _ROWS = jax.lax.ScatterDimensionNumbers(update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
@@ -89,12 +89,12 @@ _ROWS = jax.lax.ScatterDimensionNumbers(update_window_dims=(1,), inserted_window
 
 def test_loops_and_branches():
     w = jnp.ones((M, M))
-    one = cost(lambda x, w: jnp.sin(x @ w), w, w)
+    one_round = cost(lambda x, w: jnp.sin(x @ w), w, w)
     many = cost(lambda x, w: jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, None, length=7)[0], w, w)
-    assert (many.flops, many.bytes) == (7 * one.flops, 7 * one.bytes)
+    assert (many.flops, many.bytes) == (7 * one_round.flops, 7 * one_round.bytes)
     chosen = cost(lambda i, x: jax.lax.switch(i, (lambda x: x @ x, lambda x: jnp.sin(x @ x)), x), 1, w)
     clamped = 8  # the index, read and written
-    assert (chosen.flops, chosen.bytes) == (one.flops + 1, one.bytes - 4 * M * M + clamped)
+    assert (chosen.flops, chosen.bytes) == (one_round.flops + 1, one_round.bytes - 4 * M * M + clamped)
     looped = cost(lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x), w)
     assert looped.flops == 2 * M**3, "a loop of unknown length counts once"
 
@@ -116,8 +116,8 @@ def test_calls_and_derivative_rules_are_no_border():
     ],
 )
 def test_factorisations(fn, flops):
-    found = cost(fn, jnp.eye(8))
-    assert flops <= found.flops <= flops + 4 * 8 * 8
+    total = cost(fn, jnp.eye(8))
+    assert flops <= total.flops <= flops + 4 * 8 * 8
 
 
 def test_of_what_is_not_known_only_the_operands_count():
@@ -135,8 +135,8 @@ def double(x_ref: Any, y_ref: Any) -> None:
     y_ref[...] = x_ref[...] @ x_ref[...]
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_pallas_kernels(told):
+@pytest.mark.parametrize("has_estimate", [False, True])
+def test_pallas_kernels(has_estimate):
     block = pl.BlockSpec((1, M, M), lambda i: (i, 0, 0))
     kernel = pl.pallas_call(
         lambda x, y: double(x.at[0], y.at[0]),
@@ -144,9 +144,9 @@ def test_pallas_kernels(told):
         grid=(5,),
         in_specs=[block],
         out_specs=block,
-        cost_estimate=pl.CostEstimate(flops=123, bytes_accessed=45, transcendentals=0) if told else None,
+        cost_estimate=pl.CostEstimate(flops=123, bytes_accessed=45, transcendentals=0) if has_estimate else None,
     )
-    expected = (123, 45) if told else (5 * 2 * M**3, 2 * 4 * 5 * M * M)
+    expected = (123, 45) if has_estimate else (5 * 2 * M**3, 2 * 4 * 5 * M * M)
     assert of(kernel, jnp.ones((5, M, M))) == expected
 
 
@@ -195,8 +195,8 @@ def test_seconds_are_the_longer_of_operations_and_bytes_kernel_by_kernel():
     rates = Rates({"tensorfloat32": 100.0, "float32": 50.0}, 10.0)
     # The product is bound by its operations, the chain by its bytes.
     x = jnp.ones((100, 100))
-    found = cost(lambda x: jnp.sin(x @ x), x)
-    assert found.seconds(rates) == pytest.approx(2e6 / 100 + 8e4 / 10)
+    total = cost(lambda x: jnp.sin(x @ x), x)
+    assert total.seconds(rates) == pytest.approx(2e6 / 100 + 8e4 / 10)
 
 
 def test_shares_add_up_and_what_another_has_read_is_free():
@@ -204,12 +204,12 @@ def test_shares_add_up_and_what_another_has_read_is_free():
     x = jnp.ones((M, M))
     jaxpr = jax.make_jaxpr(lambda x, w: jnp.cos(jnp.sin(x @ w) * (x @ w)))(x, x)
     flat = flatten(jaxpr)
-    found = shares(flat.eqns, flat.outputs, rates)
-    assert sum(found.values()) == pytest.approx(jaxpr_cost(jaxpr).seconds(rates))
-    by_name = {one.primitive: seconds for one, seconds in found.items()}
+    seconds_by_equation = shares(flat.eqns, flat.outputs, rates)
+    assert sum(seconds_by_equation.values()) == pytest.approx(jaxpr_cost(jaxpr).seconds(rates))
+    by_name = {eqn.primitive: seconds for eqn, seconds in seconds_by_equation.items()}
     assert by_name["sin"] == pytest.approx(4 * M * M / 10) and by_name["cos"] == pytest.approx(4 * M * M / 10)
     stored, _ = materialised(flat.eqns, flat.outputs)
-    assert [one.primitive for one in flat.eqns if stored.intersection(one.outputs)] == ["dot_general", "dot_general", "cos"]
+    assert [eqn.primitive for eqn in flat.eqns if stored.intersection(eqn.outputs)] == ["dot_general", "dot_general", "cos"]
 
 
 def test_names_barriers_and_dead_code_leave_no_equation():
@@ -218,4 +218,4 @@ def test_names_barriers_and_dead_code_leave_no_equation():
         return jax.ad_checkpoint.checkpoint_name(jax.lax.optimization_barrier(jnp.sin(x)), "kept")
 
     flat = flatten(jax.make_jaxpr(fn)(A))
-    assert [one.primitive for one in flat.eqns] == ["sin"] and flat.outputs[0].names == ["kept"]
+    assert [eqn.primitive for eqn in flat.eqns] == ["sin"] and flat.outputs[0].names == ["kept"]

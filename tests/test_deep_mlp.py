@@ -35,7 +35,7 @@ def test_the_command_prints_one_json_object_and_nothing_else(outcome) -> None:
     data = json.loads(done.stdout)
     assert list(data) == ["rows", "depths", "rules", "setting", "pictures", "problems", "passed"]
     assert data["passed"] is True and data["problems"] == []
-    assert {Path(one).name for one in data["pictures"]} == PICTURES
+    assert {Path(picture).name for picture in data["pictures"]} == PICTURES
     assert all((folder / name).stat().st_size > 1000 for name in PICTURES)
     assert "PyTorch: by hand" in done.stderr and "done" in done.stderr
     rows = {(row["framework"], row["form"]): row for row in data["rows"]}
@@ -52,7 +52,7 @@ def row(**changes: object) -> Row:
     return dataclasses.replace(made, **changes)
 
 
-def found(*rows: Row) -> dict[str, object]:
+def figures(*rows: Row) -> dict[str, object]:
     forms = {
         "PyTorch, plain": {"measured": 2048, "closed_form": 2048},
         "JAX, scan, plain": {"measured": 4096, "closed_form": 4096},
@@ -63,11 +63,11 @@ def found(*rows: Row) -> dict[str, object]:
 
 def test_figures_that_are_not_the_closed_form_s_are_named_and_fail(monkeypatch, tmp_path, capsys) -> None:
     right = row(), row(form="√L uniform, 2"), row(framework="JAX Linen")
-    assert command.problems(found(*right)) == []
+    assert command.problems(figures(*right)) == []
     wrong = [row(saved_bytes=1004), row(matmuls=12), row(gradient_error=1e-9), row(gradient_error=float("nan"))]
-    for one, name in zip(wrong, ("saved_bytes", "matmuls", "gradients", "gradients"), strict=True):
-        assert command.problems(found(*right, one)) == [f"PyTorch, plain: {name}"]
-    off = found(*right)
+    for wrong_row, name in zip(wrong, ("saved_bytes", "matmuls", "gradients", "gradients"), strict=True):
+        assert command.problems(figures(*right, wrong_row)) == [f"PyTorch, plain: {name}"]
+    off = figures(*right)
     off["depths"][4]["PyTorch, plain"]["measured"] += 4
     assert command.problems(off) == ["4 layers, PyTorch, plain"]
     monkeypatch.setattr(command, "run", lambda setting, tell: off)
@@ -94,8 +94,8 @@ def test_a_time_in_which_less_was_executed_is_left_out() -> None:
             return self.compiled
 
     times = {"off": 1.0, "√L uniform, 2": 1.3}
-    one = row(form="√L uniform, 2", matmuls=12)
-    assert [command._timed(one, times, Stepper(compiled)).relative_time for compiled in (12, None, 11)] == [1.3, 1.3, None]
+    uniform = row(form="√L uniform, 2", matmuls=12)
+    assert [command._timed(uniform, times, Stepper(compiled)).relative_time for compiled in (12, None, 11)] == [1.3, 1.3, None]
     assert command._timed(row(), times, Stepper(11)).relative_time == 1.0
 
 

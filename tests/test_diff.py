@@ -31,26 +31,26 @@ def scanned():
     return workload()
 
 
-def moved(found):
-    return {one.name: (one.before, one.after, one.device_bytes, one.host_bytes) for one in found.moves}
+def moved(diff):
+    return {move.name: (move.before, move.after, move.device_bytes, move.host_bytes) for move in diff.moves}
 
 
 def test_what_is_saved_and_offloaded_is_told_by_name_and_in_bytes(scanned):
-    found = compare_policies(scanned, "full", "save: *tanh*; offload: @inputs")
+    diff = compare_policies(scanned, "full", "save: *tanh*; offload: @inputs")
     stream = 4 * LAYERS * ROWS * WIDTH
     table = {row.name: row for row in rj.residuals(scanned, "save: *tanh*; offload: @inputs")}
-    assert moved(found)["layers:tanh#0"] == ("recompute", "save", LAYERS * HIDDEN, 0)
-    assert moved(found)["layers:input#0"][1:] == ("offload", 0, stream)
+    assert moved(diff)["layers:tanh#0"] == ("recompute", "save", LAYERS * HIDDEN, 0)
+    assert moved(diff)["layers:input#0"][1:] == ("offload", 0, stream)
     assert table["layers:input#0"].bytes == stream
     # The scan carries the stream that was the blocks' inputs under `full`.
-    assert found.change("residual_host_bytes") == stream == sum(one.host_bytes for one in found.moves)
-    assert found.change("residual_device_bytes") == LAYERS * HIDDEN - stream == sum(one.device_bytes for one in found.moves)
+    assert diff.change("residual_host_bytes") == stream == sum(move.host_bytes for move in diff.moves)
+    assert diff.change("residual_device_bytes") == LAYERS * HIDDEN - stream == sum(move.device_bytes for move in diff.moves)
 
 
 def test_equal_arrays_of_several_runs_of_layers_all_count() -> None:
-    found = compare_policies(workload(layers=4), "full", "2 × save: *tanh* | 2 × everything")
-    assert sum(one.bytes for one in found.moves if one.name == "layers:tanh#0") == 4 * HIDDEN
-    assert found.change("residual_device_bytes") == sum(one.device_bytes for one in found.moves)
+    diff = compare_policies(workload(layers=4), "full", "2 × save: *tanh* | 2 × everything")
+    assert sum(move.bytes for move in diff.moves if move.name == "layers:tanh#0") == 4 * HIDDEN
+    assert diff.change("residual_device_bytes") == sum(move.device_bytes for move in diff.moves)
 
 
 def test_there_and_back_is_nothing(scanned):
@@ -65,11 +65,11 @@ def test_there_and_back_is_nothing(scanned):
 @pytest.mark.parametrize("is_scanned", [True, False])
 def test_the_flops_computed_again_are_the_whole_difference_to_no_checkpoint(is_scanned):
     job = workload(is_scanned)
-    found = compare_policies(job, "off", "full")
+    diff = compare_policies(job, "off", "full")
     up = 2 * ROWS * WIDTH * 3 * LAYERS
     # `Linear_1` is the first product. The second is only added: backward does not read it, and it is not recomputed.
-    assert found.recompute_flops == (0, up) and list(found.recomputed.values()) == [(0, up)]
-    (module,) = found.recomputed
+    assert diff.recompute_flops == (0, up) and list(diff.recomputed.values()) == [(0, up)]
+    (module,) = diff.recomputed
     assert module == ("layers/Linear_1" if is_scanned else "layer_*/Linear_1")
     steps = [job.step(policy) for policy in ("off", "full")]
     plain, full = (flops(step.function, *step.arguments) for step in steps)
@@ -79,36 +79,36 @@ def test_the_flops_computed_again_are_the_whole_difference_to_no_checkpoint(is_s
 
 
 def test_off_is_shown_as_what_it_keeps_by_the_names_that_a_checkpoint_gives(scanned):
-    found = compare_policies(scanned, "off", "full")
-    assert moved(found)["layers:tanh#0"] == ("save", "recompute", -LAYERS * HIDDEN, 0)
+    diff = compare_policies(scanned, "off", "full")
+    assert moved(diff)["layers:tanh#0"] == ("save", "recompute", -LAYERS * HIDDEN, 0)
     off, full = (rj.residuals(scanned, policy).device_bytes for policy in ("off", "full"))
-    assert found.change("residual_device_bytes") == full - off
-    assert "off keeps the same residuals as the policy everything" in " ".join(str(found).split())
+    assert diff.change("residual_device_bytes") == full - off
+    assert "off keeps the same residuals as the policy everything" in " ".join(str(diff).split())
     dots = compare_policies(scanned, "off", "dots")
     assert moved(dots)["layers/Linear_1:dot_general#0"] == (NOT_KEPT, "save", LAYERS * HIDDEN, 0)
 
 
 def test_unrolled_layers_are_one_line_and_one_by_one_in_the_data():
-    found = compare_policies(workload(False), "full", "save: *tanh*")
-    assert moved(found) == {f"layer_{index}:tanh#0": ("recompute", "save", HIDDEN, 0) for index in range(LAYERS)}
-    assert "layer_*:tanh#0 ×3" in str(found) and "layer_1" not in str(found)
+    diff = compare_policies(workload(False), "full", "save: *tanh*")
+    assert moved(diff) == {f"layer_{index}:tanh#0": ("recompute", "save", HIDDEN, 0) for index in range(LAYERS)}
+    assert "layer_*:tanh#0 ×3" in str(diff) and "layer_1" not in str(diff)
     mixed = compare_policies(workload(False), "full", "save: layer_1:tanh*")
     assert list(moved(mixed)) == ["layer_1:tanh#0"] and "layer_1:tanh#0" in str(mixed)
 
 
 def test_the_data_are_json_and_the_compiled_difference_is_that_of_measure(scanned):
-    found = compare_policies(scanned, "full", "everything")
-    data = json.loads(json.dumps(found.to_dict()))
+    diff = compare_policies(scanned, "full", "everything")
+    data = json.loads(json.dumps(diff.to_dict()))
     assert (data["before"], data["after"]) == ("full", "everything")
     assert data["device_bytes"] == rj.measure(scanned, "everything").device_bytes - rj.measure(scanned, "full").device_bytes
-    assert {one["name"]: one["device_bytes"] for one in data["moves"]} == {k: v[2] for k, v in moved(found).items()}
+    assert {move["name"]: move["device_bytes"] for move in data["moves"]} == {k: v[2] for k, v in moved(diff).items()}
 
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_on_a_gpu_the_host_bytes_are_the_offloaded_residuals(scanned):
-    found = compare_policies(scanned, "full", "offload: @inputs", "h200")
-    assert found.change("host_bytes") == found.change("residual_host_bytes") == 4 * LAYERS * ROWS * WIDTH
-    assert found.after.target == "h200"
+    diff = compare_policies(scanned, "full", "offload: @inputs", "h200")
+    assert diff.change("host_bytes") == diff.change("residual_host_bytes") == 4 * LAYERS * ROWS * WIDTH
+    assert diff.after.target == "h200"
 
 
 def test_what_cannot_be_compared_is_an_error(scanned):

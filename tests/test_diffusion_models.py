@@ -37,8 +37,8 @@ class Model(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     constants: dict[str, Any]
 
-    def arrays(self, dtype: Any = jnp.float32, **other: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in {**self.shapes, **other}.items()}
+    def arrays(self, dtype: Any = jnp.float32, **changed: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in {**self.shapes, **changed}.items()}
 
     def init(self, model: Any, arrays: dict[str, Any], **constants: Any) -> Any:
         constants = {**self.constants, **constants}
@@ -67,15 +67,15 @@ models = pytest.mark.parametrize("name", MODELS)
 @models
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_outputs_and_gradients_have_the_parameters_dtype(name: str, dtype: str, x64: None) -> None:
-    found, scan = MODELS[name], dtype != "float32"
-    model, arrays = found.make(found.config, scan=scan, param_dtype=jnp.dtype(dtype)), found.arrays(jnp.dtype(dtype))
-    variables = found.init(model, arrays)
+    port, scan = MODELS[name], dtype != "float32"
+    model, arrays = port.make(port.config, scan=scan, param_dtype=jnp.dtype(dtype)), port.arrays(jnp.dtype(dtype))
+    variables = port.init(model, arrays)
 
     def loss(variables: Any, arrays: Any) -> jax.Array:
-        return jnp.mean(model.apply(variables, **arrays, **found.constants))
+        return jnp.mean(model.apply(variables, **arrays, **port.constants))
 
     outputs = jax.eval_shape(loss, variables, arrays)
-    gradients = jax.eval_shape(jax.grad(rj.checkpoint_blocks(loss, {found.block: "full"})), variables, arrays)
+    gradients = jax.eval_shape(jax.grad(rj.checkpoint_blocks(loss, {port.block: "full"})), variables, arrays)
     assert {leaf.dtype.name for leaf in jax.tree.leaves((variables, outputs))} == {dtype}
     assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(lambda x: (x.shape, x.dtype), variables)
 
@@ -94,9 +94,9 @@ def test_attention_in_chunks_is_attention(chunk: int, masked: bool, x64: None) -
         return long_attention(*arrays, chunk=chunk)
 
     expected = jax.value_and_grad(lambda x: loss(attention, x))(arrays)
-    found = jax.value_and_grad(lambda x: loss(in_chunks, x))(arrays)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+    results = jax.value_and_grad(lambda x: loss(in_chunks, x))(arrays)
+    for leaf, expected_leaf in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=0, atol=1e-13)
 
 
 def test_attention_in_chunks_keeps_no_scores() -> None:
@@ -142,10 +142,12 @@ def test_the_activation_is_the_one_that_is_asked_for(x64: None) -> None:
         "gelu_tanh": 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
         "quick_gelu": x / (1 + np.exp(-1.702 * x)),
     }
-    one = {"kernel": np.ones((1, 1)), "bias": np.zeros(1)}
+    identity = {"kernel": np.ones((1, 1)), "bias": np.zeros(1)}
     for name, expected in formulas.items():
-        found = FeedForward(1, activation=name).apply({"params": {"fc1": one, "fc2": one}}, jnp.asarray(x)[None, :, None])
-        np.testing.assert_allclose(found[0, :, 0], expected, rtol=0, atol=1e-15)
+        outputs = FeedForward(1, activation=name).apply(
+            {"params": {"fc1": identity, "fc2": identity}}, jnp.asarray(x)[None, :, None]
+        )
+        np.testing.assert_allclose(outputs[0, :, 0], expected, rtol=0, atol=1e-15)
     slope = jax.vmap(jax.grad(ACTIVATIONS["quick_gelu"]))(jnp.asarray(x))
     sigmoid = 1 / (1 + np.exp(-1.702 * x))
     np.testing.assert_allclose(slope, sigmoid + 1.702 * x * sigmoid * (1 - sigmoid), rtol=0, atol=1e-15)
@@ -153,10 +155,10 @@ def test_the_activation_is_the_one_that_is_asked_for(x64: None) -> None:
 
 @pytest.mark.parametrize(("activation", "counts"), [("gelu_tanh", (0, 4)), ("quick_gelu", (4, 0))])
 def test_two_streams_of_two_layers_have_the_activation(activation: str, counts: tuple[int, int]) -> None:
-    found = MODELS["qwen_image"]
-    model, arrays = qwen_image.QwenImage(qwen_image.QwenImageConfig(activation=activation)), found.arrays()
-    variables = found.init(model, arrays)
-    jaxpr = str(jax.make_jaxpr(lambda v, x: model.apply(v, **x, **found.constants))(variables, arrays))
+    port = MODELS["qwen_image"]
+    model, arrays = qwen_image.QwenImage(qwen_image.QwenImageConfig(activation=activation)), port.arrays()
+    variables = port.init(model, arrays)
+    jaxpr = str(jax.make_jaxpr(lambda v, x: model.apply(v, **x, **port.constants))(variables, arrays))
     assert (jaxpr.count("1.702"), jaxpr.count(" tanh")) == counts
 
 
@@ -175,14 +177,14 @@ def test_exact_angles_far_out_are_those_of_float64(jit: bool) -> None:
 
 
 def test_a_plain_norm_of_large_numbers_keeps_their_differences() -> None:
-    found = plain_norm(jnp.array([1e4, 1e4 + 1, 1e4 + 2], jnp.float32), 1e-6)
-    np.testing.assert_allclose(found, np.array([-1, 0, 1]) * 1.5**0.5, atol=1e-5)
+    normed = plain_norm(jnp.array([1e4, 1e4 + 1, 1e4 + 2], jnp.float32), 1e-6)
+    np.testing.assert_allclose(normed, np.array([-1, 0, 1]) * 1.5**0.5, atol=1e-5)
 
 
 def run(name: str, config: dict[str, Any] | None = None, constants: dict[str, Any] | None = None, **shapes: Any) -> Any:
-    found = MODELS[name]
-    model = found.make(type(found.config)(**config) if config else found.config)
-    return found.init(model, found.arrays(**shapes), **(constants or {}))
+    port = MODELS[name]
+    model = port.make(type(port.config)(**config) if config else port.config)
+    return port.init(model, port.arrays(**shapes), **(constants or {}))
 
 
 def qwen(**changes: Any) -> Callable[[], Any]:

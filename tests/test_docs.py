@@ -77,7 +77,7 @@ def test_an_option_or_a_command_that_is_not_there_would_be_seen() -> None:
 def test_what_is_named_in_passing_exists(page: Path) -> None:
     text = page.read_text()
     assert set(NAMED.findall(text)) <= set(known_commands())
-    assert [one for one in (*EXAMPLE.findall(text), *FILE.findall(text)) if not (ROOT / one).is_file()] == []
+    assert [path for path in (*EXAMPLE.findall(text), *FILE.findall(text)) if not (ROOT / path).is_file()] == []
 
 
 @linked

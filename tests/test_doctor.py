@@ -88,8 +88,8 @@ def test_a_misspelt_name_in_a_policy_of_jaxs_recomputes_everything():
 
 
 def test_a_misspelt_selector_is_told_with_the_residual_that_it_may_have_meant():
-    (found,) = doctor(small(), "save: *layer_9:tanh*").findings
-    assert found.trap == "unmatched_name" and "Did you mean 'layer_0:tanh#0'" in found.remedy
+    (finding,) = doctor(small(), "save: *layer_9:tanh*").findings
+    assert finding.trap == "unmatched_name" and "Did you mean 'layer_0:tanh#0'" in finding.remedy
 
 
 def test_a_name_that_only_another_region_gives_is_no_trap():
@@ -98,10 +98,10 @@ def test_a_name_that_only_another_region_gives_is_no_trap():
         def __call__(self, x: Any) -> Any:
             policy = POLICIES.save_only_these_names("hidden", "kept")
 
-            def other(module: Any, x: Any) -> Any:
+            def kept_dense(module: Any, x: Any) -> Any:
                 return jnp.sin(checkpoint_name(nn.Dense(WIDTH)(x), "kept"))
 
-            return nn.remat(other, policy=policy)(self, Named(policy)(x))
+            return nn.remat(kept_dense, policy=policy)(self, Named(policy)(x))
 
     assert doctor(job(Two(), Named), "off").ok
 
@@ -298,19 +298,19 @@ def test_a_checkpoint_of_the_models_own_throws_away_what_the_policy_keeps_inside
     assert "overruled_policy" in traps(diagnosis) and "policy=None" in diagnosis.findings[0].problem
     assert doctor(free, "dots").ok and doctor(replaced, "dots").ok
     products = 3 * ROWS * 3 * 4  # of width 3, one for each of three blocks
-    kept = [rj.residuals(one, "dots").device_bytes for one in (overruled, free)]
+    kept = [rj.residuals(workload, "dots").device_bytes for workload in (overruled, free)]
     assert kept[1] - kept[0] >= products
 
 
 def test_remat_scan_of_one_length_applies_no_checkpoint():
-    one, two = (nn.remat_scan(Mlp, lengths=lengths)() for lengths in ((4,), (2, 2)))
-    diagnosis = doctor(job(one, Mlp), "off")
+    one_length, two_lengths = (nn.remat_scan(Mlp, lengths=lengths)() for lengths in ((4,), (2, 2)))
+    diagnosis = doctor(job(one_length, Mlp), "off")
     assert traps(diagnosis) == ["remat_scan_of_one_length"]
-    losses = [job(model, Mlp) for model in (one, two)]
+    losses = [job(model, Mlp) for model in (one_length, two_lengths)]
     assert [count_regions(jax.make_jaxpr(made.loss)(made.params, *made.batch)) for made in losses] == [0, 1]
-    assert doctor(job(two, Mlp), "off").ok
-    assert doctor(job(one, Mlp), "full").ok
-    assert executed(job(one, Mlp), "full") > executed(job(one, Mlp))
+    assert doctor(job(two_lengths, Mlp), "off").ok
+    assert doctor(job(one_length, Mlp), "full").ok
+    assert executed(job(one_length, Mlp), "full") > executed(job(one_length, Mlp))
 
 
 class Flagged(nn.Module):

@@ -83,11 +83,11 @@ def own_checkpoints(policy: Any, *, scan: bool) -> rj.Workload:
         return x + jnp.tanh(checkpoint_name(checkpoint_name(x, "layer_in") @ w, "product")), None
 
     def loss(params: Any, x: Any) -> Any:
-        one = jax.checkpoint(layer, policy=policy)
+        checkpointed = jax.checkpoint(layer, policy=policy)
         if scan:
-            return jax.lax.scan(one, x, params)[0].sum()
+            return jax.lax.scan(checkpointed, x, params)[0].sum()
         for w in params:
-            x, _ = one(x, w)
+            x, _ = checkpointed(x, w)
         return x.sum()
 
     x, w = jax.ShapeDtypeStruct((2, 4), jnp.float32), jax.ShapeDtypeStruct((3, 4, 4), jnp.float32)

@@ -134,7 +134,7 @@ def test_what_this_jax_cannot_do_is_told_with_the_remedy(monkeypatch):
     installed |= {"jax-cuda13-plugin": "0.12.0.1+local", "jax-cuda12-plugin": "0.9.0"}
     monkeypatch.setattr(versions, "_PLUGINS", ("jax-cuda12-plugin", "jax-cuda13-plugin"))
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 12, 0))
-    assert [one for one in versions.limits() if "plugin is" in one or "scan" in one] == []
+    assert [limit for limit in versions.limits() if "plugin is" in limit or "scan" in limit] == []
 
 
 @pytest.mark.parametrize("option", [("--policy", "off"), ("--target", "h200"), ("--mesh", "data=8"), ("--timeout", "300")])

@@ -53,8 +53,8 @@ class Model(nn.Module):
         return scan(block(name="blocks"), x, None)[0]
 
 
-def job(own: Any = None, *, scan: bool = False, change: Any = lambda loss: loss) -> rj.Workload:
-    model, x = Model(own, scan), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+def job(policy: Any = None, *, scan: bool = False, change: Any = lambda loss: loss) -> rj.Workload:
+    model, x = Model(policy, scan), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     params = jax.eval_shape(Model(scan=scan).init, jax.random.key(0), x)
 
     def loss(params: Any, x: Any) -> Any:
@@ -73,9 +73,9 @@ def traps(diagnosis: Diagnosis) -> list[str]:
 
 def with_memory(nbytes: int) -> Any:
     """An H200 with another amount of memory."""
-    one = target("h200")
-    described = re.sub(r"device_memory_size: \d+", f"device_memory_size: {nbytes}", one.compiler_description or "")
-    return dataclasses.replace(one, name="smaller", memory_bytes=nbytes, compiler_description=described)
+    h200 = target("h200")
+    described = re.sub(r"device_memory_size: \d+", f"device_memory_size: {nbytes}", h200.compiler_description or "")
+    return dataclasses.replace(h200, name="smaller", memory_bytes=nbytes, compiler_description=described)
 
 
 @pytest.mark.versions

@@ -84,9 +84,9 @@ def test_the_same_under_a_policy_of_jaxs_needs_the_names_of_the_derivative_rule(
 
     wrong = [checkpointed("attention_out"), checkpointed("attention_out", "attention_lse"), checkpointed("kernel_out")]
     right = checkpointed("kernel_out", "attention_lse")
-    assert [traps(doctor(one, "off")) for one in wrong] == [["kernel_run_again"]] * 3
+    assert [traps(doctor(workload, "off")) for workload in wrong] == [["kernel_run_again"]] * 3
     assert doctor(right, "off").ok
-    loops = [times("scan", jax.grad(one.loss), one.params, *one.batch) for one in (*wrong, right)]
+    loops = [times("scan", jax.grad(workload.loss), workload.params, *workload.batch) for workload in (*wrong, right)]
     # The new rematerialisation keeps nothing that a derivative rule names (docs/limits.md).
     assert loops == [2, 2, 2, 2 if compat.remat3() else 1]
 

@@ -75,8 +75,8 @@ def test_float64_never_falls_to_float32(model: str, api: str) -> None:
 @apis
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_output_has_the_dtype_of_parameters_and_input(model: str, api: str, dtype: str) -> None:
-    found = jax.eval_shape(function(model, api), parameters(model, dtype), example(model, dtype))
-    assert found.dtype == dtype
+    output = jax.eval_shape(function(model, api), parameters(model, dtype), example(model, dtype))
+    assert output.dtype == dtype
 
 
 @models
@@ -169,11 +169,11 @@ def test_wrong_sizes_are_named() -> None:
 
 def test_batches_are_real_text_and_follow_their_seed() -> None:
     first, again = (text.batches(seed=3, batch=2, length=40, steps=4) for _ in range(2))
-    other = text.batches(seed=4, batch=2, length=40, steps=4)
+    another_seed = text.batches(seed=4, batch=2, length=40, steps=4)
     source = text.corpus().tobytes()
     assert len(source) > 1_000_000 and b"class ArgumentParser" in source
     assert len(first) == 4 and not np.array_equal(first[0][0], first[1][0])
-    for (tokens, targets), (same, _), (different, _) in zip(first, again, other, strict=True):
+    for (tokens, targets), (same, _), (different, _) in zip(first, again, another_seed, strict=True):
         assert tokens.dtype == targets.dtype == np.int32 and tokens.shape == targets.shape == (2, 40)
         assert np.array_equal(tokens, same) and not np.array_equal(tokens, different)
         assert np.array_equal(tokens[:, 1:], targets[:, :-1])

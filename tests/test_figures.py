@@ -74,13 +74,13 @@ def test_tables_of_figures_are_told_from_tables_of_words() -> None:
 def test_a_digest_is_of_code_and_not_of_its_words(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     (tmp_path / "benchmarks").mkdir()
-    main, other = tmp_path / "benchmarks" / "speed.py", tmp_path / "benchmarks" / "other.py"
+    main, imported = tmp_path / "benchmarks" / "speed.py", tmp_path / "benchmarks" / "other.py"
     main.write_text('"""Words."""\nfrom benchmarks import other\n\n\ndef run():\n    """More."""\n    return other.SIZE\n')
-    other.write_text("SIZE = 3\n")
+    imported.write_text("SIZE = 3\n")
     first = figures.digest_of("python -m benchmarks.speed --quick")
     main.write_text('"""Other words."""\nfrom benchmarks import other\n# why\ndef run():\n    return other.SIZE\n')
     assert figures.digest_of("python -m benchmarks.speed") == first
-    other.write_text("SIZE = 4\n")
+    imported.write_text("SIZE = 4\n")
     assert figures.digest_of("python -m benchmarks.speed") != first
     workload = tmp_path / "examples" / "job.py"
     workload.parent.mkdir()

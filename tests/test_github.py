@@ -41,7 +41,7 @@ def test_issue_forms_are_what_github_takes(path: Path) -> None:
 def test_a_fault_cannot_be_reported_without_what_doctor_says() -> None:
     assert [path.stem for path in FORMS] == ["bug", "feature"]
     for path in FORMS:
-        doctor = next(one for one in yaml.safe_load(path.read_text())["body"] if one.get("id") == "doctor")
+        doctor = next(field for field in yaml.safe_load(path.read_text())["body"] if field.get("id") == "doctor")
         assert doctor["attributes"]["label"] == COMMAND and doctor["attributes"]["render"] == "json"
         assert doctor.get("validations", {}).get("required", False) is (path.stem == "bug")
     assert yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text()) == {"blank_issues_enabled": False}

@@ -76,8 +76,8 @@ def losses(kind: str, flags: tuple[bool, bool]) -> Any:
             }
             x = Parent(flags).apply({"params": params}, x, extra)
         else:
-            for one in kernels:
-                model = Nnx(one) if kind == "nnx" else lambda x, extra, one=one: block(one, x, extra=extra)
+            for pair in kernels:
+                model = Nnx(pair) if kind == "nnx" else lambda x, extra, pair=pair: block(pair, x, extra=extra)
                 x = rj.gradient_checkpoint_forward(model, *flags, {"h": x}, extra=extra)
         return jnp.sum(jnp.sin(x) @ head)
 
@@ -89,8 +89,8 @@ def test_each_mode_gives_the_plain_gradients_at_its_own_price(x64, kind):
     kernels, x, extra, head = values()
 
     def plain(kernels, x, extra, head):
-        for one in kernels:
-            x = block(one, {"h": x}, extra=extra)
+        for pair in kernels:
+            x = block(pair, {"h": x}, extra=extra)
         return jnp.sum(jnp.sin(x) @ head)
 
     expected = jax.grad(plain, argnums=(0, 1, 2))(kernels, x, extra, head)
@@ -105,15 +105,15 @@ def moved_to_host(fn: Any, *args: Any, back: bool = False) -> list[tuple[int, ..
     """The shapes of arrays that the traced `fn` sends to host memory, or fetches with `back`."""
 
     def walk(jaxpr: Any) -> list[tuple[int, ...]]:
-        found = []
+        shapes = []
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "device_put":
                 on_host = ["host" in str(getattr(var.aval, "memory_space", "")).lower() for var in eqn.outvars]
-                found += [var.aval.shape for var, there in zip(eqn.outvars, on_host, strict=True) if there != back]
+                shapes += [var.aval.shape for var, there in zip(eqn.outvars, on_host, strict=True) if there != back]
             for value in inner_jaxprs(eqn).values():
-                for one in value if isinstance(value, tuple) else (value,):
-                    found += walk(compat.closed(one).jaxpr)
-        return found
+                for inner in value if isinstance(value, tuple) else (value,):
+                    shapes += walk(compat.closed(inner).jaxpr)
+        return shapes
 
     return walk(compat.dce(jax.make_jaxpr(fn)(*args)).jaxpr)
 

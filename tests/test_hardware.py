@@ -106,9 +106,9 @@ def test_names_are_found_in_any_case() -> None:
 
 @pytest.mark.parametrize(("name", "devices", "hosts"), [("8xH100", 8, 1), ("8x8xh200", 64, 8), ("1xa100-80", 1, 1)])
 def test_several_of_one(name: str, devices: int, hosts: int) -> None:
-    several, one = target(name), target(name.rpartition("x")[2])
+    several, single = target(name), target(name.rpartition("x")[2])
     assert (several.name, several.devices, several.hosts) == (name.lower(), devices, hosts)
-    assert dataclasses.replace(several, name=one.name, devices=1, hosts=1) == one
+    assert dataclasses.replace(several, name=single.name, devices=1, hosts=1) == single
 
 
 def test_a_target_of_a_file(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_the_devices_of_a_host_share_its_memory(large, monkeypatch):
 def test_an_offloaded_optimizer_may_be_inside_a_chain_on_a_mesh():
     optimizer = optax.chain(optax.clip(1.0), rj.offload_optimizer(optax.adam(1e-3)))
     job = small_llama(MESH, optimizer=optimizer)
-    away = [one for one in jax.tree.leaves(job.step("off").arguments) if compat.is_on_host(one)]
+    away = [leaf for leaf in jax.tree.leaves(job.step("off").arguments) if compat.is_on_host(leaf)]
     # Both moments of every parameter, none of the parameters themselves.
     assert len(away) == 2 * len(jax.tree.leaves(job.params))
-    assert sum(one.size for one in away) == 2 * sum(leaf.size for leaf in jax.tree.leaves(job.params))
+    assert sum(leaf.size for leaf in away) == 2 * sum(leaf.size for leaf in jax.tree.leaves(job.params))

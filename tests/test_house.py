@@ -108,7 +108,7 @@ def test_modules_import_each_other_in_one_direction_only():
                 package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
                 base = ".".join([*package[: len(package) - node.level + 1 if node.level else 0], *filter(None, [node.module])])
                 inside = [f"{base}.{alias.name}" for alias in node.names]
-                wanted |= {one if one in modules else base for one in inside}
+                wanted |= {module if module in modules else base for module in inside}
         imports[name] = wanted & modules - {name}
     ordered = list(graphlib.TopologicalSorter(imports).static_order())  # CycleError names the cycle
     assert len(ordered) == len(modules) > 200
@@ -120,7 +120,7 @@ def test_a_public_class_name_stands_for_one_class():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert {name: found for name, found in places.items() if len(found) > 1} == {} and len(places) > 100
+    assert {name: lines for name, lines in places.items() if len(lines) > 1} == {} and len(places) > 100
 
 
 def test_files_are_at_most_400_lines():
@@ -162,7 +162,7 @@ def numbers(version):
 def test_the_version_comes_from_the_tag_and_types_are_told():
     assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT
     assert PYPROJECT["tool"]["hatch"]["version"]["source"] == "vcs"
-    assert {name_of(one) for one in PYPROJECT["build-system"]["requires"]} == {"hatchling", "hatch-vcs"}
+    assert {name_of(requirement) for requirement in PYPROJECT["build-system"]["requires"]} == {"hatchling", "hatch-vcs"}
     assert [(ROOT / package / "py.typed").exists() for package in PACKAGES] == [True, True]
 
 
@@ -182,8 +182,8 @@ def test_a_wheel_carries_the_examples_inside_the_package():
 
 def test_the_smoke_test_wants_every_file_that_is_no_module():
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
-    others = {path.relative_to(ROOT).as_posix() for path in files if path.suffix not in (".py", ".pyc")}
-    assert set(smoke.WANTED) == others | {"remat_jax/examples/__init__.py", "remat_jax_quiet.pth"} and len(others) == 5
+    data_files = {path.relative_to(ROOT).as_posix() for path in files if path.suffix not in (".py", ".pyc")}
+    assert set(smoke.WANTED) == data_files | {"remat_jax/examples/__init__.py", "remat_jax_quiet.pth"} and len(data_files) == 5
 
 
 def test_the_smoke_test_sees_a_page_without_one_of_its_files():

@@ -35,8 +35,8 @@ def example(dtype: Any = jnp.float32) -> tuple[Any, Any, Any]:
     return params, hidden, jax.random.randint(targets, (ROWS, LENGTH), 0, WORDS)
 
 
-def error(found: Any, expected: Any) -> float:
-    return max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+def error(result: Any, expected: Any) -> float:
+    return max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True))
 
 
 @pytest.mark.versions
@@ -51,11 +51,13 @@ def test_values_and_gradients_are_those_of_the_whole_in_float64(n: int, axis: in
 
         assert error(chunked(params, hidden, targets), head_loss(params, hidden, targets)) < 1e-12
         for transform in (jax.grad, lambda fn, **args: jax.jit(jax.grad(fn, **args))):
-            found, expected = (transform(total(fn), argnums=(0, 1))(params, hidden) for fn in (chunked, head_loss))
-            assert error(found, expected) < 1e-12
+            gradients, expected = (transform(total(fn), argnums=(0, 1))(params, hidden) for fn in (chunked, head_loss))
+            assert error(gradients, expected) < 1e-12
         tangent = jax.tree.map(jnp.ones_like, params)
-        found, expected = (jax.jvp(lambda p, fn=fn: total(fn)(p, hidden), (params,), (tangent,)) for fn in (chunked, head_loss))
-        assert error(found, expected) < 1e-12
+        derivatives, expected = (
+            jax.jvp(lambda p, fn=fn: total(fn)(p, hidden), (params,), (tangent,)) for fn in (chunked, head_loss)
+        )
+        assert error(derivatives, expected) < 1e-12
 
 
 def test_each_chunk_has_its_own_positions_and_all_results_are_sums() -> None:
@@ -70,16 +72,16 @@ def test_under_vmap_and_by_keyword() -> None:
         chunked = rj.in_chunks(head_loss, 4, axis=(None, 0, 0))
         return chunked(params, targets=targets, hidden=hidden, scale=0.5)
 
-    found = jax.vmap(one_row)(hidden, targets)
-    assert error({k: v.sum(0) for k, v in found.items()}, head_loss(params, hidden, targets, scale=0.5)) < 1e-5
+    by_row = jax.vmap(one_row)(hidden, targets)
+    assert error({k: v.sum(0) for k, v in by_row.items()}, head_loss(params, hidden, targets, scale=0.5)) < 1e-5
     everything = rj.in_chunks(lambda *, x, y: jnp.vdot(x, y), 2)
     assert everything(x=jnp.arange(4.0), y=jnp.arange(4.0)) == 14
 
 
 def test_sums_of_low_precision_are_added_up_in_float32() -> None:
     x = jnp.full((512,), 1.0, jnp.bfloat16)
-    found = rj.in_chunks(lambda x: x.sum(), 512)(x)
-    assert found == 512 and found.dtype == jnp.bfloat16  # in bfloat16, 256 + 1 is 256
+    total = rj.in_chunks(lambda x: x.sum(), 512)(x)
+    assert total == 512 and total.dtype == jnp.bfloat16  # in bfloat16, 256 + 1 is 256
 
 
 def test_one_chunk_of_logits_exists_and_each_is_computed_once_more() -> None:

@@ -43,13 +43,13 @@ def scans(fn: Any, *args: Any) -> list[tuple[int, ...]]:
     """The length of every scan, after those of the scans around it."""
 
     def walk(jaxpr: Any, around: tuple[int, ...]) -> list[tuple[int, ...]]:
-        found = []
+        lengths = []
         for eqn in jaxpr.eqns:
             here = (*around, eqn.params["length"]) if eqn.primitive.name == "scan" else around
-            found += [here] if here != around else []
+            lengths += [here] if here != around else []
             for inner in (value for value in eqn.params.values() if compat.is_jaxpr(value)):
-                found += walk(compat.closed(inner).jaxpr, here)
-        return found
+                lengths += walk(compat.closed(inner).jaxpr, here)
+        return lengths
 
     return walk(jax.make_jaxpr(fn)(*args).jaxpr, ())
 
@@ -109,8 +109,8 @@ def test_no_parameter_and_nothing_inside_a_group_is_kept() -> None:
     loss, params, x = make_loss(Attention, layers=6, scanned=True)
     table = rj.residuals(rj.Workload(loss, params, (x,), Attention), "4 x full in groups of 2 | 2 x dots")
     kept = [(row.name.rpartition("/")[2], row.shape[0], row.layers) for row in table if row.action == "save"]
-    assert sorted(one for one in kept if one[2] == (0, 4)) == [("Stack:carry#0", 2, (0, 4))]
-    named = [one for one in rj.residuals(rj.Workload(*make_job()), "6 x full in groups of 2") if one.action == "save"]
+    assert sorted(entry for entry in kept if entry[2] == (0, 4)) == [("Stack:carry#0", 2, (0, 4))]
+    named = [row for row in rj.residuals(rj.Workload(*make_job()), "6 x full in groups of 2") if row.action == "save"]
     assert sorted(row.name for row in named) == [":cos", "layer_1:add#0", "layer_3:add#0"]
 
 
@@ -147,8 +147,8 @@ def test_gradients_in_every_mode(scanned: bool) -> None:
 
     expected = jax.jit(functools.partial(modes, loss))(params, x)
     for policy in GROUPED[1:3]:
-        found = jax.jit(functools.partial(modes, rj.checkpoint_blocks(loss, {Mlp: policy})))(params, x)
-        for got, wanted in zip(found, expected, strict=True):
+        results = jax.jit(functools.partial(modes, rj.checkpoint_blocks(loss, {Mlp: policy})))(params, x)
+        for got, wanted in zip(results, expected, strict=True):
             assert_same(got, wanted)
 
 
@@ -166,7 +166,7 @@ def test_a_plain_scan_with_outputs_forwards_and_backwards(reverse: bool) -> None
 
     args = values(7, 4, 3), values(2, 4, seed=1), values(seed=2)
     fn = rj.checkpoint_blocks(loss, {Mlp: "5 x full in groups of 2 | 2 x everything"})
-    run, plain = (jax.jit(jax.value_and_grad(one, argnums=(0, 1, 2)))(*args) for one in (fn, loss))
+    run, plain = (jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2)))(*args) for function in (fn, loss))
     assert_same(run, plain)
     assert scans(fn, *args) == [(2,), (2, 2), (1,), (2,)]
 
@@ -192,7 +192,7 @@ def test_random_numbers_and_what_is_written_stay_the_same() -> None:
     # A group of unrolled layers, one of scanned layers, and one of both.
     for policy in ("6 x full in groups of 2", "6 x full in groups of 6"):
         fn = rj.checkpoint_blocks(loss, {Noisy: policy})
-        run, plain = (jax.jit(jax.value_and_grad(one, has_aux=True))(params, x) for one in (fn, loss))
+        run, plain = (jax.jit(jax.value_and_grad(function, has_aux=True))(params, x) for function in (fn, loss))
         assert_same(run, plain)
 
 
@@ -247,8 +247,8 @@ def test_layers_inside_jit_and_several_in_a_round() -> None:
         return Mlp().apply({"params": {f"Linear_{nth}": {"kernel": kernel} for nth, kernel in enumerate(kernels)}}, x)
 
     def loss(kernels: Any, x: Any) -> Any:
-        for one in kernels[:2]:
-            x = layer(one, x)
+        for layer_kernels in kernels[:2]:
+            x = layer(layer_kernels, x)
         return jnp.sum(jnp.sin(jax.lax.scan(lambda x, row: (layer(row[1], layer(row[0], x)), None), x, kernels[2])[0]))
 
     def pair(*rows: int, seed: int) -> Any:
@@ -346,17 +346,17 @@ def test_no_figure_is_told_that_is_not_known() -> None:
 def test_a_barrier_stands_where_no_loop_keeps_the_passes_apart(scanned: bool, policy: str, expected: list[bool]) -> None:
     loss, params, x = make_loss(layers=4, scanned=scanned)
     jaxpr = jax.make_jaxpr(lambda *args: jax.jvp(rj.checkpoint_blocks(loss, {Mlp: policy}), args, args)[1])(params, x)
-    found = []
+    barriers = []
 
     def walk(inner: Any) -> None:
         for eqn in inner.eqns:
-            found.extend([eqn.params["prevent_cse"]] if "prevent_cse" in eqn.params else [])
+            barriers.extend([eqn.params["prevent_cse"]] if "prevent_cse" in eqn.params else [])
             for value in eqn.params.values():
                 if compat.is_jaxpr(value):
                     walk(compat.closed(value).jaxpr)
 
     walk(jaxpr.jaxpr)
-    assert sorted(found) == expected
+    assert sorted(barriers) == expected
 
 
 @needs_gpu_compiler

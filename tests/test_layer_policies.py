@@ -27,7 +27,7 @@ FULL, DOTS = rj.Policy.parse("full"), rj.Policy.parse("dots")
 )
 def test_a_text_is_read_and_written_back(text: str, runs: list[tuple[int, str]]) -> None:
     policies = rj.LayerPolicies.parse(text)
-    assert policies.runs == tuple((count, rj.Policy.parse(one)) for count, one in runs)
+    assert policies.runs == tuple((count, rj.Policy.parse(policy)) for count, policy in runs)
     assert rj.LayerPolicies.parse(str(policies)) == policies
     assert eval(repr(policies), {"LayerPolicies": rj.LayerPolicies}) == policies
     assert as_block_policy(text) == policies
@@ -41,7 +41,7 @@ def test_equal_layers_are_equal_policies() -> None:
     assert [policies[layer].name for layer in (0, 7, 8, 11)] == ["full", "full", "dots", "dots"]
     assert policies.ranges == ((range(8), FULL), (range(8, 12), DOTS))
     assert policies.run_of(9) == (range(8, 12), DOTS)
-    assert policies.map(lambda one: FULL).runs == ((12, FULL),)
+    assert policies.map(lambda policy: FULL).runs == ((12, FULL),)
     assert rj.LayerPolicies.parse("1 x full | 1 x offload_inputs").offloads
     with pytest.raises(IndexError, match="layer=12: there are policies for 12"):
         policies.run_of(12)
@@ -56,7 +56,7 @@ def test_cuts_stand_between_layers_under_one_policy() -> None:
     # Where policies differ there is a cut anyway.
     assert rj.LayerPolicies.of(["full"] * 5 + ["dots"], cuts=[5, 4, 3]) == policies != rj.LayerPolicies(policies.runs)
     # Runs that become equal stay separate scans.
-    assert policies.map(lambda one: DOTS).cuts == (3, 4, 5)
+    assert policies.map(lambda policy: DOTS).cuts == (3, 4, 5)
     assert policies.to_dict()["version"] == 2 and rj.LayerPolicies.from_json(policies.to_json()) == policies
     for wrong in ({"version": 1}, {"cuts": [6]}, {"cuts": [True]}, {"cuts": "4"}, {"cuts": None}):
         with pytest.raises(PolicyError):
@@ -91,7 +91,7 @@ def test_groups_are_read_and_written_back(text: str, groups: list[tuple[int, int
     assert written is None or str(policies) == written
     assert rj.LayerPolicies.parse(str(policies)) == policies == as_block_policy(text)
     assert rj.LayerPolicies.from_json(policies.to_json()) == policies and policies.to_dict()["version"] == 3
-    assert policies.map(lambda one: one) == policies
+    assert policies.map(lambda policy: policy) == policies
     assert rj.LayerPolicies(policies.runs, policies.cuts, tuple(groups[::-1])) == policies
 
 

@@ -86,13 +86,15 @@ HloLiveRange (max 9):
 
 def test_the_peak_is_the_devices_and_a_loops_state_is_named_by_what_the_loop_writes() -> None:
     live = Schedule(PROGRAM, ASSIGNMENT, RANGES).at_peak()
-    assert [(one.name, one.phase, one.nbytes, one.shape) for one in live] == [
+    assert [(buffer.name, buffer.phase, buffer.nbytes, buffer.shape) for buffer in live] == [
         ("M/layer:tanh", "forward", 384, "f32[4,3,8]"),  # once, though it also has a name inside the loop
         ("args[0]", "argument", 256, "f32[8,8]"),
         ("M/layer:tanh", "forward", 128, "f32[4,8]"),
     ]
     named = named_arguments(live, ["parameters/w/kernel"])
-    assert [(one.name, one.module) for one in named if one.phase == "argument"] == [("parameters/w/kernel", "parameters")]
+    assert [(buffer.name, buffer.module) for buffer in named if buffer.phase == "argument"] == [
+        ("parameters/w/kernel", "parameters")
+    ]
 
 
 def test_what_the_program_does_not_name_keeps_its_bytes() -> None:

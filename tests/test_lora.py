@@ -111,9 +111,9 @@ def test_a_layer_that_adds_no_adapters_is_named_when_it_has_some() -> None:
 def test_the_result_keeps_the_dtype_of_the_layer_and_the_input_may_have_its_name() -> None:
     dense, x = nn.Dense(4, dtype=jnp.bfloat16), jnp.ones((2, 3))
     params = lora.with_adapters(jax.random.key(0), {"params": {"up": dense.init(jax.random.key(0), x)["params"]}}, ["*up"], 2)
-    own = jax.tree.map(jnp.ones_like, params["params"]["up"])
+    layer_params = jax.tree.map(jnp.ones_like, params["params"]["up"])
     with lora.adapters():
-        found = dense.apply({"params": own}, inputs=x)
-    assert found.dtype == jnp.bfloat16
+        output = dense.apply({"params": layer_params}, inputs=x)
+    assert output.dtype == jnp.bfloat16
     # Three inputs of one layer through the kernel, its bias, and two factors of rank two.
-    np.testing.assert_array_equal(np.asarray(found, np.float32), 3 + 1 + 3 * 2)
+    np.testing.assert_array_equal(np.asarray(output, np.float32), 3 + 1 + 3 * 2)
