@@ -162,7 +162,7 @@ def _action(value: Any, name: str) -> str:
 def _compiler_options(value: Any, name: str) -> dict[str, int]:
     """Accept only the memory limit and no other option, because the options are passed to the compiler."""
     if not isinstance(value, dict) or set(value) - {OPTION}:
-        raise _Malformed(f"{name}={ascii(value)[:80]} is none of {{}} and {{{OPTION!r}: a factor}}")
+        raise _Malformed(f"{name}={ascii(value)[:80]} is neither {{}} nor {{{OPTION!r}: a factor}}")
     if not all(type(factor) is int and 1 <= factor <= MOST_FACTOR for factor in value.values()):
         raise _Malformed(f"{name}={ascii(value)[:80]}: the factor is an integer from 1 to {MOST_FACTOR}")
     return dict(value)
