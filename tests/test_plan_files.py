@@ -274,7 +274,7 @@ def test_nothing_that_a_file_names_is_imported(tmp_path, monkeypatch):
 def test_a_class_is_found_under_another_module_name_unless_there_are_several():
     assert find_block(("class", "PlannedLayer", "__main__"), None, "it") is PlannedLayer
     assert find_block(("glob", "layers_*", ""), None, "it") == "layers_*"
-    with pytest.raises(PlanningError, match=r"several modules define one \(.*linen.*nnx"):
+    with pytest.raises(PlanningError, match=r"several modules define a class of that name \(.*linen.*nnx"):
         find_block(("class", "BatchNorm", "nowhere"), None, "it")
 
 

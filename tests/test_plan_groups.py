@@ -118,6 +118,6 @@ def making(work, budget, link):
 
 
 def test_below_every_grouping_nothing_fits(job, full):
-    with pytest.raises(InfeasibleBudget, match="The least reached by compiling") as caught:
+    with pytest.raises(InfeasibleBudget, match="The least memory of a compiled step") as caught:
         rj.plan(job, int(0.5 * full), "h200", host_budget=0)
     assert caught.value.least_bytes < 0.8 * full

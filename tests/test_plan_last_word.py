@@ -76,7 +76,7 @@ def test_the_text_tells_compiled_times_from_estimates() -> None:
     made = plan(named=named, seconds=0.0105, base_seconds=0.0125, timed=True, assumed_rates=("flops",), next_bytes=2**28)
     text = made.explain()
     assert "Estimated 8.9 ms to 14 ms per step (compiled schedule), 1.7 ms to 2.7 ms less than keeping everything" in text
-    assert "The best named policy that fits, full, takes 9.3 ms to 15 ms." in text and "The next 256 MiB would buy" in text
+    assert "The best named policy that fits, full, takes 9.3 ms to 15 ms." in text and "256 MiB more would save" in text
     assert [next_bytes(size * 2**30) / 2**30 for size in (2, 4, 16, 80)] == [0.125, 0.25, 1, 1]
 
 

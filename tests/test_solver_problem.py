@@ -47,7 +47,7 @@ NAN, INF = float("nan"), math.inf
             r"neither saved, offloaded nor recomputed; allow one",
         ),
         (lambda: Block("b", (X, X), 1, 2), r"Block 'b': residuals: names \['x'\] are used twice"),
-        (lambda: Block("b", (ResidualCosts("", 1),), 1, 2), r"names \[''\] are not non-empty strings"),
+        (lambda: Block("b", (ResidualCosts("", 1),), 1, 2), r"names \[''\] are empty or not strings"),
         (lambda: Block("b", ("x",), 1, 2), r"residuals: 'x' is a str; expected ResidualCosts"),
         (lambda: Block("b", (X,), NAN, 2), r"Block 'b': forward_seconds=nan"),
         (lambda: Block("b", (X,), 1, -2), r"Block 'b': backward_seconds=-2"),
@@ -68,7 +68,7 @@ NAN, INF = float("nan"), math.inf
         (lambda: Stack((LAYER,), link=50e9), r"link=50000000000.0; expected a HostLink, or None"),
         (
             lambda: Stack((Block("b", (ResidualCosts("y", 1, may_save=False),), 1, 2),), HostLink(1, 1)),
-            r"residuals \['y'\] of 'b' can only be offloaded, but the last block may not; .* offload_last=True",
+            r"residuals \['y'\] of 'b' can only be offloaded, but the last block may not offload; .* offload_last=True",
         ),
         (
             lambda: Stack((Block("b", (ResidualCosts("y", 1, may_save=False),), 1, 2), LAYER)),

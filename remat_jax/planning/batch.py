@@ -47,7 +47,7 @@ class LargestBatch:
             for batch, size in self.tried
         ]
         title = f"Largest batch of {self.plan.workload} on {self.plan.target} within {format_bytes(budget)}: {self.batch}"
-        return table(title, ("batch", "least reached", ""), rows)
+        return table(title, ("batch", "least memory", ""), rows)
 
     def __str__(self) -> str:
         return f"{render(self)}\n{self.plan}"

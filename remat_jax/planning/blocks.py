@@ -201,16 +201,16 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
     elif name == "cond":
         yield from max((list(_walk(branch, flags[1:], inputs[1:], place)) for branch in bodies(eqn)), key=len)
     elif name == "while":
-        raise UnsupportedError("a block in a while loop: its trip count is unknown before it runs; use lax.scan")
+        raise UnsupportedError("a block in a while loop: the loop's trip count is unknown before it runs; use lax.scan")
     elif compat.is_checkpoint(eqn):
         raise UnsupportedError(
             "a block inside one of the model's own checkpoints (nn.remat, jax.checkpoint), which discards the residuals that "
-            "a plan keeps: remove own_checkpoints='keep' from the Workload, so that the plan can replace it"
+            "a plan keeps: remove own_checkpoints='keep' from the Workload, so that the plan can replace the checkpoint"
         )
     else:
         body = called(eqn)
         if body is None:
-            raise UnsupportedError(f"a block inside {name!r} cannot be planned: this is not a call, scan or cond")
+            raise UnsupportedError(f"a block inside {name!r} cannot be planned, because {name!r} is not a call, scan or cond")
         yield from _walk(body, flags, inputs, replace(place, within=(*place.within, eqn)) if name == "shard_map" else place)
 
 

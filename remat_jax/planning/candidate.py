@@ -13,13 +13,13 @@ from remat_jax.solver import Block, BlockPolicy, Choice, Stack, StackPlan, stack
 Choices = tuple[tuple[Choice, ...], ...]
 """For each block in forward order, the choice for each of its residuals."""
 Cuts = tuple[int, ...]
-"""Indices of blocks, in forward order. A scan is cut before each of them, although the block before it has equal choices."""
+"""Indices of blocks, in forward order. A scan is cut before each of these, although the previous block has equal choices."""
 
 FAILED = 2**62
 """The device bytes of a candidate that could not be compiled."""
 
 _ORDERS: tuple[Callable[[BlockPolicy, BlockPolicy], Any], ...] = (
-    # First the blocks that offload, because the stack's last block may not offload; then those that save least.
+    # Blocks that offload come first, because the stack's last block may not offload; on ties, the block that saves less.
     lambda policy, last: (policy.host_bytes == 0, policy.saved_bytes),
     lambda policy, last: policy.choices == last.choices,
 )

@@ -109,8 +109,9 @@ def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int |
     host = f" with host_budget={host_budget} ({format_bytes(host_budget)})" if host_budget is not None else ""
     return InfeasibleBudget(
         f"budget={budget} ({format_bytes(budget)}){host}: no policy of {workload.name!r} fits on {target.name}. The least "
-        f"reached by compiling is {format_bytes(compiled.device_bytes)}, by {least.candidate.name or 'a plan of its own'}. "
-        f"Its largest parts: {_listed(held)}. {advice or remedy(held, on_mesh=workload.mesh is not None)}",
+        f"memory of a compiled step is {format_bytes(compiled.device_bytes)}, under "
+        f"{least.candidate.name or 'a mix of policies'}. Its largest parts: {_listed(held)}. "
+        f"{advice or remedy(held, on_mesh=workload.mesh is not None)}",
         compiled.device_bytes,
         held,
     )

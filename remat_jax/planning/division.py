@@ -92,7 +92,7 @@ def _divide(flat: Flat, known_shares: Mapping[Array, float], whole: Set[Array], 
     1. Its share in `known_shares`.
     2. The share of a result computed from it, if the result has the same size or one of `_PARTS` computes it.
     3. The share of an operand from which it is computed: one of the same size, else the largest. Operands in `whole` do not
-       count, nor does an unsharded operand that is smaller than the result.
+       count. The rule does not apply if this operand is unsharded and smaller than the result.
     4. The share of any array of the same shape (used for constants that only the backward pass reads).
     5. `otherwise`.
     """

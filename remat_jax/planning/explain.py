@@ -105,15 +105,15 @@ def _over_everything(plan: PlanData) -> str:
 
 def next_gib(plan: PlanData) -> str:
     """The gain from more memory, as a sentence."""
-    more = "GiB" if plan.next_bytes == GIB else format_bytes(plan.next_bytes).replace(".0 ", " ")
+    more = f"{format_bytes(plan.next_bytes)} more".replace(".0 ", " ")
     if plan.next_gib_seconds is None and any(note.startswith(CUT_SHORT) for note in plan.notes):
-        return f"The timeout came before the gain from the next {more} was computed."
+        return f"The timeout came before the gain from {more} was computed."
     if plan.next_gib_seconds is None:
-        return "More memory would buy nothing: by the estimate no step is faster."
+        return "More memory would not make the step faster, by the estimate."
     if not plan.next_gib_seconds:
-        return f"The next {more} would buy nothing: the next faster step needs more."
+        return f"{more} would not make the step faster: the next faster step needs more than that."
     share = 100 * plan.next_gib_seconds / plan.seconds if plan.seconds else 0.0
-    return f"The next {more} would buy {time_text(plan, plan.next_gib_seconds)} a step ({share:.2g} %), by the estimate."
+    return f"{more} would save {time_text(plan, plan.next_gib_seconds)} a step ({share:.2g} %), by the estimate."
 
 
 def ranked(rows: Sequence[LayerRow]) -> list[LayerRow]:

@@ -265,7 +265,7 @@ class _Planner:
         return [plan] if plan is not None and self.fit.known(plan) is None else []
 
     def _with_near_named(self, best: Tried) -> Tried:
-        """The best step after compiling the named policies of `_near_named`, as long as one more compilation is in time."""
+        """The best step after compiling the named policies of `_near_named`, while time is left for another compilation."""
         while (near := self._near_named(best)) and self.compiler.is_time_left:
             best = self._with(near, best) or best
         if near:

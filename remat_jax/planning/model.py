@@ -124,7 +124,7 @@ class Model:
     def _check_regions(self, regions: int | None, plan_name: str) -> None:
         if None not in (regions, self.checkpoints) and regions != self.checkpoints:
             raise PlanningError(
-                f"{plan_name} was planned for a loss with {self.checkpoints} checkpoints of its own, called for one with "
+                f"{plan_name} was planned for a loss with {self.checkpoints} checkpoints of its own, but this loss has "
                 f"{regions}. {_REMEDY}"
             )
 
@@ -222,7 +222,11 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: 
     exact = [each for each in named if each.__module__ == module]
     modules = sorted({each.__module__ for each in exact or named})
     if len(modules) != 1:
-        how = f"several modules define one ({', '.join(modules)})" if modules else f"no {kind} of that name is loaded"
+        how = (
+            f"several modules define a {kind} of that name ({', '.join(modules)})"
+            if modules
+            else f"no {kind} of that name is loaded"
+        )
         raise PlanningError(
             f"{plan_name} puts a policy on the {kind} {name!r} of {module!r}, and {how}: import the model first, or give the "
             "workload, as in Plan.load(path, workload)"

@@ -196,8 +196,8 @@ def _join_small_and_alike(program: BlockProgram, graph: list[Node]) -> None:
 
 def _small(program: BlockProgram, graph: Sequence[Node]) -> float:
     """The bytes below which a residual is small."""
-    # Residuals that checkpoints inside the block drop do not count. They may be the attention scores of a long sequence,
-    # compared with which all other residuals would be small.
+    # Residuals that checkpoints inside the block drop do not count. They may be the attention scores of a long sequence; all
+    # other residuals would be small compared with these scores.
     kept = [node.bytes for node in graph if program.own.isdisjoint(node.members)]
     return SMALL * max(kept or [node.bytes for node in graph], default=0)
 

@@ -164,7 +164,7 @@ def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | Non
 
 
 def _next_gib(proposals: Proposals, times: Times, searched: Tried, best: Tried) -> float | None:
-    """The seconds by which the step is estimated to be faster with `next_bytes` more memory; None if no amount does.
+    """The seconds by which the step is estimated to be faster with `next_bytes` more memory; None if no plan is faster.
 
     The time with more memory is a traced estimate, multiplied by the ratio of the time of `searched` to its traced estimate.
     """

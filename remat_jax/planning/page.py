@@ -19,8 +19,8 @@ _BUDGET = {"": "within", "device": "over", "host": "over on the host"}
 _EXCESS = {"": "", "device": "; over the budget", "host": "; over the budget of host memory"}
 _OFFLOADED = "in host memory"
 _HINT = (
-    "Left is less memory, down is faster. Filled points were compiled, hollow ones are predicted; points with a name are named "
-    "policies. Move along the line with the slider or the arrow keys."
+    "Points on the left need less memory, and lower points are faster. Filled points were compiled, hollow points are "
+    "predicted, and labelled points are named policies. Move along the line with the slider or the arrow keys."
 )
 
 

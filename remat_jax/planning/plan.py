@@ -53,7 +53,7 @@ class Plan(PlanData):
         Empty if neither is needed.
       lower_bound: a lower bound on the estimated seconds of a step, for every plan of this model within the budgets. It bounds
         the estimate, not the time on a GPU. None if the solver's problem does not contain the plan (groups of layers, a memory
-        limit, a named policy that keeps other arrays), or if `timeout` ended the search.
+        limit, a named policy that keeps other arrays), if the plan is faster than the bound, or if `timeout` ended the search.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -133,8 +133,8 @@ class Plan(PlanData):
     def load(cls, path: str | os.PathLike[str], workload: Workload | None = None) -> Plan:
         """The plan that `save` wrote. With a workload, it raises if the plan is for another model, batch or blocks.
 
-        Without a workload, blocks are looked up among the loaded classes and functions, and another model raises only when the
-        function that `apply` returns is called. Nothing that the file names is imported or executed.
+        Without a workload, blocks are looked up among the loaded classes and functions, and a different model is detected only
+        when the function that `apply` returns is called. Nothing that the file names is imported or executed.
 
         Raises:
           PlanningError: the file cannot be read, was not written by `save`, has an unknown version, or is for another model.

@@ -306,7 +306,7 @@ def _of_layers(policy: Any, count: int) -> list[Policy]:
             "as a text, such as 'save: @dots'"
         )
     if checked.layers != count:
-        raise PlanningError(f"policy: it is for {checked.layers} layers, but there are {count}; give one for each")
+        raise PlanningError(f"policy has {checked.layers} layers, but there are {count}; give one policy for each layer")
     if checked.groups:
-        raise PlanningError(f"policy={str(checked)!r}: groups of layers are not priced; ask remat_jax.measure")
+        raise PlanningError(f"policy={str(checked)!r}: groups of layers are not priced; use remat_jax.measure")
     return [checked[layer] for layer in range(count)]

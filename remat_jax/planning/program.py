@@ -147,7 +147,7 @@ class BlockProgram:
         return self.rates.seconds({}, sum(array.bytes for array in kept))
 
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
-        """This block's names of the residuals that `policy` saves, and of those that it offloads, in an equal block at `path`.
+        """The residuals that `policy` saves and those it offloads in an equal block at `path`, by their names in this block.
 
         If `policy` makes no checkpoint, every residual is saved except those that checkpoints inside the block drop.
         """
@@ -185,7 +185,7 @@ class BlockProgram:
         here = {array for array in self.arrays if saved.intersection(array.names)} | self._given
         again = region(self.flat.eqns, self.needed, here | away)
         read = {*self.needed, *(array for eqn in again for array in eqn.inputs)}
-        # Outside scans, each block copies an offloaded constant. JAX hoists it out of a scan: its single copy is neglected.
+        # Outside scans, each block copies an offloaded constant. JAX hoists constants out of scans: that copy is neglected.
         once = self.free.difference(self.flat.inputs) if self.call.scanned else frozenset[Array]()
         host = sum(array.bytes for array in (read & away) - once)
         kept = (read & here) - away - self._uncounted

@@ -172,7 +172,7 @@ class Proposals:
         return all(step is not None and step.compiled.device_bytes < FAILED and not self.fit.fits(step) for step in tried)
 
     def least_more(self, best: Tried) -> list[StepCandidate]:
-        """Variants of `best` with one more residual saved: that with fewest saved bytes, and that with least predicted memory.
+        """At most two variants of `best` that save one more residual: the smallest by saved bytes and by predicted memory.
 
         Only variants that gain at least `worth` seconds count. An uncompiled variant that is surely over the budget is left
         out (`Fit.is_surely_over`).
@@ -196,7 +196,10 @@ class Proposals:
         return [step for step in variants if step.seconds < candidate.seconds]
 
     def without_host(self, candidate: StepCandidate) -> StepCandidate | None:
-        """The candidate with its offloaded residuals saved; None if it has none or no choices, or if one may not be saved."""
+        """The candidate with its offloaded residuals saved.
+
+        None if the candidate offloads nothing or has no choices, or if an offloaded residual may not be saved.
+        """
         choices = candidate.effective_choices
         if not candidate.host_bytes or choices is None:
             return None

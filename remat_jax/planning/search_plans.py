@@ -18,7 +18,7 @@ Compile = Callable[[Sequence[StepCandidate], Tried | None], list[Compiled]]
 
 MOST_COMPILED = 6
 MORE_COMPILED = 4
-"""Additional compilations to show that no further residual fits into the plan."""
+"""Additional compilations to show that no further residual fits."""
 UNMOVED_COMPILED = 2
 """Additional compilations, if plans offload, to show whether offload is necessary."""
 SIDE_BY_SIDE = 2

@@ -44,7 +44,7 @@ def _load(policy: BlockPolicy) -> Load:
 def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
     """The candidate with its scans cut at `cuts`; cuts outside a scan or between blocks with different choices are dropped."""
     choices = candidate.choices
-    assert choices is not None, "a named policy is one for all layers"
+    assert choices is not None, "a named policy has no choices, so its scans are not cut"
     kept, first = [], 0
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         # If several kinds alternate in one scan, a cut for one kind would cut the others too: drop it.

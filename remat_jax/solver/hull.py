@@ -23,13 +23,13 @@ ROUNDS = 40
 _NEAR = 1e-4
 """Column generation ends at this relative gap between the relaxation's value and the lower bound."""
 _DEMANDS = 16
-"""The number of parts (`Stack.runs`) into which all kinds together are divided, equally; each kind has at least one part."""
+"""The total number of parts (`Stack.runs`), divided equally among the kinds; each kind has at least one part."""
 _FEW = 300
 """The Pareto-optimal policies of a block are enumerated residual by residual (`grow`). If more than this many partial policies
 are left after pruning, the cheapest policies at a range of prices are used instead (`_swept`)."""
 _SEEDS, _TRANSIENT = 13, (0.0, 0.03, 0.3, 1.0)
 """If a block's policies are not enumerated, column generation starts with the cheapest policies at `_SEEDS` prices of a saved
-byte. For each of them, a transient byte is given this price times each number in `_TRANSIENT` in turn."""
+byte. Each price is combined with several prices of a transient byte: the price times each number in `_TRANSIENT`."""
 _OVER = 1e3
 """An excess of one `unit` of memory over a budget (`_optimum`) costs this number × the number of blocks × the largest extra
 seconds of a policy."""

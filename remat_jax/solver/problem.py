@@ -213,7 +213,7 @@ class Stack:
         for block in self.blocks if self.link is None else self.blocks[-1:] if not self.offload_last else ():
             stuck = [residual.name for residual in block.residuals if residual.choices == (Choice.OFFLOAD,)]
             if stuck:
-                why = "there is no link" if self.link is None else "the last block may not"
+                why = "there is no link" if self.link is None else "the last block may not offload"
                 raise PlanningError(
                     f"Stack: residuals {stuck} of {block.name!r} can only be offloaded, but {why}; let them be saved, or give "
                     "a link and offload_last=True."
@@ -280,8 +280,8 @@ def check_names(where: str, names: Iterable[str]) -> None:
     wrong = [name for name in listed if not isinstance(name, str) or not name]
     twice = sorted(name for name, count in Counter(map(str, listed)).items() if count > 1)
     if wrong or twice:
-        fault = "not non-empty strings" if wrong else "used twice"
-        raise PlanningError(f"{where}: names {wrong or twice} are {fault}; names must be unique.")
+        fault = "empty or not strings" if wrong else "used twice"
+        raise PlanningError(f"{where}: names {wrong or twice} are {fault}; names must be unique, non-empty strings.")
 
 
 def all_of(where: str, values: Any, kind: type) -> tuple[Any, ...]:

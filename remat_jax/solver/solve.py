@@ -57,10 +57,7 @@ class Solver:
         self._hull: Hull = Hull(stack, None if earlier is None else earlier._hull)
 
     def add(self, policies: Sequence[BlockPolicy]) -> None:
-        """Add a plan's policies as candidates; ``policies`` has one policy per block, in forward order.
-
-        If this plan fits a later budget, the plan for that budget is no slower.
-        """
+        """Add a plan's policies as candidates for every later plan; ``policies`` has one per block, in forward order."""
         first = 0
         for run, block in enumerate(self._hull.runs):
             codes = [CHOICES.index(choice) for choice in policies[first].choices]
