@@ -14,7 +14,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.memory.compile.compiler import Sizes
 from remat_jax.memory.compile.options import GRAPHS, OPTION, OVERLAPPING
-from remat_jax.memory.hlo.copies import starts_copies_in_loops
+from remat_jax.memory.hlo.copies import starts_slice_copies
 from remat_jax.memory.hlo.text import parse
 from tests.gpu_text import compile_for_h200
 from tests.plan_by_hand import plan as plan_by_hand
@@ -50,6 +50,11 @@ def test_only_a_scan_that_offloads_needs_the_option(scanned: bool, policy: str, 
     assert report.to_dict()["compiler_options"] == report.compiler_options
 
 
+def test_a_users_own_graphs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", f"--{GRAPHS}=")
+    assert rj.measure(workload(scanned=True), "offload_inputs", "h200").compiler_options == {}
+
+
 def test_it_is_beside_the_memory_limit() -> None:
     report = rj.measure(workload(scanned=True), "offload_inputs", "h200", memory_limit="1GiB")
     assert report.compiler_options == {OPTION: 1, **OVERLAPPING}
@@ -61,25 +66,38 @@ def test_a_plan_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sizes, "is_miscompiled", False)
     job = workload(scanned=True)
     offloaded, full = (rj.measure(job, policy, "h200").device_bytes for policy in ("offload_inputs", "full"))
-    plan = rj.plan(job, (offloaded + full) // 2, "h200")
+    with pytest.warns(rj.RematWarning, match="give them to the jax.jit of the step"):
+        plan = rj.plan(job, (offloaded + full) // 2, "h200")
     assert plan.host_bytes > 0 and plan.compiler_options == OVERLAPPING
+    assert any("overlap compute only with plan.compiler_options" in note for note in plan.notes)
     reason = "The copies in loops overlap compute only with these options"
     assert f"{reason}: jax.jit(step, compiler_options={dict(OVERLAPPING)!r})." in plan.explain()
     both = plan_by_hand(compiler_options={OPTION: 29, **OVERLAPPING})
     assert f"Compiled with a memory limit. {reason}: " in both.explain()
 
 
-def test_a_copy_outside_loops_or_without_a_later_wait_does_not_count() -> None:
+def test_a_copy_outside_loops_or_without_a_later_wait_or_of_a_whole_array_does_not_count() -> None:
     body = "  ROOT %c = f32[2,8]{1,0:S(5)} fusion(%x), kind=kLoop, calls=%f\n"
     started = body.replace("fusion(", "fusion-start(")
     slices = (
         "%f (p: f32[2,8]) -> f32[1,8] {\n  %p = f32[2,8]{1,0:S(5)} parameter(0)\n"
         "  ROOT %s = f32[1,8]{1,0} dynamic-slice(%p), dynamic_slice_sizes={1,8}\n}\n"
     )
-    for line, where, expected in ((started, "%loop ", True), (body, "%loop ", False), (started, "ENTRY %loop ", False)):
+    whole = "  ROOT %c = (f32[2,8]{1,0}, f32[2,8]{1,0:S(5)}, u32[]) copy-start(%x)\n"
+    cases = ((started, "%loop ", True), (body, "%loop ", False), (started, "ENTRY %loop ", False), (whole, "%loop ", False))
+    for line, where, expected in cases:
         entry = "" if where.startswith("ENTRY") else "ENTRY %main (y: f32[8]) -> f32[8] {\n  ROOT %y = f32[8] parameter(0)\n}\n"
         text = f"{slices}{where}(x: f32[2,8]) -> f32[2,8] {{\n  %x = f32[2,8]{{1,0:S(5)}} parameter(0)\n{line}}}\n{entry}"
-        assert starts_copies_in_loops(parse(text)) is expected
+        assert starts_slice_copies(parse(text)) is expected
+
+
+def test_an_option_that_xla_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compat.accepts_option(GRAPHS, OVERLAPPING[GRAPHS])
+    assert not compat.accepts_option(GRAPHS, "NO_SUCH_KIND") and not compat.accepts_option("xla_no_such_option", 1)
+    sizes = Sizes(*range(8), starts_slice_copies=True)
+    assert sizes.compiler_options == OVERLAPPING
+    monkeypatch.setattr(compat, "accepts_option", lambda name, value: False)
+    assert sizes.compiler_options == {}
 
 
 def test_jax_takes_the_options() -> None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.cost.kernels import named_kernels
-from remat_jax.errors import ArgumentError, TargetError
+from remat_jax.errors import ArgumentError, TargetError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.products import FILL, REUSE, Product, reached_share
 from remat_jax.hardware.rates import Links, Rates
@@ -140,6 +140,12 @@ def test_an_element_of_a_tuple_may_be_written_in_the_operand() -> None:
     new = step_time(module(PAIR, product.format("%pair#0", "%pair#1#0"), others=TWO), target("h200"), RATES)
     # The fusion reads 400 bytes and writes 1000. The matmul: 2000 operations, or 1200 bytes.
     assert new == old and new.seconds == (0.5 + 14) + (0.5 + 12)
+
+
+@pytest.mark.parametrize("operand", ["%pair#2", "%pair#a", "%pair#0#0", "%x#0"])
+def test_an_element_that_a_tuple_does_not_have_is_refused(operand: str) -> None:
+    with pytest.raises(UnsupportedError, match="has no such element"):
+        parse(module(PAIR, f"ROOT %y = f32[10,10]{{1,0}} negate({operand})", others=TWO))
 
 
 @pytest.mark.versions

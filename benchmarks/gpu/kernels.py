@@ -136,7 +136,7 @@ def by_kind(module: HloModule, events: Sequence[Event], rates: Rates) -> list[Ki
     measured: dict[str, float] = defaultdict(float)
     estimated: dict[str, float] = defaultdict(float)
     for event in events:
-        if event.instruction not in _ENTERED:
+        if event.instruction.partition(".")[0] not in _ENTERED:
             found = named.get(event.kernel)
             name = COPY if event.kernel in _COPIES else LIBRARY if found is None else kind(found)
             counts[name] += 1
@@ -153,7 +153,7 @@ def kernel_name(instruction: Instruction) -> str:
 
 
 def busy_seconds(events: Sequence[Event]) -> tuple[float, float]:
-    """The seconds in which kernels run, and from the first start to the last end of a kernel or copy."""
+    """The sum of the kernels' seconds, and the seconds from the first start to the last end of a kernel or copy."""
     kernels = sum(event.duration for event in events if event.kernel not in _COPIES)
     return kernels * 1e-9, max((event.start + event.duration for event in events), default=0.0) * 1e-9
 

@@ -57,16 +57,21 @@ def quick_compile_options() -> dict[str, Any]:
 
     Options that this XLA does not know are omitted.
     """
-    options: dict[str, Any] = {}
-    for name, value in _QUICK.items() if jax.default_backend() == "cpu" else ():
-        try:
-            jax.jit(lambda: 1).lower().compile(compiler_options={name: value})
-        except jax.errors.JaxRuntimeError as error:
-            if "No such compile option" not in str(error):
-                raise
-        else:
-            options[name] = value
-    return options
+    return (
+        {name: value for name, value in _QUICK.items() if accepts_option(name, value)} if jax.default_backend() == "cpu" else {}
+    )
+
+
+@functools.cache
+def accepts_option(name: str, value: Any) -> bool:
+    """Whether this XLA has the compiler option `name` and accepts `value`; a CPU's compiler checks a GPU's options, too."""
+    try:
+        jax.jit(lambda: 1).lower().compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error) and "is not a valid enum value" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _content(path: str) -> str:

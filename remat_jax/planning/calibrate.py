@@ -225,8 +225,9 @@ def _compute_of(device: Any, seconds: float) -> tuple[Callable[[], Any], float]:
 
     # On a GPU, a loop whose number of rounds the compiler does not know blocks the thread that would start the copy.
     run = jax.jit(chain, static_argnums=1)
-    time_of_1, time_of_9 = (fastest(partial(run, x, n)) for n in (1, 9))
-    rounds = max(1, round(seconds / max((time_of_9 - time_of_1) / 8, 1e-9)))
+    # Many rounds, because starting a call may take longer than a matmul.
+    time_of_8, time_of_72 = (fastest(partial(run, x, n)) for n in (8, 72))
+    rounds = max(1, round(seconds / max((time_of_72 - time_of_8) / 64, 1e-6)))
     return lambda: run(x, rounds), fastest(lambda: run(x, rounds))
 
 

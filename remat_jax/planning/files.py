@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -162,12 +163,13 @@ def _action(value: Any, name: str) -> str:
 def _compiler_options(value: Any, name: str) -> dict[str, int | str]:
     """Accept only the options that a plan may have, because the options are passed to the compiler."""
     if not isinstance(value, dict) or set(value) - {OPTION, GRAPHS}:
-        raise _Malformed(f"{name}={ascii(value)[:80]} has other options than {OPTION!r} and {GRAPHS!r}")
+        raise _Malformed(f"{name}={ascii(value)[:80]}: expected an object with no other keys than {OPTION!r} and {GRAPHS!r}")
     factor = value.get(OPTION, 1)
     if type(factor) is not int or not 1 <= factor <= MOST_FACTOR:
         raise _Malformed(f"{name}={ascii(value)[:80]}: the factor is an integer from 1 to {MOST_FACTOR}")
-    if value.get(GRAPHS, OVERLAPPING[GRAPHS]) != OVERLAPPING[GRAPHS]:
-        raise _Malformed(f"{name}={ascii(value)[:120]}: {GRAPHS!r} is {OVERLAPPING[GRAPHS]!r} or absent")
+    kinds = value.get(GRAPHS, "FUSION")
+    if not isinstance(kinds, str) or not re.fullmatch(r"[A-Z_]{1,40}(,[A-Z_]{1,40}){0,20}", kinds):
+        raise _Malformed(f"{name}={ascii(value)[:120]}: {GRAPHS!r} must be a list of kinds, such as {OVERLAPPING[GRAPHS]!r}")
     return dict(value)
 
 

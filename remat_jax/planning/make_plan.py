@@ -18,7 +18,7 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import largest_advice
 from remat_jax.memory.compile.devices import check_devices, host_shortage
-from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, Kernels, check_timeout
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, GRAPHS, Kernels, check_timeout
 from remat_jax.planning.candidate import StepCandidate, Tried
 from remat_jax.planning.check_budget import argument_bytes, budget_bytes, check_arguments_fit, host_budget_bytes, infeasible
 from remat_jax.planning.choose_fastest import Times, as_written, choose_fastest, counted_flops
@@ -363,6 +363,10 @@ class _Planner:
             self.notes.append(f"Not shown: whether the offloaded residuals would fit on the device{why}")
         if not self.proposals.is_maximal(searched):
             self.notes.append(f"{NOT_MAXIMAL}{why}")
+        if GRAPHS in best.compiled.sizes.compiler_options:
+            self.notes.append(
+                "The copies in loops overlap compute only with plan.compiler_options: give them to the jax.jit of the step"
+            )
         if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
             self.notes.append(f"Host memory: {short}, or plan with a host_budget")
         if sizes.warning is not None:

@@ -17,10 +17,18 @@ from remat_jax.hardware import Target
 from remat_jax.memory.compile import cache
 from remat_jax.memory.compile.exporting import ExportedProgram as ExportedProgram
 from remat_jax.memory.compile.exporting import export_step as export_step
-from remat_jax.memory.compile.options import OVERLAPPING, Kernels, kernel_options, limit_options, never_run_options, refuse
+from remat_jax.memory.compile.options import (
+    GRAPHS,
+    OVERLAPPING,
+    Kernels,
+    kernel_options,
+    limit_options,
+    never_run_options,
+    refuse,
+)
 from remat_jax.memory.compile.process import Children, Question, ask, compiler_environment, scratch
 from remat_jax.memory.hlo.collectives import Collective, read_collectives
-from remat_jax.memory.hlo.copies import Overlap, starts_copies_in_loops
+from remat_jax.memory.hlo.copies import Overlap, starts_slice_copies
 from remat_jax.memory.hlo.live import LiveBuffer, Schedule, Timeline, named_arguments
 from remat_jax.memory.hlo.schedule import StepTime, step_time
 from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
@@ -52,7 +60,7 @@ class Sizes:
       collectives: the collectives on a mesh; None for one device, or if the compiled text is unknown.
       untiled: whether a matmul fits no Triton tile, so that all matmuls were compiled without Triton.
       limit_options: the memory limit of the compilation, as options for `jax.jit`; empty for XLA's own limit.
-      starts_copies_in_loops: whether a loop starts copies to or from the host that compute may overlap.
+      starts_slice_copies: whether a loop starts copies of slices to or from the host, and XLA would record them in CUDA graphs.
     """
 
     temp: int
@@ -69,7 +77,7 @@ class Sizes:
     collectives: tuple[Collective, ...] | None = None
     untiled: bool = False
     limit_options: dict[str, int] = field(default_factory=dict, hash=False)
-    starts_copies_in_loops: bool = False
+    starts_slice_copies: bool = False
     timeline: Timeline | None = None
     no_time: str = ""
 
@@ -87,7 +95,8 @@ class Sizes:
     @property
     def compiler_options(self) -> dict[str, int | str]:
         """The options for the `jax.jit` of the step with which it needs this memory and this time on a GPU."""
-        return {**self.limit_options, **(OVERLAPPING if self.starts_copies_in_loops else {})}
+        needed = OVERLAPPING if self.starts_slice_copies else {}
+        return self.limit_options | {name: value for name, value in needed.items() if compat.accepts_option(name, value)}
 
     @property
     def is_miscompiled(self) -> bool:
@@ -274,7 +283,8 @@ def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, targe
         with contextlib.suppress(UnsupportedError):
             miscompiled = None if played is None else scanned_offload_is_miscompiled(played)
     time, no_time = _step_time(played, target, program)
-    in_loops = copied is not None and played is not None and starts_copies_in_loops(played)
+    # A user's own choice of graphs stays.
+    slices = copied is not None and played is not None and GRAPHS not in compat.xla_flags() and starts_slice_copies(played)
     live, timeline = _live(module, dump, program) if module is not None else ((), None)
     return Sizes(
         **answer["sizes"],
@@ -285,7 +295,7 @@ def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, targe
         miscompiled=miscompiled,
         collectives=read_collectives(module) if module is not None and program.mesh else None,
         untiled=answer["untiled"],
-        starts_copies_in_loops=in_loops,
+        starts_slice_copies=slices,
     )
 
 

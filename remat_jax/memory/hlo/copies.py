@@ -111,13 +111,14 @@ def host_copy(instruction: Instruction) -> tuple[Direction, int] | None:
     return None
 
 
-def starts_copies_in_loops(module: HloModule) -> bool:
-    """Whether a loop body starts a copy to or from the host and waits for it on a later line, so that compute may overlap it.
+def starts_slice_copies(module: HloModule) -> bool:
+    """Whether a loop body starts a copy of a slice to or from the host, so that compute may overlap the copy.
 
-    Branches and called computations count as loop bodies.
+    Branches and called computations count as loop bodies. A copy of a whole array is a `copy-start`, which does not count.
     """
     inner = (each for computation in module.computations.values() if computation is not module.entry for each in computation)
-    return any(each.opcode.endswith("-start") and host_copy(each) is not None for each in inner)
+    starts = (each for each in inner if each.opcode.endswith("-start") and each.called is not None)
+    return any(host_copy(each) is not None for each in starts)
 
 
 def _moved(from_host: bool, to_host: bool, size: int) -> tuple[Direction, int] | None:

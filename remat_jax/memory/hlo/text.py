@@ -223,7 +223,10 @@ def _add_element(operand: str, home: Computation) -> None:
         return
     _add_element(name, home)  # `tuple#0#1` is an element of an element
     if (source := home.instructions.get(name)) is not None:
-        shape = elements(source.shape)[int(index)]
+        shapes = elements(source.shape) if source.shape.startswith("(") else []
+        if not index.isdecimal() or int(index) >= len(shapes):
+            raise UnsupportedError(f"operand {operand!r} of a compiled module: {source.shape[:80]!r} has no such element")
+        shape = shapes[int(index)]
         home.instructions[operand] = Instruction(
             operand, shape, "get-tuple-element", (name,), f", index={index}", f"%{name}", False, home
         )
