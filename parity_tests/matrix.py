@@ -151,11 +151,11 @@ def compiled(case: Case) -> Any:
 def jax_result(case: Case, step: Step, executable: Any) -> Result:
     """Run a compiled step, and Adam's update after it."""
     gradients, output = executable(*step.arguments)
-    found = w.gradients_to_torch(step.tree(gradients[0]), case.model)
+    torch_gradients = w.gradients_to_torch(step.tree(gradients[0]), case.model)
     before = w.gradients_to_torch(step.tree(step.arguments[0]), case.model)
-    after = jax.tree.map(np.asarray, _adam_step()(found, before)) if before else {}
+    after = jax.tree.map(np.asarray, _adam_step()(torch_gradients, before)) if before else {}
     inputs = {"input": np.asarray(gradients[1])} if len(gradients) == 2 else {}
-    return Result({"output": np.asarray(output)}, found | inputs, after)
+    return Result({"output": np.asarray(output)}, torch_gradients | inputs, after)
 
 
 @functools.cache
@@ -186,14 +186,14 @@ def result(case: Case) -> Result:
         return jax_result(case, jax_step(case), compiled(case))
 
 
-def problems(case: Case, found: Result) -> list[str]:
+def problems(case: Case, outcome: Result) -> list[str]:
     """The differences of a case's result from plain PyTorch in float64; empty if there are none.
 
     Float64: the largest error per tensor. Float32: the parity rule, with plain PyTorch's float32 error as the measure.
     """
     exact, single = result(replace(case.reference, dtype="float64")), result(case.reference)
     wrong = []
-    for group, reference, candidate, yardstick in zip(Result._fields, exact, found, single, strict=True):
+    for group, reference, candidate, yardstick in zip(Result._fields, exact, outcome, single, strict=True):
         if not reference and not candidate:  # a model without parameters
             continue
         if case.dtype == "float64":
@@ -202,7 +202,7 @@ def problems(case: Case, found: Result) -> list[str]:
         else:
             rows = judge(reference, candidate, yardstick, case.dtype)
             failed = [(row.name, row.problem or f"has {row.ratio:.1f} times PyTorch's error") for row in rows if not row.passed]
-            wrong += [f"{group}: {name} {what}" for name, what in failed]
+            wrong += [f"{group}: {name} {problem}" for name, problem in failed]
     return wrong
 
 

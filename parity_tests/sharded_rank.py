@@ -57,10 +57,10 @@ def in_mode(given: dict[str, Any], mesh: DeviceMesh, rows: slice, policy: str, m
     model = made(given)
     sharded = torch_ref.shard_blocks(model, mesh, policy)
     flags = torch_ref.mode_flags(mode)
-    found = measured(lambda: model.loss(given["tokens"][rows], given["targets"][rows], **flags), model.decoder.layers)
-    dist.all_reduce(found["loss"])  # gloo supports only sums
+    figures = measured(lambda: model.loss(given["tokens"][rows], given["targets"][rows], **flags), model.decoder.layers)
+    dist.all_reduce(figures["loss"])  # gloo supports only sums
     bytes_here = {"parameters": sharded.parameter_bytes, "gradients": sharded.gradient_bytes, "blocks": sharded.blocks}
-    return found | {"bytes": bytes_here, "whole": sharded.gradients()}
+    return figures | {"bytes": bytes_here, "whole": sharded.gradients()}
 
 
 def made(given: dict[str, Any]) -> pytorch.ByteDecoder:
@@ -90,7 +90,7 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     share = len(given["tokens"]) // ranks
     rows = slice(rank * share, (rank + 1) * share)
-    found = {name: in_mode(given, mesh, rows, policy, mode) for name, policy, mode in modes()}
+    results = {name: in_mode(given, mesh, rows, policy, mode) for name, policy, mode in modes()}
     # The same rows without FSDP: kept arrays and executions must be the same.
     alone = {}
     for name, policy, mode in modes():
@@ -101,7 +101,7 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
             lambda model=model, flags=flags: model.loss(given["tokens"][rows], given["targets"][rows], **flags),
             model.decoder.layers,
         )
-    torch.save({"sharded": found, "alone": alone, "refused": refused(given, mesh)}, folder / f"rank{rank}.pt")
+    torch.save({"sharded": results, "alone": alone, "refused": refused(given, mesh)}, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 

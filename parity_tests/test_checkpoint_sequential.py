@@ -28,7 +28,7 @@ def runs_of_torch(layers: int, segments: int, weights: np.ndarray, x: np.ndarray
     # Without early stop, so that a recomputed segment is counted in full.
     out = checkpoint_sequential([layer(index) for index in range(layers)], segments, inputs, use_reentrant=False)
     out.sum().backward()
-    return counts, np.stack([one.grad.numpy() for one in kernels]), inputs.grad.numpy()
+    return counts, np.stack([kernel.grad.numpy() for kernel in kernels]), inputs.grad.numpy()
 
 
 def runs_of_jax(layers: int, segments: int, weights: np.ndarray, x: np.ndarray) -> tuple[list[int], np.ndarray, np.ndarray]:

@@ -31,21 +31,21 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("group", ["gradients", "after_adam"])
 def test_a_flipped_sign_of_any_tensor_is_seen(group: str, case: matrix.Case) -> None:
-    found = matrix.result(case)
-    tensors = getattr(found, group)
+    result = matrix.result(case)
+    tensors = getattr(result, group)
     assert len(tensors) >= 24
     for name, tensor in tensors.items():
-        wrong = matrix.problems(case, found._replace(**{group: tensors | {name: -tensor}}))
+        wrong = matrix.problems(case, result._replace(**{group: tensors | {name: -tensor}}))
         assert len(wrong) == 1 and wrong[0].startswith(f"{group}: {name} "), wrong
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_missed_transpose_of_a_square_gradient_is_seen(case: matrix.Case) -> None:
-    found = matrix.result(case)
-    square = [name for name in found.gradients if name.endswith("out_proj.weight")]
+    result = matrix.result(case)
+    square = [name for name in result.gradients if name.endswith("out_proj.weight")]
     assert len(square) == s.LAYERS
     for name in square:
-        wrong = matrix.problems(case, found._replace(gradients=found.gradients | {name: found.gradients[name].T}))
+        wrong = matrix.problems(case, result._replace(gradients=result.gradients | {name: result.gradients[name].T}))
         assert len(wrong) == 1 and wrong[0].startswith(f"gradients: {name} "), wrong
 
 
@@ -70,13 +70,13 @@ def test_a_forgotten_layer_is_seen(framework: str, layers: str) -> None:
     with matrix.precision(case):
         tree = w.from_torch(short, "DecoderStack", scan=layers == "scan")
         step = matrix.make_jax_step(case, tree, num_layers=s.LAYERS - 1)
-        found = matrix.jax_result(case, step, s.quick(step.function, *step.arguments))
-    wrong = matrix.problems(case, found)
+        result = matrix.jax_result(case, step, s.quick(step.function, *step.arguments))
+    wrong = matrix.problems(case, result)
     assert [problem.partition(":")[0] for problem in wrong] == list(matrix.Result._fields)
     # Not only because tensors are missing: the existing ones are wrong too.
     expected = matrix.result(case.reference)
-    there = {name: expected.gradients[name] for name in found.gradients}
-    distance = max(float(np.linalg.norm(found.gradients[name] - there[name])) for name in there)
+    there = {name: expected.gradients[name] for name in result.gradients}
+    distance = max(float(np.linalg.norm(result.gradients[name] - there[name])) for name in there)
     assert distance > 1e-3
 
 
@@ -95,19 +95,19 @@ def test_a_result_in_the_wrong_dtype_is_seen() -> None:
 @pytest.mark.parametrize(("policy", "executions"), [("everything", 1), ("dots", 2), ("off", 1)])
 def test_a_checkpoint_that_recomputes_no_matmul_is_seen(framework: str, layers: str, policy: str, executions: int) -> None:
     case = matrix.Case(framework, "ByteDecoder", layers, "checkpoint", "float32")
-    expected, found = matrix.expected_cost(case), matrix.cost(case, policy)
-    assert found != expected and found.matmuls == matrix.expected_cost(replace(case, mode="off")).matmuls
-    assert found.block_executions == executions * s.LAYERS
+    expected, cost = matrix.expected_cost(case), matrix.cost(case, policy)
+    assert cost != expected and cost.matmuls == matrix.expected_cost(replace(case, mode="off")).matmuls
+    assert cost.block_executions == executions * s.LAYERS
 
 
 @forms
 @pytest.mark.parametrize("policy", ["checkpoint", "off", "offload: *ffn/up*"])
 def test_an_offload_that_moves_nothing_or_something_else_is_seen(framework: str, layers: str, policy: str) -> None:
     case = matrix.Case(framework, "DecoderStack", layers, "offload", "float32")
-    expected, found = matrix.expected_cost(case), matrix.cost(case, policy)
-    assert found.to_host != expected.to_host and found.back != expected.back
+    expected, cost = matrix.expected_cost(case), matrix.cost(case, policy)
+    assert cost.to_host != expected.to_host and cost.back != expected.back
     # The hidden activations are four times as wide as the layer's input.
-    assert found.to_host == found.back == (4 * expected.to_host if "ffn" in policy else 0)
+    assert cost.to_host == cost.back == (4 * expected.to_host if "ffn" in policy else 0)
 
 
 @pytest.fixture
@@ -128,6 +128,6 @@ def test_the_faithful_offload_of_keyword_arguments_is_seen(in_its_place: Callabl
     case = matrix.Case("torch", "DecoderStack", "unrolled", "offload", "float32")
     in_its_place(torch_ref.faithful.gradient_checkpoint_forward)
     with torch_ref.receipt() as receipt:
-        found = matrix.cost(case)
-    assert found == matrix.expected_cost(case)._replace(to_host=0, back=0)
+        cost = matrix.cost(case)
+    assert cost == matrix.expected_cost(case)._replace(to_host=0, back=0)
     assert receipt.bytes_offered == matrix.expected_cost(case).to_host and "moved 0 bytes" in receipt.warnings[0]

@@ -105,9 +105,9 @@ def test_early_stop_accounts_for_the_difference(mode: str, block: Callable[..., 
     def loss(x: Any, weights: Any) -> Any:
         return (rj.gradient_checkpoint_forward(block, *flags, x, weights=weights) ** 2).sum()
 
-    found = {
+    counts = {
         "all again": torch_count(early_stop=False),
         "torch": torch_count(early_stop=True),
         "jax": matmuls(jax.grad(loss, (0, 1)), x, weights),
     }
-    assert found == ({name: expected[name] for name in found} if mode != "off" else dict.fromkeys(found, expected["off"]))
+    assert counts == ({name: expected[name] for name in counts} if mode != "off" else dict.fromkeys(counts, expected["off"]))

@@ -62,7 +62,7 @@ def flax_gradients(api: str, tree: Any, data: tuple[np.ndarray, np.ndarray], *, 
     x, weights = data
     if api == "linen":
         flax = module.DeepMLP(**SIZES, scan=scan)
-        params, to_tree = tree, lambda found: found
+        params, to_tree = tree, lambda grads: grads
 
         def apply(params: Any) -> jax.Array:
             return flax.apply({"params": params}, x, **how)

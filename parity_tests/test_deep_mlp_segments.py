@@ -63,9 +63,9 @@ def test_a_nested_scan_with_the_square_root(hidden_layers: int, segments: int) -
 
 @pytest.mark.parametrize("form", jax_forms.forms(SMALL))
 def test_every_form_is_its_closed_form(form: str) -> None:
-    one = jax_forms.forms(SMALL)[form]
-    assert jax_forms.saved_bytes(SMALL, one) == one.saved_bytes
-    assert jax_forms.matmul_count(SMALL, one) == 3 * 16 - 1 + one.recomputed
+    jax_form = jax_forms.forms(SMALL)[form]
+    assert jax_forms.saved_bytes(SMALL, jax_form) == jax_form.saved_bytes
+    assert jax_forms.matmul_count(SMALL, jax_form) == 3 * 16 - 1 + jax_form.recomputed
 
 
 def test_the_number_of_segments_decides_what_a_nested_scan_keeps() -> None:
@@ -76,8 +76,8 @@ def test_the_number_of_segments_decides_what_a_nested_scan_keeps() -> None:
 
 def test_remat_keeps_and_executes_what_jax_checkpoint_does() -> None:
     def by_jax(params: Any, x: jax.Array) -> jax.Array:
-        def layer(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
-            return jax.nn.relu(x @ one["linear"]["kernel"] + one["linear"]["bias"]), None
+        def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+            return jax.nn.relu(x @ weights["linear"]["kernel"] + weights["linear"]["bias"]), None
 
         segment = jax.checkpoint(lambda x, layers: jax.lax.scan(layer, x, layers)[0])
         x, _ = layer(x, params["first"])
@@ -125,11 +125,11 @@ def test_a_segment_that_ends_on_a_product_does_not_repeat_it(ends_on_relu: bool,
     assert counts[0] - counts[1] == again
 
 
-@pytest.mark.parametrize("form", [name for name, one in jax_forms.forms(SMALL).items() if not one.stacked])
+@pytest.mark.parametrize("form", [name for name, jax_form in jax_forms.forms(SMALL).items() if not jax_form.stacked])
 def test_what_is_timed_executes_every_product(form: str) -> None:
-    one = jax_forms.forms(SMALL)[form]
-    stepper = jax_forms.Stepper(SMALL, one, torch_forms.model_of(SMALL).state_dict())
-    assert stepper.compiled_matmuls() == jax_forms.matmul_count(SMALL, one)
+    jax_form = jax_forms.forms(SMALL)[form]
+    stepper = jax_forms.Stepper(SMALL, jax_form, torch_forms.model_of(SMALL).state_dict())
+    assert stepper.compiled_matmuls() == jax_forms.matmul_count(SMALL, jax_form)
 
 
 # The same numbers.
@@ -142,16 +142,16 @@ def expected() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("form", jax_forms.forms(SMALL))
 def test_gradients_of_every_jax_form_are_pytorch_s(form: str, expected: dict[str, np.ndarray]) -> None:
-    found = jax_forms.gradients(SMALL, jax_forms.forms(SMALL)[form], torch_forms.model_of(SMALL).state_dict())
-    assert float64_error(expected, found)[0] <= LIMIT
-    wrong = found | {"layers.3.weight": -found["layers.3.weight"]}
+    grads = jax_forms.gradients(SMALL, jax_forms.forms(SMALL)[form], torch_forms.model_of(SMALL).state_dict())
+    assert float64_error(expected, grads)[0] <= LIMIT
+    wrong = grads | {"layers.3.weight": -grads["layers.3.weight"]}
     assert float64_error(expected, wrong)[0] > 1e-3
 
 
 @pytest.mark.parametrize("cut", cuts(16))
 def test_gradients_of_every_pytorch_form_are_the_plain_one_s(cut: str, expected: dict[str, np.ndarray]) -> None:
-    found = torch_forms.gradients(SMALL, torch_forms.segments_of(cut, cuts(16)[cut]))
-    assert float64_error(expected, found)[0] <= LIMIT
+    grads = torch_forms.gradients(SMALL, torch_forms.segments_of(cut, cuts(16)[cut]))
+    assert float64_error(expected, grads)[0] <= LIMIT
 
 
 def test_folding_layers_and_unfolding_them_are_inverse() -> None:

@@ -51,17 +51,17 @@ def outcome(evidence: list[Evidence]) -> Outcome:
 
 
 def row(evidence: list[Evidence], framework: str, mode: str) -> Evidence:
-    return next(one for one in evidence if (one.framework, one.mode) == (framework, mode))
+    return next(entry for entry in evidence if (entry.framework, entry.mode) == (framework, mode))
 
 
 def with_row(evidence: list[Evidence], framework: str, mode: str, **changes: object) -> list[Evidence]:
     wanted = row(evidence, framework, mode)
-    return [dataclasses.replace(one, **changes) if one is wanted else one for one in evidence]
+    return [dataclasses.replace(entry, **changes) if entry is wanted else entry for entry in evidence]
 
 
 def failing(evidence: list[Evidence], *which: Callable[[list[Evidence]], Check]) -> set[str]:
-    found = [check(evidence) for check in which] if which else checks.judged(evidence)
-    return {check.name.split(":")[0] for check in found if not check.holds}
+    judgements = [check(evidence) for check in which] if which else checks.judged(evidence)
+    return {check.name.split(":")[0] for check in judgements if not check.holds}
 
 
 def test_the_rows_are_those_that_were_asked_for_and_hold(evidence: list[Evidence], outcome: Outcome) -> None:
@@ -96,8 +96,8 @@ def test_the_cpu_figure_is_what_measure_says(evidence: list[Evidence]) -> None:
 def test_json_and_tables_say_the_same(outcome: Outcome) -> None:
     data = outcome.to_dict()
     assert list(data) == ["passed", "rows", "checks"] and data["passed"] is True
-    assert all(list(one) == ROW_KEYS for one in data["rows"])
-    shown = "\n".join(render(one, width=120) for one in demo.tables(outcome))
+    assert all(list(record) == ROW_KEYS for record in data["rows"])
+    shown = "\n".join(render(table, width=120) for table in demo.tables(outcome))
     assert "…" not in shown and setting.COMPOSED.split("; ")[0] in shown and "FAILS" not in shown
     text = " ".join(demo.reading(outcome))
     assert "checkpoint runs blocks 4 times in a step instead of 2" in text and "All 7 rows compute the same" in text
@@ -108,21 +108,21 @@ def test_json_and_tables_say_the_same(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("precision", ["gradients64", "gradients32"])
 def test_any_gradient_with_its_sign_flipped_is_caught(evidence: list[Evidence], precision: str) -> None:
-    plain, one = row(evidence, "PyTorch", "off"), row(evidence, "JAX Linen", "offload")
+    plain, offloaded = row(evidence, "PyTorch", "off"), row(evidence, "JAX Linen", "offload")
     check = {"gradients64": checks.gradients_in_float64, "gradients32": checks.gradients_in_float32}[precision]
-    assert check([plain, one]).holds and len(getattr(one, precision)) == 4 + 2 * 12
-    for name, gradient in getattr(one, precision).items():
-        flipped = dataclasses.replace(one, **{precision: {**getattr(one, precision), name: -gradient}})
-        found = check([plain, flipped])
-        assert not found.holds and found.detail == one.label, name
+    assert check([plain, offloaded]).holds and len(getattr(offloaded, precision)) == 4 + 2 * 12
+    for name, gradient in getattr(offloaded, precision).items():
+        flipped = dataclasses.replace(offloaded, **{precision: {**getattr(offloaded, precision), name: -gradient}})
+        judgement = check([plain, flipped])
+        assert not judgement.holds and judgement.detail == offloaded.label, name
 
 
 def test_a_gradient_that_is_missing_or_no_number_is_caught(evidence: list[Evidence]) -> None:
-    plain, one = row(evidence, "PyTorch", "off"), row(evidence, "JAX Linen", "off")
-    gradients = dict(one.gradients64)
+    plain, entry = row(evidence, "PyTorch", "off"), row(evidence, "JAX Linen", "off")
+    gradients = dict(entry.gradients64)
     name, value = gradients.popitem()
     for wrong in (gradients, {**gradients, name: np.full_like(value, np.nan)}):
-        assert not checks.gradients_in_float64([plain, dataclasses.replace(one, gradients64=wrong)]).holds
+        assert not checks.gradients_in_float64([plain, dataclasses.replace(entry, gradients64=wrong)]).holds
 
 
 def test_losses_that_drift_or_do_not_fall_are_caught(evidence: list[Evidence]) -> None:
@@ -131,7 +131,7 @@ def test_losses_that_drift_or_do_not_fall_are_caught(evidence: list[Evidence]) -
     losses = row(evidence, "JAX Linen", "offload").losses
     drifted = with_row(evidence, "JAX Linen", "offload", losses=(*losses[:-1], losses[-1] * (1 + 2e-5)))
     assert failing(drifted, *both) == {"losses of the first 4 steps"}
-    stuck = [dataclasses.replace(one, losses=(5.0,) * 4) for one in evidence]
+    stuck = [dataclasses.replace(entry, losses=(5.0,) * 4) for entry in evidence]
     assert failing(stuck, *both) == {"training"}
     lost = with_row(evidence, "JAX Linen", "off", losses=(*losses[:-1], math.nan))
     assert failing(lost, *both) == {"training", "losses of the first 4 steps"}
@@ -146,7 +146,7 @@ def test_host_memory_that_is_not_what_was_offered_is_caught(evidence: list[Evide
 
 
 def test_a_control_that_catches_nothing_fails(evidence: list[Evidence], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "flipped", lambda one, name: one)
+    monkeypatch.setattr(checks, "flipped", lambda gradients, name: gradients)
     assert failing(evidence) == {"control"}
 
 
@@ -161,13 +161,13 @@ def test_planted_faults_end_the_command_with_1(monkeypatch: pytest.MonkeyPatch, 
     right = jax_rows.gradients
 
     def flipped(case: object, form: object, policy: str, dtype: str) -> dict[str, np.ndarray]:
-        found = right(case, form, policy, dtype)
-        return {**found, "head.bias": -found["head.bias"]} if policy == "off" else found
+        gradients = right(case, form, policy, dtype)
+        return {**gradients, "head.bias": -gradients["head.bias"]} if policy == "off" else gradients
 
     monkeypatch.setattr(jax_rows, "gradients", flipped)
-    found = CliRunner().invoke(app, ["demo", "--quick", "--json", "--output", str(tmp_path / "new" / "demo")])
-    assert found.exit_code == 1, found.stderr
-    data = json.loads(found.stdout)
+    result = CliRunner().invoke(app, ["demo", "--quick", "--json", "--output", str(tmp_path / "new" / "demo")])
+    assert result.exit_code == 1, result.stderr
+    data = json.loads(result.stdout)
     assert list(data) == ["passed", "rows", "checks", "pictures"] and data["passed"] is False
     worst = {check["name"].split(":")[0]: check for check in data["checks"] if not check["holds"]}
     assert worst["gradients in float64"]["detail"] == "ByteDecoder, JAX Linen, off"
@@ -175,8 +175,8 @@ def test_planted_faults_end_the_command_with_1(monkeypatch: pytest.MonkeyPatch, 
     assert worst["block executions"]["detail"] == "ByteDecoder, JAX Linen, checkpoint"
     assert worst["residual bytes, checkpoint and offload"]["detail"] == "ByteDecoder, JAX Linen, checkpoint"
     assert worst["offload"]["figure"] == 1 and worst["offload"]["detail"] == "ByteDecoder, JAX Linen, offload"
-    assert len(data["pictures"]) == 3 and all(Path(one).stat().st_size > 1000 for one in data["pictures"])
-    assert "[6/6, " in found.stderr
+    assert len(data["pictures"]) == 3 and all(Path(picture).stat().st_size > 1000 for picture in data["pictures"])
+    assert "[6/6, " in result.stderr
 
 
 # The parts.
@@ -191,7 +191,7 @@ def test_the_other_models_hold_and_the_gpu_keeps_what_is_offloaded(monkeypatch: 
     assert len(notes) == 1 and "frees no device memory" in notes[0] and "ToyModel, JAX Linen, offload" in notes[0]
     jax_row = row(evidence, "JAX Linen", "offload")
     assert jax_row.host_bytes == jax_row.residual_host_bytes == 4 * 16 * 128 * 4
-    assert [one.block_executions for one in evidence] == [1, 2, 2, 1, 2, 2]
+    assert [entry.block_executions for entry in evidence] == [1, 2, 2, 1, 2, 2]
     assert row(evidence, "JAX Linen", "off").peak_bytes["h200"] > 0
 
 
@@ -219,5 +219,8 @@ def test_wrong_settings_are_refused() -> None:
 
 
 def test_the_full_demo_has_every_row() -> None:
-    rows = {one: sum(len(form.asked) for name in one.models for form in one.forms(name)) for one in (demo.Setting(), demo.FULL)}
+    rows = {
+        wanted: sum(len(form.asked) for name in wanted.models for form in wanted.forms(name))
+        for wanted in (demo.Setting(), demo.FULL)
+    }
     assert list(rows.values()) == [9, 18]

@@ -44,19 +44,19 @@ def rows() -> Callable[[str], dict[tuple[str, str], dict[str, Any]]]:
     def trained(name: str) -> dict[tuple[str, str], dict[str, Any]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(training, "compile_options", lambda dtype: compile_options("float64"))
-            found = training.run_all(SIDES[name].pair(), SIDES[name].batches(STEPS), lambda line: None)
-        return {(row["framework"], row["mode"]): row for row in found}
+            results = training.run_all(SIDES[name].pair(), SIDES[name].batches(STEPS), lambda line: None)
+        return {(row["framework"], row["mode"]): row for row in results}
 
     return trained
 
 
 @sides
 def test_every_form_trains_the_same_and_learns(name: str, rows: Any) -> None:
-    found = rows(name)
-    assert list(found) == FORMS
-    plain = found["torch", "off"]["losses"]
+    by_form = rows(name)
+    assert list(by_form) == FORMS
+    plain = by_form["torch", "off"]["losses"]
     assert len(plain) == STEPS and plain[-1] < plain[0] * 0.9
-    for (framework, mode), row in found.items():
+    for (framework, mode), row in by_form.items():
         assert row["difference"] <= (0 if framework == "torch" else TOLERANCES["loss"].value), (framework, mode)
         assert row["difference"] == np.abs(np.array(row["losses"]) / plain - 1).max()
 
@@ -65,29 +65,29 @@ def test_losses_are_compared_as_long_as_their_tolerance_holds(monkeypatch: Any) 
     losses = [1.0] * LOSS_STEPS
     monkeypatch.setattr(training, "train_torch", lambda *given: {"losses": [*losses, 1.0], "host": 0})
     for late, last, expected in ((0.5, 1.0, 0.0), (1.0, 1.5, 0.5)):
-        found = {"losses": [*losses[1:], last, late], "host": 0}
-        monkeypatch.setattr(training, "train_jax", lambda *given, found=found: found)
+        result = {"losses": [*losses[1:], last, late], "host": 0}
+        monkeypatch.setattr(training, "train_jax", lambda *given, result=result: result)
         assert {row["difference"] for row in training.run_all(None, [], str)} == {0.0, expected}
 
 
 @sides
 def test_what_they_keep(name: str, rows: Any) -> None:
     """A block's arguments go to the host: Qwen-Image's two streams or Wan's one, of each layer; shared arguments once."""
-    found = rows(name)
+    by_form = rows(name)
     for framework in ("torch", "jax"):
-        off, kept, away = (found[framework, mode] for mode in training.MODES)
+        off, kept, away = (by_form[framework, mode] for mode in training.MODES)
         assert away["device"] < kept["device"] < off["device"] / 3
         assert off["host"] == kept["host"] == 0 < away["host"]
-    faithful, kept = found["torch", "offload as in DiffSynth-Studio"], found["torch", "checkpoint"]
+    faithful, kept = by_form["torch", "offload as in DiffSynth-Studio"], by_form["torch", "checkpoint"]
     # Qwen-Image passes its arguments by keyword, and they stay; Wan passes them by position, and they move, shared ones once
     # per layer.
     if name == "qwen_image":
         assert faithful["host"] == 0 < faithful["offered"] and faithful["device"] == kept["device"]
     else:
-        assert faithful["host"] > found["torch", "offload"]["host"] and faithful["device"] < kept["device"]
+        assert faithful["host"] > by_form["torch", "offload"]["host"] and faithful["device"] < kept["device"]
     image, video, words, numbers = 48, 72, 18, qwen_image.BATCH * qwen_image.CONFIG.hidden_size
     streams = {"qwen_image": 2 * (image + words), "wan": 2 * video + words}[name] * numbers * 4
-    assert streams < found["torch", "offload"]["host"] < 1.12 * streams
+    assert streams < by_form["torch", "offload"]["host"] < 1.12 * streams
 
 
 @sides
@@ -136,7 +136,7 @@ def run_wan(framework: str, **changes: Any) -> Any:
 def run(side: Any, name: str, framework: str, given: dict[str, Any]) -> Any:
     original, variables = models(name)
     if framework == "torch":
-        tensors = {key: torch.tensor(one) if isinstance(one, np.ndarray) else one for key, one in given.items()}
+        tensors = {key: torch.tensor(value) if isinstance(value, np.ndarray) else value for key, value in given.items()}
         return side.torch_model_fn(original, **tensors)
     port = {"qwen_image": QwenImage, "wan": Wan}[name](side.CONFIG)
     return jax.eval_shape(lambda variables: nn.apply(side.flax_model_fn, port)(variables, **given), variables)

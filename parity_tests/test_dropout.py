@@ -119,10 +119,10 @@ forms = pytest.mark.parametrize("form", FORMS)
 @forms
 @pytest.mark.parametrize("mode", ["checkpoint", "offload"])
 def test_every_mode_draws_the_masks_of_the_plain_model(form: str, mode: str) -> None:
-    plain, found = FORMS[form]("off"), FORMS[form](mode)
-    assert len(found.tensors) == 12 * s.LAYERS + 2
-    assert float64_error(plain.tensors, found.tensors)[0] <= s.LIMIT
-    assert found.draws == plain.draws
+    plain, in_mode = FORMS[form]("off"), FORMS[form](mode)
+    assert len(in_mode.tensors) == 12 * s.LAYERS + 2
+    assert float64_error(plain.tensors, in_mode.tensors)[0] <= s.LIMIT
+    assert in_mode.draws == plain.draws
 
 
 @forms

@@ -72,9 +72,9 @@ def reference(folder: Path) -> dict[str, np.ndarray]:
 
 @on_devices([*JAX, *TORCH, PLAIN], [("jax", "unrolled", "offload"), ("jax", "scan", "checkpoint"), *TORCH])
 def test_every_gradient_agrees_in_float64(folder: Path, framework: str, form: str, mode: str, device: str) -> None:
-    found = gradients(folder, framework, form, mode, "float64", device)
-    assert len(found) == 12 * SMALL.layers + 4
-    error, worst = float64_error(reference(folder), found)
+    grads = gradients(folder, framework, form, mode, "float64", device)
+    assert len(grads) == 12 * SMALL.layers + 4
+    error, worst = float64_error(reference(folder), grads)
     assert error <= TOLERANCES["float64"].value, worst
 
 
@@ -83,8 +83,8 @@ def test_every_gradient_passes_the_parity_rule_in_float32(
     folder: Path, framework: str, form: str, mode: str, device: str
 ) -> None:
     plain = gradients(folder, *PLAIN, "float32", device)
-    found = gradients(folder, framework, form, mode, "float32", device)
-    assert [row for row in judge(reference(folder), found, plain, "float32") if not row.passed] == []
+    grads = gradients(folder, framework, form, mode, "float32", device)
+    assert [row for row in judge(reference(folder), grads, plain, "float32") if not row.passed] == []
 
 
 def test_gradients_of_another_layer_are_seen(folder: Path) -> None:

@@ -19,8 +19,8 @@ SMALL = Pi0Config(depth=1, vision_depth=1)
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, str], training.Row]:
     data = batches(SMALL, 0, 8, 12)
-    found = training.run_all(SMALL, data, batches(SMALL, 1, 16, 1)[0], lambda line: None)
-    return {(row.framework, row.form): row for row in found}
+    results = training.run_all(SMALL, data, batches(SMALL, 1, 16, 1)[0], lambda line: None)
+    return {(row.framework, row.form): row for row in results}
 
 
 def test_every_form_trains_the_same(rows: dict[tuple[str, str], training.Row]) -> None:
@@ -70,9 +70,9 @@ def _sign(batch: Batch, row: int) -> float:
 
 
 def test_batches_follow_their_seed_and_need_room_for_their_prompts() -> None:
-    one, same, other = (batches(SMALL, seed, 2, 1)[0] for seed in (5, 5, 6))
-    assert np.array_equal(one.observation.images, same.observation.images)
-    assert not np.array_equal(one.observation.images, other.observation.images)
+    first, same, different = (batches(SMALL, seed, 2, 1)[0] for seed in (5, 5, 6))
+    assert np.array_equal(first.observation.images, same.observation.images)
+    assert not np.array_equal(first.observation.images, different.observation.images)
     with pytest.raises(ValueError, match="prompt_length=15, vocab_size=257: expected at least 16 and 217"):
         batches(Pi0Config(prompt_length=15, adaptive=True), 0, 1, 1)
 

@@ -190,17 +190,17 @@ STREAMS, SHARED = 2 * BATCH * TIME * WIDTH * 8, (BATCH + 2 * TIME) * WIDTH * 8
 @pytest.mark.parametrize("mode", torch_ref.MODES)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_arguments_give_the_same_results(form: str, mode: str) -> None:
-    plain, found = in_torch("off"), in_jax(form, mode)
-    assert len(found.tensors) == BLOCKS * len(LINEARS) + 6
-    assert float64_error(plain.tensors, found.tensors)[0] <= s.LIMIT
-    assert found.matmuls == in_torch(mode).matmuls == BLOCKS * MATMULS_PER_BLOCK[mode]
+    plain, ported = in_torch("off"), in_jax(form, mode)
+    assert len(ported.tensors) == BLOCKS * len(LINEARS) + 6
+    assert float64_error(plain.tensors, ported.tensors)[0] <= s.LIMIT
+    assert ported.matmuls == in_torch(mode).matmuls == BLOCKS * MATMULS_PER_BLOCK[mode]
     # PyTorch copies shared arguments once. In JAX they stay on the device: the compiler drops the copy that the first block
     # makes before another block is known.
-    assert found.to_host == (BLOCKS * STREAMS + SHARED if mode == "offload" else 0)
+    assert ported.to_host == (BLOCKS * STREAMS + SHARED if mode == "offload" else 0)
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "offload"])
 def test_in_pytorch_every_mode_is_the_plain_one(mode: str) -> None:
-    plain, found = in_torch("off"), in_torch(mode)
-    assert all(np.array_equal(plain.tensors[name], found.tensors[name]) for name in plain.tensors)
-    assert found.to_host == (BLOCKS * STREAMS + SHARED if mode == "offload" else 0)
+    plain, in_mode = in_torch("off"), in_torch(mode)
+    assert all(np.array_equal(plain.tensors[name], in_mode.tensors[name]) for name in plain.tensors)
+    assert in_mode.to_host == (BLOCKS * STREAMS + SHARED if mode == "offload" else 0)

@@ -51,8 +51,8 @@ def test_layers_as_blocks_keep_what_is_outside_of_them() -> None:
     with pytest.raises(InfeasibleBudget):
         plan_torch.solver.solve(layers.stack, layers.stack.fixed_bytes)
     # Not the logits' product, whatever is kept: its result is outside the layers.
-    found = layers.within(10**9)
-    assert found is not None and found[1] == 0
+    choice = layers.within(10**9)
+    assert choice is not None and choice[1] == 0
 
 
 ROW = {"setting": "demo", "budget": 0.5, "saved_bytes": 2**20, "again_flops": 300, "step_flops": 3000, "step_flops_jax": 3000}
@@ -68,9 +68,9 @@ LOST: list[dict[str, Any]] = [
 def test_a_plan_that_loses_fails_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any) -> None:
     assert holds(ROW) and not any(holds(ROW | change) for change in LOST)
     assert table([ROW]).splitlines()[1].split() == "demo 0.5 1.0 MiB 10.00 1.0 MiB 10.00 none fits yes".split()
-    for found, code in (([ROW], 0), ([ROW, ROW | LOST[0]], 1)):
+    for measured, code in (([ROW], 0), ([ROW, ROW | LOST[0]], 1)):
         monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # main sets it, so the test restores it
-        monkeypatch.setattr(plan_torch, "rows", lambda name, sizes, budgets, found=found: found)
+        monkeypatch.setattr(plan_torch, "rows", lambda name, sizes, budgets, measured=measured: measured)
         assert main(["--only", "long", "--output", str(tmp_path)]) == code
     assert "NO" in capsys.readouterr().out and (tmp_path / "plan_torch.json").exists()
 

@@ -29,7 +29,7 @@ blanks = st.sampled_from(["", "", "", " ", "\n", "\t "])
 @st.composite
 def rules(draw: Any) -> str:
     action = draw(st.sampled_from(["save", "offload", "recompute"]) | st.sampled_from(["Save", "keep", "", "off", "@dots"]))
-    listed = ",".join(draw(blanks) + one + draw(blanks) for one in draw(st.lists(selectors, max_size=3)))
+    listed = ",".join(draw(blanks) + selector + draw(blanks) for selector in draw(st.lists(selectors, max_size=3)))
     return draw(blanks) + action + draw(blanks) + draw(st.sampled_from([":", ":", ":", "", "::"])) + listed
 
 
@@ -89,8 +89,8 @@ def test_both_decide_the_same_for_every_array(text: str, arrays: list[dict[str, 
         torch_policy.offloads,
     )
     for array in arrays:
-        found = torch_policy.action(torch_side.Candidate(**array))
-        assert found == jax_policy.action(jax_side.Candidate(**array)).value, array
+        action = torch_policy.action(torch_side.Candidate(**array))
+        assert action == jax_policy.action(jax_side.Candidate(**array)).value, array
 
 
 def test_the_names_the_aliases_and_what_they_stand_for() -> None:

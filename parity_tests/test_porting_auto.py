@@ -207,7 +207,7 @@ def test_ties_buffers_fused_projections_and_shifted_norms_are_found() -> None:
     )
     assert where["attn.out_proj.weight"] == ("params/attention/out/kernel", "heads_out")
     assert where["norm.weight"] == ("params/scale/scale", "norm_plus_one")
-    assert [(one.text, other.text) for one, other in rules.ties] == [("embed.weight", "lm_head.weight")]
+    assert [(first.text, second.text) for first, second in rules.ties] == [("embed.weight", "lm_head.weight")]
     assert rules.extra == ("frequencies",)
     assert all(
         torch.equal(tensor, before[name]) and tensor.dtype == torch.float32 for name, tensor in module.state_dict().items()

@@ -81,8 +81,10 @@ def flax_answer(layer: Layer, variables: Any, call: Callable[..., Any]) -> Answe
     return Answer(np.asarray(output), of_variables, of_input)
 
 
-def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return float64_error({k: np.asarray(v) for k, v in one.items()}, {k: np.asarray(v) for k, v in other.items()})[0] <= LIMIT
+def close(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return (
+        float64_error({k: np.asarray(v) for k, v in first.items()}, {k: np.asarray(v) for k, v in second.items()})[0] <= LIMIT
+    )
 
 
 def flat(tree: Any) -> dict[str, Any]:
@@ -105,10 +107,10 @@ def test_values_and_gradients_are_those_of_pytorch(name: str) -> None:
     assert close({"output": theirs.output}, {"output": ours.output})
     if not layer.tokens:
         assert close({"input": theirs.of_input}, {"input": ours.of_input})
-    expected, found = flat(porting.gradients_from_torch(theirs.gradients, shapes, layer.rules)), flat(ours.gradients)
+    expected, gradients = flat(porting.gradients_from_torch(theirs.gradients, shapes, layer.rules)), flat(ours.gradients)
     for path in missing:
-        expected |= {f"params/{path}/bias": found[f"params/{path}/bias"]}
-    assert close(expected, found)
+        expected |= {f"params/{path}/bias": gradients[f"params/{path}/bias"]}
+    assert close(expected, gradients)
     back = porting.gradients_to_torch(ours.gradients, layer.rules, numpy=True)
     assert close({name: gradient.numpy() for name, gradient in theirs.gradients.items()}, back)
     again = porting.to_torch(variables, layer.rules, like=state)
@@ -151,5 +153,5 @@ def test_a_scaled_weight_s_gradient_by_the_map_of_its_values_would_be_wrong() ->
     theirs = torch_answer(layer, model)
     ours = flax_answer(layer, porting.from_torch(model.state_dict(), shapes, layer.rules), call)
     by_values = porting.from_torch(theirs.gradients, shapes, layer.rules)
-    found = flat(ours.gradients)["params/embedding"]
-    assert np.linalg.norm(flat(by_values)["params/embedding"] - found) / np.linalg.norm(found) == pytest.approx(14)
+    gradient = flat(ours.gradients)["params/embedding"]
+    assert np.linalg.norm(flat(by_values)["params/embedding"] - gradient) / np.linalg.norm(gradient) == pytest.approx(14)

@@ -118,8 +118,8 @@ def test_a_model_goes_through_files_and_nnx_and_comes_back_bit_by_bit(scan: bool
         tokens = np.arange(9)[None]
         difference = np.asarray(model(jnp.asarray(tokens))) - module(torch.tensor(tokens)).detach().numpy()
         assert np.abs(difference).max() < 1e-12
-        other = porting.restack(model, nnx.eval_shape(make_other(not scan)), "layers_{i}", "layers")
-        assert np.abs(np.asarray(other(jnp.asarray(tokens)) - model(jnp.asarray(tokens)))).max() < 1e-12
+        restacked = porting.restack(model, nnx.eval_shape(make_other(not scan)), "layers_{i}", "layers")
+        assert np.abs(np.asarray(restacked(jnp.asarray(tokens)) - model(jnp.asarray(tokens)))).max() < 1e-12
         porting.save(tmp_path / f"ours{suffix}", porting.to_torch(model, rules))
     again = load_file(tmp_path / "ours.safetensors") if suffix == ".safetensors" else torch.load(tmp_path / "ours.pt")
     assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)

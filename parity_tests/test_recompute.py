@@ -35,9 +35,9 @@ def test_every_form_computes_the_same(rows):
 def test_executions_and_bytes(rows):
     """A block executes 6 products, backward 11 (the input needs no gradient), a recomputation 6 more."""
     stream = recompute.BATCH * recompute.LENGTH * recompute.WIDTH * 4
-    found = {key: (row["matmuls"], row["host"]) for key, row in rows.items() if "reentrant" not in key[1]}
+    costs = {key: (row["matmuls"], row["host"]) for key, row in rows.items() if "reentrant" not in key[1]}
     expected = {"plain": (17, 0), "dots": (17, 0), "offload": (23, stream)}
-    assert found == {key: expected.get(key[1], (23, 0)) for key in found}
+    assert costs == {key: expected.get(key[1], (23, 0)) for key in costs}
     # Besides the block, the loss keeps its two operands in PyTorch, and their difference in JAX.
     assert rows["torch", "checkpoint"]["device"] == 3 * stream and rows["jax", "checkpoint"]["device"] == stream
     assert rows["torch", "offload"]["device"] == 2 * stream

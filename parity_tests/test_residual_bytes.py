@@ -80,9 +80,9 @@ def jax_kept(kind: str, framework: str, policy: str, scan: bool = True) -> Kept:
     return Kept(table.device_bytes, table.host_bytes)
 
 
-def agree(found: Kept, expected: Kept) -> bool:
+def agree(kept: Kept, expected: Kept) -> bool:
     """Whether both are within 1 % of the expected bytes; no expected host bytes means exactly none."""
-    return all(abs(a - b) <= 0.01 * b for a, b in zip(found, expected, strict=True))
+    return all(abs(a - b) <= 0.01 * b for a, b in zip(kept, expected, strict=True))
 
 
 forms = pytest.mark.parametrize("framework", ["linen", "nnx"])
@@ -100,9 +100,9 @@ def test_pytorch_keeps_the_inputs_of_its_blocks(kind: str, mode: str) -> None:
 @forms
 @pytest.mark.parametrize("mode", ["checkpoint", "offload"])
 def test_scanned_layers_keep_what_pytorch_keeps(kind: str, framework: str, mode: str) -> None:
-    found, expected = jax_kept(kind, framework, mode), torch_kept(kind, mode)
-    assert agree(found, expected), (found, expected)
-    assert found.host == expected.host == BYTES[mode][1]
+    kept, expected = jax_kept(kind, framework, mode), torch_kept(kind, mode)
+    assert agree(kept, expected), (kept, expected)
+    assert kept.host == expected.host == BYTES[mode][1]
 
 
 @forms
@@ -128,12 +128,12 @@ def test_everything_offloaded_is_in_host_memory_and_nowhere_else(framework: str)
 @forms
 @pytest.mark.parametrize("policy", ["off", "everything"])
 def test_a_policy_that_recomputes_nothing_is_seen(kind: str, framework: str, policy: str) -> None:
-    found, expected = jax_kept(kind, framework, policy), torch_kept(kind, "checkpoint")
-    assert not agree(found, expected) and found.device > 8 * expected.device, (found, expected)
+    kept, expected = jax_kept(kind, framework, policy), torch_kept(kind, "checkpoint")
+    assert not agree(kept, expected) and kept.device > 8 * expected.device, (kept, expected)
 
 
 @kinds
 @forms
 def test_an_offload_that_moves_nothing_is_seen(kind: str, framework: str) -> None:
-    found, expected = jax_kept(kind, framework, "checkpoint"), torch_kept(kind, "offload")
-    assert not agree(found, expected) and found.host == 0 and found.device == pytest.approx(sum(expected), rel=0.01)
+    kept, expected = jax_kept(kind, framework, "checkpoint"), torch_kept(kind, "offload")
+    assert not agree(kept, expected) and kept.host == 0 and kept.device == pytest.approx(sum(expected), rel=0.01)

@@ -91,8 +91,8 @@ def products_expected(policy: str) -> int:
     return s.LAYERS * (18 + TABLE[policy].again) + 3
 
 
-def within_two_per_cent(found: kept.Kept, expected: kept.Kept) -> bool:
-    return all(abs(a - b) <= 0.02 * b for a, b in zip(found, expected, strict=True))
+def within_two_per_cent(measured: kept.Kept, expected: kept.Kept) -> bool:
+    return all(abs(a - b) <= 0.02 * b for a, b in zip(measured, expected, strict=True))
 
 
 @policies
@@ -110,9 +110,9 @@ def test_the_stack_keeps_the_same_bytes_to_the_last(framework: str, policy: str)
 @policies
 @frameworks
 def test_the_language_model_keeps_the_same_bytes(framework: str, policy: str) -> None:
-    found = bytes_kept("ByteDecoder", framework, policy)
-    assert within_two_per_cent(found, bytes_expected("ByteDecoder", policy)), found
-    assert found.host == bytes_expected("ByteDecoder", policy).host
+    measured = bytes_kept("ByteDecoder", framework, policy)
+    assert within_two_per_cent(measured, bytes_expected("ByteDecoder", policy)), measured
+    assert measured.host == bytes_expected("ByteDecoder", policy).host
 
 
 @policies
@@ -136,17 +136,17 @@ def test_jax_s_gradients_are_plain_pytorch_s(framework: str, kind: str, layers: 
     case = matrix.Case(framework, kind, layers, "off", "float64")
     with matrix.precision(case):
         step = matrix.jax_step(case, policy)
-        found = matrix.jax_result(case, step, s.quick(step.function, *step.arguments))
-    assert matrix.problems(case, found) == []
+        result = matrix.jax_result(case, step, s.quick(step.function, *step.arguments))
+    assert matrix.problems(case, result) == []
 
 
 def test_a_policy_that_is_ignored_or_another_one_is_seen() -> None:
     """The negative control: with any other policy one of the three comparisons above fails."""
     for framework in ("torch", "linen", "nnx"):
         for policy, row in TABLE.items():
-            for other in ("full", "offload_inputs", "dots", "offload_dot_with_no_batch_dims"):
-                same = bytes_kept("DecoderStack", framework, other) == bytes_expected("DecoderStack", policy)
-                assert (same and products(framework, other) == products_expected(policy)) is (row == TABLE[other])
+            for substitute in ("full", "offload_inputs", "dots", "offload_dot_with_no_batch_dims"):
+                same = bytes_kept("DecoderStack", framework, substitute) == bytes_expected("DecoderStack", policy)
+                assert (same and products(framework, substitute) == products_expected(policy)) is (row == TABLE[substitute])
 
 
 def test_a_policy_that_is_read_and_not_obeyed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

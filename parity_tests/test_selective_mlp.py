@@ -125,8 +125,8 @@ def test_another_policy_in_its_place_is_seen() -> None:
     """The negative control of the test above."""
     for form in ("torch", "linen-scan", "nnx"):
         for policy, row in TABLE.items():
-            for other in ("full", "offload_inputs", "dots", "offload: @dots, @inputs"):
-                assert (cost(form, other) == expected(policy)) is (row == TABLE[other])
+            for substitute in ("full", "offload_inputs", "dots", "offload: @dots, @inputs"):
+                assert (cost(form, substitute) == expected(policy)) is (row == TABLE[substitute])
 
 
 @functools.cache
@@ -148,12 +148,12 @@ def jax_gradients(form: str, policy: str) -> dict[str, np.ndarray]:
     with jax.enable_x64(True):
         loss, abstract, block = jax_job(form)
         tree = w.from_torch(torch_model().state_dict(), "DeepMLP", scan=form.endswith("-scan"))
-        parameters, to_tree = tree, lambda found: found
+        parameters, to_tree = tree, lambda grads: grads
         if form.startswith("nnx"):
             model = nnx.eval_shape(lambda: deep_mlp_nnx.DeepMLP(**SIZES, scan=form.endswith("-scan"), rngs=nnx.Rngs(0)))
             parameters, to_tree = nnx.state(w.load_nnx(model, tree)), w.nnx_tree
-        found = s.run(jax.grad(rj.checkpoint_blocks(loss, {block: policy})), parameters, *arrays("float64"))
-        return w.gradients_to_torch(to_tree(found), "DeepMLP")
+        grads = s.run(jax.grad(rj.checkpoint_blocks(loss, {block: policy})), parameters, *arrays("float64"))
+        return w.gradients_to_torch(to_tree(grads), "DeepMLP")
 
 
 @policies
@@ -161,7 +161,9 @@ def test_pytorch_s_gradients_are_plain_pytorch_s(policy: str) -> None:
     assert float64_error(plain_gradients(), torch_gradients(policy))[0] <= s.LIMIT
 
 
-@pytest.mark.parametrize(("form", "policy"), [*(("linen-scan", one) for one in TABLE), ("nnx", "offload: @dots, @inputs")])
+@pytest.mark.parametrize(
+    ("form", "policy"), [*(("linen-scan", policy) for policy in TABLE), ("nnx", "offload: @dots, @inputs")]
+)
 def test_jax_s_gradients_are_plain_pytorch_s(form: str, policy: str) -> None:
     assert float64_error(plain_gradients(), jax_gradients(form, policy))[0] <= s.LIMIT
 

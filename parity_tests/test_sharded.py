@@ -48,9 +48,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run the ranks as processes, which end with the tests."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
     children: list[subprocess.Popen[bytes]] = []
     with (folder / "log").open("wb") as log:
         try:
@@ -73,10 +73,10 @@ def expected() -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def largest_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+def largest_difference(gradients: dict[str, Any], expected: dict[str, Any]) -> float:
     """Norm-wise, relative to the norm of all gradients."""
-    assert found.keys() == expected.keys()
-    pairs = {name: (np.asarray(found[name]), np.asarray(expected[name])) for name in expected}
+    assert gradients.keys() == expected.keys()
+    pairs = {name: (np.asarray(gradients[name]), np.asarray(expected[name])) for name in expected}
     scale = np.sqrt(sum(np.linalg.norm(right) ** 2 for _, right in pairs.values()))
     return max(float(np.linalg.norm(left - right)) for left, right in pairs.values()) / scale
 
@@ -86,9 +86,9 @@ def test_loss_and_gradients_are_those_of_one_process(
     ranks: list[dict[str, Any]], expected: tuple[float, dict[str, torch.Tensor]], name: str
 ) -> None:
     loss, gradients = expected
-    for found in (rank["sharded"][name] for rank in ranks):
-        assert found["loss"].item() / RANKS == pytest.approx(loss, rel=1e-12)
-        assert largest_difference(found["whole"], gradients) < 1e-12
+    for result in (rank["sharded"][name] for rank in ranks):
+        assert result["loss"].item() / RANKS == pytest.approx(loss, rel=1e-12)
+        assert largest_difference(result["whole"], gradients) < 1e-12
 
 
 @pytest.mark.usefixtures("x64")
@@ -101,18 +101,18 @@ def test_gradients_are_those_of_flax_under_the_same_policy(ranks: list[dict[str,
 
     under = loss if policy == "off" else rj.checkpoint_blocks(loss, {linen.DecoderLayer: policy})
     value, gradients = s.run(jax.value_and_grad(under), twin.parameters, *batch)
-    found = ranks[0]["sharded"][policy]
-    assert found["loss"].item() / RANKS == pytest.approx(float(value), rel=1e-10)
-    assert largest_difference(found["whole"], w.gradients_to_torch(gradients, KIND)) < 1e-10
+    result = ranks[0]["sharded"][policy]
+    assert result["loss"].item() / RANKS == pytest.approx(float(value), rel=1e-10)
+    assert largest_difference(result["whole"], w.gradients_to_torch(gradients, KIND)) < 1e-10
 
 
 @every_mode
 def test_each_rank_keeps_half_of_parameters_and_gradients(ranks: list[dict[str, Any]], name: str) -> None:
     whole = sum(parameter.nbytes for parameter in s.torch_model(KIND).parameters())
     for rank in ranks:
-        found = rank["sharded"][name]["bytes"]
-        assert found["parameters"] == found["gradients"] == whole / RANKS
-        assert found["blocks"] == ("decoder.layers.0", "decoder.layers.1")
+        sizes = rank["sharded"][name]["bytes"]
+        assert sizes["parameters"] == sizes["gradients"] == whole / RANKS
+        assert sizes["blocks"] == ("decoder.layers.0", "decoder.layers.1")
 
 
 @every_mode
@@ -120,12 +120,12 @@ def test_each_rank_runs_and_keeps_what_it_would_without_fsdp(ranks: list[dict[st
     """For its own rows: every checkpointed block twice, the same products, kept bytes, and bytes on the host."""
     executions = 1 if name in ("off", "flags off") else 2
     for rank in ranks:
-        found, alone = rank["sharded"][name], rank["alone"][name]
-        assert found["calls"] == [executions * s.LAYERS, s.LAYERS]
+        result, alone = rank["sharded"][name], rank["alone"][name]
+        assert result["calls"] == [executions * s.LAYERS, s.LAYERS]
         for figure in ("calls", "matmuls", "on_host", "brought_back", "saved"):
-            assert found[figure] == alone[figure], figure
+            assert result[figure] == alone[figure], figure
         is_offload = "offload" in name
-        assert (found["on_host"] > 0) == is_offload and found["saved"][1] == found["on_host"] == found["brought_back"]
+        assert (result["on_host"] > 0) == is_offload and result["saved"][1] == result["on_host"] == result["brought_back"]
     inputs = s.data(KIND).x.size // RANKS * s.SIZES[KIND]["d_model"] * 8 * s.LAYERS
     assert [ranks[0]["sharded"][name]["on_host"] for name in ("flags offload", "offload_inputs")] == [inputs, inputs]
 

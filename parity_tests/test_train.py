@@ -33,10 +33,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], Any]] =
 }
 
 
-def difference(found: Any, expected: Any) -> float:
+def difference(trained: Any, expected: Any) -> float:
     """The largest norm-wise difference of an array, relative to the largest norm."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True)]
+    assert jax.tree.structure(trained) == jax.tree.structure(expected)
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (trained, expected)), strict=True)]
     scale = max(float(np.linalg.norm(b)) for _, b in pairs)
     return max(float(np.linalg.norm(a - b)) for a, b in pairs) / scale
 
@@ -84,11 +84,11 @@ def jax_trained(name: str, fraction: float) -> Any:
 def test_offloaded_optimizers_train_the_same_model(name: str, fraction: float) -> None:
     assert difference(torch_trained(name, fraction), torch_trained(name, None)) == 0.0
     with jax.enable_x64(True):
-        found = jax_trained(name, fraction)
-    assert difference(found, torch_trained(name, fraction)) <= s.LIMIT
+        trained = jax_trained(name, fraction)
+    assert difference(trained, torch_trained(name, fraction)) <= s.LIMIT
     start = s.parameters("ByteDecoder", True)
     assert difference(start, torch_trained(name, fraction)) > 1e-2, "doing nothing would pass"
-    assert difference(found, torch_trained(name, None, STEPS - 1)) > 1e-3, "one step fewer would pass"
+    assert difference(trained, torch_trained(name, None, STEPS - 1)) > 1e-3, "one step fewer would pass"
 
 
 # --- accumulation -----------------------------------------------------------------------------------------------------
@@ -110,9 +110,9 @@ def torch_accumulated(n: int) -> tuple[float, Any]:
     model = s.make_torch("ByteDecoder")
     tokens, targets, kept = (torch.tensor(x) for x in batch())
     parts = micro_batches((tokens.long(), targets.long(), kept), n)
-    found = accumulate_gradients(functools.partial(torch_summed, model), parts, model.parameters())
+    accumulated = accumulate_gradients(functools.partial(torch_summed, model), parts, model.parameters())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return found.loss, w.from_torch(gradients, "ByteDecoder", scan=True)
+    return accumulated.loss, w.from_torch(gradients, "ByteDecoder", scan=True)
 
 
 def jax_accumulated(n: int | None, policy: str = "off") -> tuple[float, Any]:
@@ -143,9 +143,9 @@ def test_accumulated_gradients_are_those_of_the_whole_batch_in_both(n: int, poli
     assert abs(loss - expected_loss) <= s.LIMIT and difference(gradients, expected) <= s.LIMIT
     with jax.enable_x64(True):
         whole_loss, whole = jax_accumulated(None)
-        found_loss, found = jax_accumulated(n, policy)
-    assert abs(found_loss - loss) <= s.LIMIT and difference(found, gradients) <= s.LIMIT
-    assert abs(found_loss - whole_loss) <= s.LIMIT and difference(found, whole) <= s.LIMIT
+        found_loss, accumulated = jax_accumulated(n, policy)
+    assert abs(found_loss - loss) <= s.LIMIT and difference(accumulated, gradients) <= s.LIMIT
+    assert abs(found_loss - whole_loss) <= s.LIMIT and difference(accumulated, whole) <= s.LIMIT
 
 
 def test_the_mean_of_means_is_seen() -> None:

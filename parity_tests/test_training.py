@@ -57,11 +57,11 @@ def jax_losses(framework: str, mode: str, scan: bool) -> np.ndarray:
     return np.array(losses)
 
 
-def largest_difference(found: np.ndarray) -> float:
+def largest_difference(losses: np.ndarray) -> float:
     """The largest relative difference of a step's loss from plain PyTorch's."""
     expected = torch_losses("off")
-    assert found.shape == expected.shape == (STEPS,)
-    return float(np.max(np.abs(found - expected) / expected))
+    assert losses.shape == expected.shape == (STEPS,)
+    return float(np.max(np.abs(losses - expected) / expected))
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "offload"])

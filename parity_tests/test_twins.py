@@ -38,9 +38,9 @@ def test_the_causal_layer_and_pytorch_s_own_attention_agree() -> None:
     x, weights = data("DecoderLayer")
     layer = twin("DecoderLayer", "linen", False, parameters("DecoderLayer", False), causal=True)
     gradients = run(jax.grad(lambda p: jnp.sum(layer.apply(p, x) * weights)), layer.parameters)
-    found = w.gradients_to_torch(gradients, "DecoderLayer")
-    assert float64_error(torch_gradients(causal=True, explicit_attention=False), found)[0] <= LIMIT
-    assert float64_error(torch_gradients(causal=False), found)[0] > 1e-3
+    grads = w.gradients_to_torch(gradients, "DecoderLayer")
+    assert float64_error(torch_gradients(causal=True, explicit_attention=False), grads)[0] <= LIMIT
+    assert float64_error(torch_gradients(causal=False), grads)[0] > 1e-3
 
 
 # The weight map.
@@ -129,10 +129,10 @@ def test_linen_s_name_stack_tells_the_matmuls_apart(scan: bool) -> None:
 def test_cross_entropy_is_pytorch_s(dtype: str, result: str) -> None:
     random = np.random.default_rng(3)
     logits, targets = random.normal(size=(5, 7)) * 30, random.integers(0, 7, 5)
-    found = cross_entropy(jnp.asarray(logits, dtype), jnp.asarray(targets))
+    loss = cross_entropy(jnp.asarray(logits, dtype), jnp.asarray(targets))
     exact = torch.tensor(np.asarray(jnp.asarray(logits, dtype).astype("float64")))
     expected = torch.nn.functional.cross_entropy(exact, torch.tensor(targets)).item()
-    assert found.dtype == result and abs(float(found) - expected) <= 4 * jnp.finfo(result).eps * expected
+    assert loss.dtype == result and abs(float(loss) - expected) <= 4 * jnp.finfo(result).eps * expected
 
 
 def test_nnx_grad_and_a_second_call_of_one_model_work() -> None:
@@ -142,5 +142,5 @@ def test_nnx_grad_and_a_second_call_of_one_model_work() -> None:
     tokens, targets = map(jnp.asarray, data("ByteDecoder"))
     step = nnx.jit(nnx.value_and_grad(lambda model: model.loss(tokens, targets)))
     (first, gradients), (second, _) = step(model), step(model)
-    found = w.gradients_to_torch(w.nnx_tree(gradients), "ByteDecoder")
-    assert first == second and float64_error(expected, found)[0] <= LIMIT
+    grads = w.gradients_to_torch(w.nnx_tree(gradients), "ByteDecoder")
+    assert first == second and float64_error(expected, grads)[0] <= LIMIT

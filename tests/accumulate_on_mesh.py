@@ -44,8 +44,8 @@ def needs(mesh: Any, n: int) -> dict[str, Any]:
     x = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     compiled = jax.jit(step_of(n)).lower([weight] * LAYERS, x).compile()
     kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-    found = {kind: compiled.as_text().count(f" {kind}(") for kind in kinds}
-    return found | {"temp": compiled.memory_analysis().temp_size_in_bytes, "flops": compiled.cost_analysis()["flops"]}
+    counts = {kind: compiled.as_text().count(f" {kind}(") for kind in kinds}
+    return counts | {"temp": compiled.memory_analysis().temp_size_in_bytes, "flops": compiled.cost_analysis()["flops"]}
 
 
 def error(mesh: Any, n: int) -> float:
@@ -56,8 +56,8 @@ def error(mesh: Any, n: int) -> float:
     _, expected = jax.jit(whole)(weights, x)
     with jax.set_mesh(mesh):
         placed = jax.device_put(weights, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("data")))
-        _, found = jax.jit(step_of(n))(*placed)
-    return max(float(np.abs(np.asarray(a) - b).max() / np.abs(b).max()) for a, b in zip(found, expected, strict=True))
+        _, gradients = jax.jit(step_of(n))(*placed)
+    return max(float(np.abs(np.asarray(a) - b).max() / np.abs(b).max()) for a, b in zip(gradients, expected, strict=True))
 
 
 def refusal(mesh: Any, n: int) -> str:
@@ -69,9 +69,9 @@ def refusal(mesh: Any, n: int) -> str:
 
 
 if __name__ == "__main__":
-    told: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for kind in KINDS:
         mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,))
-        told[kind.name] = {"error": error(mesh, 4), "refusal": refusal(mesh, 16)}
-        told[kind.name] |= {str(n): needs(mesh, n) for n in (1, 2, 4, 8)}
-    Path(sys.argv[1]).write_text(json.dumps(told))
+        figures[kind.name] = {"error": error(mesh, 4), "refusal": refusal(mesh, 16)}
+        figures[kind.name] |= {str(n): needs(mesh, n) for n in (1, 2, 4, 8)}
+    Path(sys.argv[1]).write_text(json.dumps(figures))

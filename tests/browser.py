@@ -106,15 +106,15 @@ class Browser:
         """The next message; events are stored."""
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._answers], [], [], PATIENCE)
-            found = os.read(self._answers, 1 << 16) if ready else b""
-            if not found:
+            received = os.read(self._answers, 1 << 16) if ready else b""
+            if not received:
                 raise BrowserError(f"the browser {'has gone' if ready else f'said nothing for {PATIENCE} seconds'}")
-            self._rest += found
+            self._rest += received
         message, _, self._rest = self._rest.partition(b"\0")
-        found = json.loads(message)
-        if "method" in found:
-            self.events.append(found)
-        return found
+        answer = json.loads(message)
+        if "method" in answer:
+            self.events.append(answer)
+        return answer
 
 
 class Tab:
@@ -132,21 +132,21 @@ class Tab:
     def requests(self) -> list[str]:
         """The addresses of all requests of the page, its own first."""
         asked = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
-        return [one["request"]["url"] for one in asked]
+        return [event["request"]["url"] for event in asked]
 
     @property
     def errors(self) -> list[str]:
         """The errors that the page's scripts threw."""
         thrown = [event["params"] for event in self.events if event["method"] == "Runtime.exceptionThrown"]
-        return [one["exceptionDetails"].get("exception", {}).get("description", "") for one in thrown]
+        return [event["exceptionDetails"].get("exception", {}).get("description", "") for event in thrown]
 
     @property
     def console(self) -> list[str]:
         """The errors and warnings in the page's console, from the browser and from scripts."""
         calls = [event["params"] for event in self.events if event["method"] == "Runtime.consoleAPICalled"]
         entries = [event["params"]["entry"] for event in self.events if event["method"] == "Log.entryAdded"]
-        found = [str(one["args"]) for one in calls if one["type"] in ("error", "warning", "assert")]
-        return found + [one["text"] for one in entries if one["level"] in ("error", "warning")]
+        messages = [str(call["args"]) for call in calls if call["type"] in ("error", "warning", "assert")]
+        return messages + [entry["text"] for entry in entries if entry["level"] in ("error", "warning")]
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command of the protocol to this page."""
@@ -154,10 +154,10 @@ class Tab:
 
     def value(self, expression: str) -> Any:
         """The value of a JavaScript expression, as plain data."""
-        found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise BrowserError(f"{expression}: {found['result'].get('description')}")
-        return found["result"].get("value")
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise BrowserError(f"{expression}: {answer['result'].get('description')}")
+        return answer["result"].get("value")
 
     def click(self, selector: str, nth: int = 0) -> None:
         """Press and release the mouse in the middle of an element, scrolled into view; an element above it gets the click."""

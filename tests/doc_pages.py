@@ -25,7 +25,7 @@ class Fenced(NamedTuple):
 
 def fenced(text: str) -> list[Fenced]:
     """All blocks of a page's text, in order."""
-    return [Fenced(found[1], found[2], text.count("\n", 0, found.start(2)) + 1) for found in _FENCE.finditer(text)]
+    return [Fenced(match[1], match[2], text.count("\n", 0, match.start(2)) + 1) for match in _FENCE.finditer(text)]
 
 
 def run(text: str, name: str, namespace: dict[str, Any]) -> int:
@@ -75,4 +75,4 @@ def anchors(text: str) -> set[str]:
 def links(text: str) -> list[str]:
     """The addresses of a page's links and pictures, without those of the web."""
     matches = re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", text))
-    return [one for one in matches if not re.match(r"\w+:", one)]
+    return [link for link in matches if not re.match(r"\w+:", link)]

@@ -60,36 +60,36 @@ def numbers(job: rj.Workload) -> tuple[Any, ...]:
     """Arguments of a step: random weights, tokens."""
     random = np.random.default_rng(0)
 
-    def one(leaf: Any) -> Any:
+    def filled(leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return random.integers(0, CONFIG.vocab_size if leaf.shape else 1, leaf.shape).astype(leaf.dtype)
         # Adam's second moments are not negative.
         return np.abs(random.normal(size=leaf.shape) * 0.1).astype(leaf.dtype)
 
-    return jax.tree.map(one, job.step("off").arguments)
+    return jax.tree.map(filled, job.step("off").arguments)
 
 
 def main(path: str) -> None:
     """Write the updated parameters of a step on one device and on eight, for each case, and each gradient's placement."""
     settings = {"dtype": jnp.float64, "optimizer": optax.sgd(1.0)}
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     alone = small_llama(**settings)
     given = numbers(alone)
     for place, leaf in enumerate(jax.tree.leaves(jax.jit(alone.step("off").function)(*given))):
-        found[f"alone/{place}"] = leaf
+        arrays[f"alone/{place}"] = leaf
     divided, by_sequence = small_llama(MESH, **settings), small_llama(**BY_SEQUENCE, **settings)
     cases = {name: (divided, name) for name in POLICIES} | {f"sequence {name}": (by_sequence, name) for name in OF_SEQUENCE}
     for name, (job, policy) in cases.items():
         step = job.step(POLICIES[policy])
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(job.mesh.axis_sizes), job.mesh.axis_names)
-        places = jax.tree.map(lambda one, mesh=mesh: NamedSharding(mesh, one.spec), step.shardings)
+        places = jax.tree.map(lambda sharding, mesh=mesh: NamedSharding(mesh, sharding.spec), step.shardings)
         results = jax.jit(step.function)(*jax.device_put(given, places))
         kept = jax.tree.map(lambda new, old: new.sharding.is_equivalent_to(old, new.ndim), results[0], places[0])
         assert all(jax.tree.leaves(kept)), "new parameters lie where the old ones did"
         for place, leaf in enumerate(jax.tree.leaves(results)):
-            found[f"{name}/{place}"] = np.asarray(leaf)
-    found |= offloaded_optimizer(given)
-    np.savez(Path(path), **found)
+            arrays[f"{name}/{place}"] = np.asarray(leaf)
+    arrays |= offloaded_optimizer(given)
+    np.savez(Path(path), **arrays)
 
 
 def offloaded_optimizer(given: Any) -> dict[str, Any]:
@@ -97,26 +97,26 @@ def offloaded_optimizer(given: Any) -> dict[str, Any]:
 
     The state is computed op by op from partitioned parameters, as a training loop does before its first step.
     """
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     tx = optax.adam(1e-3)
     alone = small_llama(dtype=jnp.float64, optimizer=tx)
     params, tokens = given[0], given[3:]
     results = jax.jit(alone.step("full").function)(params, tx.init(params), {}, *tokens)
-    found |= {f"adam alone/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(results))}
+    arrays |= {f"adam alone/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(results))}
 
     offloaded = rj.offload_optimizer(tx)
     step = small_llama(MESH, dtype=jnp.float64, optimizer=offloaded).step("full")
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), tuple(MESH))
-    places = jax.tree.map(lambda one: NamedSharding(mesh, one.spec, memory_kind=one.memory_kind), step.shardings)
+    places = jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind), step.shardings)
     divided, *tokens = jax.device_put((params, *tokens), (places[0], *places[3:]))
     state = offloaded.init(divided)
-    assert jax.tree.all(jax.tree.map(lambda one, place: one.sharding.is_equivalent_to(place, one.ndim), state, places[1]))
+    assert jax.tree.all(jax.tree.map(lambda array, place: array.sharding.is_equivalent_to(place, array.ndim), state, places[1]))
     results = jax.jit(step.function, donate_argnums=(0, 1))(divided, state, {}, *tokens)
-    lies = jax.tree.map(lambda one, place: one.sharding.is_equivalent_to(place, one.ndim), results[:2], places[:2])
+    lies = jax.tree.map(lambda array, place: array.sharding.is_equivalent_to(place, array.ndim), results[:2], places[:2])
     assert jax.tree.all(lies), "the state is where it was"
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(results[1]) if leaf.ndim}
     assert kinds == {"pinned_host"}, kinds
-    return found | {f"adam offloaded/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(results))}
+    return arrays | {f"adam offloaded/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(results))}
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def told(of: Callable[[], rj.Workload], name: str) -> list[str]:
 def main(path: Path) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     its_own = NamedSharding(mesh, P("data"))
-    found = {
+    messages = {
         "alone": told(lambda: job(its_own), "cpu"),
         "on another": told(lambda: job(its_own).on_mesh("data=2"), "2xcpu"),
         "on the same": told(lambda: job(its_own, mesh={"data": 4}, shardings=SHARDINGS), "4xcpu"),
@@ -50,10 +50,10 @@ def main(path: Path) -> None:
     }
     for kind in (AxisType.Auto, AxisType.Explicit):
         with jax.set_mesh(Mesh(mesh.devices, ("data",), axis_types=(kind,))):
-            found[f"under {kind.name}, alone"] = told(job, "cpu")
-            found[f"under {kind.name}, on another"] = told(lambda: job(mesh={"data": 2}, shardings=SHARDINGS), "2xcpu")
-            found[f"under {kind.name}, on the same"] = told(lambda: job(mesh={"data": 4}, shardings=SHARDINGS), "4xcpu")
-    path.write_text(json.dumps(found))
+            messages[f"under {kind.name}, alone"] = told(job, "cpu")
+            messages[f"under {kind.name}, on another"] = told(lambda: job(mesh={"data": 2}, shardings=SHARDINGS), "2xcpu")
+            messages[f"under {kind.name}, on the same"] = told(lambda: job(mesh={"data": 4}, shardings=SHARDINGS), "4xcpu")
+    path.write_text(json.dumps(messages))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ def undocumented(package: str) -> list[str]:
     named = {name: getattr(module, name) for name in module.__all__}
     documented = {name: value for name, value in named.items() if inspect.isclass(value) or inspect.isfunction(value)}
     assert len(documented) > 3
-    found = [name for name, value in documented.items() if ">>>" not in (inspect.getdoc(value) or "")]
-    return found + [
+    names = [name for name, value in documented.items() if ">>>" not in (inspect.getdoc(value) or "")]
+    return names + [
         f"{name}.{method}"
         for name, value in documented.items()
         if inspect.isclass(value)

@@ -22,7 +22,7 @@ def plan_for(workload: rj.Workload, **changes: Any) -> rj.Plan:
     """A plan for the workload, within `BUDGET`, with made-up figures."""
     by_hand = plan()
     sizes = zip((2, 4, 9), by_hand.frontier, strict=True)
-    frontier = tuple(dataclasses.replace(one, device_bytes=size * 2**20) for size, one in sizes)
+    frontier = tuple(dataclasses.replace(point, device_bytes=size * 2**20) for size, point in sizes)
     values = {
         "policies": {MlpLayer: rj.Policy.parse("full")},
         "frontier": frontier,
@@ -44,7 +44,7 @@ def parity_report() -> ParityReport:
     good = TensorRow("output", "loss", "", (), 1.0, {"off": 1e-16})
     wrong = TensorRow("gradient", "h.1.up.weight", "params/h_1/up/kernel", (8, 4), 2.0, {"off": 2.0})
     wrong.fail("2.0 off in float64", "off")
-    found = {"torch_path": "h/1/up", "flax_path": "h_1/up", "what": "gradient", "error": 2.0, "reference": 1.0}
+    divergence = {"torch_path": "h/1/up", "flax_path": "h_1/up", "what": "gradient", "error": 2.0, "reference": 1.0}
     return ParityReport(
         rows=(good, wrong),
         checks=(Check("planted faults in float64", True, "all found"),),
@@ -54,5 +54,5 @@ def parity_report() -> ParityReport:
         rules="h.{i}.up.weight -> params/h_{i}/up/kernel | linear",
         modes=("off",),
         dtypes=("float64",),
-        divergences={"forward": None, "backward": found},
+        divergences={"forward": None, "backward": divergence},
     )

@@ -53,8 +53,8 @@ def block(x: jax.Array, weights: dict[str, jax.Array], divided: bool) -> jax.Arr
     heads = HEADS // 2 if divided else HEADS
     with jax.named_scope("attention"):
         made = jnp.einsum("bte,ecd->cbtd", x, gathered(weights["qkv"], "fsdp", 0, divided))
-        query, key, value = (one.reshape(*one.shape[:2], heads, -1) for one in made)
-        key, value = (gathered(one, "sequence", 1, divided) for one in (key, value))
+        query, key, value = (array.reshape(*array.shape[:2], heads, -1) for array in made)
+        key, value = (gathered(array, "sequence", 1, divided) for array in (key, value))
         scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", query, key), axis=-1)
         mixed = jnp.einsum("bhts,bshd->bthd", scores, value).reshape(*x.shape[:2], -1)
         x = x + summed(mixed @ gathered(weights["out"], "fsdp", 1, divided), divided)
@@ -93,7 +93,7 @@ class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         body = nn.scan(
-            lambda one, x, _: (one(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
+            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
         )
         return body(Block(self.divided, name="layer"), x, None)[0]
 
@@ -145,8 +145,8 @@ CASES = {"linen": lambda: linen_case(Unrolled), "scanned": lambda: linen_case(Sc
 def spec(path: Any, leaf: Any) -> P:
     """The partition spec of a parameter; a scan's parameters have their layers first."""
     text = jax.tree_util.keystr(path)
-    found = next(one for name, one in OF_WEIGHTS.items() if f"'{name}'" in text)
-    return P(*[None] * (leaf.ndim - len(found)), *found)
+    axes = next(axes for name, axes in OF_WEIGHTS.items() if f"'{name}'" in text)
+    return P(*[None] * (leaf.ndim - len(axes)), *axes)
 
 
 def losses(case: str, mesh: Any, check: bool = True) -> tuple[Any, type, Callable[..., Any], Callable[..., Any]]:
@@ -212,10 +212,10 @@ def main(path: str) -> None:
     """Write the gradients of each case on one device and inside `shard_map` on eight, under each policy."""
     mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
     x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
 
     def keep(name: str, gradients: Any) -> None:
-        found.update({f"{name}/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(gradients))})
+        arrays.update({f"{name}/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(gradients))})
 
     for case in CASES:
         params, of_blocks, alone, divided = losses(case, mesh)
@@ -224,12 +224,12 @@ def main(path: str) -> None:
             keep(f"{case}/{name}", jax.jit(jax.grad(rj.checkpoint_blocks(divided, {of_blocks: POLICIES[name]})))(params, x))
     keep("linen/inside", jax.jit(inside("linen", mesh))(CASES["linen"]()[0], x))
     params, of_blocks, _, divided = losses("linen", mesh)
-    found["eager/inside"] = refused(rj.checkpoint_blocks(divided, {of_blocks: "offload_inputs"}), params, x)
+    arrays["eager/inside"] = refused(rj.checkpoint_blocks(divided, {of_blocks: "offload_inputs"}), params, x)
     for within in (True, False):
         loss, params = constrained(mesh, within)
-        found[f"eager/constraint {within}"] = refused(loss, params)
+        arrays[f"eager/constraint {within}"] = refused(loss, params)
         keep(f"constraint {within}", jax.jit(jax.grad(loss))(params))
-    np.savez(Path(path), **found)
+    np.savez(Path(path), **arrays)
 
 
 if __name__ == "__main__":

@@ -109,13 +109,13 @@ def equations(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, tuple[str, 
     """Every equation of the traced `fn`, at any depth, with the primitives around it; without dead code."""
 
     def walk(jaxpr: Any, around: tuple[str, ...]) -> list[tuple[Any, tuple[str, ...]]]:
-        found = []
+        pairs = []
         for eqn in jaxpr.eqns:
-            found.append((eqn, around))
+            pairs.append((eqn, around))
             for value in inner_jaxprs(eqn).values():
-                for one in value if isinstance(value, tuple) else (value,):
-                    found += walk(compat.closed(one).jaxpr, (*around, eqn.primitive.name))
-        return found
+                for inner in value if isinstance(value, tuple) else (value,):
+                    pairs += walk(compat.closed(inner).jaxpr, (*around, eqn.primitive.name))
+        return pairs
 
     return walk(compat.dce(jax.make_jaxpr(fn)(*args)).jaxpr, ())
 

@@ -61,18 +61,18 @@ def forgotten(monkeypatch):
 @pytest.fixture
 def counts(monkeypatch):
     """The numbers of named and linearised blocks."""
-    found = {"named": 0, "linearised": 0}
+    calls = {"named": 0, "linearised": 0}
 
-    def counting(what, function):
+    def counting(kind, function):
         def run(*args):
-            found[what] += 1
+            calls[kind] += 1
             return function(*args)
 
         return run
 
     monkeypatch.setattr(repeated, "name_residuals", counting("named", repeated.name_residuals))
     monkeypatch.setattr(graph_block, "name_linearised", counting("linearised", graph_block.name_linearised))
-    return found
+    return calls
 
 
 def test_five_layers_are_named_and_linearised_once(counts):

@@ -70,13 +70,13 @@ def says(picture):
 def texts(picture, **attributes):
     """The texts with the given attributes, in the order of drawing."""
     wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
-    return [one.text for one in root(picture).iter(f"{SVG}text") if wanted.items() <= one.attrib.items()]
+    return [element.text for element in root(picture).iter(f"{SVG}text") if wanted.items() <= element.attrib.items()]
 
 
 def bars(picture, colour):
     """(x, width) of the bars of one colour, from top to bottom, without the legend's."""
-    rects = [one.attrib for one in root(picture).iter(f"{SVG}rect") if one.get("fill") == colour]
-    return [(float(one["x"]), float(one["width"])) for one in rects if one["height"] != "12.00"]
+    rects = [element.attrib for element in root(picture).iter(f"{SVG}rect") if element.get("fill") == colour]
+    return [(float(rect["x"]), float(rect["width"])) for rect in rects if rect["height"] != "12.00"]
 
 
 # --- numbers
@@ -253,7 +253,7 @@ def test_times_have_value_labels_and_missing_ones_no_bar():
     # Bars start at zero, so that lengths can be compared; the dashed line at 1 is visible however short the bars.
     short = time_picture([row("JAX", "a", 1, time=0.5)])
     ((start, width),) = bars(short, PURPLE)
-    dashed = next(one for one in root(short).iter(f"{SVG}path") if one.get("stroke-dasharray"))
+    dashed = next(path for path in root(short).iter(f"{SVG}path") if path.get("stroke-dasharray"))
     assert float(dashed.get("d").split()[0][1:]) == pytest.approx(start + 2 * width, abs=0.02) and start + 2 * width < 1000
 
 
@@ -274,14 +274,18 @@ def test_trade_off_draws_the_measured_points_only():
 
 
 def test_hollow_points_have_residuals_on_the_host():
-    marks = [one.get("fill") for one in root(trade_off_picture(ROWS)).iter(f"{SVG}polygon") if one.get("stroke") == VERMILLION]
+    marks = [
+        polygon.get("fill")
+        for polygon in root(trade_off_picture(ROWS)).iter(f"{SVG}polygon")
+        if polygon.get("stroke") == VERMILLION
+    ]
     assert marks == [VERMILLION, VERMILLION, "#ffffff", VERMILLION]  # three points and the key
 
 
 def test_coincident_points_get_separate_labels_and_a_full_area_still_one_each():
     boxes = place_labels([(50, 50)] * 4, [(30, 10)] * 4, (0, 0, 200, 100))
-    for one, other in combinations(boxes, 2):
-        assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+    for first, second in combinations(boxes, 2):
+        assert first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
     assert len(place_labels([(5, 5)] * 9, [(30, 10)] * 9, (0, 0, 10, 10))) == 9
 
 

@@ -23,15 +23,15 @@ def drawn(*panels):
 
 
 def texts(root):
-    return [one.text for one in root.iter(f"{SVG}text")]
+    return [text.text for text in root.iter(f"{SVG}text")]
 
 
 def test_lines_are_joined_and_points_are_marked_at_the_same_places():
     root = drawn(PANEL)
-    dashed = [one for one in root.iter(f"{SVG}path") if one.get("stroke-dasharray")]
-    assert [one.get("stroke") for one in dashed] == [INK, INK]  # the line and its key
-    marks = [(one.get("cx"), one.get("cy")) for one in root.iter(f"{SVG}circle")]
-    joined = next(one.get("d") for one in root.iter(f"{SVG}path") if one.get("stroke") == VERMILLION)
+    dashed = [path for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
+    assert [path.get("stroke") for path in dashed] == [INK, INK]  # the line and its key
+    marks = [(circle.get("cx"), circle.get("cy")) for circle in root.iter(f"{SVG}circle")]
+    joined = next(path.get("d") for path in root.iter(f"{SVG}path") if path.get("stroke") == VERMILLION)
     assert len(marks) == 3 and joined == "M" + "L".join(" ".join(place) for place in marks[:2])
     assert {"claim", "measured", "Work", "layers", "share"} <= set(texts(root))
 
@@ -39,7 +39,7 @@ def test_lines_are_joined_and_points_are_marked_at_the_same_places():
 def test_values_are_where_the_ticks_say():
     """4, 8 and 16 are equally spaced, and the point of 25 % is a quarter of the way from 0 % to 100 %."""
     root = drawn(PANEL)
-    at = {one.text: (float(one.get("x")), float(one.get("y"))) for one in root.iter(f"{SVG}text")}
+    at = {text.text: (float(text.get("x")), float(text.get("y"))) for text in root.iter(f"{SVG}text")}
     assert at["8"][0] - at["4"][0] == pytest.approx(at["16"][0] - at["8"][0], abs=0.02)
     first = next(iter(root.iter(f"{SVG}circle")))
     share = (at["0%"][1] - float(first.get("cy")) - 4.5) / (at["0%"][1] - at["100%"][1])
@@ -53,7 +53,7 @@ def test_ticks_are_written_plainly():
 
 def test_panels_stand_side_by_side():
     root = drawn(PANEL, Panel("Other", "x", "y", [RESULT], binary_y=True))
-    at = {one.text: float(one.get("x")) for one in root.iter(f"{SVG}text")}
+    at = {text.text: float(text.get("x")) for text in root.iter(f"{SVG}text")}
     assert at["Other"] - at["Work"] == 500 and "0.25" in texts(root)
 
 
@@ -62,15 +62,15 @@ def test_names_cover_neither_names_nor_points_nor_lines():
     names = ["off", "checkpoint", "the same", "again", "off", "a name that is long"]
     line = sorted(points)
     root = drawn(Panel("t", "x", "y", [Series("a", INK, line, points, names=names)]))
-    joined = next(one.get("d") for one in root.iter(f"{SVG}path") if one.get("stroke") == INK)
+    joined = next(path.get("d") for path in root.iter(f"{SVG}path") if path.get("stroke") == INK)
     corners = [tuple(map(float, corner.split())) for corner in joined[1:].split("L")]
     marks = [((1 - at) * a + at * c, (1 - at) * b + at * d) for (a, b), (c, d) in pairwise(corners) for at in EIGHTHS]
     boxes = []
-    for one in root.iter(f"{SVG}text"):
-        if one.text in names and one.get("font-size") == "12":
-            left, bottom = float(one.get("x")), float(one.get("y"))
-            boxes.append((left, bottom - 10, left + text_width(one.text, 12), bottom + 2))
-    marks += [(float(one.get("cx")), float(one.get("cy"))) for one in root.iter(f"{SVG}circle")]
+    for text in root.iter(f"{SVG}text"):
+        if text.text in names and text.get("font-size") == "12":
+            left, bottom = float(text.get("x")), float(text.get("y"))
+            boxes.append((left, bottom - 10, left + text_width(text.text, 12), bottom + 2))
+    marks += [(float(circle.get("cx")), float(circle.get("cy"))) for circle in root.iter(f"{SVG}circle")]
     assert len(boxes) == 6 and len(marks) == 5 * 8 + 7
     assert [(a, b) for a, b in combinations(boxes, 2) if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]] == []
     assert [(box, x) for box in boxes for x, y in marks if box[0] < x < box[2] and box[1] < y < box[3]] == []

@@ -64,9 +64,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tab(browser: Browser, file: Path) -> Tab:
-    found = browser.open(file)
-    prefer(found, "light")
-    return found
+    opened = browser.open(file)
+    prefer(opened, "light")
+    return opened
 
 
 def prefer(tab: Tab, scheme: str) -> None:
@@ -139,7 +139,10 @@ def test_light_and_dark_follow_the_system_and_the_switch(tab: Tab) -> None:
     light = colours(tab)
     prefer(tab, "dark")
     dark = colours(tab)
-    assert all(one != other for one, other in zip(light, dark, strict=True)) and light[0] == "rgb(255, 255, 255)"
+    assert (
+        all(light_colour != dark_colour for light_colour, dark_colour in zip(light, dark, strict=True))
+        and light[0] == "rgb(255, 255, 255)"
+    )
     tab.click("[name=theme]", nth=1)
     assert colours(tab) == light
     prefer(tab, "light")
@@ -154,7 +157,7 @@ def test_every_text_stands_out_from_what_is_behind_it(tab: Tab, scheme: str) -> 
     prefer(tab, scheme)
     contrasts = tab.value(CONTRASTS)
     # WCAG 2.2's least contrast at level AA for text of this size (1.4.3).
-    assert [one for one in contrasts if one[0] < 4.5] == [] and len(contrasts) > 200
+    assert [contrast for contrast in contrasts if contrast[0] < 4.5] == [] and len(contrasts) > 200
 
 
 def test_it_asks_nobody_and_its_console_is_empty(tab: Tab, file: Path) -> None:
@@ -168,7 +171,7 @@ def test_it_asks_nobody_and_its_console_is_empty(tab: Tab, file: Path) -> None:
 def test_the_policies_sort_by_their_bytes(tab: Tab) -> None:
     tab.click("#policies-table th button", nth=1)
     sizes = tab.value("[...document.querySelectorAll('#policies-table tbody tr')].map(row => +row.cells[1].dataset.value)")
-    assert sizes == sorted(rj.measure(JOB, one, "cpu").device_bytes for one in (*POLICIES, dict(PLAN.policies)))
+    assert sizes == sorted(rj.measure(JOB, policy, "cpu").device_bytes for policy in (*POLICIES, dict(PLAN.policies)))
     # Another table is left as it is.
     assert tab.value("document.querySelector('#rows th').ariaSort") == "none"
 
@@ -187,14 +190,14 @@ def test_a_small_window_scrolls_in_one_direction_only(tab: Tab) -> None:
 
 def test_a_screen_reader_is_told_what_things_are(tab: Tab) -> None:
     tab.send("Accessibility.enable")
-    nodes = [one for one in tab.send("Accessibility.getFullAXTree")["nodes"] if not one["ignored"]]
-    named = {(one["role"]["value"], one.get("name", {}).get("value", "")) for one in nodes}
+    nodes = [node for node in tab.send("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
+    named = {(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes}
     for role in ("button", "checkbox", "image", "link", "radio", "region", "searchbox", "slider", "table"):
         mine = [name for kind, name in named if kind == role]
         assert mine and (role == "table" or all(mine)), role
     assert ("slider", "Way to run the step") in named and ("navigation", "sections") in named
     assert any(role == "image" and name.startswith("full: ") and "A arguments and results" in name for role, name in named)
-    levels = [int(one["properties"][0]["value"]["value"]) for one in nodes if one["role"]["value"] == "heading"]
+    levels = [int(node["properties"][0]["value"]["value"]) for node in nodes if node["role"]["value"] == "heading"]
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
 
@@ -202,7 +205,7 @@ def test_a_screen_reader_is_told_what_things_are(tab: Tab) -> None:
 def test_a_small_bar_can_be_read_in_shares_of_itself(tab: Tab) -> None:
     widths = "bar => [...bar.querySelectorAll('rect:has(title)')].map(one => one.getBoundingClientRect().width)"
     bars = tab.value(f"[...document.querySelectorAll('#modules .broad g[role=img]')].map({widths})")
-    kept = [rj.residuals(JOB, one).device_bytes for one in ("everything", *POLICIES[1:], dict(PLAN.policies))]
+    kept = [rj.residuals(JOB, policy).device_bytes for policy in ("everything", *POLICIES[1:], dict(PLAN.policies))]
     lengths, shares = ([sum(bar) for bar in panel] for panel in (bars[: len(kept)], bars[len(kept) :]))
     scale = max(lengths) / max(kept)
     assert lengths == pytest.approx([scale * size for size in kept], abs=1)
@@ -227,4 +230,4 @@ def test_a_page_with_a_wrong_figure_is_seen_to_be_wrong(browser: Browser, file: 
     assert figures(browser.open(broken))["device memory"] == "1.0 MiB"
     broken.write_text(text.replace("<main>", "<main><script src='http://127.0.0.1:9/missing.js'></script>"), encoding="utf-8")
     tab = browser.open(broken)
-    assert len(tab.requests) == 2 and any("ERR_" in one for one in tab.console)
+    assert len(tab.requests) == 2 and any("ERR_" in line for line in tab.console)

@@ -29,19 +29,21 @@ MEMORY = {
 
 def bars(picture):
     """(x, y, width, colour, tooltip) of every bar, without the legend."""
-    rects = [one for one in ElementTree.fromstring(picture.svg()).iter(f"{SVG}rect") if len(one)]
-    return [(float(one.get("x")), float(one.get("y")), float(one.get("width")), one.get("fill"), one[0].text) for one in rects]
+    rects = [rect for rect in ElementTree.fromstring(picture.svg()).iter(f"{SVG}rect") if len(rect)]
+    return [
+        (float(rect.get("x")), float(rect.get("y")), float(rect.get("width")), rect.get("fill"), rect[0].text) for rect in rects
+    ]
 
 
 def hatched(picture):
     """The tooltips of the hatched bars; the stripes follow their bar."""
-    found, tooltip = [], None
+    tooltips, tooltip = [], None
     for element in ElementTree.fromstring(picture.svg()).iter():
         if element.tag in (f"{SVG}rect", f"{SVG}title"):
             tooltip = element.text
         elif element.get("class") == "hatch":
-            found.append(tooltip)
-    return found
+            tooltips.append(tooltip)
+    return tooltips
 
 
 def test_every_byte_is_in_one_part_and_layers_are_together():
@@ -87,19 +89,19 @@ def test_only_a_number_that_differs_is_a_layer_and_only_the_outermost():
 
 def test_the_panels_show_bytes_and_shares():
     picture = module_memory_figure(MEMORY, "net on h200")
-    texts = [one.text for one in ElementTree.fromstring(picture.svg()).iter(f"{SVG}text")]
+    texts = [text.text for text in ElementTree.fromstring(picture.svg()).iter(f"{SVG}text")]
     assert texts[0] == "net on h200" and [text for text in texts if text in MEMORY] == ["off", "full"]
     assert {"on the device at the peak, MiB", "of each bar, %"} <= set(texts)
     whole = bars(picture)
-    left, right = ([one for one in whole if (one[0] > 520) == is_right] for is_right in (False, True))
+    left, right = ([bar for bar in whole if (bar[0] > 520) == is_right] for is_right in (False, True))
     per_mib = left[0][2] / 96
-    tops = sorted({one[1] for one in whole})
-    assert sum(one[2] for one in left if one[1] == tops[0]) == pytest.approx(113 * per_mib, abs=0.1)
-    assert sum(one[2] for one in left if one[1] == tops[1]) == pytest.approx(15 * per_mib, abs=0.1)
-    sums = [sum(one[2] for one in right if one[1] == top) for top in tops]
+    tops = sorted({bar[1] for bar in whole})
+    assert sum(bar[2] for bar in left if bar[1] == tops[0]) == pytest.approx(113 * per_mib, abs=0.1)
+    assert sum(bar[2] for bar in left if bar[1] == tops[1]) == pytest.approx(15 * per_mib, abs=0.1)
+    sums = [sum(bar[2] for bar in right if bar[1] == top) for top in tops]
     assert sums[0] == pytest.approx(sums[1], abs=0.1) and sums[0] > 400
     # Recomputed in the bar of `full`: hatched in the colour of what `off` keeps.
-    kept, again = left[0], next(one for one in left if one[1] == tops[1])
+    kept, again = left[0], next(bar for bar in left if bar[1] == tops[1])
     assert kept[4] == "off: A block_*/up, kept 96.0 MiB, 85.0 % (100,663,296 bytes)"
     assert again[4] == "full: A block_*/up, working set 8.0 MiB, 53.3 % (8,388,608 bytes)"
     assert kept[3] == again[3] and again[4] in hatched(picture) and kept[4] not in hatched(picture)
@@ -114,10 +116,10 @@ def test_the_legend_is_inside_the_picture_also_with_long_names():
     path = "a/very_long_name_of_a_module/inside_another_long_name_of_a_module"
     memory = {"off": {(f"{path}/{index * 'x'}y", "forward"): index + 1 for index in range(9)}}
     picture = module_memory_figure(memory, "long")
-    keys = [one for one in ElementTree.fromstring(picture.svg()).iter(f"{SVG}text") if one.get("font-size") == "12"]
-    assert len(keys) == 8 and len({one.get("y") for one in keys}) > 1
-    assert all(float(one.get("x")) + text_width(one.text, 12) <= 1000 for one in keys)
-    assert all(float(one.get("y")) < picture.height for one in keys)
+    keys = [text for text in ElementTree.fromstring(picture.svg()).iter(f"{SVG}text") if text.get("font-size") == "12"]
+    assert len(keys) == 8 and len({key.get("y") for key in keys}) > 1
+    assert all(float(key.get("x")) + text_width(key.text, 12) <= 1000 for key in keys)
+    assert all(float(key.get("y")) < picture.height for key in keys)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_every_variable_is_carried_once_and_comes_back(model: str, names: str, s
     _, config, rules = MODELS[model]
     variables = numbered(shapes(model, scan))
     tensors = porting.to_torch(variables, rules(config, scan, names), numpy=True)
-    tied = {other.text for _, other in rules(config, scan, names).ties}
+    tied = {second.text for _, second in rules(config, scan, names).ties}
     carried = np.concatenate([tensor.ravel() for name, tensor in tensors.items() if name not in tied])
     assert np.array_equal(np.sort(carried), np.arange(carried.size))
     assert carried.size == sum(leaf.size for leaf in jax.tree.leaves(variables))
@@ -140,8 +140,8 @@ def test_a_checkpoint_keeps_paligemmas_embedding_under_either_name() -> None:
     config, rules = MODELS["pi0"][1], pi0_rules.rules(MODELS["pi0"][1], True, "openpi_pytorch")
     variables = numbered(shapes("pi0", True))
     tensors = porting.to_torch(variables, rules, numpy=True)
-    ((one, other),) = rules.ties
-    for name in (one.text, other.text):
+    ((first, second),) = rules.ties
+    for name in (first.text, second.text):
         kept = {each: tensor for each, tensor in tensors.items() if each != name}
         back = porting.from_torch(kept, shapes("pi0", True), pi0_rules.rules(config, True, "openpi_pytorch"))
         assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(variables)))

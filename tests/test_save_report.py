@@ -39,13 +39,13 @@ class Tables(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
-        if found.get("role") == "region":
-            self._rows = self.tables.setdefault(found["aria-label"], [])
+        by_name = dict(attributes)
+        if by_name.get("role") == "region":
+            self._rows = self.tables.setdefault(by_name["aria-label"], [])
         elif tag == "tr" and self._rows is not None:
             self._rows.append([])
         elif tag in ("td", "th") and self._rows is not None:
-            self._cell = [found.get("data-value"), ""]
+            self._cell = [by_name.get("data-value"), ""]
             self._rows[-1].append(self._cell)
 
     def handle_endtag(self, tag):
@@ -123,7 +123,7 @@ def test_the_plan_and_its_frontier_are_in_it(page):
     assert '<input id="at" type="range" min="0" max="2" step="1" value="1">' in page and "the budget (6.0 MiB)" in page
     rows = Tables(page).tables["the frontier"][1:]
     assert [(int(row[0][0]), int(row[1][0]), float(row[2][0])) for row in rows] == [
-        (one.device_bytes, one.host_bytes, one.seconds) for one in PLAN.frontier
+        (point.device_bytes, point.host_bytes, point.seconds) for point in PLAN.frontier
     ]
     assert [row[4][1] for row in rows] == ["within", "within", "over"]
     # A predicted named policy that this page compiled is shown as compiled; one that was not compiled stays predicted.
@@ -179,16 +179,16 @@ def squares():
 
 
 def test_usual_policies_without_effect_are_left_out_and_the_page_says_why(tmp_path):
-    found = gather(squares(), target="cpu")
-    assert [one.name for one in found.policies] == ["off", "full"]
-    assert list(found.left_out) == [
+    report = gather(squares(), target="cpu")
+    assert [policy.name for policy in report.policies] == ["off", "full"]
+    assert list(report.left_out) == [
         "dots",
         "dots_with_no_batch_dims",
         "offload_inputs",
         "offload_dot_with_no_batch_dims",
     ]
-    assert "matches no residual" in found.left_out["dots"]
-    assert any(note.startswith("Left out: dots: ") for note in notes(found))
+    assert "matches no residual" in report.left_out["dots"]
+    assert any(note.startswith("Left out: dots: ") for note in notes(report))
     with pytest.raises(errors.NoEffectError, match="dots"):
         rj.save_report(tmp_path / "report.html", squares(), ["off", "dots"], "cpu")
 
@@ -198,44 +198,44 @@ def test_traps_and_what_offload_did_are_told():
     nested = rj.Workload(
         jax.checkpoint(inside.loss), inside.params, inside.batch, MlpLayer, name="nested", own_checkpoints="keep"
     )
-    found = gather(nested, ["full"], "cpu")
-    (trap,) = findings(found.policies)
+    report = gather(nested, ["full"], "cpu")
+    (trap,) = findings(report.policies)
     assert (trap.name, trap.under) == ("nested_checkpoint", "full") and "Remove the outer checkpoint" in trap.remedy
-    assert cell(found, 0, "traps") == 1 and "Known traps: 1, each with its remedy below." in summary(found)
-    found = gather(inside, ["offload_inputs"], "cpu")
+    assert cell(report, 0, "traps") == 1 and "Known traps: 1, each with its remedy below." in summary(report)
+    report = gather(inside, ["offload_inputs"], "cpu")
     offered = rj.residuals(inside, "offload_inputs").host_bytes
-    ((policy, *sizes, _),) = offload_rows(found.policies)
-    assert offered > 0 and (policy, *sizes[:2]) == ("offload_inputs", offered, 0) and cell(found, 0, "step") is None
-    warning, *_ = warnings(found.policies)
+    ((policy, *sizes, _),) = offload_rows(report.policies)
+    assert offered > 0 and (policy, *sizes[:2]) == ("offload_inputs", offered, 0) and cell(report, 0, "step") is None
+    warning, *_ = warnings(report.policies)
     assert warning.under == "offload_inputs" and "a CPU has one memory" in warning.problem
-    assert any("No time is estimated for offload_inputs" in note for note in notes(found))
+    assert any("No time is estimated for offload_inputs" in note for note in notes(report))
 
 
 def test_what_is_miscompiled_is_not_called_the_fastest():
-    found = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
-    off, full, planned = found.policies
-    assert "The fastest policy within the budget (1.0 TiB) is full:" in summary(found)[1]
+    report = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
+    off, full, planned = report.policies
+    assert "The fastest policy within the budget (1.0 TiB) is full:" in summary(report)[1]
     wrong = Finding("miscompiled_offload", "off", "", "gradients are wrong", "unroll the layers")
-    found.policies[1] = replace(full, diagnosis=replace(full.diagnosis, findings=(wrong,)))
-    assert "The fastest policy within the budget (1.0 TiB) is off:" in summary(found)[1]
-    found.policies[:] = [replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,))), planned]
-    assert summary(found)[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
+    report.policies[1] = replace(full, diagnosis=replace(full.diagnosis, findings=(wrong,)))
+    assert "The fastest policy within the budget (1.0 TiB) is off:" in summary(report)[1]
+    report.policies[:] = [replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,))), planned]
+    assert summary(report)[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
     # The plan's own host budget applies to the other policies.
     away = replace(full, memory=replace(full.memory, host_bytes=2))
-    found.policies[1:] = [away, planned]
+    report.policies[1:] = [away, planned]
     for host_budget, fits in ((2, "yes"), (1, "no")):
-        assert cell(replace(found, plan=plan_for(JOB, budget=2**40, host_budget=host_budget)), 1, "fits") == fits
+        assert cell(replace(report, plan=plan_for(JOB, budget=2**40, host_budget=host_budget)), 1, "fits") == fits
 
 
 def test_a_named_policy_that_beats_the_plan_is_named_where_the_times_can_be_compared():
-    found = gather(JOB, ["full"], "cpu")
-    (full,), described = found.policies, found.described
+    report = gather(JOB, ["full"], "cpu")
+    (full,), described = report.policies, report.described
     base = described.base_seconds + keeping_seconds(described)
     slow = plan_for(JOB, budget=2**40, base_seconds=base, seconds=2 * full.seconds)
     sentence = "Compiled for this page, these policies fit and are estimated to be faster than the plan: full."
-    assert sentence in summary(replace(found, plan=slow))
-    assert sentence not in summary(replace(found, plan=replace(slow, seconds=full.seconds)))
-    elsewhere = replace(found, plan=replace(slow, base_seconds=2 * base))
+    assert sentence in summary(replace(report, plan=slow))
+    assert sentence not in summary(replace(report, plan=replace(slow, seconds=full.seconds)))
+    elsewhere = replace(report, plan=replace(slow, base_seconds=2 * base))
     assert sentence not in summary(elsewhere) and any("or with different rates" in note for note in notes(elsewhere))
 
 
@@ -246,8 +246,8 @@ def test_one_usual_policy_that_the_compiler_refuses_does_not_end_the_report(monk
         return measure_many(workload, policies, *rest)
 
     monkeypatch.setattr(compared, "measure_many", refusing)
-    found = gather(squares(), target="cpu")
-    assert [one.name for one in found.policies] == ["off"] and found.left_out["full"] == "full: out of memory"
+    report = gather(squares(), target="cpu")
+    assert [policy.name for policy in report.policies] == ["off"] and report.left_out["full"] == "full: out of memory"
     with pytest.raises(errors.CompileError):
         gather(squares(), ["off", "full"], "cpu")
 
@@ -295,9 +295,9 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path, monkeypatch, cha
 
 
 def test_blocks_that_are_never_called_are_an_error(tmp_path):
-    other = rj.Workload(JOB.loss, JOB.params, JOB.batch, nn.LSTMCell, name="other")
+    workload = rj.Workload(JOB.loss, JOB.params, JOB.batch, nn.LSTMCell, name="other")
     with pytest.raises(errors.BlockError, match="LSTMCell"):
-        rj.save_report(tmp_path / "report.html", other, ["off"], "cpu")
+        rj.save_report(tmp_path / "report.html", workload, ["off"], "cpu")
 
 
 def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
@@ -318,20 +318,20 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
 def test_policies_of_all_kinds_are_taken_and_told_apart():
     dots, none = jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable
     wrapped = [lambda *args, **kwargs: dots(*args, **kwargs), lambda *args, **kwargs: none(*args, **kwargs)]
-    found = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}], "cpu").policies
-    assert [one.name for one in found] == ["<lambda>", "<lambda> (2)", "1 × full | 2 × dots", "MlpLayer: off"]
+    policies = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}], "cpu").policies
+    assert [policy.name for policy in policies] == ["<lambda>", "<lambda> (2)", "1 × full | 2 × dots", "MlpLayer: off"]
     # A function's policy is unknown before tracing, so its time is unknown; the others are priced layer by layer.
     full, off = rj.measure(JOB, "full", "cpu"), rj.measure(JOB, "off", "cpu")
-    assert [one.seconds is None for one in found] == [True, True, False, False]
-    assert found[1].memory.device_bytes == full.device_bytes and found[3].memory.device_bytes == off.device_bytes
-    assert found[2].recompute_flops == 2 * 2048 * 32 * 128 and found[3].extra_seconds == 0
+    assert [policy.seconds is None for policy in policies] == [True, True, False, False]
+    assert policies[1].memory.device_bytes == full.device_bytes and policies[3].memory.device_bytes == off.device_bytes
+    assert policies[2].recompute_flops == 2 * 2048 * 32 * 128 and policies[3].extra_seconds == 0
 
 
 def test_progress_is_told():
-    told = []
-    gather(squares(), ["full"], "cpu", progress=lambda *said: told.append(said))
-    assert [said[0].partition(":")[0] for said in told] == ["squares", "compiled full for cpu", "looking for traps under full"]
-    assert [said[1:] for said in told] == [(0, 1), (1, 1), (0, 1)]
+    steps = []
+    gather(squares(), ["full"], "cpu", progress=lambda *said: steps.append(said))
+    assert [said[0].partition(":")[0] for said in steps] == ["squares", "compiled full for cpu", "looking for traps under full"]
+    assert [said[1:] for said in steps] == [(0, 1), (1, 1), (0, 1)]
 
 
 # --- the command line --------------------------------------------------------------------------------------------------

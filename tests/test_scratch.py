@@ -50,7 +50,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(parent: Path) -> None:
     alive, killed = (subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True) for _ in range(2))
-    held, left = (Path(one.stdout.readline().strip()) for one in (alive, killed) if one.stdout)
+    held, left = (Path(child.stdout.readline().strip()) for child in (alive, killed) if child.stdout)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     others = [parent / name for name in ("remat_jax_results", "remat_jax_compile_new")]
@@ -58,8 +58,8 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(parent: Path) ->
     for folder in (held, left, *others, unlocked):
         folder.mkdir(exist_ok=True)
         os.utime(folder, (1, 1) if folder in (others[0], unlocked) else (now - 10, now - 10))
-    with process.scratch() as own:
-        assert set(parent.iterdir()) == {held, own, *others} and own.is_dir()
+    with process.scratch() as scratch:
+        assert set(parent.iterdir()) == {held, scratch, *others} and scratch.is_dir()
     assert set(parent.iterdir()) == {held, *others}
     alive.terminate()
     alive.communicate()

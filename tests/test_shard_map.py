@@ -24,9 +24,9 @@ def test_gradients_inside_shard_map_are_those_of_one_device(results, case, polic
     alone = {name.rpartition("/")[2]: value for name, value in results.items() if name.startswith(f"{case}/alone/")}
     assert len(alone) == (4 if case == "scanned" else 4 * LAYERS)
     for place, expected in alone.items():
-        found = results[f"{case}/{policy}/{place}"]
-        assert found.dtype == np.float64 and np.abs(expected).max() > 1e-3
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+        gradient = results[f"{case}/{policy}/{place}"]
+        assert gradient.dtype == np.float64 and np.abs(expected).max() > 1e-3
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("case", ["inside", "constraint True", "constraint False"])
@@ -36,7 +36,7 @@ def test_offload_on_several_devices_without_jit_says_what_to_do(results, case):
 
 def test_offload_with_a_sharding_constraint_works_under_jit(results):
     for place in range(4):
-        within, between = (results[f"constraint {one}/{place}"] for one in (True, False))
+        within, between = (results[f"constraint {is_within}/{place}"] for is_within in (True, False))
         assert np.abs(within).max() > 1e-3
         np.testing.assert_allclose(within, between, rtol=0, atol=1e-12 * np.abs(within).max())
 
@@ -46,7 +46,7 @@ def workloads():
     mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
     params, of_blocks, alone, divided = losses("scanned", mesh)
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.float32)
-    shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, jnp.float32), params)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
     return tuple(rj.Workload(loss, shapes, (x,), of_blocks) for loss in (alone, divided))
 
 

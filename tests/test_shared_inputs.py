@@ -122,7 +122,7 @@ def scans_offload(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def totals(job: rj.Workload, policy: Any) -> tuple[int, list[tuple[int, int | None]]]:
     table = rj.residuals(job, policy)
-    return table.host_bytes, [(one.bytes, one.blocks) for one in table.shared]
+    return table.host_bytes, [(array.bytes, array.blocks) for array in table.shared]
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def totals(job: rj.Workload, policy: Any) -> tuple[int, list[tuple[int, int | No
 def test_a_mask_that_all_layers_read_is_kept_once_and_their_own_inputs_leave(policy: str) -> None:
     table = rj.residuals(workload(Encoder()), policy)
     assert table.host_bytes == (2 if "full" in policy else 3) * X
-    assert [(one.bytes, one.blocks) for one in table.shared] == [(MASK, LAYERS)]
+    assert [(array.bytes, array.blocks) for array in table.shared] == [(MASK, LAYERS)]
     masks = [
         row for row in table if row.shape == (BATCH, TOKENS, TOKENS) and row.dtype == "float32" and row.action != "recompute"
     ]
@@ -143,7 +143,7 @@ def test_a_decoder_that_reads_an_encoders_output() -> None:
     table = rj.residuals(workload(Translator()), "offload_inputs")
     # The encoder's own inputs, and the decoder's; the encoder's output and both masks stay.
     assert table.host_bytes == 2 * LAYERS * X
-    assert [(one.bytes, one.blocks) for one in table.shared] == [(MASK, 3), (MASK, 3), (STATES, 3)]
+    assert [(array.bytes, array.blocks) for array in table.shared] == [(MASK, 3), (MASK, 3), (STATES, 3)]
     assert "decoder_0:input#2, 160 B read by 3 blocks, stays on the device" in str(table)
 
 
@@ -217,7 +217,7 @@ def test_where_all_that_a_policy_offloads_is_shared_the_receipt_says_so() -> Non
     receipt = rj.measure(job, "offload: *:input#1").receipt
     assert receipt is not None and receipt.offered_bytes == 0
     assert receipt.warnings[0].startswith("the policy offloads nothing that the backward pass reads; inputs that several")
-    assert [(one.bytes, one.blocks) for one in receipt.shared] == [(MASK, LAYERS)]
+    assert [(array.bytes, array.blocks) for array in receipt.shared] == [(MASK, LAYERS)]
     printed = str(rj.measure(job, "offload_inputs"))
     assert "stays on the device" in printed and "200 B read by 3 blocks" in printed
 

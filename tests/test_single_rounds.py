@@ -83,8 +83,8 @@ def test_a_scan_of_one_round_in_a_loop_is_in_a_loop() -> None:
     def rounds(kernels: Any, x: Any) -> Any:
         return jax.lax.scan(lambda x, kernels: (stack(kernels, x), None), x, kernels)[0].sum()
 
-    found = [barriers("2 x full", rounds, values(*shape, 4, 3), values(2, 4)) for shape in ((2, 1), (1, 2))]
-    assert [set(flags) for flags in found] == [{False}, {False}]
+    by_shape = [barriers("2 x full", rounds, values(*shape, 4, 3), values(2, 4)) for shape in ((2, 1), (1, 2))]
+    assert [set(flags) for flags in by_shape] == [{False}, {False}]
     assert set(barriers("1 x full", rounds, values(1, 1, 4, 3), values(2, 4))) == {True}
 
 

@@ -54,7 +54,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     loaded = re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=\"?([^\s\">]+)", html_of(site))
-    assert len(loaded) > 100 and [one for one in loaded if re.match(r"(?:https?:)?//", one)] == []
+    assert len(loaded) > 100 and [link for link in loaded if re.match(r"(?:https?:)?//", link)] == []
     styles = "".join(sheet.read_text() for sheet in site.rglob("*.css"))
     assert re.findall(r"(?:url\([\"']?|@import [\"'])(?:https?:)?//[^)\"']*", styles) == []
     assert (site / "search" / "search_index.json").stat().st_size > 100_000
@@ -75,4 +75,4 @@ def test_a_page_asks_for_its_own_files_only(site: Path) -> None:
     with Browser() as browser:
         tab = browser.open(site / "index.html")
         assert len(tab.requests) > 3 and tab.errors == []
-        assert [one for one in tab.requests if not one.startswith((site.as_uri(), "data:", "blob:"))] == []
+        assert [url for url in tab.requests if not url.startswith((site.as_uri(), "data:", "blob:"))] == []

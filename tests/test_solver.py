@@ -21,7 +21,7 @@ LLAMA = json.loads((Path(__file__).parent / "vectors" / "llama8b_layer.json").re
 
 def llama(**changed):
     """32 layers of 25 residuals, as they were traced."""
-    residuals = tuple(ResidualCosts(**{**one, "parents": tuple(one["parents"])}) for one in LLAMA["residuals"])
+    residuals = tuple(ResidualCosts(**{**residual, "parents": tuple(residual["parents"])}) for residual in LLAMA["residuals"])
     layer = Block("layer", residuals, repeats=LLAMA["repeats"], **LLAMA["block"])
     return Stack((replace(layer, **changed),), None, LLAMA["fixed_bytes"])
 
@@ -32,7 +32,7 @@ def drawn(draw):
     for kind in range(draw.randint(1, 3)):
         count, residuals = draw.randint(1, 6), []
         for index in range(count):
-            parents = tuple(f"r{other}" for other in range(index) if draw.random() < 0.35)
+            parents = tuple(f"r{earlier}" for earlier in range(index) if draw.random() < 0.35)
             seconds = draw.choice([0.1, 0.5, 1.0, 3.0]) * draw.uniform(0.5, 1.5) if index else None
             size = draw.choice([1.0, 2.0, 8.0, 30.0]) * draw.uniform(0.5, 1.5)
             needed = index == 0 or draw.random() < 0.8
@@ -54,7 +54,7 @@ def with_traffic(stack, draw):
     def kept(block):
         kept_seconds = [draw.choice([0.0, 0.1, 1.0]) for _ in block.residuals]
         pairs = zip(block.residuals, kept_seconds, strict=True)
-        return replace(block, residuals=tuple(replace(one, kept_seconds=seconds) for one, seconds in pairs))
+        return replace(block, residuals=tuple(replace(residual, kept_seconds=seconds) for residual, seconds in pairs))
 
     link = None if stack.link is None else replace(stack.link, memory_bytes_per_s=100.0)
     return replace(stack, blocks=tuple(map(kept, stack.blocks)), link=link)
@@ -63,7 +63,7 @@ def with_traffic(stack, draw):
 @pytest.fixture(scope="module")
 def beside_the_exact():
     """For 500 random stacks, each at one budget: the plan, the exact programme's plan, and the stack."""
-    found = []
+    cases = []
     for seed in range(500):
         draw = random.Random(seed)
         stack, host = drawn(draw)
@@ -80,8 +80,8 @@ def beside_the_exact():
             plan = solver.plan(budget, host)
             assert verify(executable(stack, plan.policies)).peak_bytes <= budget * (1 + 1e-9)
             assert plan.host_bytes <= host * (1 + 1e-9)
-            found.append((plan, solve_counts(stack, budget, host, most_policies=3), stack))
-    return found
+            cases.append((plan, solve_counts(stack, budget, host, most_policies=3), stack))
+    return cases
 
 
 def test_500_random_stacks_are_planned_as_the_exact_programme_plans_them(beside_the_exact):
@@ -101,7 +101,7 @@ def test_no_kind_follows_more_policies_than_may_be():
     stack = llama()
     for most in (1, 2, 3):
         plan = solve(stack, 200e9, most_policies=most)
-        assert len({one.choices for one in plan.policies}) <= most and len(ranges(plan.policies)) <= most
+        assert len({policy.choices for policy in plan.policies}) <= most and len(ranges(plan.policies)) <= most
     with pytest.raises(PlanningError, match="most_policies=4; expected an integer, from 1 to 3"):
         solve(stack, 200e9, most_policies=4)
 
@@ -121,15 +121,15 @@ def test_a_llama_layer_at_twenty_budgets():
     plans = [solver.plan(budget) for budget in np.linspace(112e9, 375e9, 20)]
     for smaller, larger in zip(plans, plans[1:], strict=False):
         assert larger.extra_seconds <= smaller.extra_seconds * (1 + 1e-9)
-    assert max(one.seconds / one.lower_bound for one in plans) <= 1.01
-    bounds = [one.lower_bound - stack.base_seconds for one in plans]
-    near = [one.extra_seconds <= 1.013 * bound + 1e-5 for one, bound in zip(plans, bounds, strict=True)]
+    assert max(plan.seconds / plan.lower_bound for plan in plans) <= 1.01
+    bounds = [plan.lower_bound - stack.base_seconds for plan in plans]
+    near = [plan.extra_seconds <= 1.013 * bound + 1e-5 for plan, bound in zip(plans, bounds, strict=True)]
     assert sum(near) >= 18
 
 
 def test_one_layer_and_two_hundred():
-    one, many = (solve(llama(repeats=count), 1e15) for count in (1, 200))
-    assert one.extra_seconds == many.extra_seconds == 0 and len(many.policies) == 200
+    single, many = (solve(llama(repeats=count), 1e15) for count in (1, 200))
+    assert single.extra_seconds == many.extra_seconds == 0 and len(many.policies) == 200
     with pytest.raises(InfeasibleBudget, match="the least peak memory found is") as caught:
         solve(llama(repeats=200), 90e9)
     least = caught.value.least_bytes
@@ -140,7 +140,7 @@ def test_ten_kinds_of_blocks_share_the_memory():
     layer = llama().blocks[0]
     kinds = []
     for at in range(10):
-        larger = tuple(replace(one, bytes=one.bytes * (1 + at / 10)) for one in layer.residuals)
+        larger = tuple(replace(residual, bytes=residual.bytes * (1 + at / 10)) for residual in layer.residuals)
         kinds.append(replace(layer, name=f"kind{at}", repeats=4 + at, residuals=larger))
     stack = Stack(tuple(kinds), None, 85e9)
     solver = Solver(stack)

@@ -45,20 +45,20 @@ def random_block(draw, most, name="layer", **fixed):
 def every_policy(block, link):
     """Saved bytes, transient bytes, host bytes and extra seconds of all legal policies, one row each."""
     grid = np.indices((4,) * len(block.residuals), np.int8).reshape(len(block.residuals), -1).T
-    at = {one.name: index for index, one in enumerate(block.residuals)}
+    at = {residual.name: index for index, residual in enumerate(block.residuals)}
     legal = np.ones(len(grid), bool)
     sums = np.zeros((4, len(grid)))
-    for index, one in enumerate(block.residuals):
+    for index, residual in enumerate(block.residuals):
         does = [grid[:, index] == choice for choice in range(4)]
-        legal &= ~does[SAVE] | one.may_save
-        legal &= ~does[OFFLOAD] | (one.may_offload and link is not None)
-        legal &= ~does[RECOMPUTE] | (one.seconds is not None)
-        legal &= ~does[UNUSED] | (not one.needed)
-        for parent in one.parents:
+        legal &= ~does[SAVE] | residual.may_save
+        legal &= ~does[OFFLOAD] | (residual.may_offload and link is not None)
+        legal &= ~does[RECOMPUTE] | (residual.seconds is not None)
+        legal &= ~does[UNUSED] | (not residual.needed)
+        for parent in residual.parents:
             legal &= ~(does[RECOMPUTE] & (grid[:, at[parent]] == UNUSED))
         for choice, row in ((SAVE, 0), (OFFLOAD, 1), (RECOMPUTE, 2)):
-            sums[row] += one.bytes * does[choice]
-        sums[3] += (one.seconds or 0) * does[RECOMPUTE] + one.kept_seconds * (does[SAVE] | does[OFFLOAD])
+            sums[row] += residual.bytes * does[choice]
+        sums[3] += (residual.seconds or 0) * does[RECOMPUTE] + residual.kept_seconds * (does[SAVE] | does[OFFLOAD])
     saved, away, again, seconds = sums[:, legal]
     extra = seconds.copy()
     if link is not None:
@@ -76,15 +76,15 @@ def best(rows, budget, host_budget):
     return (float(fitting[:, 3].min()) if len(fitting) else None), (float(need.min()) if len(need) else None)
 
 
-def check(solve, stack, budget, host_budget, known, least):
-    if known is None:
+def check(solve, stack, budget, host_budget, best_seconds, least):
+    if best_seconds is None:
         with pytest.raises(InfeasibleBudget) as caught:
             solve(stack, budget, host_budget)
         assert caught.value.least_bytes == (None if least is None else pytest.approx(least))
         return
     plan = solve(stack, budget, host_budget)
-    assert known - 1e-9 <= plan.extra_seconds <= known * (1 + GAP) + 1e-9
-    assert plan.lower_bound <= plan.seconds <= plan.lower_bound + known * GAP + 1e-6
+    assert best_seconds - 1e-9 <= plan.extra_seconds <= best_seconds * (1 + GAP) + 1e-9
+    assert plan.lower_bound <= plan.seconds <= plan.lower_bound + best_seconds * GAP + 1e-6
     outcome = verify(plan)
     assert outcome.peak_bytes <= budget
     assert outcome.host_peak_bytes <= host_budget
@@ -151,14 +151,16 @@ def test_the_candidates_are_all_that_can_be_best(case):
     block = random_block(draw, 6)
     link = HostLink(draw.randint(1, 6), draw.randint(1, 6), draw.choice([0.0, 0.5, 1.0])) if case % 2 else None
     rows = every_policy(block, link)
-    found, complete = candidates(block, link)
+    policies, complete = candidates(block, link)
     assert complete
-    mine = np.array([[one.saved_bytes, one.transient_bytes, one.host_bytes, one.extra_seconds(link)] for one in found])
+    mine = np.array(
+        [[policy.saved_bytes, policy.transient_bytes, policy.host_bytes, policy.extra_seconds(link)] for policy in policies]
+    )
     for _ in range(50):
         prices = np.array([draw.random(), 0, draw.random(), 1])
         prices[1] = prices[0] * draw.random()
         assert (mine @ prices).min() == pytest.approx((rows @ prices).min())
-    assert len(found) <= len(rows)
+    assert len(policies) <= len(rows)
 
 
 @pytest.mark.parametrize("solve", [solve_blocks, solve_counts])

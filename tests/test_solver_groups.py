@@ -23,25 +23,25 @@ def chen(full_bytes: float) -> GroupedLayer:
 
 @pytest.mark.parametrize(("full_bytes", "layers"), [(17, 32), (17, 64), (1, 64)])
 def test_chen(full_bytes: int, layers: int) -> None:
-    known = CHEN[f"a_full={full_bytes}*a_in" if full_bytes > 1 else "a_full=a_in"][f"L={layers}"]
-    found = [grouping(layers, size, layers, chen(full_bytes)) for size in range(1, layers + 1)]
-    assert min(one.peak_bytes for one in found) == found[known["g"] - 1].peak_bytes == known["peak"]
-    assert {one.extra_seconds for one in found} == {layers}, "each layer runs forward once more"
+    published = CHEN[f"a_full={full_bytes}*a_in" if full_bytes > 1 else "a_full=a_in"][f"L={layers}"]
+    by_size = [grouping(layers, size, layers, chen(full_bytes)) for size in range(1, layers + 1)]
+    assert min(result.peak_bytes for result in by_size) == by_size[published["g"] - 1].peak_bytes == published["peak"]
+    assert {result.extra_seconds for result in by_size} == {layers}, "each layer runs forward once more"
 
 
 @pytest.mark.parametrize(("layers", "size"), [(64, 8), (12, 3), (9, 1), (5, 5)])
 def test_layers_without_checkpoints_are_the_segments_of_equal_length(layers: int, size: int) -> None:
-    found, known = grouping(layers, size, layers, chen(3.0)), segments_of_length(layers, size, 1.0, 3.0)
-    assert found.peak_bytes == known.peak_bytes
-    assert found.extra_seconds == known.seconds - layers * 3.0
+    result, expected = grouping(layers, size, layers, chen(3.0)), segments_of_length(layers, size, 1.0, 3.0)
+    assert result.peak_bytes == expected.peak_bytes
+    assert result.extra_seconds == expected.seconds - layers * 3.0
 
 
 def test_two_levels_of_checkpoints_need_two_roots() -> None:
     """⌈L / k⌉ + k - 1 inputs and the residuals of one layer, least at √L."""
     layer = GroupedLayer(1.0, 0.0, extra_seconds=1.0)
-    found = {size: grouping(64, size, 64, layer, fixed_bytes=17.0).peak_bytes for size in range(1, 65)}
-    assert found[8] == min(found.values()) == 8 + 7 + 17
-    assert found[1] == found[64] == 64 + 17
+    peaks = {size: grouping(64, size, 64, layer, fixed_bytes=17.0).peak_bytes for size in range(1, 65)}
+    assert peaks[8] == min(peaks.values()) == 8 + 7 + 17
+    assert peaks[1] == peaks[64] == 64 + 17
     # Unrolled, the group does not run its last layer again; a scan runs all.
     assert grouping(64, 8, 64, layer).extra_seconds == 64 + 8 * 7
     assert grouping(64, 8, 64, layer, scanned=True).extra_seconds == 64 + 64
@@ -49,20 +49,20 @@ def test_two_levels_of_checkpoints_need_two_roots() -> None:
 
 def walked(layers: int, size: int, grouped: int, layer: GroupedLayer, scanned: bool) -> tuple[float, float]:
     """Peak, and seconds of both passes less those of a plain step, one layer after the other."""
-    own = layer.saved_bytes + (layer.input_bytes if layer.checkpointed else 0.0)
+    layer_bytes = layer.saved_bytes + (layer.input_bytes if layer.checkpointed else 0.0)
     units = [range(start, min(start + size, grouped)) for start in range(0, grouped, size)]
-    units += [range(one, one + 1) for one in range(grouped, layers)]
-    kept = [layer.input_bytes if nth * size < grouped else own for nth in range(len(units))]
+    units += [range(number, number + 1) for number in range(grouped, layers)]
+    kept = [layer.input_bytes if nth * size < grouped else layer_bytes for nth in range(len(units))]
     peak, seconds, alive = 0.0, 0.0, sum(kept)
     for unit, held in zip(reversed(units), reversed(kept), strict=True):
         if unit.start >= grouped:
             peak, seconds = max(peak, alive), seconds + layer.extra_seconds
             alive -= held
             continue
-        inside = [own - (layer.input_bytes if layer.checkpointed and one == unit.start else 0.0) for one in unit]
-        computed = [one for one in unit if one + 1 < unit.stop or scanned or not layer.checkpointed]
+        inside = [layer_bytes - (layer.input_bytes if layer.checkpointed and number == unit.start else 0.0) for number in unit]
+        computed = [number for number in unit if number + 1 < unit.stop or scanned or not layer.checkpointed]
         seconds += len(computed) * layer.forward_seconds if len(unit) > 1 else 0.0
-        alike = sum(len(other) == size for other in units if other.start < grouped)
+        alike = sum(len(group) == size for group in units if group.start < grouped)
         taken = scanned and alike > 1 and len(unit) == size > 1
         gradients = len(unit) * layer.gradient_bytes + layer.input_bytes if taken else 0.0
         while inside:
@@ -82,10 +82,10 @@ def test_random_stacks_walked_through() -> None:
         size = draw.randint(1, layers)
         grouped = draw.choice([*range(0, layers, size), layers])
         scanned = draw.random() < 0.5
-        found = grouping(layers, size, grouped, layer, fixed_bytes=5.0, scanned=scanned)
+        result = grouping(layers, size, grouped, layer, fixed_bytes=5.0, scanned=scanned)
         peak, seconds = walked(layers, size, grouped, layer, scanned)
-        assert (found.peak_bytes, found.extra_seconds) == (5.0 + peak, seconds)
-        assert sum(end - start for start, end in found.groups) == grouped
+        assert (result.peak_bytes, result.extra_seconds) == (5.0 + peak, seconds)
+        assert sum(end - start for start, end in result.groups) == grouped
 
 
 def test_of_each_size_the_fewest_groups_that_fit() -> None:
@@ -96,13 +96,13 @@ def test_of_each_size_the_fewest_groups_that_fit() -> None:
             for size in range(2, 31)
             for grouped in ((30,) if budget == math.inf else (*range(size, 30, size), 30))
         ]
-        fits = [one for one in every if one.peak_bytes <= budget]
-        found = groupings(30, layer, budget, fixed_bytes=15.0, scanned=True)
-        assert bool(found) == bool(fits), budget
+        fits = [result for result in every if result.peak_bytes <= budget]
+        results = groupings(30, layer, budget, fixed_bytes=15.0, scanned=True)
+        assert bool(results) == bool(fits), budget
         if fits:
-            assert found[0].extra_seconds == min(one.extra_seconds for one in fits)
-        assert [one.extra_seconds for one in found] == sorted(one.extra_seconds for one in found)
-        assert [one.peak_bytes for one in found] == sorted((one.peak_bytes for one in found), reverse=True)
+            assert results[0].extra_seconds == min(result.extra_seconds for result in fits)
+        assert [result.extra_seconds for result in results] == sorted(result.extra_seconds for result in results)
+        assert [result.peak_bytes for result in results] == sorted((result.peak_bytes for result in results), reverse=True)
     assert groupings(30, layer, 20.0, fixed_bytes=15.0) == ()
 
 
@@ -110,8 +110,8 @@ def test_of_each_size_the_fewest_groups_that_fit() -> None:
 def test_what_was_compiled_for_a_decoder(size: int, measured: float) -> None:
     """`docs/notes/groups_of_layers.md`, GiB: inputs of 0.3125, gradients of 0.0366; the rest by `full`, which needs 46.93."""
     layer = GroupedLayer(0.3125, 0.0, gradient_bytes=0.0366, extra_seconds=1.0)
-    found, alone = (grouping(32, each, 32, layer, fixed_bytes=46.93 - 10.0, scanned=True) for each in (size, 1))
-    assert abs(found.peak_bytes - measured) < 0.02
+    result, alone = (grouping(32, each, 32, layer, fixed_bytes=46.93 - 10.0, scanned=True) for each in (size, 1))
+    assert abs(result.peak_bytes - measured) < 0.02
     assert alone.peak_bytes == 46.93
 
 

@@ -70,9 +70,9 @@ def test_an_answer_that_breaks_its_rows_is_refused(monkeypatch):
     original = scipy.optimize.milp
 
     def wrong(*arguments, **named):
-        found = original(*arguments, **named)
-        found.x = np.ones_like(found.x)
-        return found
+        result = original(*arguments, **named)
+        result.x = np.ones_like(result.x)
+        return result
 
     monkeypatch.setattr(scipy.optimize, "milp", wrong)
     with pytest.raises(SolverError, match="is not between -inf and"):
@@ -128,9 +128,9 @@ def test_a_search_that_the_clock_ended_says_so(monkeypatch):
     original = scipy.optimize.milp
 
     def late(*arguments, **named):
-        found = original(*arguments, **named)
-        found.message = "Time limit reached. (HiGHS Status 13: model_status is Time limit reached)"
-        return found
+        result = original(*arguments, **named)
+        result.message = "Time limit reached. (HiGHS Status 13: model_status is Time limit reached)"
+        return result
 
     residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
     stack = Stack((Block("layer", residuals, 1.0, 2.0, repeats=30),))

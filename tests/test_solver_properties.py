@@ -37,11 +37,11 @@ few = settings(max_examples=40, deadline=None, derandomize=True)
 @st.composite
 def residuals(draw, most=4):
     count = draw(st.integers(1, most))
-    found = []
+    drawn = []
     for index in range(count):
         parents = draw(st.sets(st.sampled_from(range(index)), max_size=2)) if index else ()
         seconds = draw(st.none() | SECONDS)
-        found.append(
+        drawn.append(
             ResidualCosts(
                 f"r{index}",
                 draw(SIZES),
@@ -52,7 +52,7 @@ def residuals(draw, most=4):
                 needed=draw(st.booleans()) or draw(st.booleans()),
             )
         )
-    return tuple(found)
+    return tuple(drawn)
 
 
 @st.composite
@@ -95,7 +95,7 @@ def chains(draw, most=5):
     stages = []
     for index in range(draw(st.integers(1, most))):
         output = draw(SIZES)
-        options = draw(st.lists(option(output), min_size=1, max_size=3, unique_by=lambda one: one.name))
+        options = draw(st.lists(option(output), min_size=1, max_size=3, unique_by=lambda choice: choice.name))
         stages.append(Stage(f"s{index}", output, draw(SECONDS), tuple(options)))
     return Chain(tuple(stages), draw(SIZES), link, draw(SIZES))
 

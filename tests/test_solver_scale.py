@@ -22,11 +22,11 @@ LAYERS = 80
 def decoder(seed=0, residuals=12, layers=LAYERS, link=HostLink(2, 2), **more):  # noqa: B008  # frozen
     """A block whose sizes are a few multiples of one size, as in a decoder."""
     draw = random.Random(seed)
-    found = [ResidualCosts("r0", 4)]
+    costs = [ResidualCosts("r0", 4)]
     for index in range(1, residuals):
         parents = tuple(f"r{parent}" for parent in sorted(draw.sample(range(index), min(index, 2))))
-        found.append(ResidualCosts(f"r{index}", draw.choice([1, 4, 4, 8, 16]), draw.choice([0.05, 0.1, 0.8, 1.5]), parents))
-    return Stack((Block("layer", tuple(found), 4, 8, 10, repeats=layers, **more),), link)
+        costs.append(ResidualCosts(f"r{index}", draw.choice([1, 4, 4, 8, 16]), draw.choice([0.05, 0.1, 0.8, 1.5]), parents))
+    return Stack((Block("layer", tuple(costs), 4, 8, 10, repeats=layers, **more),), link)
 
 
 def everything(stack):
@@ -71,7 +71,7 @@ def test_the_least_memory_of_many_columns():
     with pytest.raises(InfeasibleBudget) as caught:
         solve_counts(stack, 1)
     last = candidates(stack.positions()[-1], stack.link)[0]
-    assert caught.value.least_bytes == min(one.saved_bytes + one.transient_bytes for one in last)
+    assert caught.value.least_bytes == min(policy.saved_bytes + policy.transient_bytes for policy in last)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -93,15 +93,15 @@ def test_more_residuals_than_can_be_tried():
     draw = random.Random(24)
     residuals = tuple(
         ResidualCosts(
-            f"r{at}", draw.randint(1, 40), draw.random(), tuple(f"r{one}" for one in draw.sample(range(at), min(at, 2)))
+            f"r{at}", draw.randint(1, 40), draw.random(), tuple(f"r{parent}" for parent in draw.sample(range(at), min(at, 2)))
         )
         for at in range(24)
     )
     stack = Stack((Block("layer", residuals, 2, 4, repeats=LAYERS),), HostLink(20, 20, 0.5))
-    found, complete = candidates(stack.blocks[0], stack.link)
+    policies, complete = candidates(stack.blocks[0], stack.link)
     assert not complete
-    assert len(found) < MOST
-    budget = 0.3 * sum(one.bytes for one in residuals) * LAYERS
+    assert len(policies) < MOST
+    budget = 0.3 * sum(residual.bytes for residual in residuals) * LAYERS
     plan = solve_counts(stack, budget)
     assert verify(plan).peak_bytes <= budget
     assert plan.variables <= 400
@@ -120,21 +120,25 @@ def test_prices_find_what_is_missing(seed):
     blocks = (block("tower", repeats=3), block("layer", repeats=4, recomputed_share=0.5), block("head"))
     stack = Stack(blocks, HostLink(draw.uniform(1, 5), draw.uniform(1, 5)))
     budget, host_budget = draw.uniform(0.4, 0.7) * everything(stack), draw.uniform(5, 60)
-    full = [Run.of(one, stack.link) for one in stack.runs()]
-    columns = [(at, one) for at, run in enumerate(full) for one in range(len(run.policies))]
+    full = [Run.of(run, stack.link) for run in stack.runs()]
+    columns = [(at, number) for at, run in enumerate(full) for number in range(len(run.policies))]
     optimum = Programme(stack, full, columns, budget, host_budget).model.relaxed().objective
-    smallest = [min(run.policies, key=lambda one: one.saved_bytes + one.transient_bytes + one.host_bytes) for run in full]
-    few = [Run.with_policies(run.block, stack.link, [one], False) for run, one in zip(full, smallest, strict=True)]
-    found, bound = with_priced(stack, few, budget, host_budget)
+    smallest = [
+        min(run.policies, key=lambda policy: policy.saved_bytes + policy.transient_bytes + policy.host_bytes) for run in full
+    ]
+    few = [Run.with_policies(run.block, stack.link, [policy], False) for run, policy in zip(full, smallest, strict=True)]
+    priced, bound = with_priced(stack, few, budget, host_budget)
     assert bound == pytest.approx(optimum, rel=1e-4)
-    assert sum(len(run.policies) for run in found) < len(columns)
+    assert sum(len(run.policies) for run in priced) < len(columns)
 
 
 def test_a_few_blocks_with_many_residuals_are_solved_as_they_are():
     stack = decoder(seed=3, residuals=16, layers=3)
     draw = random.Random(3)
     plain = stack.blocks[0].residuals
-    blurred = tuple(ResidualCosts(one.name, one.bytes + draw.random(), one.seconds, one.parents) for one in plain)
+    blurred = tuple(
+        ResidualCosts(residual.name, residual.bytes + draw.random(), residual.seconds, residual.parents) for residual in plain
+    )
     stack = Stack((Block("layer", blurred, 2, 4, repeats=3),), HostLink(5, 5))
     budget = 0.35 * everything(stack)
     plan, single = solve_counts(stack, budget), solve_blocks(stack, budget)
@@ -146,11 +150,11 @@ def test_ranges_save_most_nearest_the_loss_and_the_last_block_offloads_nothing()
     stack = decoder(link=HostLink(2, 2))
     plan = solve_counts(stack, 0.3 * everything(stack))
     ranges = plan.ranges
-    assert sum(one.count for one in ranges) == LAYERS
-    assert [one.first for one in ranges] == [0, *itertools.accumulate(one.count for one in ranges)][:-1]
-    bulk = [one.policy for one in ranges[:-1]]
-    assert [one.transient_bytes for one in bulk] == sorted((one.transient_bytes for one in bulk), reverse=True)
-    assert any(one.host_bytes for one in bulk)
+    assert sum(span.count for span in ranges) == LAYERS
+    assert [span.first for span in ranges] == [0, *itertools.accumulate(span.count for span in ranges)][:-1]
+    bulk = [span.policy for span in ranges[:-1]]
+    assert [policy.transient_bytes for policy in bulk] == sorted((policy.transient_bytes for policy in bulk), reverse=True)
+    assert any(policy.host_bytes for policy in bulk)
     assert ranges[-1].policy.host_bytes == 0
 
 
@@ -161,14 +165,14 @@ def test_a_limit_on_policies(most):
     free = solve_counts(stack, budget)
     plan = solve_counts(stack, budget, most_policies=most)
     assert verify(plan).peak_bytes <= budget
-    assert len({one.policy.choices for one in plan.ranges}) <= most
+    assert len({span.policy.choices for span in plan.ranges}) <= most
     assert plan.extra_seconds >= free.extra_seconds * (1 - 1e-3)
     if most == 1:
         # Against every policy that all layers could follow.
         alike = []
-        for one in candidates(stack.positions()[0], None)[0]:
-            if LAYERS * one.saved_bytes + one.transient_bytes <= budget:
-                alike.append(LAYERS * one.recompute_seconds)
+        for policy in candidates(stack.positions()[0], None)[0]:
+            if LAYERS * policy.saved_bytes + policy.transient_bytes <= budget:
+                alike.append(LAYERS * policy.recompute_seconds)
         assert plan.extra_seconds == pytest.approx(min(alike))
     if most == 3:
         assert plan.extra_seconds <= free.extra_seconds * 1.02
@@ -236,13 +240,13 @@ def test_fewer_rounds_of_the_solver_give_a_plan_that_fits_and_a_bound_that_holds
     stack = Stack((Block("layer", residuals, 11.4, 23.0, 5553, repeats=4, recomputed_share=1.22),))
     asked = []
     monkeypatch.setattr(Model, "solve", lambda *given, real=Model.solve: asked.append(given) or real(*given))
-    found = {}
+    by_rounds = {}
     for rounds in (math.inf, 0):
         before = len(asked)
         plan = solve_counts(stack, 19400.0, most_policies=3, gap=1e-2, node_limit=50, most_rounds=rounds, say_least=False)
         assert verify(plan).peak_bytes <= 19400
-        found[rounds] = (len(asked) - before, plan)
-    (all_rounds, exact), (fewer, quick) = found[math.inf], found[0]
+        by_rounds[rounds] = (len(asked) - before, plan)
+    (all_rounds, exact), (fewer, quick) = by_rounds[math.inf], by_rounds[0]
     assert (all_rounds, fewer) == (7, 5)
     assert quick.lower_bound <= exact.seconds and exact.extra_seconds <= quick.extra_seconds * (1 + 1e-2)
     assert quick.extra_seconds == pytest.approx(7.6)

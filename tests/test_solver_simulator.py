@@ -69,7 +69,7 @@ def test_what_cannot_be_done(actions, message):
 
 
 def test_nothing_is_offloaded_that_may_not_be_or_without_a_link():
-    values = tuple(dataclasses.replace(one, may_offload=False) for one in VALUES)
+    values = tuple(dataclasses.replace(value, may_offload=False) for value in VALUES)
     plain = Program(values, OPERATIONS, ("x",), (), 0, HostLink(1, 1))
     with pytest.raises(PlanningError, match="'y' may not be offloaded"):
         simulate(plain, [Compute("f", (), ("y",))])
@@ -133,7 +133,7 @@ STACK = Stack((LAYER,), HostLink(8, 4), 100, offload_last=True)
     ],
 )
 def test_a_stack_by_hand(choices, seconds, peak, host):
-    plan = executable(STACK, [BlockPolicy(one, choices) for one in STACK.positions()])
+    plan = executable(STACK, [BlockPolicy(block, choices) for block in STACK.positions()])
     outcome = verify(plan)
     assert (outcome.seconds, outcome.peak_bytes, outcome.host_peak_bytes) == (seconds, peak, host)
     assert outcome.executions["recompute layer/0/up"] == (choices[1] == "recompute")

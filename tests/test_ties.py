@@ -186,11 +186,11 @@ def test_a_custom_vjp_that_gives_one_result_to_a_whole_batch(policy: str, times_
     w, p, c = jnp.full((4, 4), 0.1), jnp.linspace(0.1, 1, 48).reshape(3, 4, 4), jnp.full((4, 4), 0.3)
     expected = gradient(lambda p, y: (p * y, y), "off")(w, p, c)
     try:
-        found = gradient(scaled, policy)(w, p, c)
+        grads = gradient(scaled, policy)(w, p, c)
     except ValueError as error:
         assert "primal output that is shared across" in str(error)
     else:
-        assert_same(found, expected)
+        assert_same(grads, expected)
 
 
 @pytest.mark.parametrize("policy", ["full", "offload: *tanh*", "offload_inputs"])
@@ -208,6 +208,6 @@ def test_what_does_not_read_the_batch_comes_out_once(policy: str, x64: None) -> 
     def block(x: Any, scale: Any) -> Any:
         return jnp.sin(jnp.tanh(x * scale)), jnp.cos(jnp.tanh(scale))
 
-    found, plain = gradient(rj.remat(block, policy)), gradient(block)
-    assert found[1].shape == (4,)
-    assert_same(found, plain)
+    grads, plain = gradient(rj.remat(block, policy)), gradient(block)
+    assert grads[1].shape == (4,)
+    assert_same(grads, plain)

@@ -65,7 +65,7 @@ def test_the_mean_of_means_is_another_number(x64):
     """The common formula until 2024: its error exceeds any tolerance here by far."""
     params, x, mask = data()
     parts = [jax.value_and_grad(mean)(params, x[i::3], mask[i::3]) for i in range(3)]
-    wrong = jax.tree.map(lambda *one: sum(one) / 3, *parts)
+    wrong = jax.tree.map(lambda *leaves: sum(leaves) / 3, *parts)
     right = rj.accumulate_gradients(summed, 3)(params, x, mask)
     norm = functools.partial(jax.tree.reduce, lambda total, leaf: total + float(jnp.sum(leaf**2)), initializer=0.0)
     error = (norm(jax.tree.map(jnp.subtract, wrong[1], right[1])) / norm(right[1])) ** 0.5
@@ -92,12 +92,12 @@ def test_narrow_gradients_are_summed_in_float32():
     params, x, mask = data(jnp.bfloat16)
     # A sum of 128 equal terms: in bfloat16 it stops growing once a term is less than half a step.
     many = jnp.tile(x[:1], (128, 1, 1)), jnp.tile(mask[:1], (128, 1))
-    one = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(mean)(params, x[:1], mask[:1]))
+    first = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(mean)(params, x[:1], mask[:1]))
 
     def error(dtype: Any) -> float:
         gradients = rj.accumulate_gradients(summed, 128, dtype=dtype)(params, *many)[1]
         assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(dtype or jnp.bfloat16)}
-        squares = jax.tree.map(lambda a, b: (jnp.sum((a.astype(jnp.float32) - b) ** 2), jnp.sum(b**2)), gradients, one)
+        squares = jax.tree.map(lambda a, b: (jnp.sum((a.astype(jnp.float32) - b) ** 2), jnp.sum(b**2)), gradients, first)
         pairs = jax.tree.leaves(squares)
         return float(sum(pairs[::2]) / sum(pairs[1::2])) ** 0.5
 
@@ -176,8 +176,10 @@ def test_on_an_h200_it_needs_one_micro_batch_and_one_more_tree_of_gradients(scan
                 for index in range(layers):
                     x = Layer(name=f"layer_{index}")(x)
                 return x
-            one = nn.scan(lambda m, x, _: (m(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=layers)
-            return one(Layer(name="layers"), x, None)[0]
+            scanned = nn.scan(
+                lambda m, x, _: (m(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=layers
+            )
+            return scanned(Layer(name="layers"), x, None)[0]
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.sum(Model().apply(params, x) ** 2), x.size

@@ -17,11 +17,11 @@ def told(on_eight_devices: Callable[..., Path]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_device_computes_its_own_rows_and_no_others(told: dict[str, Any], kind: str) -> None:
-    found = told[kind]
-    assert found["error"] < 1e-5
-    whole = found["1"]
+    figures = told[kind]
+    assert figures["error"] < 1e-5
+    whole = figures["1"]
     for n in (2, 4, 8):
-        micro = found[str(n)]
+        micro = figures[str(n)]
         # The loop body counts once; 1 % is for sums of gradients and the rows' addresses.
         assert micro["flops"] * n == pytest.approx(whole["flops"], rel=0.01)
         assert micro["temp"] < 0.8 * whole["temp"]

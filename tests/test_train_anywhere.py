@@ -60,10 +60,10 @@ def as_it_was() -> Iterator[None]:
 
 def losses(path: Path) -> dict[int, list[float]]:
     """The losses of each step in a metrics file, in the order of computation."""
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for line in path.read_text().splitlines():
-        found.setdefault(json.loads(line)["step"], []).append(json.loads(line)["loss"])
-    return found
+        by_step.setdefault(json.loads(line)["step"], []).append(json.loads(line)["loss"])
+    return by_step
 
 
 @contextlib.contextmanager
@@ -87,9 +87,9 @@ def wait_for(holds: Callable[[], bool], children: list[subprocess.Popen[bytes]],
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:
@@ -114,16 +114,16 @@ def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path
     with started(tmp_path / "again.log", environment, *second) as child:
         assert child.wait(240) == 0, (tmp_path / "again.log").read_text()
     reasons = (tmp_path / "again.log").read_text()
-    found, begun = losses(metrics), int(reasons.split("at step ")[1].split(",")[0])
+    by_step, begun = losses(metrics), int(reasons.split("at step ")[1].split(",")[0])
     assert 3 <= begun <= max(lost) + 1 and begun % 3 == 0 and "fsdp=2" in reasons
 
     undisturbed = tmp_path / "undisturbed.jsonl"
     assert train_anywhere.main([*EXACT, "--policy", "off", "--metrics", str(undisturbed), "--steps", str(steps)]) == 0
     expected = {step: values[0] for step, values in losses(undisturbed).items()}
-    assert found.keys() == expected.keys() == set(range(steps))
+    assert by_step.keys() == expected.keys() == set(range(steps))
     # The steps lost with the kill were computed twice.
-    assert [len(found[step]) for step in sorted(found)] == [1] * begun + [2] * (max(lost) + 1 - begun) + [1] * 3
-    for step, values in found.items():
+    assert [len(by_step[step]) for step in sorted(by_step)] == [1] * begun + [2] * (max(lost) + 1 - begun) + [1] * 3
+    for step, values in by_step.items():
         np.testing.assert_allclose(values, expected[step], rtol=1e-10, err_msg=f"step {step}")
     # Batches differ more than so few steps teach: the last batch's loss is compared with a run without learning.
     still = tmp_path / "still.jsonl"
@@ -167,8 +167,8 @@ class Folder:
         return Checkpoints(self.path, self.setting, keep=2, wait=False)
 
 
-def same(one: Any, other: Any) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+def same(first: Any, second: Any) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True))
 
 
 def flip(path: Path) -> None:
@@ -225,11 +225,11 @@ def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path: Path) -> None
 
 def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     Folder(tmp_path).saved()
-    other = Folder(tmp_path, {"layers": 3, "seed": 1})
+    altered = Folder(tmp_path, {"layers": 3, "seed": 1})
     with pytest.raises(
         ArgumentError, match=r"step 20 is of another training \(layers: 3 here, 2 there; seed: 1 here, None there"
     ):
-        other.restored()
+        altered.restored()
     (tmp_path / "file").touch()
     with pytest.raises(ArgumentError, match="--checkpoint .*file.*give a folder that can be written to"):
         Folder(tmp_path / "file").restored()
@@ -244,7 +244,7 @@ def test_a_change_of_any_bit_and_of_places_changes_a_checksum() -> None:
                 raw = bytearray(array.tobytes())
                 raw[bit // 8] ^= 1 << bit % 8
                 changed[f"bit {bit}"] = np.frombuffer(raw, array.dtype).reshape(2, 3)
-            right, *others = checksums([jnp.asarray(one) for one in (array, *changed.values())]).values()
+            right, *others = checksums([jnp.asarray(variant) for variant in (array, *changed.values())]).values()
             assert right not in others, (dtype, list(changed)[others.index(right)])
 
 

@@ -52,11 +52,11 @@ def test_a_state_on_the_host_stays_there_step_by_step_and_through_a_checkpoint(
     assert set(memories(state["state"])) == {"pinned_host"} and set(memories(state["params"])) == {"device"}
     saving = Checkpoints(tmp_path, {}, keep=1, wait=True)
     saving.save(3, state)
-    step, found = saving.restore(trainer.structs, pytest.fail) or pytest.fail("nothing was saved")
+    step, restored = saving.restore(trainer.structs, pytest.fail) or pytest.fail("nothing was saved")
     saving.close()
-    assert step == 3 and memories(found) == memories(state)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True))
-    assert float(trainer.step(found, 3)[1]) == float(trainer.step(state, 3)[1])
+    assert step == 3 and memories(restored) == memories(state)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
+    assert float(trainer.step(restored, 3)[1]) == float(trainer.step(state, 3)[1])
 
 
 def test_the_script_of_the_page_keeps_a_state_where_its_optimizer_does(monkeypatch: pytest.MonkeyPatch) -> None:

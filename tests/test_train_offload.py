@@ -150,9 +150,9 @@ def test_a_state_that_was_saved_on_either_side_goes_on():
     _, saved = step(tx, state, BATCHES[0])
     loaded = serialization.from_bytes(device_state, serialization.to_bytes(jax.tree.map(np.asarray, saved)))
     expected = step(reference, jax.tree.map(jnp.asarray, loaded), BATCHES[1])
-    found = step(tx, jax.tree.map(jnp.asarray, loaded), BATCHES[1])
-    assert_bit_equal(found, expected)
-    assert on_host(loaded) == 0 and on_host(found[1]) == 2 * 4 * ELEMENTS, "what was loaded to the device returns to the host"
+    result = step(tx, jax.tree.map(jnp.asarray, loaded), BATCHES[1])
+    assert_bit_equal(result, expected)
+    assert on_host(loaded) == 0 and on_host(result[1]) == 2 * 4 * ELEMENTS, "what was loaded to the device returns to the host"
 
 
 def test_train_state_and_nnx_optimizer():
@@ -205,12 +205,12 @@ def copies(tx: Any, *, apply: bool) -> list[tuple[str, tuple[int, ...]]]:
         return tx.apply(gradients, state, params) if apply else tx.update(gradients, state, params)
 
     state = result_structs(tx.init, parameters())
-    found = []
+    moves = []
     for eqn, _ in equations(step, parameters(), state, BATCHES[0]):
         if eqn.primitive.name == "device_put" and eqn.outvars[0].aval.ndim == 2:
             to = eqn.outvars[0].aval.memory_space
-            found.append("send" if to is jax.memory.Space.Host else "fetch")
-    return found
+            moves.append("send" if to is jax.memory.Space.Host else "fetch")
+    return moves
 
 
 @pytest.mark.parametrize("apply", [False, True])
@@ -253,7 +253,7 @@ def test_parameters_follow_the_backward_pass():
     unknown = [()] * len(given)
     order = [names[index] for index in update_order(given, unknown)]
     expected = ["head", "block_10", "block_9", "block_1"]
-    assert order == [one for name in expected for one in (f"1/mu/{name}", f"0/{name}")] + ["1/count"]
+    assert order == [place for name in expected for place in (f"1/mu/{name}", f"0/{name}")] + ["1/count"]
     made = [(3,), (1, 7), (2,), (1, 2)] + [()] * 5
     assert [names[index][2:] for index in update_order(given, made) if names[index][0] == "0"] == [
         "head", "block_10", "block_9", "block_1",

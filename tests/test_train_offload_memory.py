@@ -102,7 +102,7 @@ def test_brought_back_all_at_once_the_state_frees_nothing_like_it():
     jobs["two calls"] = workload(optax.GradientTransformation(streamed.init, streamed.update))
     compiled = sizes(jobs)
     assert isinstance(streamed, OffloadedOptimizer)
-    freed = {key: compiled["plain"].device - one.device for key, one in compiled.items()}
+    freed = {key: compiled["plain"].device - memory.device for key, memory in compiled.items()}
     assert compiled["untied"].host == compiled["two calls"].host == compiled["streamed"].host == 2 * parameter_bytes()
     assert freed["untied"] < 0.4 * 2 * parameter_bytes()
     assert freed["streamed"] > 0.95 * 2 * parameter_bytes()

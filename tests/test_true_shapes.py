@@ -113,8 +113,8 @@ def test_without_a_plan_nothing_is_shown(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_rows_of_another_budget_say_nothing_of_a_row() -> None:
-    other = INFEASIBLE | {"budget": 50 * GB}
-    assert claims.failures([FULL, other]) == []
+    other_budget = INFEASIBLE | {"budget": 50 * GB}
+    assert claims.failures([FULL, other_budget]) == []
     slower = PLAN | {"estimated_seconds": 2.0}
     others = [FULL | {"budget": 50 * GB}, FULL | {"host_budget": None}]
     assert len(claims.failures([FULL, *others, slower])) == 1
@@ -133,8 +133,8 @@ def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
     job = plan_models.job(scanned=True)
     least, most = (rj.measure(job, policy).device_bytes for policy in ("full", "off"))
     budget = (least + most) // 2
-    status, found = run(tmp_path, monkeypatch, budget, "--policies", "full", "off", "plan")
-    by_policy = {one["policy"]: one for one in found}
+    status, written = run(tmp_path, monkeypatch, budget, "--policies", "full", "off", "plan")
+    by_policy = {row["policy"]: row for row in written}
     assert status == 0 and "All claims hold, of 1 plan among 3 rows." in capsys.readouterr().out
     assert (by_policy["full"]["device_bytes"], by_policy["off"]["device_bytes"]) == (least, most)
     assert least < by_policy["plan"]["device_bytes"] <= budget < most
@@ -143,9 +143,9 @@ def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
     # Existing rows are not measured again.
     monkeypatch.setattr(command, "row", lambda work, policy, card: FULL | {"policy": policy})
     _, again = run(tmp_path, monkeypatch, budget, "--policies", "full", "plan", "dots", "--resume")
-    assert again[:3] == found and [one["policy"] for one in again[3:]] == ["dots"]
-    _, other = run(tmp_path, monkeypatch, budget, "--policies", "full", "--resume", commit="b")
-    assert [one["policy"] for one in other] == ["full"]
+    assert again[:3] == written and [row["policy"] for row in again[3:]] == ["dots"]
+    _, fresh = run(tmp_path, monkeypatch, budget, "--policies", "full", "--resume", commit="b")
+    assert [row["policy"] for row in fresh] == ["full"]
 
 
 def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -> None:
@@ -202,4 +202,4 @@ def test_every_case_and_mode_is_asked_with_all() -> None:
     short = command.parse([])
     assert (short.only, short.cards, short.policies[-1]) == (["pi0"], [h100], "plan")
     two = command.parse(["--targets", "h100=80GB", "h100=60GB", "h100=80GB"])
-    assert [one.budget for one in two.cards] == [80 * GB, 60 * GB]
+    assert [card.budget for card in two.cards] == [80 * GB, 60 * GB]

@@ -28,8 +28,8 @@ def test_gradients_under_every_named_policy_are_the_plain_ones(x64: None, scanne
     plain, params, x = make_loss(Mlp, scanned=scanned)
     expected = jax.jit(jax.grad(plain, (0, 1)))(params, x)
     for policy in NAMED:
-        found = jax.jit(jax.grad(rj.checkpoint_blocks(plain, {Mlp: policy}), (0, 1)))(params, x)
-        assert_same(found, expected)
+        grads = jax.jit(jax.grad(rj.checkpoint_blocks(plain, {Mlp: policy}), (0, 1)))(params, x)
+        assert_same(grads, expected)
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_a_candidate_and_a_nightly_build_have_the_numbers_of_their_release(versi
 def test_the_table_has_the_oldest_a_middle_and_the_newest_jax() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert len(set(versions.VERSIONS)) == len(versions.VERSIONS)
-    lowest = next(one.partition(">=")[2] for one in project["dependencies"] if one.startswith("jax>="))
-    assert {one.jax for one in versions.VERSIONS} == {lowest, "0.11.2", versions.NEWEST}
-    newer = {(one.jax, one.remat3) for one in versions.VERSIONS if one.python == "3.12"}
+    lowest = next(dependency.partition(">=")[2] for dependency in project["dependencies"] if dependency.startswith("jax>="))
+    assert {version.jax for version in versions.VERSIONS} == {lowest, "0.11.2", versions.NEWEST}
+    newer = {(version.jax, version.remat3) for version in versions.VERSIONS if version.python == "3.12"}
     assert newer == {(name, remat3) for name in ("0.11.2", versions.NEWEST) for remat3 in (False, True)}
     assert versions.Version(project["requires-python"].removeprefix(">="), lowest, remat3=True) in versions.VERSIONS
 
@@ -90,7 +90,10 @@ def test_each_version_runs_the_tests_with_its_own_flag(
     assert [(flag, path) for _, flag, path in calls] == [("0", False), ("1", False)]
     for command, _, _ in calls:
         assert command[0] == versions.VENVS / "py3.12-jax-newest" / "python3.12"
-        assert command[-len(given) :] == list(given) and [one for one in command if one in ("tests", "remat_jax")] == paths
+        assert (
+            command[-len(given) :] == list(given)
+            and [argument for argument in command if argument in ("tests", "remat_jax")] == paths
+        )
     assert capsys.readouterr().out.splitlines() == [
         "== Python 3.12, JAX newest, jax_remat3 off: JAX 0.12.3",
         "== Python 3.12, JAX newest, jax_remat3 on: JAX 0.12.3",
@@ -108,7 +111,7 @@ def test_an_environment_with_another_jax_fails_before_its_tests(
     monkeypatch.setattr(versions, "installed", lambda python: "0.11.2")
     monkeypatch.setattr(versions, "run", lambda version, python, rest: ran.append(version) or 0)
     assert versions.main(["--remat3", "on"]) == 1
-    assert [one.jax for one in ran] == ["0.11.2", versions.NEWEST]
+    assert [version.jax for version in ran] == ["0.11.2", versions.NEWEST]
     folder = versions.VENVS / "py3.11-jax-0.10.2"
     assert capsys.readouterr().out.splitlines()[-3:] == [
         f"Python 3.11, JAX 0.10.2, jax_remat3 on: FAILED, {folder} has JAX 0.11.2; delete it to have it made again",

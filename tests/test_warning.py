@@ -16,7 +16,7 @@ from remat_jax.hardware import nvidia
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = ROOT / "remat_jax_quiet.pth"
-NO_GPU = not any(Path(one).exists() for one in nvidia.DEVICES)
+NO_GPU = not any(Path(path).exists() for path in nvidia.DEVICES)
 WITHOUT_GPU = pytest.mark.skipif(
     not (NO_GPU and compat.gpu_compiler_installed()), reason="JAX's CUDA plugin is not installed, or there is a GPU for it"
 )

@@ -54,10 +54,10 @@ def test_the_passes_that_are_left_out(monkeypatch: pytest.MonkeyPatch, given: st
 
 
 def test_flags_of_a_file_are_read_before_others_are_joined(monkeypatch: pytest.MonkeyPatch, file: pathlib.Path) -> None:
-    own = "--xla_a=1\n  --xla_b=2"
-    assert compat.xla_flags() == own
-    assert compiler_environment(target("h200"))["XLA_FLAGS"] == f"{own} {GPU}"
-    assert compiler_environment(target("2xcpu"))["XLA_FLAGS"] == f"{own} --xla_force_host_platform_device_count=2"
+    user_flags = "--xla_a=1\n  --xla_b=2"
+    assert compat.xla_flags() == user_flags
+    assert compiler_environment(target("h200"))["XLA_FLAGS"] == f"{user_flags} {GPU}"
+    assert compiler_environment(target("2xcpu"))["XLA_FLAGS"] == f"{user_flags} --xla_force_host_platform_device_count=2"
     asked: list[Question] = []
 
     def answer(question: Question) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_flags_of_a_file_are_read_before_others_are_joined(monkeypatch: pytest.M
         return {"the attached GPU": {"device_kind": "NVIDIA H200"}}
 
     monkeypatch.setattr(devices, "ask", answer)
-    assert devices.device_kind() == "NVIDIA H200" and asked[0].environment["XLA_FLAGS"] == f"{own} {GPU}"
+    assert devices.device_kind() == "NVIDIA H200" and asked[0].environment["XLA_FLAGS"] == f"{user_flags} {GPU}"
 
 
 def test_a_step_is_compiled_with_the_flags_of_a_file(monkeypatch: pytest.MonkeyPatch, file: pathlib.Path) -> None:

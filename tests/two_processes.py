@@ -29,19 +29,21 @@ def main(address: str, rank: int, path: str) -> None:
     given = numbers(small_llama(**settings))
     job = small_llama(MESH, **settings)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(job.mesh.axis_sizes), job.mesh.axis_names)
-    found: dict[str, Any] = {}
+    gathered: dict[str, Any] = {}
     for name in MODES:
         step = job.step(POLICIES[name])
-        places = jax.tree.map(lambda one: NamedSharding(mesh, one.spec), step.shardings)
-        arrays = jax.tree.map(lambda one, place: jax.make_array_from_callback(one.shape, place, one.__getitem__), given, places)
+        places = jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), step.shardings)
+        arrays = jax.tree.map(
+            lambda array, place: jax.make_array_from_callback(array.shape, place, array.__getitem__), given, places
+        )
         results = jax.jit(step.function)(*arrays)
         for place, leaf in enumerate(jax.tree.leaves(results)):
-            found[f"{name}/{place}"] = multihost_utils.process_allgather(leaf, tiled=True)
-            found[f"{name}/{place}/here"] = sum(shard.data.nbytes for shard in leaf.addressable_shards)
+            gathered[f"{name}/{place}"] = multihost_utils.process_allgather(leaf, tiled=True)
+            gathered[f"{name}/{place}/here"] = sum(shard.data.nbytes for shard in leaf.addressable_shards)
     if rank == 0:
         alone = jax.jit(small_llama(**settings).step("off").function)(*given)
-        found.update({f"alone/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(alone))})
-    np.savez(Path(path), **found)
+        gathered.update({f"alone/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(alone))})
+    np.savez(Path(path), **gathered)
     jax.distributed.shutdown()
 
 

@@ -52,12 +52,12 @@ VERSIONS = (
 
 def interpreter(python: str) -> str | None:
     """A working Python of that version: this one, one on the path, or one of pyenv's; None if there is none."""
-    found = [sys.executable, shutil.which(f"python{python}")]
+    candidates = [sys.executable, shutil.which(f"python{python}")]
     if pyenv := shutil.which("pyenv"):
         root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False).stdout.strip()
-        found += sorted(map(str, Path(root, "versions").glob(f"{python}.*/bin/python")), reverse=True)
+        candidates += sorted(map(str, Path(root, "versions").glob(f"{python}.*/bin/python")), reverse=True)
     code = "import sys, venv, ensurepip; print('{}.{}'.format(*sys.version_info))"
-    for path in filter(None, found):
+    for path in filter(None, candidates):
         # pyenv's shim of an unselected version is on the path but fails.
         done = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
         if done.returncode == 0 and done.stdout.strip() == python:
@@ -91,7 +91,7 @@ def run(version: Version, python: Path, arguments: list[str]) -> int:
     environment = {**os.environ, **ONE_THREAD, "JAX_REMAT3": str(int(version.remat3))}
     # Without PyTorch's tests, which this environment cannot run, and without another checkout on the path.
     environment.pop("PYTHONPATH", None)
-    paths = () if any(one.startswith(PATHS) for one in arguments) else PATHS
+    paths = () if any(argument.startswith(PATHS) for argument in arguments) else PATHS
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *paths, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
@@ -103,8 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--remat3", choices=("off", "on"), help="only with jax_remat3 off, or on")
     parser.add_argument("--if-there", action="store_true", help="leave out, and say so, what there is no interpreter for")
     options, rest = parser.parse_known_args(arguments)
-    wanted = [one for one in VERSIONS if not options.jax or one.jax in options.jax]
-    wanted = [one for one in wanted if options.remat3 is None or one.remat3 == (options.remat3 == "on")]
+    wanted = [entry for entry in VERSIONS if not options.jax or entry.jax in options.jax]
+    wanted = [entry for entry in wanted if options.remat3 is None or entry.remat3 == (options.remat3 == "on")]
     if not wanted:
         parser.error(f"--jax {options.jax}, --remat3 {options.remat3}: the table has {'; '.join(map(str, VERSIONS))}")
     lines, failed = [], False

@@ -66,8 +66,8 @@ def test_not_a_number_never_passes(side: str) -> None:
 def test_what_pytorch_itself_does_not_compute_is_said_first() -> None:
     report = compare(**linear(torch_call=lambda m, x: m(x) * float("nan"), flax_call=lambda m, x: m(x) * float("nan")))
     assert report.verdict().endswith("proves nothing; see gradients")
-    found = next(check.found for check in report.checks if check.name == "gradients")
-    assert found == "not finite in PyTorch, so they prove nothing: output, weight, bias"
+    finding = next(check.found for check in report.checks if check.name == "gradients")
+    assert finding == "not finite in PyTorch, so they prove nothing: output, weight, bias"
     module = torch.nn.Linear(3, 2)
     with torch.no_grad():
         module.bias[1] = float("inf")
@@ -139,8 +139,8 @@ def test_a_cast_inside_is_named() -> None:
             return model(x).astype(jnp.float32).astype(x.dtype)
 
     report = compare(**linear(flax_call=narrow))
-    found = next(check for check in report.checks if check.name == "Flax stays in float64")
-    assert not report.passed and "dtype: float64 to float32 in head; " in found.found
+    cast_check = next(check for check in report.checks if check.name == "Flax stays in float64")
+    assert not report.passed and "dtype: float64 to float32 in head; " in cast_check.found
 
 
 def test_a_lower_precision_is_found_first() -> None:
@@ -212,8 +212,8 @@ def test_a_copy_that_the_map_leaves_out_is_named_by_the_tied_parameter() -> None
         **c.QUICK,
     )
     assert [row.name for row in report.failed_rows] == ["embed.weight"]
-    found = report.divergences["backward"]
-    assert (found["torch_path"], found["what"]) == ("embed", "gradient of weight, the same tensor as head.weight")
+    divergence = report.divergences["backward"]
+    assert (divergence["torch_path"], divergence["what"]) == ("embed", "gradient of weight, the same tensor as head.weight")
 
 
 def test_without_pytorch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

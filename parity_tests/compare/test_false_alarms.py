@@ -115,14 +115,14 @@ def test_running_statistics_pass_in_evaluation_in_every_dtype() -> None:
 def test_the_convention_of_statistics_is_named(momentum: float, named: bool) -> None:
     """PyTorch keeps the unbiased variance, larger by 7 / 6; a momentum of 0.8 moves twice as far as one of 0.9."""
     report = run(norms(train=True, momentum=momentum))
-    found = check(report, "batch statistics")
-    assert not found.passed
+    statistics = check(report, "batch statistics")
+    assert not statistics.passed
     assert (
         "PyTorch keeps the unbiased variance of the batch, 7/6 of the biased variance that Flax keeps: batch_stats/var"
-        in found.found
+        in statistics.found
     )
     moved = "Flax's statistics move 2 times as far in a step as PyTorch's (its momentum differs): batch_stats/mean"
-    assert (moved in found.found) == named
+    assert (moved in statistics.found) == named
 
 
 def test_statistics_that_differ_otherwise_are_not_explained() -> None:
@@ -173,7 +173,7 @@ def test_a_cast_counts_only_where_what_is_compared_flows_through_it(after: bool)
     report = run(case)
     assert report.passed != after, str(report)
     casts = [check.found for check in report.checks if check.name == "Flax stays in float64"]
-    assert [found.partition("; ")[0] for found in casts] == [
+    assert [cast.partition("; ")[0] for cast in casts] == [
         "its float64 step casts to a smaller dtype: float64 to float32 in Buckets" for _ in range(after)
     ]
 

@@ -57,8 +57,8 @@ def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
     assert run(case, **c.QUICK).passed
     report = run(case, **{**c.QUICK, "modes": ("off", "checkpoint")})
     assert [check.name for check in report.checks if not check.passed] == ["PyTorch, checkpoint"] and not report.failed_rows
-    found = next(check for check in report.checks if not check.passed).found
-    assert found.endswith("; recomputing layers/1/ffn gives different values")
+    finding = next(check for check in report.checks if not check.passed).found
+    assert finding.endswith("; recomputing layers/1/ffn gives different values")
 
 
 def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,17 +77,17 @@ def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch)
     def call(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         nonlocal random
         random = np.random.default_rng(0)
-        found: torch.Tensor = model(x)
-        return found
+        result: torch.Tensor = model(x)
+        return result
 
     monkeypatch.setattr(explain, "capture_torch", refuse)
     options = {**c.QUICK, "modes": ("off", "checkpoint"), "torch_blocks": Block, "flax_blocks": nn.Dense}
     report = run(
         {**case, "rules": "0.weight -> params/layer/kernel | linear\n0.bias -> params/layer/bias"}, torch_call=call, **options
     )
-    found = next(check.found for check in report.checks if check.name == "PyTorch, checkpoint")
-    assert "; it is unknown whether a module's recomputation differs: torch_module cannot be run on" in found
-    assert found.endswith("RuntimeError: not to be looked into")
+    finding = next(check.found for check in report.checks if check.name == "PyTorch, checkpoint")
+    assert "; it is unknown whether a module's recomputation differs: torch_module cannot be run on" in finding
+    assert finding.endswith("RuntimeError: not to be looked into")
 
 
 class Drawn(nn.Module):
@@ -117,8 +117,8 @@ def test_modules_that_cannot_be_looked_into_are_told_in_the_report(tmp_path: Pat
             self.inner, self.layer = torch.nn.Linear(3, 3).requires_grad_(False), torch.nn.Linear(3, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.layer(x)
-            return found
+            result: torch.Tensor = self.layer(x)
+            return result
 
     rules = "".join(
         f"{name}.weight -> params/{name}/kernel | linear\n{name}.bias -> params/{name}/bias\n" for name in ("inner", "layer")

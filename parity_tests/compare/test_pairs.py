@@ -78,9 +78,9 @@ def test_a_block_keeps_its_input_and_no_more(stack: ParityReport) -> None:
 
 
 def test_what_only_one_framework_keeps_is_the_whole_difference(stack: ParityReport) -> None:
-    alone = {(one.mode, one.framework, one.place): 0 for one in stack.kept_alone}
-    for one in stack.kept_alone:
-        alone[one.mode, one.framework, one.place] += one.bytes
+    alone = {(residual.mode, residual.framework, residual.place): 0 for residual in stack.kept_alone}
+    for residual in stack.kept_alone:
+        alone[residual.mode, residual.framework, residual.place] += residual.bytes
     for mode, place in itertools.product(stack.modes, ("device", "host")):
         rest = {
             row.framework: getattr(row, f"{place}_bytes") - alone.get((mode, row.framework, place), 0)
@@ -90,7 +90,7 @@ def test_what_only_one_framework_keeps_is_the_whole_difference(stack: ParityRepo
         assert rest["PyTorch"] == rest["JAX"]
     # Only the loss differs: JAX keeps the distance that it squares, PyTorch keeps that too and one array less in a layer's
     # norm.
-    names = {one.name for one in stack.kept_alone if one.mode == "off" and one.framework == "JAX"}
+    names = {residual.name for residual in stack.kept_alone if residual.mode == "off" and residual.framework == "JAX"}
     assert any(name.startswith("DecoderStack/layers_1/norm2:") for name in names), names
     assert "Kept by only one framework" in str(stack)
 
@@ -118,7 +118,7 @@ def test_pytorchs_peak_is_that_of_its_mode() -> None:
     """A batch so large that the peak is in the last layer; with a smaller one it is at the end, where all gradients are
     alive.
     """
-    options = {name: one.default for name, one in inspect.signature(compare).parameters.items()}
+    options = {name: parameter.default for name, parameter in inspect.signature(compare).parameters.items()}
     given = {field.name: options[field.name] for field in dataclasses.fields(Case)}
     module = pytorch.DecoderStack(num_layers=6, d_model=16, nhead=4)
     inputs = np.ones((64, 32, 16), np.float32)
@@ -156,10 +156,10 @@ def test_a_peak_that_cannot_be_tracked_in_a_mode_ends_no_comparison(raised: str)
         result: torch.Tensor = model(x)
         return result
 
-    found = run(c.stack(modes="checkpoint", dtypes="float32", torch_call=call))
-    assert found.passed, str(found)
+    report = run(c.stack(modes="checkpoint", dtypes="float32", torch_call=call))
+    assert report.passed, str(report)
     reasons = {"a value": "value of a fake tensor", "nothing said": "the step does not run on fake tensors: AssertionError"}
-    assert found.memory[0].peak_bytes is None and reasons[raised] in found.memory[0].peak_from
+    assert report.memory[0].peak_bytes is None and reasons[raised] in report.memory[0].peak_from
 
 
 def test_a_target_is_compiled_for() -> None:
@@ -211,7 +211,7 @@ def test_a_proposed_map_and_a_loss_of_ones_own() -> None:
     assert report.passed, str(report)
     assert "layers.{i}.self_attn.out_proj.weight" in report.rules
     plain = run(c.stack(), **c.QUICK)
-    norms = [{row.name: row.norm for row in one.rows} for one in (report, plain)]
+    norms = [{row.name: row.norm for row in compared.rows} for compared in (report, plain)]
     assert norms[0]["loss"] != norms[1]["loss"] and norms[0]["output"] == norms[1]["output"]
 
 

@@ -53,15 +53,15 @@ class Page(HTMLParser):
 
 def test_a_page_has_every_tensor_and_loads_nothing(wrong: ParityReport) -> None:
     text = page(wrong)
-    found = Page(text)
-    assert not [tag for tag, attributes in found.tags if {"src", "href"} & attributes.keys()]
+    parsed = Page(text)
+    assert not [tag for tag, attributes in parsed.tags if {"src", "href"} & attributes.keys()]
     assert not re.search(r"https?:|@import|url\(", text)
-    tensors = [row for row in found.rows if row[0] in ("output", "gradient")]
+    tensors = [row for row in parsed.rows if row[0] in ("output", "gradient")]
     assert len(tensors) == len(wrong.rows)
-    assert sum(attributes.get("class") == "failed" and tag == "tr" for tag, attributes in found.tags) == len(wrong.failed_rows)
-    assert [attributes["data-column"] for tag, attributes in found.tags if tag == "button"] == list(map(str, range(7)))
-    one = next(row for row in tensors if row[1] == "layers.0.ffn.0.weight")
-    assert one[2:4] == ["params/layers_0/ffn/up/kernel", "64×16"] and "off in float64" in one[-1]
+    assert sum(attributes.get("class") == "failed" and tag == "tr" for tag, attributes in parsed.tags) == len(wrong.failed_rows)
+    assert [attributes["data-column"] for tag, attributes in parsed.tags if tag == "button"] == list(map(str, range(7)))
+    weight_row = next(row for row in tensors if row[1] == "layers.0.ffn.0.weight")
+    assert weight_row[2:4] == ["params/layers_0/ffn/up/kernel", "64×16"] and "off in float64" in weight_row[-1]
 
 
 def test_bars_are_as_long_as_their_bytes(wrong: ParityReport) -> None:
@@ -75,11 +75,13 @@ def test_bars_are_as_long_as_their_bytes(wrong: ParityReport) -> None:
         # The panel of bytes comes first; the panel of shares repeats its bars.
         bytes_alone = picture.partition("</svg>")[0].partition(">Shares<")[0]
         bars = re.findall(rf'width="([\d.]+)" height="[\d.]+" [^>]*>{tooltip}', bytes_alone)
-        found = {(framework, kind): (float(width), int(size.replace(",", ""))) for width, framework, kind, size in bars}
-        scale = max(width / size for width, size in found.values() if size)
-        assert [width for width, _ in found.values()] == pytest.approx([scale * size for _, size in found.values()], abs=0.02)
-        assert {key: size for key, (_, size) in found.items()} == {key: sizes[key] for key in found}
-        drawn |= found.keys()
+        by_kind = {(framework, kind): (float(width), int(size.replace(",", ""))) for width, framework, kind, size in bars}
+        scale = max(width / size for width, size in by_kind.values() if size)
+        assert [width for width, _ in by_kind.values()] == pytest.approx(
+            [scale * size for _, size in by_kind.values()], abs=0.02
+        )
+        assert {key: size for key, (_, size) in by_kind.items()} == {key: sizes[key] for key in by_kind}
+        drawn |= by_kind.keys()
     assert drawn == sizes.keys()
 
 
@@ -96,8 +98,8 @@ def test_text_of_the_users_is_no_markup() -> None:
 
 
 def test_the_tree_marks_where_it_goes_wrong(wrong: ParityReport) -> None:
-    found = {"torch_path": "layers.0.ffn.0", "flax_path": "layers_0/ffn/up", "error": 2.0, "reference": 1.0}
-    report = ParityReport(**{**vars(wrong), "divergences": {"forward": None, "backward": found}})
+    divergence = {"torch_path": "layers.0.ffn.0", "flax_path": "layers_0/ffn/up", "error": 2.0, "reference": 1.0}
+    report = ParityReport(**{**vars(wrong), "divergences": {"forward": None, "backward": divergence}})
     tree = module_tree(report)
 
     def node(*path: str) -> TreeNode:

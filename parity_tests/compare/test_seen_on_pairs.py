@@ -28,7 +28,7 @@ def test_the_sum_of_a_loss_rounds_no_more_than_pytorch_s() -> None:
     random = np.random.default_rng(0)
     for _ in range(10):
         x, target = ({"x": random.normal(size=(31, 31)).astype(np.float32)} for _ in range(2))
-        exact = default_loss(*({"x": one["x"].astype(np.float64)} for one in (x, target)))
+        exact = default_loss(*({"x": tree["x"].astype(np.float64)} for tree in (x, target)))
         worst = max(worst, abs(float(jax.jit(default_loss)(x, target)) / exact - 1) / np.finfo(np.float32).eps)
     assert worst < 2
 
@@ -98,9 +98,9 @@ FAINT = """
 def test_a_planted_weight_that_hardly_matters_gives_way_to_another() -> None:
     case = {"torch_module": Faint(), "flax_module": FaintFlax(), "inputs": X, "rules": FAINT}
     report = run(case, modes="off", memory=False)
-    found = next(check for check in report.checks if check.name == "planted weight in float32")
-    assert found.passed and "params/large/kernel transposed" in found.found, found
-    assert "too small to tell: params/faint/kernel transposed" in found.found
+    planted = next(check for check in report.checks if check.name == "planted weight in float32")
+    assert planted.passed and "params/large/kernel transposed" in planted.found, planted
+    assert "too small to tell: params/faint/kernel transposed" in planted.found
 
 
 # An in-place addition removes a view's cotangent.
@@ -186,8 +186,8 @@ def test_a_shared_table_is_not_blamed_for_a_gradient_that_another_call_lost(deta
     report = run(case, **FLOAT64)
     assert report.passed == (not detaches)
     if detaches:
-        found = report.divergences["backward"]
-        assert (found["torch_path"], found["what"]) == ("before", "gradient of input 0")
+        divergence = report.divergences["backward"]
+        assert (divergence["torch_path"], divergence["what"]) == ("before", "gradient of input 0")
 
 
 # Matching modules.
@@ -210,8 +210,8 @@ def test_a_rotation_elsewhere_hides_no_layer() -> None:
         ("layers/0/attn", "Attention", False, False),
         ("layers/0", "Layer", False, False),
     )
-    found = match(theirs, ours)
-    assert found["layers/0/attn"] == "layers/0/attn" and found["layers/0"] == "layers/0"
+    matched = match(theirs, ours)
+    assert matched["layers/0/attn"] == "layers/0/attn" and matched["layers/0"] == "layers/0"
 
 
 def test_a_table_inside_one_of_two_and_a_convolution_of_one_are_matched() -> None:
@@ -227,8 +227,8 @@ def test_a_table_inside_one_of_two_and_a_convolution_of_one_are_matched() -> Non
         ("encoder/fc", "MyConv1D", True, True),
         ("encoder", "Encoder", False, False),
     )
-    found = match(theirs, ours)
-    assert found["encoder"] == "encoder" and found["encoder/fc"] == "encoder/fc"
+    matched = match(theirs, ours)
+    assert matched["encoder"] == "encoder" and matched["encoder/fc"] == "encoder/fc"
 
 
 # GELU by its values.
@@ -254,7 +254,7 @@ def test_a_gelu_is_told_by_its_values(approximate: bool) -> None:
     theirs = torch.nn.Sequential(torch.nn.Linear(4, 4), SomeGELU())
     ours = Activated(approximate)
     settings_that_differ = differences(theirs, ours, ours.init(jax.random.key(0), X), (X,))
-    assert [one.torch for one in settings_that_differ if one.what == "GELU"] == ([] if approximate else ["by tanh"])
+    assert [setting.torch for setting in settings_that_differ if setting.what == "GELU"] == ([] if approximate else ["by tanh"])
 
 
 # A NumPy table.

@@ -58,7 +58,7 @@ def test_settings_are_read_before_anything_runs_and_stand_in_the_error_when_it_f
     with pytest.raises(
         PortingError, match=r"The settings of the two models differ:\n  norm: epsilon is 1e-05 in PyTorch and 1"
     ):
-        compare(norms(), Norms(), X, **c.QUICK, progress=lambda what, done, total: messages.append(what))
+        compare(norms(), Norms(), X, **c.QUICK, progress=lambda message, done, total: messages.append(message))
     assert messages == ["the settings of both models", "the PyTorch model in float64", "proposing a weight map"]
 
 
@@ -221,9 +221,9 @@ def test_a_mask_to_be_added_that_is_read_the_other_way_is_told(dtype: str) -> No
     mask = ADDED if dtype == "float32" else HIDDEN
     report = compare(TorchAttends(), Attends(False), {"x": X, "hidden": mask}, rules=ATTENTION, **c.QUICK)
     which = 0 if dtype == "float32" else 1
-    [found] = report.differences
-    assert found["what"] == f"a position where hidden is {which}" and not report.passed
-    assert (found["torch"], found["flax"]) == (("shown", "hidden") if which == 0 else ("hidden", "shown"))
+    [difference] = report.differences
+    assert difference["what"] == f"a position where hidden is {which}" and not report.passed
+    assert (difference["torch"], difference["flax"]) == (("shown", "hidden") if which == 0 else ("hidden", "shown"))
 
 
 IN_TORCH = {torch_bias: 1, torch_filled: -1, torch_sdpa: 1, torch_layer: -1}
@@ -254,5 +254,5 @@ def test_ports_read_their_masks_as_transformers_does(port: Port) -> None:
 def test_a_mask_read_the_other_way_is_told_with_its_module(true_hides: bool) -> None:
     report = compare(TorchAttends(), Attends(true_hides), {"x": X, "hidden": HIDDEN}, rules=ATTENTION, **c.QUICK)
     assert report.passed == true_hides and report.proves
-    what = {"path": "attention", "what": "a position where hidden is 1", "torch": "hidden", "flax": "shown"}
-    assert report.differences == (() if true_hides else (what,))
+    expected = {"path": "attention", "what": "a position where hidden is 1", "torch": "hidden", "flax": "shown"}
+    assert report.differences == (() if true_hides else (expected,))

@@ -79,8 +79,8 @@ def test_a_mask_of_the_least_number_hides_no_fault(wrong: dict[str, float], name
     """Errors are not measured relative to its own size or another tensor's."""
     report = run({"torch_module": BiasedTorch(), "flax_module": Biased(**wrong), "inputs": X, "rules": BIAS, **FLOAT64})
     assert report.passed == (not wrong), str(report)
-    found = report.divergences.get("forward")
-    assert (found and found["flax_path"]) == named
+    divergence = report.divergences.get("forward")
+    assert (divergence and divergence["flax_path"]) == named
 
 
 # Keywords, and faults at the root.
@@ -140,8 +140,8 @@ def test_a_fault_at_the_root_is_named_by_its_tensor(wrong: dict[str, Any], what:
     case = {"torch_module": RootTorch(), "flax_module": Root(**wrong), "inputs": {"tokens": TOKENS, "mask": MASK}}
     report = run(case, rules=ROOT, **FLOAT64)
     assert report.passed == (not wrong), str(report)
-    found = report.divergences.get("forward")
-    assert (found and (found["flax_path"], found["what"], found["note"])) == (what and ("", what, ""))
+    divergence = report.divergences.get("forward")
+    assert (divergence and (divergence["flax_path"], divergence["what"], divergence["note"])) == (what and ("", what, ""))
 
 
 def test_other_inputs_are_named_by_their_keyword() -> None:
@@ -150,6 +150,6 @@ def test_other_inputs_are_named_by_their_keyword() -> None:
 
     case = {"torch_module": RootTorch(), "flax_module": Root(), "inputs": {"tokens": TOKENS, "mask": MASK}}
     report = run(case, rules=ROOT, flax_call=call, **FLOAT64)
-    found = report.divergences["forward"]
-    assert (found["flax_path"], found["what"]) == ("", "input mask")
-    assert found["note"] == "the two models get different inputs"
+    divergence = report.divergences["forward"]
+    assert (divergence["flax_path"], divergence["what"]) == ("", "input mask")
+    assert divergence["note"] == "the two models get different inputs"

@@ -34,7 +34,7 @@ SHORTEST = 60
 
 def main(arguments: list[str]) -> int:
     """Check the named models, and write their rows into the note."""
-    folders = dict(one.partition("=")[::2] for one in arguments)
+    folders = dict(argument.partition("=")[::2] for argument in arguments)
     unknown = [name for name in folders if name not in EXAMPLES]
     if unknown or not folders:
         print(f"NAME={' '.join(unknown) or 'nothing'}: choose among {', '.join(EXAMPLES)}; {__doc__}", file=sys.stderr)
@@ -56,7 +56,7 @@ def _in_a_process(name: str, folder: str) -> list[Row]:
     path = os.pathsep.join(filter(None, (str(ROOT), folder, os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-W", "ignore", "-m", "parity_tests.gallery", "--one", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
-    return [] if done.returncode else [Row(**one) for one in json.loads(done.stdout.splitlines()[-1])]
+    return [] if done.returncode else [Row(**record) for record in json.loads(done.stdout.splitlines()[-1])]
 
 
 def as_line(name: str, version: str, row: Row) -> str:
@@ -96,7 +96,9 @@ def _version(name: str, folder: str) -> str:
                 return checkout
     package = EXAMPLES[name].package
     distributions = importlib.metadata.distributions(path=folders) if folders else ()
-    return next((one.version for one in distributions if one.name == package), None) or importlib.metadata.version(package)
+    return next(
+        (distribution.version for distribution in distributions if distribution.name == package), None
+    ) or importlib.metadata.version(package)
 
 
 def _one(name: str) -> None:

@@ -79,16 +79,16 @@ class Step:
         """The same in float64."""
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(jax.eval_shape(self.gradient, *arguments))]
         with jax.enable_x64(True):
-            found = jax.jit(widened(self.jaxpr))(*jax.tree.leaves(arguments))
-        return {name: np.asarray(one) for name, one in zip(names, found, strict=True)}
+            gradients = jax.jit(widened(self.jaxpr))(*jax.tree.leaves(arguments))
+        return {name: np.asarray(gradient) for name, gradient in zip(names, gradients, strict=True)}
 
     def kept(self, arguments: Any) -> list[Any]:
         """The arrays that live between the passes, without the arguments."""
         trained, *rest = arguments
         _, pullback = jax.vjp(lambda trained: self.loss(trained, *rest), trained)
-        given = {id(one) for one in jax.tree.leaves(arguments)}
-        leaves = {id(one): one for one in jax.tree.leaves(pullback) if id(one) not in given}
-        return [one for one in leaves.values() if hasattr(one, "sharding")]
+        given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
+        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(pullback) if id(leaf) not in given}
+        return [leaf for leaf in leaves.values() if hasattr(leaf, "sharding")]
 
 
 def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any) -> tuple[int, int]:
@@ -104,16 +104,16 @@ def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any)
         if row.action != "recompute":
             in_table[row.shape, row.dtype, row.action == "offload"] += row.count
     pairs = list(zip(kept, step.kept(others), strict=True))
-    first = {(_kind(one), _numbers(one).tobytes()): at for at, (one, _) in reversed(list(enumerate(pairs)))}
+    first = {(_kind(leaf), _numbers(leaf).tobytes()): at for at, (leaf, _) in reversed(list(enumerate(pairs)))}
     total = [0, 0]
     # Duplicates come last; they are residuals only as often as the table has them.
     for at in sorted(range(len(pairs)), key=lambda at: at not in first.values()):
-        one, again = pairs[at]
-        kind, is_constant = _kind(one), np.array_equal(_numbers(one), _numbers(again))
-        if in_table[kind] <= 0 and (at not in first.values() or is_constant or any(_is_copy(one, leaf) for leaf in given)):
+        array, again = pairs[at]
+        kind, is_constant = _kind(array), np.array_equal(_numbers(array), _numbers(again))
+        if in_table[kind] <= 0 and (at not in first.values() or is_constant or any(_is_copy(array, leaf) for leaf in given)):
             continue
         in_table[kind] -= 1
-        total[kind[2]] += one.nbytes
+        total[kind[2]] += array.nbytes
     return total[0], total[1]
 
 
@@ -127,7 +127,7 @@ def _kind(array: Any) -> tuple[tuple[int, ...], str, bool]:
 
 def _is_copy(array: Any, argument: Any) -> bool:
     """Whether `array` has the numbers of `argument`, or of some of its rows, in any order and dtype."""
-    keys = any(jnp.issubdtype(one.dtype, jax.dtypes.prng_key) for one in (array, argument))
+    keys = any(jnp.issubdtype(value.dtype, jax.dtypes.prng_key) for value in (array, argument))
     if keys or not argument.size or not argument.ndim or not array.size:
         return False
     rows = np.asarray(argument.astype(array.dtype)).reshape(argument.shape[0], -1)
@@ -172,16 +172,16 @@ class Beside:
     def row(self, policy: str, workload: rj.Workload, again: int, *, table: rj.ResidualTable | None = None) -> Row:
         """A named policy, which must recompute `again` products."""
         step = Step(workload, policy)
-        found = step.products - self.everything.products
-        return self._row(policy, step, str(again), found == again, table or rj.residuals(workload, policy))
+        recomputed = step.products - self.everything.products
+        return self._row(policy, step, str(again), recomputed == again, table or rj.residuals(workload, policy))
 
     def planned(self, plan: rj.Plan, most: int) -> Row:
         """A plan, which recomputes at most as much as `full`, and as much as it reports."""
         step = Step(self.workload.with_loss(plan.apply(self.workload.own_loss or self.workload.loss)), "off")
-        found, flops = step.products - self.everything.products, step.flops - self.everything.flops
+        recomputed, flops = step.products - self.everything.products, step.flops - self.everything.flops
         text = f"plan: {' and '.join(dict.fromkeys(plan.texts.values()))}"
         table = rj.residuals(self.workload, "off" if plan.is_off else dict(plan.policies))
-        return self._row(text, step, f"0 to {most}", 0 <= found <= most and flops == plan.recompute_flops, table)
+        return self._row(text, step, f"0 to {most}", 0 <= recomputed <= most and flops == plan.recompute_flops, table)
 
     def _row(self, policy: str, step: Step, expected: str, is_right: bool, table: rj.ResidualTable) -> Row:
         error64, tensor64 = float64_error(self.exact, step.gradients64(self.arguments))
@@ -191,14 +191,14 @@ class Beside:
         sizes = (table.device_bytes, table.host_bytes), kept
         return Row(policy, error64, tensor64, ratio, tensor, again, expected, is_right, *sizes)
 
-    def _worst_ratio(self, found: dict[str, Any]) -> tuple[float, str]:
+    def _worst_ratio(self, gradients: dict[str, Any]) -> tuple[float, str]:
         """The largest ratio of the parity rule over all dtypes, and its tensor."""
         worst = (0.0, "")
-        for dtype in {one.dtype.name for one in found.values()}:
-            names = [name for name, one in found.items() if one.dtype.name == dtype]
-            sides = ({name: side[name] for name in names} for side in (self.exact, found, self.own))
-            for one in judge(*sides, dtype):
-                worst = max(worst, (math.inf if one.problem else one.ratio, f"{one.name} {one.problem}".strip()))
+        for dtype in {gradient.dtype.name for gradient in gradients.values()}:
+            names = [name for name, gradient in gradients.items() if gradient.dtype.name == dtype]
+            sides = ({name: side[name] for name in names} for side in (self.exact, gradients, self.own))
+            for row in judge(*sides, dtype):
+                worst = max(worst, (math.inf if row.problem else row.ratio, f"{row.name} {row.problem}".strip()))
         return worst
 
 

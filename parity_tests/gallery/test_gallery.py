@@ -116,10 +116,10 @@ def test_a_widened_program_is_the_program_in_float64() -> None:
 
     narrow = jax.make_jaxpr(lambda x: jax.jit(program)(x))(jnp.float32(1.5))
     with jax.enable_x64(True):
-        (found,) = widened(narrow)(jnp.float32(1.5))
+        (result,) = widened(narrow)(jnp.float32(1.5))
         # With constants that float32 holds exactly.
-        np.testing.assert_allclose(found, program(jnp.float64(1.5)), rtol=1e-15)
-        assert found.dtype == jnp.float64 and float(found) != float(jnp.float32(found))
+        np.testing.assert_allclose(result, program(jnp.float64(1.5)), rtol=1e-15)
+        assert result.dtype == jnp.float64 and float(result) != float(jnp.float32(result))
 
 
 @pytest.mark.parametrize("arguments", [[], ["bert"], ["equinox", "gemmma=gemma"]])

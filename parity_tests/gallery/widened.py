@@ -42,7 +42,7 @@ def widened(jaxpr: Any) -> Callable[..., list[Any]]:
     ...     [float(one) for one in widened(narrow)(jnp.float32(1))]
     [0.3333333333333333]
     """
-    return lambda *args: interpret(jaxpr, [_wide(one) for one in args], _visit)
+    return lambda *args: interpret(jaxpr, [_wide(arg) for arg in args], _visit)
 
 
 def _wide_dtype(dtype: Any) -> Any:
@@ -56,7 +56,7 @@ def _wide(value: Any) -> Any:
 
 
 def _visit(eqn: Any, inputs: list[Any]) -> list[Any]:
-    name, inputs = eqn.primitive.name, [_wide(one) for one in inputs]
+    name, inputs = eqn.primitive.name, [_wide(value) for value in inputs]
     if name in _LOOPS:
         return list(_LOOPS[name](eqn.params, inputs))
     if name in _CALLS:
@@ -65,8 +65,8 @@ def _visit(eqn: Any, inputs: list[Any]) -> list[Any]:
         return inputs
     if name == "bitcast_convert_type":
         # The bits of a number mean another number in float64, so bit casts stay, as for random numbers.
-        inputs = [jnp.asarray(one, atom.aval.dtype) for one, atom in zip(inputs, eqn.invars, strict=True)]
-        return [_wide(one) for one in compat.bind(eqn, inputs)]
+        inputs = [jnp.asarray(value, atom.aval.dtype) for value, atom in zip(inputs, eqn.invars, strict=True)]
+        return [_wide(output) for output in compat.bind(eqn, inputs)]
     if bodies(eqn) and not name.startswith("scatter"):
         raise UnsupportedError(f"the primitive {name!r} has a body and is not known here: add it to _CALLS or _LOOPS")
     return compat.bind(eqn, inputs, **_wide_params(eqn))
@@ -75,12 +75,12 @@ def _visit(eqn: Any, inputs: list[Any]) -> list[Any]:
 def _wide_params(eqn: Any) -> dict[str, Any]:
     """The parameters of `eqn` that are dtypes, or hold the combiner of a scatter."""
     dtypes = {"new_dtype", "preferred_element_type", "dtype", "out_dtype"}
-    found = {key: value for key, value in eqn.params.items() if key in dtypes and value is not None}
-    return {key: _wide_dtype(value) for key, value in found.items()} | map_inner(eqn, _wide_jaxpr)
+    dtype_params = {key: value for key, value in eqn.params.items() if key in dtypes and value is not None}
+    return {key: _wide_dtype(value) for key, value in dtype_params.items()} | map_inner(eqn, _wide_jaxpr)
 
 
 def _wide_jaxpr(jaxpr: Any) -> Any:
-    avals = [jax.ShapeDtypeStruct(one.shape, _wide_dtype(one.dtype)) for one in jaxpr.in_avals]
+    avals = [jax.ShapeDtypeStruct(aval.shape, _wide_dtype(aval.dtype)) for aval in jaxpr.in_avals]
     return jax.make_jaxpr(widened(jaxpr))(*avals)
 
 
@@ -107,7 +107,7 @@ def _while(params: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _cond(params: Any, inputs: Sequence[Any]) -> list[Any]:
-    return list(jax.lax.switch(inputs[0], [widened(one) for one in params["branches"]], *inputs[1:]))
+    return list(jax.lax.switch(inputs[0], [widened(branch) for branch in params["branches"]], *inputs[1:]))
 
 
 _LOOPS = {"scan": _scan, "while": _while, "cond": _cond}

@@ -52,9 +52,9 @@ def tokens() -> np.ndarray:
     return s.data("ByteDecoder").x.astype(np.int64)
 
 
-def shown(found: Divergences) -> tuple[str | None, str | None]:
+def shown(divergences: Divergences) -> tuple[str | None, str | None]:
     """The named Flax modules, in the forward and in the backward pass."""
-    return found.forward and found.forward.flax_path, found.backward and found.backward.flax_path
+    return divergences.forward and divergences.forward.flax_path, divergences.backward and divergences.backward.flax_path
 
 
 # Functions with a right forward pass and a wrong derivative.

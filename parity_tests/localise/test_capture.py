@@ -47,10 +47,10 @@ def test_torch_calls_are_there_once_with_what_they_got_of_the_loss(way: str) -> 
     inner = np.tanh(2 * X)
     assert np.allclose(first.outputs[0], inner, rtol=1e-14) and np.allclose(second.outputs[0], np.tanh(inner), rtol=1e-14)
     slope = 1 - np.tanh(inner) ** 2
-    for found, expected in ((second.output_cotangents, np.ones((1, 3))), (second.input_cotangents, slope)):
-        assert found[0] is not None and np.allclose(found[0], expected, rtol=1e-14)
-    for found, expected in ((first.output_cotangents, slope), (first.input_cotangents, slope * (1 - inner**2))):
-        assert found[0] is not None and np.allclose(found[0], expected, rtol=1e-14)
+    for cotangents, expected in ((second.output_cotangents, np.ones((1, 3))), (second.input_cotangents, slope)):
+        assert cotangents[0] is not None and np.allclose(cotangents[0], expected, rtol=1e-14)
+    for cotangents, expected in ((first.output_cotangents, slope), (first.input_cotangents, slope * (1 - inner**2))):
+        assert cotangents[0] is not None and np.allclose(cotangents[0], expected, rtol=1e-14)
     assert np.allclose(trace[""].gradients["scale"], np.sum(slope * (1 - inner**2) * X))
     assert model.scale.grad.item() == 7.0 and trace.stale == ()
     assert not model.inner._forward_hooks and not model.inner._forward_pre_hooks
@@ -83,8 +83,8 @@ def test_a_cotangent_is_that_of_one_call_and_not_of_all_that_reads_the_array() -
 
     trace = capture_torch(Both(), (X,), lambda output: output.sum())
     for name, expected in (("idle", np.full((1, 3), 3.0)), ("one", 5 * (1 - np.tanh(X) ** 2))):
-        found = trace[name].input_cotangents[0]
-        assert found is not None and np.allclose(found, expected, rtol=1e-14)
+        cotangent = trace[name].input_cotangents[0]
+        assert cotangent is not None and np.allclose(cotangent, expected, rtol=1e-14)
 
 
 class Layer(nn.Module):

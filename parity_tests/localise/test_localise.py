@@ -29,15 +29,17 @@ GPT2 = test_gpt2.PORT
 
 
 def test_a_right_port_raises_no_alarm_where_errors_do_not_add_up() -> None:
-    found = of_port(GPT2, scan=True, single_step=True)
-    assert found.none and shown(found) == (None, None) and found.alone == ()
-    layers = [path for path in found.matched.values() if path in ("layers/0", "layers/1")]
-    assert len(layers) == 2, found.matched
+    divergences = of_port(GPT2, scan=True, single_step=True)
+    assert divergences.none and shown(divergences) == (None, None) and divergences.alone == ()
+    layers = [path for path in divergences.matched.values() if path in ("layers/0", "layers/1")]
+    assert len(layers) == 2, divergences.matched
 
 
 def test_no_alarm_through_checkpoints_of_both() -> None:
-    found = of_port(GPT2, scan=True, mode="checkpoint", transform=lambda f: rj.checkpoint_blocks(f, {gpt2.GPT2Block: "full"}))
-    assert found.none and len(found.matched) == 22
+    divergences = of_port(
+        GPT2, scan=True, mode="checkpoint", transform=lambda f: rj.checkpoint_blocks(f, {gpt2.GPT2Block: "full"})
+    )
+    assert divergences.none and len(divergences.matched) == 22
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
@@ -65,10 +67,10 @@ def test_a_missed_transpose_of_a_square_kernel(scan: bool) -> None:
         return np.stack([x[0], x[1].T]) if scan else x.T
 
     path = "layers/self_attn/out_proj/kernel" if scan else "layers_1/self_attn/out_proj/kernel"
-    found = of_decoder(scan=scan, change=lambda tree: changed(tree, path, second))
-    assert shown(found) == ("layers/1/self_attn/out_proj" if scan else "layers_1/self_attn/out_proj", None)
-    assert found.forward is not None and found.forward.error > 0.1 * found.forward.reference
-    assert found.forward.torch_path == "decoder/layers/1/self_attn/out_proj"
+    divergences = of_decoder(scan=scan, change=lambda tree: changed(tree, path, second))
+    assert shown(divergences) == ("layers/1/self_attn/out_proj" if scan else "layers_1/self_attn/out_proj", None)
+    assert divergences.forward is not None and divergences.forward.error > 0.1 * divergences.forward.reference
+    assert divergences.forward.torch_path == "decoder/layers/1/self_attn/out_proj"
 
 
 def test_each_of_two_faults_is_listed_where_errors_do_not_add_up() -> None:
@@ -76,9 +78,9 @@ def test_each_of_two_faults_is_listed_where_errors_do_not_add_up() -> None:
         tree = changed(tree, "layers_0/ffn/up/bias", lambda x: x * 1.001)
         return changed(tree, "layers_1/norm1/scale", lambda x: x + 1e-6)
 
-    found = of_decoder(change=two, single_step=True)
-    assert [one.flax_path for one in found.alone] == ["layers_0/ffn/up", "layers_1/norm1"]
-    assert shown(found) == ("layers_0/ffn/up", None)
+    divergences = of_decoder(change=two, single_step=True)
+    assert [divergence.flax_path for divergence in divergences.alone] == ["layers_0/ffn/up", "layers_1/norm1"]
+    assert shown(divergences) == ("layers_0/ffn/up", None)
 
 
 # Wrong code.
@@ -91,10 +93,10 @@ def test_a_layer_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
         variables = p.variables(GPT2, False, "float64")
     monkeypatch.setattr(gpt2, "run_blocks", without_the_first)
-    found = of_port(GPT2, variables=variables)
-    assert shown(found) == ("", None)
-    assert found.forward is not None and "PyTorch alone has" in found.forward.note
-    assert "transformer/h/0" in found.unmatched_torch and found.matched["transformer/h/1"] == "layers_1"
+    divergences = of_port(GPT2, variables=variables)
+    assert shown(divergences) == ("", None)
+    assert divergences.forward is not None and "PyTorch alone has" in divergences.forward.note
+    assert "transformer/h/0" in divergences.unmatched_torch and divergences.matched["transformer/h/1"] == "layers_1"
 
 
 # Right forwards, wrong backwards. The last layer is the first of the backward pass.
@@ -115,17 +117,17 @@ def test_a_gradient_doubled_in_one_module(monkeypatch: pytest.MonkeyPatch) -> No
         return kind(epsilon=config.layer_norm_eps, use_fast_variance=False, param_dtype=param_dtype, name=name)
 
     monkeypatch.setattr(gpt2, "layer_norm", doubled)
-    found = of_port(GPT2, scan=True, single_step=True)
-    assert shown(found) == (None, "ln_f") and [one.flax_path for one in found.alone] == ["ln_f"]
-    assert found.backward is not None and found.backward.error == pytest.approx(found.backward.reference)
+    divergences = of_port(GPT2, scan=True, single_step=True)
+    assert shown(divergences) == (None, "ln_f") and [divergence.flax_path for divergence in divergences.alone] == ["ln_f"]
+    assert divergences.backward is not None and divergences.backward.error == pytest.approx(divergences.backward.reference)
 
 
 def test_a_cotangent_lost_between_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """No module has a wrong derivative: the model detaches its embedding's output."""
     right = linen.run_layers
     monkeypatch.setattr(linen, "run_layers", lambda n, x, **kwargs: right(n, jax.lax.stop_gradient(x), **kwargs))
-    found = of_decoder()
-    assert shown(found) == (None, "") and found.backward is not None and "'embed'" in found.backward.note
+    divergences = of_decoder()
+    assert shown(divergences) == (None, "") and divergences.backward is not None and "'embed'" in divergences.backward.note
 
 
 # Errors of use.
@@ -134,15 +136,15 @@ def test_a_cotangent_lost_between_modules(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_mapping_wins(tmp_path: Any) -> None:
     file = tmp_path / "mapping.json"
     file.write_text(json.dumps({"decoder/layers/0/ffn/0": "layers_1/ffn/up", "head": None}))
-    found = of_decoder(mapping=file)
-    assert found.matched["decoder/layers/0/ffn/0"] == "layers_1/ffn/up"
-    assert "head" in found.unmatched_torch and "head" in found.unmatched_flax
+    divergences = of_decoder(mapping=file)
+    assert divergences.matched["decoder/layers/0/ffn/0"] == "layers_1/ffn/up"
+    assert "head" in divergences.unmatched_torch and "head" in divergences.unmatched_flax
 
 
 def test_other_inputs_are_named_as_such() -> None:
-    found = of_decoder(flax_inputs=(pairs.tokens()[:, ::-1].copy(),))
-    assert found.forward is not None and (found.forward.flax_path, found.forward.what) == ("", "input tokens")
-    assert found.forward.note == "the two models get different inputs"
+    divergences = of_decoder(flax_inputs=(pairs.tokens()[:, ::-1].copy(),))
+    assert divergences.forward is not None and (divergences.forward.flax_path, divergences.forward.what) == ("", "input tokens")
+    assert divergences.forward.note == "the two models get different inputs"
 
 
 class TwoOfTorch(torch.nn.Module):
@@ -162,8 +164,8 @@ def test_a_torch_call_may_call_submodules_alone(fault: str) -> None:
     model = TwoOfTorch()
     layers = {name: getattr(model, name) for name in ("first", "second")}
     params = {
-        name: {"kernel": one.weight.detach().numpy().T.copy(), "bias": one.bias.detach().numpy() + (name == fault)}
-        for name, one in layers.items()
+        name: {"kernel": layer.weight.detach().numpy().T.copy(), "bias": layer.bias.detach().numpy() + (name == fault)}
+        for name, layer in layers.items()
     }
     through = lambda module, x: module.second(module.first(x))  # noqa: E731
     divergences = first_divergences(model, TwoOfFlax(), {"params": params}, (np.ones((2, 3)),), torch_call=through)

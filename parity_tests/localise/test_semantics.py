@@ -24,7 +24,7 @@ def of_port(port: Any, **changes: Any) -> list[tuple[str, str, Any, Any]]:
     model = port.make_flax(port.config, **changes)
     inputs = port.arguments(p.batch(port, "float32")[0])
     settings_that_differ = differences(p.make_torch(port, "float32").eval(), model, p.shapes(port, model, port.inputs), inputs)
-    return [(one.path, one.what, one.torch, one.flax) for one in settings_that_differ]
+    return [(setting.path, setting.what, setting.torch, setting.flax) for setting in settings_that_differ]
 
 
 @pytest.mark.parametrize("port", [test_gpt2.PORT, test_bert.PORT], ids=["gpt2", "bert"])
@@ -37,10 +37,10 @@ def test_epsilon_and_gelu_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     gelu, norm = nn.gelu, gpt2.layer_norm
     monkeypatch.setattr(nn, "gelu", lambda x, approximate: gelu(x, approximate=not approximate))
 
-    def other(config: gpt2.GPT2Config, param_dtype: Any, name: str) -> nn.LayerNorm:
+    def changed_norm(config: gpt2.GPT2Config, param_dtype: Any, name: str) -> nn.LayerNorm:
         return nn.LayerNorm(1e-6, name=name) if name == "ln_f" else norm(config, param_dtype, name)
 
-    monkeypatch.setattr(gpt2, "layer_norm", other)
+    monkeypatch.setattr(gpt2, "layer_norm", changed_norm)
     expected = [("ln_f", "epsilon", 1e-5, 1e-6)]
     expected += [(f"layers_{index}/mlp", "GELU", "by tanh", "exact") for index in range(2)]
     assert of_port(test_gpt2.PORT) == expected
@@ -96,14 +96,17 @@ def test_each_setting(name: str) -> None:
     changes, expected = CHANGES[name]
     model, x = Small(**changes), jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32)
     variables = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.ones(x.shape)))
-    found = [(one.path, one.what, one.torch, one.flax) for one in differences(Theirs().eval(), model, variables, (x,))]
-    assert found == ([] if expected is None else [expected])
+    differing = [
+        (setting.path, setting.what, setting.torch, setting.flax)
+        for setting in differences(Theirs().eval(), model, variables, (x,))
+    ]
+    assert differing == ([] if expected is None else [expected])
 
 
 def test_running_statistics_and_those_of_the_batch() -> None:
     model, x = Small(), jnp.ones((2, 8, 8, 3))
-    [found] = differences(Theirs().train(), model, model.init(jax.random.key(0), x), (x,))
-    assert str(found) == "norm: statistics is of the batch in PyTorch and running in Flax"
+    [setting] = differences(Theirs().train(), model, model.init(jax.random.key(0), x), (x,))
+    assert str(setting) == "norm: statistics is of the batch in PyTorch and running in Flax"
 
 
 class Upsampling(nn.Module):
@@ -140,7 +143,7 @@ def test_modules_without_the_usual_attributes_are_read_as_far_as_they_go() -> No
     for strides, expected in ((2, []), (1, ["up: strides is (2, 2) in PyTorch and (1, 1) in Flax"])):
         model = Upsampling(strides)
         variables = jax.eval_shape(lambda model=model: model.init(jax.random.key(0), jnp.ones(x.shape)))
-        assert [str(one) for one in differences(theirs, model, variables, (x,))] == expected
+        assert [str(setting) for setting in differences(theirs, model, variables, (x,))] == expected
     assert torch_facts(CausalConv()) == {"bias": False, "precision": "highest", "dtype": "float32"}
 
 
@@ -155,7 +158,7 @@ def test_nnx() -> None:
 
     theirs = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(3), "head": torch.nn.Linear(3, 2)})
     settings_that_differ = differences(theirs, Model(), None, (jnp.ones((1, 3)),))
-    assert [str(one) for one in settings_that_differ] == [
+    assert [str(setting) for setting in settings_that_differ] == [
         "norm: epsilon is 1e-05 in PyTorch and 1e-06 in Flax",
         "head: bias is True in PyTorch and False in Flax",
     ]

@@ -106,8 +106,8 @@ def transformer(port: Port, scan: bool = False, **options: Any) -> dict[str, Any
     }
 
 
-def named(port: Port, found: Any) -> dict[str, Any]:
-    return dict(zip(port.targets, found if isinstance(found, tuple) else (found,), strict=True))
+def named(port: Port, outputs: Any) -> dict[str, Any]:
+    return dict(zip(port.targets, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
 
 
 MODELS = {

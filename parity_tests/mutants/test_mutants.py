@@ -297,7 +297,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("encoder-decoder", at("decoder", memory_detached), BACKWARD, "decoder", "gradient of input memory"),
     ],
 }
-CASES = [pytest.param(fault, one, id=f"{fault}, {one.model}") for fault, several in MUTANTS.items() for one in several]
+CASES = [pytest.param(fault, mutant, id=f"{fault}, {mutant.model}") for fault, several in MUTANTS.items() for mutant in several]
 
 
 def report_of(mutant: Mutant) -> ParityReport:
@@ -313,14 +313,17 @@ def test_a_fault_is_found_and_named(fault: str, mutant: Mutant) -> None:
     assert any(row.kind == "output" for row in report.failed_rows) == (
         mutant.where == FORWARD and "afterwards" not in mutant.what
     )
-    found, other = report.divergences[mutant.where], report.divergences[BACKWARD if mutant.where == FORWARD else FORWARD]
-    assert found is not None and other is None, report.divergences
-    assert (found["torch_path"], found["what"]) == (mutant.module, mutant.what), found
-    assert mutant.note in found["note"]
+    divergence, in_other_pass = (
+        report.divergences[mutant.where],
+        report.divergences[BACKWARD if mutant.where == FORWARD else FORWARD],
+    )
+    assert divergence is not None and in_other_pass is None, report.divergences
+    assert (divergence["torch_path"], divergence["what"]) == (mutant.module, mutant.what), divergence
+    assert mutant.note in divergence["note"]
     assert f"first difference, {mutant.where}: {mutant.module or 'the whole model'} (" in str(report)
 
 
 def test_the_table_is_as_large_as_it_is_said_to_be() -> None:
-    models = Counter(one.model for several in MUTANTS.values() for one in several)
+    models = Counter(mutant.model for several in MUTANTS.values() for mutant in several)
     assert len(MUTANTS) == 19 and set(models) == set(m.MODELS) and sum(models.values()) == 51
     assert min(models[name] for name in ("decoder", "conv", "llama", "encoder-decoder")) >= 10

@@ -55,23 +55,23 @@ Each fault is planted in the Flax model. The comparison runs in float64, with th
 def note(results: list[Result]) -> str:
     """The note: a table of the pairs, and one of the faults."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES)
-    planted = [(result.name, one) for result in results for one in result.planted]
-    found, named = sum(not one.passed for _, one in planted), sum(one.named for _, one in planted)
+    planted = [(result.name, fault) for result in results for fault in result.planted]
+    detected, named = sum(not fault.passed for _, fault in planted), sum(fault.named for _, fault in planted)
     right = [result for result in results if result.name not in WRONG]
     pairs = [
-        f"| {one.name} | {'passes' if one.passed else f'{one.verdict}; {one.said}'} | {one.tensors} "
-        f"| {one.lines}{'' if one.proposed else ', given'} | {one.seconds:.0f} |"
-        for one in results
+        f"| {result.name} | {'passes' if result.passed else f'{result.verdict}; {result.said}'} | {result.tensors} "
+        f"| {result.lines}{'' if result.proposed else ', given'} | {result.seconds:.0f} |"
+        for result in results
     ]
     rows = [
-        f"| {name} | {one.name} | {one.expected} | {'no' if one.passed else 'named' if one.named else 'not named'} "
-        f"| {one.said.partition(' off')[0]} off | {one.seconds:.0f} |"
-        for name, one in planted
+        f"| {name} | {fault.name} | {fault.expected} | {'no' if fault.passed else 'named' if fault.named else 'not named'} "
+        f"| {fault.said.partition(' off')[0]} off | {fault.seconds:.0f} |"
+        for name, fault in planted
     ]
     return TEXT.format(
         versions=versions,
-        counts=f"{sum(one.passed for one in right)} of {len(right)} correct pairs pass. Of {len(planted)} planted faults, "
-        f"{found} are found, and {named} are reported in the right pass and module.",
+        counts=f"{sum(result.passed for result in right)} of {len(right)} correct pairs pass. Of {len(planted)} planted "
+        f"faults, {detected} are found, and {named} are reported in the right pass and module.",
         pairs="\n".join(pairs),
         faults="\n".join(rows),
     )
@@ -90,14 +90,18 @@ def main(names: list[str]) -> int:
             results.append(result)
             state = "ok" if result.is_right else "FAILED"
             print(f"{state:6} {result.name}: {result.verdict} {result.said} ({result.seconds:.0f} s)")
-            for one in result.planted:
-                state = "FAILED" if one.passed else "ok" if one.named else "unnamed"
-                print(f"  {state:7} {one.name}, {one.expected}: {one.said}", flush=True)
+            for fault in result.planted:
+                state = "FAILED" if fault.passed else "ok" if fault.named else "unnamed"
+                print(f"  {state:7} {fault.name}, {fault.expected}: {fault.said}", flush=True)
     if not names:
         NOTE.write_text(note(results), encoding="utf-8")
-    planted = [one for result in results for one in result.planted]
-    fails = [one for one in (*results, *planted) if (one.passed if isinstance(one, Planted) else not one.is_right)]
-    named = sum(one.named for one in planted)
+    planted = [fault for result in results for fault in result.planted]
+    fails = [
+        outcome
+        for outcome in (*results, *planted)
+        if (outcome.passed if isinstance(outcome, Planted) else not outcome.is_right)
+    ]
+    named = sum(fault.named for fault in planted)
     print(f"{len(results)} pairs; {len(planted)} faults, {named} named; {len(fails)} failed")
     return int(bool(fails) or named < LEAST_NAMED * len(planted))
 

@@ -80,7 +80,7 @@ def _planted(fault: faults.Fault, case: dict[str, Any]) -> Planted:
 
     start = time.perf_counter()
     report = compare(**fault.plant(case))
-    named = {direction: found["torch_path"] for direction, found in report.divergences.items() if found}
+    named = {direction: divergence["torch_path"] for direction, divergence in report.divergences.items() if divergence}
     return Planted(
         name=fault.name,
         expected=f"{fault.where}: {fault.modules[0] or 'the whole model'}",
@@ -95,7 +95,7 @@ def _said(divergences: dict[str, Any]) -> str:
     from remat_jax.parity.report_data import divergence_text
 
     return "; ".join(
-        divergence_text(direction, found).removeprefix("first difference, ")
-        for direction, found in divergences.items()
-        if found
+        divergence_text(direction, divergence).removeprefix("first difference, ")
+        for direction, divergence in divergences.items()
+        if divergence
     )

@@ -93,8 +93,11 @@ def torch_step(config: Pi0Config, form: str = "off", dtype: str = "float64") -> 
     else:
         loss = model.loss(*as_torch(batch(config, dtype)), **torch_ref.mode_flags(form))
     loss.backward()
-    gradients = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in model.named_parameters()}
-    return Step(loss.detach().numpy(), {name: porting.as_numpy(one) for name, one in gradients.items()})
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    return Step(loss.detach().numpy(), {name: porting.as_numpy(gradient) for name, gradient in gradients.items()})
 
 
 def make_flax(config: Pi0Config, mode: str, scan: bool, dtype: str = "float64") -> tuple[Any, Any]:
@@ -114,5 +117,5 @@ def jax_step(config: Pi0Config, mode: str, scan: bool, dtype: str = "float64") -
         step = jax.value_and_grad(functools.partial(pi0.flow_matching_loss, model))
         compiled = s.quick(jax.jit(step), params, *batch(config, dtype)) if dtype == "float64" else jax.jit(step)
         loss, gradients = compiled(params, *batch(config, dtype))
-        found = porting.gradients_to_torch({"params": gradients}, rules(config, scan), numpy=True)
-        return Step(np.asarray(loss), dict(found))
+        ported = porting.gradients_to_torch({"params": gradients}, rules(config, scan), numpy=True)
+        return Step(np.asarray(loss), dict(ported))

@@ -30,11 +30,11 @@ FORMS = [
 ]
 
 
-def error(config: Pi0Config, found: p.Step) -> float:
+def error(config: Pi0Config, step: p.Step) -> float:
     """The largest relative error of the loss or of a gradient against plain PyTorch."""
     exact = p.torch_step(config)
-    worst, _ = float64_error(exact.gradients, found.gradients)
-    return max(worst, abs(float(found.loss / exact.loss) - 1))
+    worst, _ = float64_error(exact.gradients, step.gradients)
+    return max(worst, abs(float(step.loss / exact.loss) - 1))
 
 
 @variants
@@ -61,12 +61,12 @@ def test_only_what_the_actions_do_not_read_has_no_gradient() -> None:
 
 def test_float32_by_the_parity_rule() -> None:
     config = p.CONFIGS["pi0"]
-    exact, plain, found = (
+    exact, plain, ported = (
         p.torch_step(config),
         p.torch_step(config, "off", "float32"),
         p.jax_step(config, "checkpoint", True, "float32"),
     )
-    assert [row for row in judge(exact.gradients, found.gradients, plain.gradients, "float32") if not row.passed] == []
+    assert [row for row in judge(exact.gradients, ported.gradients, plain.gradients, "float32") if not row.passed] == []
 
 
 @variants
@@ -103,12 +103,12 @@ def test_who_sees_whom() -> None:
     seen = Observation(None, np.array([[True, False]]), None, np.array([[True, False]]), None)
     valid, visible = pi0.see(config, seen)
     expected = ["1010000", "0000000", "1010000", "0000000", "1010100", "1010111", "1010111"]
-    assert ["".join(str(int(one)) for one in row) for row in visible[0]] == expected
+    assert ["".join(str(int(flag)) for flag in row) for row in visible[0]] == expected
     assert valid[0].tolist() == [True, False, True, False, True, True, True]
     adaptive = pi0.see(dataclasses.replace(config, adaptive=True), seen)[1]
-    assert ["".join(str(int(one)) for one in row) for row in adaptive[0]][-2:] == ["101011"] * 2
+    assert ["".join(str(int(flag)) for flag in row) for row in adaptive[0]][-2:] == ["101011"] * 2
     positions, bias = pytorch.Pi0(config).see(
-        pytorch.Observation(*(None if one is None else torch.tensor(one) for one in seen)), torch.float64
+        pytorch.Observation(*(None if array is None else torch.tensor(array) for array in seen)), torch.float64
     )
     assert np.array_equal(bias[0, 0].numpy() == 0, visible[0]) and positions[0].tolist() == [0, 0, 1, 1, 2, 3, 4]
 
@@ -152,7 +152,7 @@ def test_weights_without_the_tower_fill_no_port() -> None:
     config = p.CONFIGS["pi0"]
     observation, actions, time, _ = config.shapes(1)
     empty = jax.eval_shape(pi0.Pi0(config).init, jax.random.key(0), observation, actions, time)
-    without = {name: one for name, one in p.weights(config).items() if not name.startswith("vision_tower")}
+    without = {name: weight for name, weight in p.weights(config).items() if not name.startswith("vision_tower")}
     lost = len(p.weights(config)) - len(without)
     with pytest.raises(PortingError, match=rf"{lost} problems:\n  vision_tower\..*missing, wanted for params/vision/"):
         porting.from_torch(without, empty, rules(config, False), dtype="float32")

@@ -46,8 +46,8 @@ def whole_batch(dtype: torch.dtype = torch.float64) -> tuple[float, torch.Tensor
     return loss.item(), gradients(whole)
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def error(gradient: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((gradient.double() - expected.double()).norm() / expected.double().norm())
 
 
 # --- the right loop ---------------------------------------------------------------------------------------------------
@@ -56,9 +56,9 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_it_is_the_whole_batchs_gradient() -> None:
     accumulating = model()
     list(accumulating.parameters())[0].grad = torch.ones(8, 4, dtype=torch.float64)  # an older one is dropped
-    found = accumulate_gradients(summed(accumulating), data(), accumulating.parameters())
+    accumulated = accumulate_gradients(summed(accumulating), data(), accumulating.parameters())
     loss, expected = whole_batch()
-    assert found.targets == sum(COUNTS) and abs(found.loss - loss) <= 1e-12
+    assert accumulated.targets == sum(COUNTS) and abs(accumulated.loss - loss) <= 1e-12
     assert error(gradients(accumulating), expected) <= 1e-12
 
 
@@ -87,8 +87,8 @@ def test_the_tutorials_mean_of_means_is_another_gradient() -> None:
 def test_the_tutorial_never_steps_an_incomplete_last_group() -> None:
     """Six micro-batches in groups of four: two are dropped, and an epoch of three changes nothing."""
     dropping, four = model(), model()
-    for one, batches in ((dropping, data()), (four, data()[:4])):
-        log = train(one, torch.optim.SGD(one.parameters(), lr=0.5), nn.CrossEntropyLoss(), batches, 4, epochs=2)
+    for network, batches in ((dropping, data()), (four, data()[:4])):
+        log = train(network, torch.optim.SGD(network.parameters(), lr=0.5), nn.CrossEntropyLoss(), batches, 4, epochs=2)
         assert [(line.epoch, line.step) for line in log] == [(0, 3), (1, 3)]
     assert all(torch.equal(a, b) for a, b in zip(dropping.parameters(), four.parameters(), strict=True))
     idle = model()
@@ -99,8 +99,8 @@ def test_the_tutorial_never_steps_an_incomplete_last_group() -> None:
 def test_a_batch_without_targets_divides_by_nothing() -> None:
     accumulating = model()
     empty = [(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, dtype=torch.long))] * 2
-    found = accumulate_gradients(summed(accumulating), empty, accumulating.parameters())
-    assert (found.loss, found.targets) == (0.0, 0.0) and float(gradients(accumulating).abs().max()) == 0.0
+    accumulated = accumulate_gradients(summed(accumulating), empty, accumulating.parameters())
+    assert (accumulated.loss, accumulated.targets) == (0.0, 0.0) and float(gradients(accumulating).abs().max()) == 0.0
     first_empty = accumulate_gradients(summed(accumulating), empty[:1] + data(), accumulating.parameters())
     assert first_empty.targets == sum(COUNTS) and error(gradients(accumulating), whole_batch()[1]) <= 1e-12
 
@@ -119,8 +119,8 @@ def test_autocast_runs_narrow_and_keeps_the_gradient(autocast: torch.dtype | Non
     assert set(seen) == {autocast or torch.float32} and len(seen) == len(COUNTS)
     start = torch.cat([parameter.detach().flatten() for parameter in model(torch.float32).parameters()])
     stepped = torch.cat([parameter.detach().flatten() for parameter in accumulating.parameters()])
-    found = error(start - stepped, whole_batch()[1])
-    assert found <= bound and (autocast is None or found > 1e-6)
+    distance = error(start - stepped, whole_batch()[1])
+    assert distance <= bound and (autocast is None or distance > 1e-6)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -133,7 +133,7 @@ def test_clipping_sees_the_unscaled_gradient(scaled: bool) -> None:
     assert outcome.gradient_norm == pytest.approx(expected, rel=1e-5) and expected > 0.1
     pairs = zip(accumulating.parameters(), model(torch.float32).parameters(), strict=True)
     moved = [new.detach() - old.detach() for new, old in pairs]
-    assert float(torch.cat([one.flatten() for one in moved]).norm()) == pytest.approx(0.01, rel=1e-4)
+    assert float(torch.cat([difference.flatten() for difference in moved]).norm()) == pytest.approx(0.01, rel=1e-4)
 
 
 def test_an_infinite_gradient_skips_the_step_and_lowers_the_scale() -> None:
@@ -167,15 +167,15 @@ def test_cutting_a_batch() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    one = model()
-    optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     with pytest.raises(InvalidArgumentError, match="batches=list: expected a sequence of one tuple or more"):
-        accumulate_gradients(summed(one), [], one.parameters())
+        accumulate_gradients(summed(network), [], network.parameters())
     with pytest.raises(InvalidArgumentError, match="parameters: expected at least one"):
-        accumulate_gradients(summed(one), data(), [])
+        accumulate_gradients(summed(network), data(), [])
     with pytest.raises(InvalidArgumentError, match="loss returned Tensor: expected the sum of the losses.*not a mean"):
-        accumulated_step(lambda x, y: nn.functional.cross_entropy(one(x), y), data(), optimizer)  # type: ignore[arg-type, return-value]
+        accumulated_step(lambda x, y: nn.functional.cross_entropy(network(x), y), data(), optimizer)  # type: ignore[arg-type, return-value]
     with pytest.raises(InvalidArgumentError, match="clip_norm=0: expected a positive number"):
-        accumulated_step(summed(one), data(), optimizer, clip_norm=0)
+        accumulated_step(summed(network), data(), optimizer, clip_norm=0)
     with pytest.raises(InvalidArgumentError, match=r"autocast=torch.float16 without scaler.*pass a torch.amp.GradScaler"):
-        accumulated_step(summed(one), data(), optimizer, autocast=torch.float16)
+        accumulated_step(summed(network), data(), optimizer, autocast=torch.float16)

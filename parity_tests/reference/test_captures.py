@@ -64,8 +64,8 @@ def test_the_faithful_form_gives_wrong_gradients_silently():
         for layer in layers:
             function = (lambda h, layer=layer: layer(h)) if bind else (lambda h: layer(h))  # noqa: B023
             h = torch_ref.faithful.gradient_checkpoint_forward(function, True, True, h)
-        (found,) = torch.autograd.grad(h, x)
-        return (found.item() - 3 * math.sqrt(7)) / (3 * math.sqrt(7))
+        (gradient,) = torch.autograd.grad(h, x)
+        return (gradient.item() - 3 * math.sqrt(7)) / (3 * math.sqrt(7))
 
     assert error(bind=False) == pytest.approx(4 / 3, rel=1e-14)
     assert error(bind=True) == 0.0

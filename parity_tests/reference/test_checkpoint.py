@@ -43,8 +43,8 @@ def test_dropout_repeats_and_the_random_state_goes_on_as_in_the_plain_call(mode)
     x = torch.randn(2, 5, 16, requires_grad=True)
     flags = torch_ref.mode_flags(mode)
     plain, after_plain = gradients(model, model, x), torch.rand(3)
-    found, after = gradients(lambda x: model(x, **flags), model, x), torch.rand(3)
-    assert all_equal(found, plain)
+    grads, after = gradients(lambda x: model(x, **flags), model, x), torch.rand(3)
+    assert all_equal(grads, plain)
     assert torch.equal(after, after_plain)
     assert not all_equal(gradients(model, model, x, seed=1), plain)
 
@@ -60,9 +60,9 @@ def test_tensors_anywhere_in_the_arguments_are_offloaded_and_keep_their_gradient
     arguments = ((a, [b, {"deep": (c, None)}]), {"options": {"pair": Pair(d, e), "scale": 3}})
     with torch_ref.receipt() as r:
         y = call("offload", nested, *arguments[0], **arguments[1])
-    found = torch.autograd.grad(y.sum(), (a, b, c, d, e))
+    grads = torch.autograd.grad(y.sum(), (a, b, c, d, e))
     expected = torch.autograd.grad(nested(*arguments[0], **arguments[1]).sum(), (a, b, c, d, e))
-    assert all_equal(list(found), list(expected))
+    assert all_equal(list(grads), list(expected))
     assert (r.tensors_packed, r.bytes_offered, r.bytes_on_host, r.bytes_brought_back) == (5, 160, 160, 160)
 
 
@@ -94,10 +94,10 @@ def test_an_argument_given_three_times_is_one_object_in_the_recomputation_too(mo
 
     x = torch.randn(3, 2, 8, requires_grad=True)
     with torch_ref.receipt() as r:
-        found = gradients(lambda x: call(mode, attend, x, k=x, v=x), attention, x)
+        grads = gradients(lambda x: call(mode, attend, x, k=x, v=x), attention, x)
     assert identical == [True, True]
     assert r.tensors_packed == (mode == "offload")
-    assert all_equal(found, gradients(lambda x: attention(x, x, x)[0], attention, x))
+    assert all_equal(grads, gradients(lambda x: attention(x, x, x)[0], attention, x))
 
 
 KEYWORDS = {
@@ -191,9 +191,9 @@ def test_parameters_given_as_arguments_stay_on_the_device():
     with torch_ref.receipt() as r:
         y = call("offload", lambda x, w, wt: (x @ w).sin() @ wt, x=x, w=weight, wt=weight.t())
     assert (r.tensors_packed, r.bytes_offered, r.bytes_on_host) == (1, 24, 24)
-    found = torch.autograd.grad(y.sum(), (x, weight))
+    grads = torch.autograd.grad(y.sum(), (x, weight))
     expected = torch.autograd.grad(((x @ weight).sin() @ weight.t()).sum(), (x, weight))
-    assert all_equal(list(found), list(expected))
+    assert all_equal(list(grads), list(expected))
 
 
 def test_a_tensor_changed_after_the_forward_pass_is_refused():
@@ -249,8 +249,8 @@ def test_random_state_is_kept_for_the_blocks_devices_too():
             self.device = torch.device(device)
 
     assert accelerators_of(nn.Linear(2, 2), [torch.ones(2)]) == set()
-    found = accelerators_of(lambda x: x, [Elsewhere("cuda:1"), Elsewhere("cpu"), Elsewhere("meta")])
-    assert found == {torch.device("cuda:1")}
+    accelerators = accelerators_of(lambda x: x, [Elsewhere("cuda:1"), Elsewhere("cpu"), Elsewhere("meta")])
+    assert accelerators == {torch.device("cuda:1")}
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,9 @@ def test_a_recomputation_that_stops_early_never_ends_but_starts(early_stop):
 
 def test_calls_by_module_and_class():
     layers = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh()]
-    other = nn.Linear(2, 2)
+    last = nn.Linear(2, 2)
     with torch_ref.count_calls(layers[0], nn.Tanh) as calls:
-        nn.Sequential(*layers, layers[0], other)(torch.ones(1, 2))
+        nn.Sequential(*layers, layers[0], last)(torch.ones(1, 2))
     layers[0](torch.ones(1, 2))
     assert calls.per_module == {layers[0]: 2, layers[2]: 1}
     assert (calls.per_class, calls.total) == ({"Linear": 2, "Tanh": 1}, 3)

@@ -37,10 +37,10 @@ def test_what_is_offloaded(form, given, flags):
         "keywords": lambda x, y: forward(block, *flags, x=x, y=y),
     }
     with torch_ref.receipt() as r:
-        found = gradients(calls[given], block, x, y)
+        grads = gradients(calls[given], block, x, y)
     assert (r.tensors_packed, r.bytes_on_host) == PACKED[form, given]
     assert (r.bytes_offered, r.bytes_brought_back) == (48, r.bytes_on_host)
-    assert all_equal(found, gradients(block, block, x, y))
+    assert all_equal(grads, gradients(block, block, x, y))
 
 
 def test_tensors_inside_containers_are_not_moved():

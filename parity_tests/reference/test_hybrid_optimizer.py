@@ -66,8 +66,8 @@ def plain(name: str, groups: int) -> nn.Module:
     return trained
 
 
-def assert_same_bits(found: nn.Module, expected: nn.Module) -> None:
-    for got, want in zip(found.parameters(), expected.parameters(), strict=True):
+def assert_same_bits(module: nn.Module, expected: nn.Module) -> None:
+    for got, want in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(got, want)
 
 
@@ -99,12 +99,12 @@ def test_an_optimizer_that_does_nothing_would_be_seen() -> None:
 def test_a_parameter_without_gradient_is_left_alone_and_a_closure_is_run() -> None:
     trained, expected = model(), model()
     optimizer, reference = make("adam", 0.5, 1, trained), make("adam", None, 1, expected)
-    for one, by in ((trained, optimizer), (expected, reference)):
-        next(one.parameters()).requires_grad_(False)
+    for module, by in ((trained, optimizer), (expected, reference)):
+        next(module.parameters()).requires_grad_(False)
 
-        def closure(one: nn.Module = one, by: torch.optim.Optimizer = by) -> torch.Tensor:
+        def closure(module: nn.Module = module, by: torch.optim.Optimizer = by) -> torch.Tensor:
             by.zero_grad()
-            loss = loss_of(one, 0)
+            loss = loss_of(module, 0)
             loss.backward()
             return loss
 
@@ -116,7 +116,7 @@ def test_a_parameter_without_gradient_is_left_alone_and_a_closure_is_run() -> No
 def test_schedulers_and_hyperparameters_reach_the_optimizers_inside() -> None:
     trained, expected = model(), model()
     optimizer, reference = make("adamw", 0.5, 2, trained), make("adamw", None, 2, expected)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, gamma=0.5) for one in (optimizer, reference)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(scheduled, gamma=0.5) for scheduled in (optimizer, reference)]
     for step in range(4):
         train(optimizer, trained, range(step, step + 1))
         train(reference, expected, range(step, step + 1))
@@ -141,7 +141,7 @@ def test_bfloat16_parameters_follow_a_float32_run(fraction: float) -> None:
     hybrid = HybridOptimizer(trained.parameters(), kind, offload_fraction=fraction, lr=rate, momentum=0.5)
     narrow = model(torch.bfloat16)
     by_itself = kind(narrow.parameters(), lr=rate, momentum=0.5)
-    masters = [nn.Parameter(one.clone()) for one in start]
+    masters = [nn.Parameter(tensor.clone()) for tensor in start]
     wide = kind(masters, lr=rate, momentum=0.5)
     for _ in range(steps):
         for group in (trained.parameters(), narrow.parameters(), masters):
@@ -181,12 +181,12 @@ def test_a_state_dict_of_16_bits_keeps_the_masters() -> None:
     trained = model(torch.bfloat16)
     first = HybridOptimizer(trained.parameters(), torch.optim.Adam, lr=0.01)
     train(first, trained, range(3))
-    other = copy.deepcopy(trained)
-    second = HybridOptimizer(other.parameters(), torch.optim.Adam, offload_fraction=0.5, lr=0.01)
+    copied = copy.deepcopy(trained)
+    second = HybridOptimizer(copied.parameters(), torch.optim.Adam, offload_fraction=0.5, lr=0.01)
     second.load_state_dict(first.state_dict())
     train(first, trained, range(3, 6))
-    train(second, other, range(3, 6))
-    assert_same_bits(other, trained)
+    train(second, copied, range(3, 6))
+    assert_same_bits(copied, trained)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -250,15 +250,19 @@ def test_on_a_gpu_state_is_host_memory_and_results_are_within_rounding(fraction:
     optimizer = HybridOptimizer(trained.parameters(), kind, offload_fraction=fraction, overlap=overlap, **options)
     reference = kind(expected.parameters(), **options)
     for step in range(10):
-        for one, by in ((trained, optimizer), (expected, reference)):
+        for module, by in ((trained, optimizer), (expected, reference)):
             by.zero_grad()
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).cuda()
-            (one(x) ** 2).mean().backward()
+            (module(x) ** 2).mean().backward()
             by.step()
     for got, want, old in zip(trained.parameters(), expected.parameters(), model().parameters(), strict=True):
         assert float((got - want).detach().abs().max()) < 1e-3 * float((want.detach().cpu() - old).abs().max())
     for parameter in optimizer.offloaded_parameters:
         assert optimizer.state[parameter]["exp_avg"].device.type == "cpu"
         assert optimizer._offloaded[parameter].master.is_pinned()
-    kept = [one for one in trained.parameters() if all(one is not other for other in optimizer.offloaded_parameters)]
+    kept = [
+        parameter
+        for parameter in trained.parameters()
+        if all(parameter is not offloaded for offloaded in optimizer.offloaded_parameters)
+    ]
     assert all(optimizer.state[parameter]["exp_avg"].device.type == "cuda" for parameter in kept)

@@ -20,9 +20,9 @@ def test_explicit_attention_is_that_of_pytorch(causal):
     x = torch.randn(7, 3, 24, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(7, 7, dtype=torch.bool).triu(1) if causal else None
     expected = gradients(lambda x: theirs(x, x, x, attn_mask=mask)[0], theirs, x)
-    found = gradients(lambda x: ours(x, causal=causal), ours, x)
+    grads = gradients(lambda x: ours(x, causal=causal), ours, x)
     scale = max(t.norm().item() for t in expected)
-    assert max((a - b).norm().item() for a, b in zip(found, expected, strict=True)) < 1e-14 * scale
+    assert max((a - b).norm().item() for a, b in zip(grads, expected, strict=True)) < 1e-14 * scale
     expected_output, output = theirs(x, x, x, attn_mask=mask)[0], ours(x, causal=causal)
     assert (output - expected_output).norm() < 1e-14 * expected_output.norm()
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
@@ -113,13 +113,13 @@ def test_gradients_are_bit_equal_in_every_mode(dropout):
     torch.manual_seed(5)
     model = pytorch.ByteDecoder(d_model=16, nhead=2, num_layers=3, max_len=8, dropout=dropout)
     tokens = torch.randint(0, 256, (2, 8))
-    found = {}
+    by_mode = {}
     for mode in torch_ref.MODES:
         flags = torch_ref.mode_flags(mode)
-        found[mode] = gradients(lambda x, y, flags=flags: model.loss(x, y, **flags), model, tokens, tokens)
-    assert all(g.norm() > 0 for g in found["off"])
-    assert all_equal(found["checkpoint"], found["off"])
-    assert all_equal(found["offload"], found["off"])
+        by_mode[mode] = gradients(lambda x, y, flags=flags: model.loss(x, y, **flags), model, tokens, tokens)
+    assert all(g.norm() > 0 for g in by_mode["off"])
+    assert all_equal(by_mode["checkpoint"], by_mode["off"])
+    assert all_equal(by_mode["offload"], by_mode["off"])
 
 
 @pytest.mark.parametrize(

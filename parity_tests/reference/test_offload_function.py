@@ -27,11 +27,11 @@ def test_the_tutorials_function_doubles_the_gradient_and_frees_nothing():
     torch.manual_seed(0)
     model = faithful.OffloadDecoder(16).double()
     x = torch.randn(4, 16, dtype=torch.float64)
-    found = torch.autograd.grad(model(x).square().sum(), model.layer1.weight)[0]
+    gradient = torch.autograd.grad(model(x).square().sum(), model.layer1.weight)[0]
     plain = model.layer2(model.layer1(x))
     expected = torch.autograd.grad(plain.square().sum(), model.layer1.weight)[0]
-    assert torch.equal(found, 2 * expected)
-    assert ((found - expected).norm() / expected.norm()).item() == pytest.approx(1.0, abs=1e-15)
+    assert torch.equal(gradient, 2 * expected)
+    assert ((gradient - expected).norm() / expected.norm()).item() == pytest.approx(1.0, abs=1e-15)
     # The next layer keeps its input, which is the copied tensor: the device holds as much as before.
     kept = torch_ref.saved_for_backward(model, x).device_bytes
     without = torch_ref.saved_for_backward(nn.Sequential(model.layer1, model.layer2), x).device_bytes
@@ -45,8 +45,8 @@ def test_the_general_form_around_the_same_layer():
     weights = [*first.parameters(), *second.parameters()]
     offloaded = torch_ref.OffloadFunction(second)
     with torch_ref.receipt() as r:
-        found = gradients(lambda x: offloaded(first(x)).square(), x, parameters=weights)
-    assert all_equal(found, gradients(lambda x: second(first(x)).square(), x, parameters=weights))
+        grads = gradients(lambda x: offloaded(first(x)).square(), x, parameters=weights)
+    assert all_equal(grads, gradients(lambda x: second(first(x)).square(), x, parameters=weights))
     assert (r.bytes_on_host, r.bytes_brought_back, r.calls[0].mode) == (512, 512, "offload")
 
 
@@ -63,8 +63,8 @@ def test_several_tensors_anywhere_and_arguments_that_are_none():
         return lambda x, y, z: call(x, (y, 3), scale=2.5, table={"z": z}, flag=True)
 
     with torch_ref.receipt() as r:
-        found = gradients(through(torch_ref.OffloadFunction(mixed)), x, y, z)
-    assert all_equal(found, gradients(through(mixed), x, y, z))
+        grads = gradients(through(torch_ref.OffloadFunction(mixed)), x, y, z)
+    assert all_equal(grads, gradients(through(mixed), x, y, z))
     assert (r.tensors_packed, r.bytes_on_host) == (3, 72)
 
 
@@ -205,8 +205,8 @@ def test_on_a_gpu_copies_are_pinned_and_back_before_they_are_used():
         return x
 
     for _ in range(3):  # streams, pools and prefetched copies of the previous round must not show
-        found = torch.autograd.grad(forward(x, torch_ref.OffloadFunction).square().sum(), x)[0]
-        assert torch.equal(found, torch.autograd.grad(forward(x, lambda layer: layer).square().sum(), x)[0])
+        gradient = torch.autograd.grad(forward(x, torch_ref.OffloadFunction).square().sum(), x)[0]
+        assert torch.equal(gradient, torch.autograd.grad(forward(x, lambda layer: layer).square().sum(), x)[0])
     with torch_ref.receipt() as r:
         y = forward(x, torch_ref.OffloadFunction)
         assert all(copy.tensor.is_pinned() for copy in live_host_copies())
@@ -262,8 +262,8 @@ def test_an_alias_with_a_version_counter_of_its_own_gets_a_copy_of_its_own():
         outputs.append(torch_ref.OffloadFunction(lambda w, d: (w * d).sin())(w, alias))
         alias.add_(1)
         del alias
-    (found,) = torch.autograd.grad(outputs[1].sum(), w)
-    assert found.tolist() == pytest.approx([2 * math.cos(2)] * 3, rel=1e-6)
+    (gradient,) = torch.autograd.grad(outputs[1].sum(), w)
+    assert gradient.tolist() == pytest.approx([2 * math.cos(2)] * 3, rel=1e-6)
 
 
 def test_an_iterator_is_refused():
@@ -289,8 +289,8 @@ def test_sparse_tensors_travel_and_those_without_content_stay():
         with torch_ref.receipt() as r:
             y = torch_ref.OffloadFunction(lambda x, s: (s @ x.unsqueeze(1)).sin())(x, sparse)
         assert nbytes is None or r.bytes_on_host == x.nbytes + nbytes
-        (found,) = torch.autograd.grad(y.sum(), x)
-        assert found.tolist() == pytest.approx([3 * math.cos(3), 2 * math.cos(2), 0], rel=1e-6)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        assert gradient.tolist() == pytest.approx([3 * math.cos(3), 2 * math.cos(2), 0], rel=1e-6)
     with torch_ref.receipt() as r:
         torch_ref.OffloadFunction(lambda x, m: x.sin())(x, torch.empty(5, device="meta"))
     assert r.tensors_packed == 1

@@ -91,8 +91,8 @@ def test_the_values_are_those_of_the_plain_model():
     model = decoder()
     plain = run(model, model.layers)
     assert plain[1] == [1] * LAYERS
-    for other in (openpi(model), openpi(model, enable=False), lambda p, a: model(p, a, use_gradient_checkpointing=True)):
-        assert all_equal(run(other, model.layers)[2], plain[2])
+    for variant in (openpi(model), openpi(model, enable=False), lambda p, a: model(p, a, use_gradient_checkpointing=True)):
+        assert all_equal(run(variant, model.layers)[2], plain[2])
     assert torch.equal(openpi(model)(*inputs()), model(*inputs()))
 
 

@@ -162,7 +162,7 @@ def test_the_allocators_peak_is_the_tracked_one_but_for_rounding_and_workspaces(
             x = torch.zeros(4096, 1024)
         return torch_ref.TrainingStep(model, lambda x: model(x).square().mean(), (x,), torch.optim.Adam(model.parameters()))
 
-    tracked, found = torch_ref.peak_bytes(lambda: build(None)), torch_ref.allocated_bytes(build)
+    tracked, allocated = torch_ref.peak_bytes(lambda: build(None)), torch_ref.allocated_bytes(build)
     # cuBLAS has a workspace of up to 32 MiB.
-    assert tracked.device_bytes <= found.peak_bytes <= 1.03 * tracked.device_bytes + 32 * 2**20
-    assert found.peak_bytes <= found.reserved_bytes
+    assert tracked.device_bytes <= allocated.peak_bytes <= 1.03 * tracked.device_bytes + 32 * 2**20
+    assert allocated.peak_bytes <= allocated.reserved_bytes

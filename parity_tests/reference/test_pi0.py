@@ -27,28 +27,28 @@ def executions(model, loss_of, **flags):
     return {names[module]: count for module, count in calls.per_module.items() if module in names}
 
 
-def layers_of(found):
+def layers_of(counts):
     """The counts of the joint layers and of the tower's."""
     depths = ((f"layers.{k}" for k in range(PI0.depth)), (f"vision_tower.encoder.layers.{k}" for k in range(PI0.vision_depth)))
-    return [[found[name] for name in names] for names in depths]
+    return [[counts[name] for name in names] for names in depths]
 
 
 @variants
 @pytest.mark.parametrize(("mode", "count"), [("off", 1), ("checkpoint", 2), ("offload", 2)])
 def test_the_right_form_runs_each_layer_twice_and_no_more(config, mode, count):
     model = p.make_torch(config)
-    found = executions(model, model.loss, **torch_ref.mode_flags(mode))
-    assert layers_of(found) == [[count] * 2, [count] * 2]
-    assert {found[name] for name in ("embed_tokens", "projector", "prefix_norm", "suffix_norm", "action_out_proj")} == {1}
-    assert max(found.values()) == count
+    counts = executions(model, model.loss, **torch_ref.mode_flags(mode))
+    assert layers_of(counts) == [[count] * 2, [count] * 2]
+    assert {counts[name] for name in ("embed_tokens", "projector", "prefix_norm", "suffix_norm", "action_out_proj")} == {1}
+    assert max(counts.values()) == count
 
 
 @variants
 def test_the_switch_does_the_same_from_outside(config):
     model = p.make_torch(config)
     torch_ref.gradient_checkpointing_enable(model)
-    found = executions(model, model.loss)
-    assert layers_of(found) == [[2, 2], [2, 2]] and found["suffix_norm"] == found["projector"] == 1
+    counts = executions(model, model.loss)
+    assert layers_of(counts) == [[2, 2], [2, 2]] and counts["suffix_norm"] == counts["projector"] == 1
     torch_ref.gradient_checkpointing_disable(model)
     assert layers_of(executions(model, model.loss)) == [[1, 1], [1, 1]]
 
@@ -59,17 +59,17 @@ def test_how_often_openpi_runs_each_part(config):
     tower twice per camera.
     """
     model = p.make_torch(config)
-    found = executions(model, p.faithful(model, "enabled").loss)
-    assert layers_of(found) == [[3, 2], [6, 6]]
-    assert found["projector"] == found["vision_tower"] == 2 * config.num_images
+    counts = executions(model, p.faithful(model, "enabled").loss)
+    assert layers_of(counts) == [[3, 2], [6, 6]]
+    assert counts["projector"] == counts["vision_tower"] == 2 * config.num_images
     mlp = ("time_mlp_in",) if config.adaptive else ("state_proj", "action_time_mlp_in")
     parts = ("embed_tokens", "action_in_proj", "action_out_proj", "prefix_norm", "suffix_norm", *mlp)
-    assert {found[name] for name in parts} == {2}
+    assert {counts[name] for name in parts} == {2}
     # Switched off: code outside the transformer runs once, but the layers and the norms are still checkpointed.
-    found = executions(model, p.faithful(model, "disabled").loss)
-    assert layers_of(found) == [[2, 2], [3, 3]]
-    assert {found[name] for name in ("prefix_norm", "suffix_norm")} == {2}
-    assert {found[name] for name in ("embed_tokens", "action_in_proj", "action_out_proj", *mlp)} == {1}
+    counts = executions(model, p.faithful(model, "disabled").loss)
+    assert layers_of(counts) == [[2, 2], [3, 3]]
+    assert {counts[name] for name in ("prefix_norm", "suffix_norm")} == {2}
+    assert {counts[name] for name in ("embed_tokens", "action_in_proj", "action_out_proj", *mlp)} == {1}
     # Outside training nothing is checkpointed, whatever the flags say.
     outer = p.faithful(model, "enabled")
     outer.eval()
@@ -174,8 +174,12 @@ def gemma(index):
     )
     with keep_float64():
         model = GemmaModel(config).double()
-    stream, own = ("prefix", "suffix")[index], f"experts.{index}."
-    state = {name.replace(own, ""): x for name, x in p.weights(PI0).items() if name.startswith("layers.") and own in name}
+    stream, expert_path = ("prefix", "suffix")[index], f"experts.{index}."
+    state = {
+        name.replace(expert_path, ""): x
+        for name, x in p.weights(PI0).items()
+        if name.startswith("layers.") and expert_path in name
+    }
     state["norm.weight"] = p.weights(PI0)[f"{stream}_norm.weight"]
     assert model.load_state_dict(state, strict=False).missing_keys == ["embed_tokens.weight"]
     return model
@@ -200,11 +204,11 @@ def run_both(index, observation, noise, time):
 
 def test_the_language_model_is_gemma():
     observation, _, noise, time = p.as_torch(p.batch(PI0))
-    found, expected, _ = run_both(0, observation, noise, time)
+    output, expected, _ = run_both(0, observation, noise, time)
     images = observation.image_mask.repeat_interleave(PI0.image_tokens // PI0.num_images, dim=1)
     present = torch.cat([images, observation.prompt_mask], dim=1)
     # Nobody reads the results at padding, and they differ: padding attends to everything equally, also to the suffix.
-    assert torch.allclose(found[present], expected[present], rtol=1e-11, atol=1e-11)
+    assert torch.allclose(output[present], expected[present], rtol=1e-11, atol=1e-11)
 
 
 def test_the_expert_is_gemma():
@@ -212,9 +216,9 @@ def test_the_expert_is_gemma():
     alone = observation._replace(
         image_mask=torch.zeros_like(observation.image_mask), prompt_mask=torch.zeros_like(observation.prompt_mask)
     )
-    found, expected, positions = run_both(1, alone, noise, time)
+    output, expected, positions = run_both(1, alone, noise, time)
     assert positions[0].tolist() == list(range(PI0.horizon + 1))
-    assert torch.allclose(found, expected, rtol=1e-11, atol=1e-11)
+    assert torch.allclose(output, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_the_tower_is_siglip():

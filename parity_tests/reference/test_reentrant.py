@@ -162,8 +162,8 @@ def test_one_region_around_all_layers_moves_the_peak_into_the_backward_pass(coun
             x = torch.zeros(64 * BATCH, TIME, WIDTH, requires_grad=True)
             return torch_ref.TrainingStep(model, lambda x: forward(model, x).sum(), (x,))
 
-        found = torch_ref.peak_bytes(build)
-        return found.breakdown["activations"] + found.breakdown["temp"]
+        tracked = torch_ref.peak_bytes(build)
+        return tracked.breakdown["activations"] + tracked.breakdown["temp"]
 
     model = pytorch.DecoderStack(count, WIDTH, 4)
     assert saved(lambda x: run(False, model, x)) == STREAM

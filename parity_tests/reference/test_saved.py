@@ -37,26 +37,26 @@ LAYER = 12 * ACTIVATION + B * H * T * T + 4 * N
 def test_closed_forms_of_the_three_modes(dtype):
     model, tokens = decoder(dtype)
     width = dtype.itemsize
-    found = {mode: saved_by(model, tokens, mode) for mode in torch_ref.MODES}
-    assert {mode: (s.device_bytes, s.host_bytes) for mode, s in found.items()} == {
+    by_mode = {mode: saved_by(model, tokens, mode) for mode in torch_ref.MODES}
+    assert {mode: (s.device_bytes, s.host_bytes) for mode, s in by_mode.items()} == {
         "off": ((L * LAYER + HEAD) * width, 0),
         "checkpoint": ((L * ACTIVATION + HEAD) * width, 0),
         "offload": (HEAD * width, L * ACTIVATION * width),
     }
-    assert {s.input_bytes for s in found.values()} == {2 * N * 8}  # tokens and targets, int64
+    assert {s.input_bytes for s in by_mode.values()} == {2 * N * 8}  # tokens and targets, int64
 
 
 def test_a_stacks_own_input_counts_apart_until_it_is_offloaded():
     stack = pytorch.DecoderStack(L, D, H)
     x = torch.randn(B, T, D)
-    found = {}
+    by_mode = {}
     for mode in torch_ref.MODES:
         flags = torch_ref.mode_flags(mode)
         s = torch_ref.saved_for_backward(lambda x, flags=flags: stack(x, **flags), x)
-        found[mode] = (s.device_bytes, s.input_bytes, s.host_bytes)
-    assert found["checkpoint"] == ((L - 1) * x.nbytes, x.nbytes, 0)
-    assert found["offload"] == (0, 0, L * x.nbytes)
-    assert found["off"] == (L * LAYER * 4, 0, 0)
+        by_mode[mode] = (s.device_bytes, s.input_bytes, s.host_bytes)
+    assert by_mode["checkpoint"] == ((L - 1) * x.nbytes, x.nbytes, 0)
+    assert by_mode["offload"] == (0, 0, L * x.nbytes)
+    assert by_mode["off"] == (L * LAYER * 4, 0, 0)
 
 
 class Uncheckpointed(nn.Module):

@@ -70,10 +70,10 @@ def cuts(num_layers: int) -> dict[str, tuple[Segments, tuple[int, ...]]]:
 )
 def test_what_a_cut_costs_is_its_closed_form(num_layers: int, cut: str) -> None:
     segments, boundaries = cuts(num_layers)[cut]
-    found, expected = measured(num_layers, segments), pytorch.deep_mlp_cost(num_layers, boundaries, batch=BATCH, **SIZES)
-    assert found.saved_bytes == expected.saved_bytes
-    assert found.peak_bytes == expected.peak_bytes
-    assert (found.executions, found.matmuls) == (expected.executions, expected.matmuls)
+    cost, expected = measured(num_layers, segments), pytorch.deep_mlp_cost(num_layers, boundaries, batch=BATCH, **SIZES)
+    assert cost.saved_bytes == expected.saved_bytes
+    assert cost.peak_bytes == expected.peak_bytes
+    assert (cost.executions, cost.matmuls) == (expected.executions, expected.matmuls)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_the_peak_of_the_activations_alone(cut: str) -> None:
     # So large a batch that no gradient moves the peak to where fewer activations are alive.
     segments, boundaries = cuts(16)[cut]
     sizes = {"hidden_size": 4, "in_features": 4, "out_features": 2}
-    found = measured(16, segments, 4096, **sizes)
-    assert found.peak_activation_bytes == pytorch.deep_mlp_cost(16, boundaries, batch=4096, **sizes).peak_activation_bytes
+    cost = measured(16, segments, 4096, **sizes)
+    assert cost.peak_activation_bytes == pytorch.deep_mlp_cost(16, boundaries, batch=4096, **sizes).peak_activation_bytes
 
 
 def test_with_a_small_batch_no_cut_lowers_the_peak() -> None:
@@ -145,8 +145,8 @@ def test_gradients_are_those_of_the_plain_model(cut: str) -> None:
     (y := model(x)).square().sum().backward()
     plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    (found := model(x, segments=cuts(20)[cut][0])).square().sum().backward()
-    assert torch.equal(found, y)
+    (output := model(x, segments=cuts(20)[cut][0])).square().sum().backward()
+    assert torch.equal(output, y)
     norm = torch.stack([gradient.norm() for gradient in plain.values()]).norm()
     for name, parameter in model.named_parameters():
         assert (parameter.grad - plain[name]).norm() <= 1e-12 * norm, name
@@ -164,8 +164,8 @@ def test_layers_that_are_functions_can_be_cut_too() -> None:
 # The tutorial's experiment: one fault per test.
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
+def relative(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((output - expected).norm() / expected.norm()).item()
 
 
 @pytest.fixture
@@ -181,15 +181,15 @@ def x() -> torch.Tensor:
 
 def test_fault_1_checkpoint_sequential_over_bare_linears_loses_every_relu(tutorial, x) -> None:
     x.requires_grad_()
-    found, plain = tutorial(x, use_checkpoint=True), tutorial(x)
+    output, plain = tutorial(x, use_checkpoint=True), tutorial(x)
     affine = x
     for layer in tutorial.layers:
         affine = layer(affine)
-    assert torch.equal(found, affine)
-    assert relative(found, plain) > 0.1
+    assert torch.equal(output, affine)
+    assert relative(output, plain) > 0.1
     # An affine function maps the midpoint of two inputs to the midpoint of their outputs.
     middle = tutorial(((x[:8] + x[8:]) / 2).detach().requires_grad_(), use_checkpoint=True)
-    assert relative((found[:8] + found[8:]) / 2, middle) < 1e-14
+    assert relative((output[:8] + output[8:]) / 2, middle) < 1e-14
 
 
 def test_fault_2_the_reentrant_form_trains_the_last_segment_only(tutorial, x) -> None:
@@ -205,21 +205,21 @@ def test_fault_2_nothing_is_computed_again(tutorial, x) -> None:
 
 
 def test_fault_3_segments_by_hand_lose_the_relu_at_their_ends(tutorial, x) -> None:
-    found, ends = faithful.manual_checkpoint_forward(tutorial, x)
+    output, ends = faithful.manual_checkpoint_forward(tutorial, x)
     expected = x
     for index, layer in enumerate(tutorial.layers):
         expected = layer(expected)
         if index not in (2, 5, 8):
             expected = torch.relu(expected)
-    assert torch.equal(found, expected)
-    assert relative(found, tutorial(x)) > 0.05
+    assert torch.equal(output, expected)
+    assert relative(output, tutorial(x)) > 0.05
     assert [bool((end < 0).any()) for end in ends] == [True, True]
 
 
 def test_fault_4_detached_segments_cut_the_gradient(tutorial, x) -> None:
-    found, _ = faithful.manual_checkpoint_forward(tutorial, x)
+    output, _ = faithful.manual_checkpoint_forward(tutorial, x)
     with torch_ref.count_calls(nn.Linear) as calls:
-        found.sum().backward()
+        output.sum().backward()
     assert [layer.weight.grad is None for layer in tutorial.layers] == [True] * 6 + [False] * 3
     assert calls.total == 0  # nothing is recomputed, so nothing was checkpointed
 
@@ -230,9 +230,9 @@ def test_the_right_forms_have_none_of_these_faults(tutorial, x) -> None:
     for segments in (3, (3, 6)):
         right.zero_grad()
         with torch_ref.count_calls(nn.Linear) as calls:
-            found = right(x, segments=segments)
-            found.sum().backward()
-        assert torch.equal(found, tutorial(x)) and calls.total == 9 + 6
+            output = right(x, segments=segments)
+            output.sum().backward()
+        assert torch.equal(output, tutorial(x)) and calls.total == 9 + 6
         assert all(layer.weight.grad is not None and layer.weight.grad.norm() > 0 for layer in right.layers)
 
 

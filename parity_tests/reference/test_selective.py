@@ -144,9 +144,11 @@ def test_the_table_of_primitives_on_real_operators():
         y = conv(x).sigmoid().exp().tanh().flatten(1)
         return torch.where(y > 0, torch.baddbmm(y[None], (y @ w)[None], w.t()[None]).sum(0), y.amax()) @ y[0]
 
-    found = [name.rpartition(":")[2].partition("#")[0] for name in names(block, torch.randn(2, 2, 4, 4), torch.randn(12, 5))]
+    primitives = [
+        name.rpartition(":")[2].partition("#")[0] for name in names(block, torch.randn(2, 2, 4, 4), torch.randn(12, 5))
+    ]
     expected = "input input conv_general_dilated logistic exp tanh gt dot_general dot_general reduce_sum reduce_max select_n"
-    assert found == [*expected.split(), "dot_general"]
+    assert primitives == [*expected.split(), "dot_general"]
     assert names(block, torch.randn(2, 2, 4, 4), torch.randn(12, 5))[2] == "Conv2d:conv_general_dilated#0"
 
 
@@ -265,16 +267,16 @@ def test_memory_comes_back_without_the_garbage_collector():
 def test_backward_on_another_thread():
     block, x = layer()
     expected = gradients(block, block, x)
-    found = []
+    grads = []
 
     def backward():
-        found.extend(gradients(lambda x: output, block, x))
+        grads.extend(gradients(lambda x: output, block, x))
 
     output = selective_checkpoint(block, "save: *self_attn*:dot_general*; offload: *ffn*", x)
     thread = threading.Thread(target=backward)
     thread.start()
     thread.join()
-    assert all_equal(found, expected)
+    assert all_equal(grads, expected)
 
 
 @pytest.mark.gpu
@@ -285,9 +287,9 @@ def test_on_a_gpu_gradients_agree_and_the_device_gives_back_what_is_moved():
     for policy in [*POLICIES, "everything", "offload: *"]:
         expected = gradients(block, block, x, seed=3)
         with torch_ref.receipt() as r:
-            found = gradients(functools.partial(selective_checkpoint, block, policy), block, x, seed=3)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+            grads = gradients(functools.partial(selective_checkpoint, block, policy), block, x, seed=3)
+        for gradient, wanted in zip(grads, expected, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
         assert r.bytes_on_host == r.bytes_brought_back and (r.bytes_on_host > 0) is ("offload" in policy)
 
 
@@ -347,5 +349,5 @@ def test_fused_attention_without_dropout_can_be_saved():
     with torch_ref.receipt() as r:
         output = selective_checkpoint(block, "offload: *scaled_dot*", q)
     assert r.bytes_on_host > 0
-    (found,) = torch.autograd.grad(output.sum(), q)
-    assert torch.equal(found, torch.autograd.grad(block(q).sum(), q)[0])
+    (gradient,) = torch.autograd.grad(output.sum(), q)
+    assert torch.equal(gradient, torch.autograd.grad(block(q).sum(), q)[0])

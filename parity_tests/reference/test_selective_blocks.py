@@ -105,19 +105,19 @@ def test_several_classes_and_blocks_inside_blocks():
 def test_a_copy_is_under_the_policies_until_they_are_removed():
     model, x = stack()
     applied = checkpoint_blocks(model, {DecoderLayer: "full"})
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in copied.parameters():
             parameter.mul_(2)
-    assert other.layers[0].forward._module is other.layers[0]
-    assert products(other, x) == PLAIN + 6 * LAYERS
-    doubled = gradients(other, other, x)
+    assert copied.layers[0].forward._module is copied.layers[0]
+    assert products(copied, x) == PLAIN + 6 * LAYERS
+    doubled = gradients(copied, copied, x)
     assert not all_equal(doubled, gradients(model, model, x))
     applied.remove()
-    assert products(other, x) == products(model, x) == PLAIN
-    assert all_equal(gradients(other, other, x), doubled)
-    with checkpoint_blocks(other, {DecoderLayer: "dots"}):
-        assert all_equal(gradients(other, other, x), doubled)
+    assert products(copied, x) == products(model, x) == PLAIN
+    assert all_equal(gradients(copied, copied, x), doubled)
+    with checkpoint_blocks(copied, {DecoderLayer: "dots"}):
+        assert all_equal(gradients(copied, copied, x), doubled)
     again = pickle.loads(pickle.dumps(checkpoint_blocks(model, {DecoderLayer: "full"})))
     assert list(again.blocks) == ["layers/0", "layers/1", "layers/2"]
 

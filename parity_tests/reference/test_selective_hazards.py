@@ -185,8 +185,8 @@ def test_a_copy_that_an_inner_block_finds_on_the_host_does_not_shift_what_the_ou
         return call(call(x))
 
     plain = gradients(lambda x: chain(x, lambda x: inner(x, condition).exp()), nn.Module(), x)
-    found = gradients(lambda x: chain(x, under("save: *to_copy*, *sin*", outer)), nn.Module(), x)
-    assert all_equal(found, plain)
+    grads = gradients(lambda x: chain(x, under("save: *to_copy*, *sin*", outer)), nn.Module(), x)
+    assert all_equal(grads, plain)
 
 
 # Autocast, two backward passes, other recomputations.
@@ -209,8 +209,8 @@ def test_autocast(policy):
     assert all_equal(run(under(policy, block), 1), run(block, 1))
     # Blocks that share weights: the cast of a weight is not cached between calls, so gradients are summed in float32 and not
     # in bfloat16. (PyTorch's own context_fn fails here.)
-    for found, expected in zip(run(under(policy, block), 3), run(block, 3), strict=True):
-        assert (found - expected).norm() <= 2**-8 * expected.norm() + 1e-6
+    for gradient, expected in zip(run(under(policy, block), 3), run(block, 3), strict=True):
+        assert (gradient - expected).norm() <= 2**-8 * expected.norm() + 1e-6
 
 
 @pytest.mark.parametrize("policy", ["full", "offload: @dots", "offload: *"])
@@ -222,10 +222,10 @@ def test_what_is_not_saved_serves_several_backward_passes(policy):
         first = torch.autograd.grad(output, [x], retain_graph=True)
         parameters = [x, *block.parameters()]
         inner = torch.autograd.grad(output, parameters, create_graph=True)
-        return [*first, *torch.autograd.grad(sum((one**2).sum() for one in inner), parameters)]
+        return [*first, *torch.autograd.grad(sum((tensor**2).sum() for tensor in inner), parameters)]
 
-    for found, expected in zip(twice(under(policy, block)), twice(block), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for gradient, expected in zip(twice(under(policy, block)), twice(block), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_saved_serves_one_backward_pass():

@@ -35,12 +35,12 @@ def agreement(name: str, port: Port) -> list[object]:
     """The largest error in float64, and the largest multiple of PyTorch's own error in the working dtypes."""
     row: list[object] = [name]
     exact = p.torch_step(port, "off", "float64")
-    found = p.jax_step(port, Case("scan", "offload", "float64"))
-    row += [f"{float64_error(reference, candidate)[0]:.1e}" for reference, candidate in zip(exact, found, strict=True)]
+    ported = p.jax_step(port, Case("scan", "offload", "float64"))
+    row += [f"{float64_error(reference, candidate)[0]:.1e}" for reference, candidate in zip(exact, ported, strict=True)]
     for dtype in ("float32", "bfloat16"):
-        found, plain = p.jax_step(port, Case("scan", "offload", dtype)), p.torch_step(port, "off", dtype)
+        ported, plain = p.jax_step(port, Case("scan", "offload", dtype)), p.torch_step(port, "off", dtype)
         row.append(
-            f"{max(judged.ratio for each in zip(exact, found, plain, strict=True) for judged in judge(*each, dtype)):.2f}"
+            f"{max(judged.ratio for each in zip(exact, ported, plain, strict=True) for judged in judge(*each, dtype)):.2f}"
         )
     return row
 

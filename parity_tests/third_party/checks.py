@@ -44,11 +44,11 @@ def step_differs(port: Port, case: Case) -> list[str]:
     return differences(port, p.jax_step(port, case), case.dtype)
 
 
-def differences(port: Port, found: Result, dtype: str) -> list[str]:
+def differences(port: Port, result: Result, dtype: str) -> list[str]:
     """Float64 by the largest error per tensor, other dtypes by the parity rule with PyTorch's own error as the measure."""
     exact, plain = p.torch_step(port, "off", "float64"), p.torch_step(port, "off", dtype)
     wrong = []
-    for group, reference, candidate, yardstick in zip(Result._fields, exact, found, plain, strict=True):
+    for group, reference, candidate, yardstick in zip(Result._fields, exact, result, plain, strict=True):
         if dtype == "float64":
             error, where = float64_error(reference, candidate)
             wrong += [f"{group}: {where} is {error:.1e} off"] if not error <= s.LIMIT else []
@@ -72,8 +72,8 @@ def round_trip_differs(port: Port) -> list[str]:
     return wrong
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def published_differs(port: Port) -> list[str]:
@@ -94,11 +94,11 @@ def published_differs(port: Port) -> list[str]:
 def paper_inputs(port: Port, config: Any) -> dict[str, Any]:
     """Inputs of the right shapes: images have the size of the configuration."""
     given = port.inputs if port.paper is None else port.paper(config)
-    found = {name: jax.ShapeDtypeStruct(x.shape, s.in_dtype(x[:0], "float32").dtype) for name, x in given.items()}
-    if "pixel_values" in found:
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, s.in_dtype(x[:0], "float32").dtype) for name, x in given.items()}
+    if "pixel_values" in shapes:
         size = (1, config.num_channels, config.image_size, config.image_size)
-        found["pixel_values"] = jax.ShapeDtypeStruct(size, np.float32)
-    return found
+        shapes["pixel_values"] = jax.ShapeDtypeStruct(size, np.float32)
+    return shapes
 
 
 # Residual bytes.
@@ -113,8 +113,8 @@ class Kept(NamedTuple):
 
 def kept(port: Port, form: str, mode: str, num_layers: int) -> Kept:
     """The arrays that a training step with a number of layers keeps in float32, in PyTorch or in JAX, unrolled or scanned."""
-    found = arrays_kept(port, form, mode, num_layers)
-    return Kept(found.device_bytes, found.host_bytes)
+    arrays = arrays_kept(port, form, mode, num_layers)
+    return Kept(arrays.device_bytes, arrays.host_bytes)
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str
         tokens = port.carried or int(np.prod(next(iter(stream.values())).shape[:2]))
         inputs = (many - few) * tokens * port.config.hidden_size * 4
         expected = Kept(inputs, 0) if mode == "checkpoint" else Kept(0, inputs)
-        wrong += [f"{mode}, {form}: {found}, expected {expected}" for form, found in grown.items() if found != expected]
+        wrong += [f"{mode}, {form}: {growth}, expected {expected}" for form, growth in grown.items() if growth != expected]
     return wrong
 
 
@@ -165,17 +165,22 @@ def _unexplained(port: Port, form: str, mode: str, few: int, many: int) -> list[
     alone, wrong = {}, []
     for layers in (few, many):
         theirs, ours = (arrays_kept(port, side, mode, layers) for side in ("torch", form))
-        found = alone[layers] = kept_alone(mode, theirs, ours)
+        residuals = alone[layers] = kept_alone(mode, theirs, ours)
         for place in ("device", "host"):
             rest = [
-                getattr(side, f"{place}_bytes") - sum(one.bytes for one in found if (one.framework, one.place) == (name, place))
+                getattr(side, f"{place}_bytes")
+                - sum(residual.bytes for residual in residuals if (residual.framework, residual.place) == (name, place))
                 for name, side in (("PyTorch", theirs), ("JAX", ours))
             ]
             wrong += [f"{layers} layers, {place}: {rest[0]} bytes in PyTorch, {rest[1]} in JAX"] if rest[0] != rest[1] else []
         # An input besides the stream, such as a mask or an angle, is shared by the layers.
-        inside = [one.name for one in found if one.framework == "JAX" and "layers" in one.name and ":input#" not in one.name]
+        inside = [
+            residual.name
+            for residual in residuals
+            if residual.framework == "JAX" and "layers" in residual.name and ":input#" not in residual.name
+        ]
         wrong += [f"{name} is in a layer" for name in inside]
-    return wrong + [f"only with some number of layers: {one}" for one in {*alone[few]} ^ {*alone[many]}]
+    return wrong + [f"only with some number of layers: {residual}" for residual in {*alone[few]} ^ {*alone[many]}]
 
 
 def _growth(port: Port, form: str, mode: str, few: int, many: int) -> Kept:

@@ -134,19 +134,19 @@ def in_mode(port: Port, model: torch.nn.Module, mode: str) -> Iterator[None]:
 
 
 def torch_outputs(port: Port, model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = model(**inputs, **port.constants)
-    return {name: found[name] for name in port.targets}
+    outputs = model(**inputs, **port.constants)
+    return {name: outputs[name] for name in port.targets}
 
 
 def torch_loss(outputs: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Cross entropy of integer labels, else the mean squared error, summed over the outputs."""
 
-    def one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def single_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if target.is_floating_point():
             return s.mean_squared(output, target)
         return torch.nn.functional.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=IGNORED)
 
-    return torch.stack([one(outputs[name], target) for name, target in targets.items()]).sum()
+    return torch.stack([single_loss(outputs[name], target) for name, target in targets.items()]).sum()
 
 
 def tensors(arrays: Arrays, dtype: str) -> dict[str, torch.Tensor]:
@@ -182,14 +182,14 @@ def numpy(named: Mapping[str, torch.Tensor]) -> Arrays:
 def jax_loss(outputs: Mapping[str, jax.Array], targets: Mapping[str, jax.Array]) -> jax.Array:
     """The same as `torch_loss`."""
 
-    def one(output: jax.Array, target: jax.Array) -> jax.Array:
+    def single_loss(output: jax.Array, target: jax.Array) -> jax.Array:
         if jnp.issubdtype(target.dtype, jnp.floating):
             return s.mean_squared(output, target)
         counted = target != IGNORED
         each = optax.softmax_cross_entropy_with_integer_labels(output, jnp.where(counted, target, 0))
         return jnp.sum(each * counted) / jnp.sum(counted)
 
-    return sum((one(outputs[name], target) for name, target in targets.items()), jnp.zeros(()))
+    return sum((single_loss(outputs[name], target) for name, target in targets.items()), jnp.zeros(()))
 
 
 def batch(port: Port, dtype: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

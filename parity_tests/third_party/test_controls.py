@@ -54,9 +54,9 @@ def rolled(by: int, *path: str) -> Callable[[Any], Any]:
     return changed(lambda module: jax.tree.map(lambda x: jnp.roll(x, by, axis=-1), module), *path)
 
 
-def swapped(one: str, other: str, *path: str) -> Callable[[Any], Any]:
+def swapped(first: str, second: str, *path: str) -> Callable[[Any], Any]:
     """Weights with two modules of equal shapes exchanged."""
-    return changed(lambda module: {**module, one: module[other], other: module[one]}, *path)
+    return changed(lambda module: {**module, first: module[second], second: module[first]}, *path)
 
 
 def llama_arguments(x: Any, **changes: Any) -> tuple[Any, ...]:

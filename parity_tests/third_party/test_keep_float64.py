@@ -37,8 +37,8 @@ def plainly_doubled() -> torch.nn.Module:
 def test_without_it_llama_is_a_float32_model() -> None:
     with jax.enable_x64(True):
         model = PORT.make_flax(PORT.config)
-        found = PORT.apply(model, p.variables(PORT, False, "float64"), PORT.inputs)
-        ported = {name: np.asarray(x) for name, x in found.items()}
+        outputs = PORT.apply(model, p.variables(PORT, False, "float64"), PORT.inputs)
+        ported = {name: np.asarray(x) for name, x in outputs.items()}
     error, _ = float64_error(ported, logits(plainly_doubled()))
     assert 1e-8 < error < 1e-6
     with keep_float64():

@@ -151,9 +151,9 @@ def _row(pair: Pair, dtype: str, mode: str, scan: bool, original: Step, exact: S
     return row._replace(original=_errors(exact, original), port=_errors(exact, port), ratio=_ratio(exact, port, original))
 
 
-def _errors(reference: Step, found: Step) -> Errors:
-    apart = [_norm(found.gradients[name] - gradient) for name, gradient in reference.gradients.items()]
-    output = _norm(found.output - reference.output) / _norm(reference.output)
+def _errors(reference: Step, candidate: Step) -> Errors:
+    apart = [_norm(candidate.gradients[name] - gradient) for name, gradient in reference.gradients.items()]
+    output = _norm(candidate.output - reference.output) / _norm(reference.output)
     return Errors(output, _norm(np.array(apart)) / global_norm(reference.gradients))
 
 

@@ -77,7 +77,7 @@ def qwen_image_pair(at: float, name: str, **options: Any) -> Pair:
         blocks=(qwen_image.QwenImageBlock,),
         rules=lambda scan: qwen_image_rules.rules(QWEN_IMAGE, scan, "diffsynth"),
         arguments=(pack(np.moveaxis(latents, 1, -1), (2, 2)), text, time / 1000),
-        loss=lambda found: (found, jnp.mean(jnp.square(found))),
+        loss=lambda output: (output, jnp.mean(jnp.square(output))),
         **options,
     )
 
@@ -110,8 +110,8 @@ def wan_pair() -> Pair:
     latents, text = _normal(random, 2, WAN.channels, *VIDEO), _normal(random, 2, WORDS, WAN.text_width)
     time = np.array(WAN_TIMES, np.float32)
 
-    def loss(found: Any) -> tuple[Any, Any]:
-        return jnp.moveaxis(found, -1, 1), jnp.mean(jnp.square(found))
+    def loss(output: Any) -> tuple[Any, Any]:
+        return jnp.moveaxis(output, -1, 1), jnp.mean(jnp.square(output))
 
     return _pair(
         "Wan of DiffSynth-Studio",

@@ -83,19 +83,19 @@ def test_float32_is_judged_by_the_original_s_own_error(tensor: str, other: float
     """The original is 1e-6 off the float64 run, the port 1e-6 or ten times as much."""
 
     def step(error: float, dtype: str) -> comparing.Step:
-        one, same = np.full(1000, 1 + error).astype(dtype), np.full(1000, 1 + min(error, 1e-6)).astype(dtype)
-        return comparing.Step(one if tensor == "output" else same, {"w": one if tensor == "w" else same})
+        altered, same = np.full(1000, 1 + error).astype(dtype), np.full(1000, 1 + min(error, 1e-6)).astype(dtype)
+        return comparing.Step(altered if tensor == "output" else same, {"w": altered if tensor == "w" else same})
 
-    found = comparing._ratio(step(0.0, "float64"), step(other, "float32"), step(1e-6, "float32"))
-    assert found == pytest.approx(ratio, rel=0.06)
+    measured = comparing._ratio(step(0.0, "float64"), step(other, "float32"), step(1e-6, "float32"))
+    assert measured == pytest.approx(ratio, rel=0.06)
 
 
 @pytest.mark.parametrize("spoilt", [None, "output", "w", "b"])
 def test_a_difference_in_any_tensor_is_seen(spoilt: str | None) -> None:
     gradients = {"w": np.ones(1000), "b": np.full(1, 1e-3)}
     original = comparing.Step(np.ones(3), gradients)
-    other = {name: value * (1 + 1e-9 * (name == spoilt)) for name, value in gradients.items()}
-    port = comparing.Step(np.ones(3) * (1 + 1e-9 * (spoilt == "output")), other)
+    changed = {name: value * (1 + 1e-9 * (name == spoilt)) for name, value in gradients.items()}
+    port = comparing.Step(np.ones(3) * (1 + 1e-9 * (spoilt == "output")), changed)
 
     class Same(comparing.Pair):
         def port(self, *_: object) -> comparing.Step:

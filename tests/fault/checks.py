@@ -117,9 +117,9 @@ def cases(draw: st.DrawFn) -> Case:
         choices = st.one_of(st.sampled_from([*_ALWAYS, *dots, *names]), st.builds(Residuals, st.integers(0, 99)))
     by_layer = stack.way in BY_CLASS and draw(st.booleans())
     policies = tuple(draw(choices) for _ in range(stack.layers if by_layer else 1))
-    allowed = [one for one in TRANSFORMS if not program.has(*NOT_UNDER.get(one, ()))]
+    allowed = [name for name in TRANSFORMS if not program.has(*NOT_UNDER.get(name, ()))]
     # A callback cannot be serialised.
-    runs = [one for one in RUNS if one != "export" or not program.has("told")] if ops.DEVICES == 1 else ["jit"]
+    runs = [way for way in RUNS if way != "export" or not program.has("told")] if ops.DEVICES == 1 else ["jit"]
     transform, run, seed = draw(st.sampled_from(allowed)), draw(st.sampled_from(runs)), draw(st.integers(0, 3))
     return Case(stack, policies, transform, run, seed, draw(st.integers(0, 3)) == 3)
 
@@ -160,16 +160,16 @@ def computed(loss: Callable[..., Any], case: Case, *, nudge: float = 0.0) -> dic
     with warnings.catch_warnings():
         # A program may donate more than it returns.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        found = _RUN[case.run](fn)(params, x, ids, keys)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(found)}
+        outputs = _RUN[case.run](fn)(params, x, ids, keys)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(outputs)}
 
 
 def policy_of(case: Case) -> Any:
     """The policy of a case, or its policies by layer; None if the program has no residual with a name."""
-    found = [_residual_policy(case, one.seed) if isinstance(one, Residuals) else one for one in case.policies]
-    if any(one is None for one in found):
+    policies = [_residual_policy(case, policy.seed) if isinstance(policy, Residuals) else policy for policy in case.policies]
+    if any(policy is None for policy in policies):
         return None
-    return rj.LayerPolicies.of(found) if len(found) > 1 else found[0]
+    return rj.LayerPolicies.of(policies) if len(policies) > 1 else policies[0]
 
 
 def _residual_policy(case: Case, seed: int) -> str | None:
@@ -204,8 +204,8 @@ def _residual_policy(case: Case, seed: int) -> str | None:
 
 def _keeps(block: BlockUnderPolicy, selector: str) -> bool:
     kept = replace(block, policy=rj.Policy((PolicyRule(Action.SAVE, (selector,)),))).kept()
-    chosen = [one for one in block.candidates if matches(selector, one)]
-    return kept is None or any(one.is_input or one.name in kept for one in chosen)
+    chosen = [candidate for candidate in block.candidates if matches(selector, candidate)]
+    return kept is None or any(candidate.is_input or candidate.name in kept for candidate in chosen)
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def check(case: Case, tally: Tally | None = None) -> None:
             if policy is None:
                 tally.refused["no residual"] += 1
                 return
-            found = computed(case.stack.under(policy), case)
+            results = computed(case.stack.under(policy), case)
         except NoEffectError:
             # For other policies this is an error; a random policy need not reach anything in a random program.
             if _ALWAYS_EFFECTIVE.issuperset(case.policies):
@@ -285,7 +285,7 @@ def check(case: Case, tally: Tally | None = None) -> None:
             tally.refused["no effect"] += 1
             return
         except Exception as error:
-            named = [one.name for one in _BY_JAX if one.is_of(error, case)]
+            named = [refusal.name for refusal in _BY_JAX if refusal.is_of(error, case)]
             if not named:
                 raise
             tally.refused.update(named)
@@ -294,28 +294,29 @@ def check(case: Case, tally: Tally | None = None) -> None:
         tally.kinds.update([case.stack.way, case.stack.loop, case.transform, case.run])
         # Equal values of another dtype are wrong too.
         same = all(
-            name in found and found[name].dtype == one.dtype and np.array_equal(found[name], one) for name, one in plain.items()
+            name in results and results[name].dtype == array.dtype and np.array_equal(results[name], array)
+            for name, array in plain.items()
         )
         tally.bit_equal += same
-        if not same or set(plain) != set(found):
-            _compare(case, plain, found)
+        if not same or set(plain) != set(results):
+            _compare(case, plain, results)
 
 
-def _compare(case: Case, plain: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
-    given, wanted = ({name: f"{one.dtype}{one.shape}" for name, one in side.items()} for side in (found, plain))
+def _compare(case: Case, plain: dict[str, np.ndarray], results: dict[str, np.ndarray]) -> None:
+    given, wanted = ({name: f"{array.dtype}{array.shape}" for name, array in side.items()} for side in (results, plain))
     assert given == wanted, f"gives {dict(given.items() - wanted.items())}, not {dict(wanted.items() - given.items())}"
-    for name, one in plain.items():
-        if not jnp.issubdtype(one.dtype, jnp.inexact):
-            np.testing.assert_array_equal(found[name], one, strict=True, err_msg=name)
+    for name, array in plain.items():
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            np.testing.assert_array_equal(results[name], array, strict=True, err_msg=name)
     if case.stack.program.has("narrow"):
         token = low_precision.set(jnp.float64)
         try:
             reference = computed(case.stack.plain(), case)
         finally:
             low_precision.reset(token)
-        _judge_low(*map(_floats, (reference, plain, found)), _lowest(case.stack.program))
+        _judge_low(*map(_floats, (reference, plain, results)), _lowest(case.stack.program))
         return
-    errors, most = float64_errors(_floats(plain), _floats(found)), TOLERANCES["float64"].value
+    errors, most = float64_errors(_floats(plain), _floats(results)), TOLERANCES["float64"].value
     if max(errors.values()) <= most:
         return
     # A program may magnify rounding: results need not be nearer than a change of one unit in the last place of the arguments.
@@ -333,22 +334,22 @@ def _epsilon(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) if np.dtype(dtype).itemsize == 1 else epsilon(np.dtype(dtype))
 
 
-def _judge_low(reference: dict[str, Any], plain: dict[str, Any], found: dict[str, Any], lowest: float) -> None:
+def _judge_low(reference: dict[str, Any], plain: dict[str, Any], results: dict[str, Any], lowest: float) -> None:
     """For results partly computed in low precision: no farther from float64 than the plain program, by the parity rule."""
     whole = global_norm(reference)
     for name, wanted in reference.items():
-        ours, theirs = (float(np.linalg.norm((side[name] - wanted).ravel())) for side in (found, plain))
+        ours, theirs = (float(np.linalg.norm((side[name] - wanted).ravel())) for side in (results, plain))
         bound = TOLERANCES["error_ratio"].value * max(theirs, lowest * whole)
         assert ours <= bound, f"{name} is {ours:.3g} from float64, the plain program {theirs:.3g}"
 
 
 def _floats(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The numbers that have derivatives, complex numbers as two real ones."""
-    found = {}
-    for name, one in values.items():
-        if jnp.issubdtype(one.dtype, jnp.complexfloating):
-            found[name] = np.stack([one.real, one.imag]).astype(np.float64)
+    floats = {}
+    for name, array in values.items():
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            floats[name] = np.stack([array.real, array.imag]).astype(np.float64)
         # NumPy does not count bfloat16 among the floating dtypes.
-        elif jnp.issubdtype(one.dtype, jnp.floating):
-            found[name] = one.astype(np.float64)
-    return found
+        elif jnp.issubdtype(array.dtype, jnp.floating):
+            floats[name] = array.astype(np.float64)
+    return floats

@@ -62,7 +62,9 @@ def _scan(eqn: Any, operands: list[Any]) -> list[Any]:
     rounds = range(eqn.params["length"])
     results: dict[int, list[Any]] = {}
     for number in reversed(rounds) if eqn.params["reverse"] else rounds:
-        outputs = evaluate(compat.closed(eqn.params["jaxpr"]), [*operands[:consts], *carry, *(one[number] for one in stacks)])
+        outputs = evaluate(
+            compat.closed(eqn.params["jaxpr"]), [*operands[:consts], *carry, *(array[number] for array in stacks)]
+        )
         carry, results[number] = outputs[:carried], outputs[carried:]
     columns = zip(*(results[number] for number in rounds), strict=True)
     return [*carry, *map(jnp.stack, columns)]

@@ -122,24 +122,24 @@ def changed_bytes(content: bytes, draw: random.Random) -> bytes:
     """`content` with a few bytes changed, cut off, doubled or inserted, or with one of the last bytes changed, a tensor's
     numbers.
     """
-    found = bytearray(content)
+    data = bytearray(content)
     if draw.random() < 0.2:
-        found[-draw.randint(1, min(len(found), 20))] ^= 1
-        return bytes(found)
+        data[-draw.randint(1, min(len(data), 20))] ^= 1
+        return bytes(data)
     for _ in range(draw.choice((1, 2, 5))):
-        at = draw.randint(0, max(0, len(found) - 1))
+        at = draw.randint(0, max(0, len(data) - 1))
         change = draw.randint(0, 4)
-        if change == 0 and found:
-            found[at] = draw.randint(0, 255)
+        if change == 0 and data:
+            data[at] = draw.randint(0, 255)
         elif change == 1:
-            del found[at : at + draw.choice((1, 8, 10_000))]
+            del data[at : at + draw.choice((1, 8, 10_000))]
         elif change == 2:
-            found[at:at] = bytes(draw.choices(range(256), k=draw.choice((1, 8, 64))))
+            data[at:at] = bytes(draw.choices(range(256), k=draw.choice((1, 8, 64))))
         elif change == 3:
-            found[at:at] = found[at : at + 16]
+            data[at:at] = data[at : at + 16]
         else:
-            found[at : at + 8] = draw.choice((b"\xff" * 8, b"\0" * 8, b"9" * 8, b"[" * 5000))
-    return bytes(found)
+            data[at : at + 8] = draw.choice((b"\xff" * 8, b"\0" * 8, b"9" * 8, b"[" * 5000))
+    return bytes(data)
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
@@ -159,23 +159,23 @@ def _target_file(path: Path) -> None:
 
 
 def _weights(path: Path) -> None:
-    for name, one in porting.load(path).items():
-        assert isinstance(name, str) and one.shape is not None
+    for name, array in porting.load(path).items():
+        assert isinstance(name, str) and array.shape is not None
 
 
 _MODULES = [MatchedModule(path, "Block", 4, bool(path)) for path in ("h/0", "h/1", "h/2", "")]
 
 
 def _mapping(path: Path) -> None:
-    names = {one.path for one in _MODULES}
+    names = {module.path for module in _MODULES}
     for key, value in read_mapping(path, _MODULES, _MODULES).items():
         assert key in names and (value is None or value in names)
 
 
 def _read(read: Callable[[str], Any]) -> Callable[[Path], None]:
     def of_file(path: Path) -> None:
-        found = read(path.read_text(encoding="utf-8", errors="surrogateescape"))
-        assert read(found.to_json()) == found
+        value = read(path.read_text(encoding="utf-8", errors="surrogateescape"))
+        assert read(value.to_json()) == value
 
     return of_file
 
@@ -188,7 +188,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
     arrays = {"a.weight": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros(2, ml_dtypes.bfloat16)}
     porting.save(folder / "shard.safetensors", arrays)
     index = {"metadata": {"total_size": 28}, "weight_map": dict.fromkeys(arrays, "shard.safetensors")}
-    found: dict[str, Kind] = {
+    table: dict[str, Kind] = {
         "plan": (_plan, "plan.json", json.dumps(json.loads(json.dumps(plan().to_dict()))).encode()),
         "targets": (_target_file, "targets.toml", _TABLE.encode()),
         "policy": (_read(Policy.from_json), "policy.json", Policy.parse("save: @dots; offload: *up*").to_json().encode()),
@@ -202,7 +202,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "index": (_weights, "model.safetensors.index.json", json.dumps(index).encode()),
         "mapping": (_mapping, "mapping.json", b'{"h/0": "h/1", "h/1": "h/0", "h/2": null}'),
     }
-    return found
+    return table
 
 
 def torch_kinds(folder: Path) -> dict[str, Kind]:

@@ -42,8 +42,8 @@ class Program:
         """All steps, at any depth."""
         for step in self.steps:
             yield step
-            for one in step.inner:
-                yield from one.every()
+            for inner in step.inner:
+                yield from inner.every()
 
     def has(self, *names: str) -> bool:
         """Whether the program contains an operation of one of these names, at any depth."""
@@ -128,7 +128,7 @@ def _half_mapped(n: int, functions: Functions, x: Any, y: Any) -> Any:
 
 
 def _map(n: int, functions: Functions, x: Any, y: Any) -> Any:
-    return lax.map(lambda one: functions[0](one, y), jnp.stack([x, y]))[n % 2]
+    return lax.map(lambda row: functions[0](row, y), jnp.stack([x, y]))[n % 2]
 
 
 def _checkpoint(n: int, functions: Functions, x: Any, y: Any) -> Any:
@@ -222,7 +222,7 @@ def run(program: Program, weights: Any, x: Any, y: Any, ids: Any, key: Any) -> t
         assert operands is not None, "the kinds that every program begins with"
         # A `while` has no reverse mode, so it must not close over differentiated arrays.
         given = lax.stop_gradient(weights) if step.op == "while" else weights
-        values["f"].append(nesting.run(step.number, [_Inside(one, (given, ids, key)) for one in step.inner], *operands))
+        values["f"].append(nesting.run(step.number, [_Inside(inner, (given, ids, key)) for inner in step.inner], *operands))
     result = _together(values)
     return result, {name: _output(name, values, x, result) for name in program.outputs}
 
@@ -290,10 +290,10 @@ def programs(draw: st.DrawFn, depth: int = 2, most: int = 5) -> Program:
     for _ in range(draw(st.integers(1, most))):
         nested = depth > 0 and draw(st.integers(0, 3)) == 0
         table: dict[str, Any] = NESTINGS if nested else OPS
-        names = [one for one, op in table.items() if set(op.takes) <= present]
+        names = [operation for operation, op in table.items() if set(op.takes) <= present]
         # An operation that makes another kind, followed by one that reads it, would rarely be drawn together.
-        making = [one for one in names if set(getattr(table[one], "gives", "f")) - _STARTS]
-        reading = [one for one in names if set(table[one].takes) - _STARTS]
+        making = [operation for operation in names if set(getattr(table[operation], "gives", "f")) - _STARTS]
+        reading = [operation for operation in names if set(table[operation].takes) - _STARTS]
         name = draw(st.sampled_from(draw(st.sampled_from([few for few in (names, making, reading) if few]))))
         op = table[name]
         reads = tuple(draw(st.integers(0, 3)) for _ in op.takes)

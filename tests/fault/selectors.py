@@ -47,13 +47,13 @@ def check_selectors(blocks: int, seed: int, say: Callable[[str], None]) -> int:
         @given(programs())
         def every(program: Program) -> None:
             try:
-                found = outcomes(program)
+                by_name = outcomes(program)
             except Exception as error:
                 if CLOSED_OVER not in str(error):
                     raise
-                found = {"": "block"}
-            counts.update(found.values())
-            for name in (name for name, outcome in found.items() if outcome == "wrong"):
+                by_name = {"": "block"}
+            counts.update(by_name.values())
+            for name in (name for name, outcome in by_name.items() if outcome == "wrong"):
                 say(f"WRONG: 'save: {name}' keeps nothing of {program}")
 
         every()
@@ -74,12 +74,14 @@ def outcomes(program: Program) -> dict[str, str]:
         job = rj.Workload(lambda given, *batch: loss(given, *batch)[0], params, (x, ids, keys), TracedBlock)
         with tracing_anew(), noting_differentiated() as blocks:
             full = _saved(job, "full")
-        found = {one.name: one for block, _ in blocks for one in block.candidates}
-        chosen = [one for name, one in found.items() if ":" in name and not one.is_input]
-        refused = [one for one in chosen if _refused(blocks, f"save: {one.name}")]
+        candidates = {candidate.name: candidate for block, _ in blocks for candidate in block.candidates}
+        chosen = [candidate for name, candidate in candidates.items() if ":" in name and not candidate.is_input]
+        refused = [candidate for candidate in chosen if _refused(blocks, f"save: {candidate.name}")]
         # The error comes from the existing trace; the first refused selector shows that the loss raises it too.
-        asked = [one for one in chosen if one not in refused[1:]]
-        return dict.fromkeys((one.name for one in refused), "refused") | {one.name: _outcome(job, one, full) for one in asked}
+        asked = [candidate for candidate in chosen if candidate not in refused[1:]]
+        return dict.fromkeys((candidate.name for candidate in refused), "refused") | {
+            candidate.name: _outcome(job, candidate, full) for candidate in asked
+        }
 
 
 def _refused(blocks: Differentiated, text: str) -> bool:
@@ -117,15 +119,15 @@ def _saved(job: rj.Workload, policy: str) -> set[tuple[str, int, int]]:
     return {(row.name, row.count, row.bytes) for row in kept_residuals(job, policy).rows if row.action == "save"}
 
 
-def _outcome(job: rj.Workload, one: Candidate, full: set[tuple[str, int, int]]) -> str:
-    policy = f"save: {one.name}"
+def _outcome(job: rj.Workload, candidate: Candidate, full: set[tuple[str, int, int]]) -> str:
+    policy = f"save: {candidate.name}"
     try:
         if _saved(job, policy) != full:
             return "kept"
     except NoEffectError:
         return "refused"
     # A layer's result is kept for the next layer: if its own layer reads it too, it is not recomputed.
-    return "kept" if _made(job, one.primitive, policy) < _made(job, one.primitive, "full") else "wrong"
+    return "kept" if _made(job, candidate.primitive, policy) < _made(job, candidate.primitive, "full") else "wrong"
 
 
 def _made(job: rj.Workload, primitive: str, policy: str) -> int:
@@ -136,5 +138,5 @@ def _made(job: rj.Workload, primitive: str, policy: str) -> int:
 
 def _count(jaxpr: Any, primitive: str) -> int:
     return sum(
-        (eqn.primitive.name == primitive) + sum(_count(one.jaxpr, primitive) for one in bodies(eqn)) for eqn in jaxpr.eqns
+        (eqn.primitive.name == primitive) + sum(_count(body.jaxpr, primitive) for body in bodies(eqn)) for eqn in jaxpr.eqns
     )

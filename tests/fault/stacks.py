@@ -90,30 +90,30 @@ class Stack:
         return loss
 
     def _through(self, layer: Callable[..., Any], params: Any, x: Any, ids: Any, keys: Any) -> Any:
-        def one(x: Any, row: Any) -> Any:
+        def apply_layer(x: Any, row: Any) -> Any:
             weights, key = row
             return layer(weights, x, ids, key)
 
         rows = (params, keys)
         if self.loop == "none":
-            found = []
+            outputs = []
             for index in range(self.layers):
-                x, given = one(x, jax.tree.map(lambda leaf, index=index: leaf[index], rows))
-                found.append(given)
-            return x, found
+                x, given = apply_layer(x, jax.tree.map(lambda leaf, index=index: leaf[index], rows))
+                outputs.append(given)
+            return x, outputs
         if self.loop == "vmap":
-            found, pair = [], jnp.stack([x, jnp.cos(x)])
+            outputs, pair = [], jnp.stack([x, jnp.cos(x)])
             mapped = {name: None if name == "k" else 0 for name in self.program.outputs}
             mapped |= {"mean": 0} if self.way == "nnx_state" else {}
             for index in range(self.layers):
-                pair, given = jax.vmap(one, in_axes=(0, None), out_axes=(0, mapped))(
+                pair, given = jax.vmap(apply_layer, in_axes=(0, None), out_axes=(0, mapped))(
                     pair, jax.tree.map(lambda leaf, index=index: leaf[index], rows)
                 )
-                found.append(given)
-            return pair, found
+                outputs.append(given)
+            return pair, outputs
         if self.loop == "nested":
-            return lax.scan(lambda x, row: lax.scan(one, x, row), x, jax.tree.map(lambda leaf: leaf[None], rows))
-        return lax.scan(one, x, rows, reverse=self.loop == "reverse", unroll=2 if self.loop == "unroll" else 1)
+            return lax.scan(lambda x, row: lax.scan(apply_layer, x, row), x, jax.tree.map(lambda leaf: leaf[None], rows))
+        return lax.scan(apply_layer, x, rows, reverse=self.loop == "reverse", unroll=2 if self.loop == "unroll" else 1)
 
 
 def _forward(layer: Callable[..., Any], offload: bool) -> Callable[..., Any]:

@@ -67,10 +67,10 @@ def test_an_interrupt_while_a_file_is_written_leaves_the_old_one(
         patched.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             write(path)
-    assert [one.name for one in tmp_path.iterdir()] == [name] * there
+    assert [file.name for file in tmp_path.iterdir()] == [name] * there
     assert not there or path.read_text() == "the old one"
     write(path)
-    assert [one.name for one in tmp_path.iterdir()] == [name] and path.stat().st_size > 6
+    assert [file.name for file in tmp_path.iterdir()] == [name] and path.stat().st_size > 6
 
 
 def test_a_target_that_is_there_already_is_not_overwritten_even_at_the_last_moment(
@@ -133,5 +133,5 @@ def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_file(tmp_path: 
         finally:
             child.kill()
     assert len(json.loads(path.read_text())) == 200_001
-    left = [one.name for one in path.parent.iterdir() if one != path]
+    left = [file.name for file in path.parent.iterdir() if file != path]
     assert left == [] or (sent is signal.SIGKILL and len(left) == 1 and left[0].endswith(".new.json"))

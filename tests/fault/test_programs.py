@@ -67,7 +67,7 @@ def test_every_operation_is_drawn() -> None:
 
 def test_every_way_loop_and_run_is_drawn() -> None:
     drawn: Counter[str] = Counter()
-    wanted = {*WAYS, *LOOPS, *RUNS, *TRANSFORMS, *(f"outer {one}" for one in OUTER)}
+    wanted = {*WAYS, *LOOPS, *RUNS, *TRANSFORMS, *(f"outer {outer}" for outer in OUTER)}
     for number in range(25):
 
         @seed(number)
@@ -250,9 +250,9 @@ def test_a_branch_whose_choice_differs_along_a_vmap_is_refused_by_jax(policy: st
     with pytest.raises(NotImplementedError, match="stop_gradient"):
         jax.grad(lambda rows: jax.vmap(rj.remat(branches, policy))(rows).sum())(rows)
     # The gradient first, then the map.
-    found = jax.vmap(jax.grad(lambda x: rj.remat(branches, policy)(x).sum()))(rows) if policy != "offload_inputs" else None
+    gradient = jax.vmap(jax.grad(lambda x: rj.remat(branches, policy)(x).sum()))(rows) if policy != "offload_inputs" else None
     wanted = jax.vmap(jax.grad(lambda x: branches(x).sum()))(rows)
-    assert found is None or np.allclose(found, wanted, rtol=1e-6)
+    assert gradient is None or np.allclose(gradient, wanted, rtol=1e-6)
 
 
 def test_jax_alone_says_that_a_tangent_was_stopped() -> None:
@@ -271,8 +271,8 @@ def test_the_rule_of_a_custom_jvp_may_read_a_constant(policy: str) -> None:
         return jnp.sin(x)
 
     bent.defjvp(lambda primals, tangents: (bent(*primals), slopes * tangents[0]))
-    found = jax.grad(lambda x: rj.remat(lambda x: bent(x) * x, policy)(x).sum())(jnp.ones(3))
-    np.testing.assert_allclose(found, np.sin(1.0) + np.arange(1.0, 4.0), rtol=1e-6)
+    gradient = jax.grad(lambda x: rj.remat(lambda x: bent(x) * x, policy)(x).sum())(jnp.ones(3))
+    np.testing.assert_allclose(gradient, np.sin(1.0) + np.arange(1.0, 4.0), rtol=1e-6)
 
 
 @jax.custom_vjp
@@ -303,10 +303,10 @@ def test_a_kernel_with_a_rule_of_its_own_is_mapped(policy: str, scanned: bool) -
 
         return lambda rows, scale: jax.vmap(of_row, in_axes=(0, None))(rows, scale).sum()
 
-    found, wanted = (jax.grad(total(one), argnums=(0, 1))(rows, scale) for one in (rj.remat(block, policy), block))
-    for one, other in zip(found, wanted, strict=True):
-        assert one.shape == other.shape
-        np.testing.assert_allclose(one, other, rtol=2e-6)
+    grads, wanted = (jax.grad(total(function), argnums=(0, 1))(rows, scale) for function in (rj.remat(block, policy), block))
+    for gradient, expected in zip(grads, wanted, strict=True):
+        assert gradient.shape == expected.shape
+        np.testing.assert_allclose(gradient, expected, rtol=2e-6)
 
 
 def test_running_a_branch_that_offloads_leaves_no_array_that_is_said_to_be_on_the_host() -> None:
@@ -318,5 +318,5 @@ def test_running_a_branch_that_offloads_leaves_no_array_that_is_said_to_be_on_th
 
     x = -jnp.linspace(0.5, 1.5, 23)
     np.testing.assert_allclose(traced(jax.grad(loss))(x), 2 * x, rtol=1e-6)
-    spread = traced(lambda one: jax.lax.broadcast_in_dim(one, (23, 1), ()))(jnp.float32(2.0))
+    spread = traced(lambda scalar: jax.lax.broadcast_in_dim(scalar, (23, 1), ()))(jnp.float32(2.0))
     assert jax.typeof(spread).memory_space is jax.memory.Space.Device

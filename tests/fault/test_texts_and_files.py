@@ -40,7 +40,7 @@ def test_valid_texts_are_taken() -> None:
     for name, (read, valid) in SURFACES.items():
         # No such file, perhaps no GPU, and more than an H200 has.
         unknown = ("none.toml:mine", "attached", "1.5 TB")
-        assert [one for one in valid if one not in unknown and fault_of(read, one) is not None] == [], name
+        assert [text for text in valid if text not in unknown and fault_of(read, text) is not None] == [], name
 
 
 @pytest.mark.parametrize(

@@ -73,19 +73,19 @@ def test_each_thread_traces_under_its_own_policy(make: Callable[..., Any]) -> No
 
     # None stands for the plain function, which must see nothing of the others' policies.
     every = [*POLICIES, "", *POLICIES, ""]
-    found = together([lambda policy=policy: facts(policy) for policy in every])
-    for policy, (products, moved, results) in zip(every, found, strict=True):
+    outcomes = together([lambda policy=policy: facts(policy) for policy in every])
+    for policy, (products, moved, results) in zip(every, outcomes, strict=True):
         again = facts(policy)
         assert (products, moved) == again[:2], policy
-        for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(again[2]), strict=True):
-            np.testing.assert_array_equal(one, other)
-    assert len({products for products, _, _ in found}) > 2 and any(moved for _, moved, _ in found)
+        for leaf, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(again[2]), strict=True):
+            np.testing.assert_array_equal(leaf, wanted)
+    assert len({products for products, _, _ in outcomes}) > 2 and any(moved for _, moved, _ in outcomes)
 
 
 def test_a_function_may_wait_for_a_thread_that_has_blocks_of_the_same_class() -> None:
     """And whichever of the two ends last, the class has its own call afterwards."""
     loss, state, x, block = nnx_loss()
-    own, inside, results = NnxMlp.__call__, threading.Event(), []
+    original, inside, results = NnxMlp.__call__, threading.Event(), []
     step = jax.grad(rj.checkpoint_blocks(loss, {block: "full"}))
     expected, products = step(state, x), matmuls(step, state, x)
 
@@ -112,13 +112,13 @@ def test_a_function_may_wait_for_a_thread_that_has_blocks_of_the_same_class() ->
         return loss(state, x)
 
     assert matmuls(jax.grad(rj.checkpoint_blocks(outer, {block: "full"})), state, x) == products
-    assert NnxMlp.__call__ is not own, "the other thread is inside"
+    assert NnxMlp.__call__ is not original, "the other thread is inside"
     inside.set()
     threads[0].join(60)
-    assert NnxMlp.__call__ is own and len(results) == 2
-    for found in results:
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert NnxMlp.__call__ is original and len(results) == 2
+    for result in results:
+        for leaf, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(leaf, wanted, rtol=1e-6)
 
 
 def test_residuals_of_different_workloads_at_once_are_those_of_each() -> None:
@@ -127,9 +127,9 @@ def test_residuals_of_different_workloads_at_once_are_those_of_each() -> None:
         return rj.Workload(loss, params, (x,), Mlp)
 
     every = [(job(layers), policy) for layers in (1, 2) for policy in ("full", "dots", "offload_inputs")]
-    found = together([lambda job=job, policy=policy: str(rj.residuals(job, policy)) for job, policy in every])
-    assert found == [str(rj.residuals(job, policy)) for job, policy in every]
-    assert len(set(found)) == len(every)
+    texts = together([lambda job=job, policy=policy: str(rj.residuals(job, policy)) for job, policy in every])
+    assert texts == [str(rj.residuals(job, policy)) for job, policy in every]
+    assert len(set(texts)) == len(every)
 
 
 def test_what_is_compiled_at_once_is_kept_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +142,13 @@ def test_what_is_compiled_at_once_is_kept_under_its_own_name(monkeypatch: pytest
     ]
 
     def sizes(asked: Any, *_: Any) -> dict[str, Sizes]:
-        return {one.key: Sizes(int(one.key), *range(2, 9)) for one in asked}
+        return {program.key: Sizes(int(program.key), *range(2, 9)) for program in asked}
 
     monkeypatch.setattr(compiler, "_compiled", sizes)
-    calls = [lambda one=one: compile_programs([one], target("cpu"), timeout=10)[one.key].temp for one in programs * 3]
+    calls = [
+        lambda program=program: compile_programs([program], target("cpu"), timeout=10)[program.key].temp
+        for program in programs * 3
+    ]
     assert together(calls) == list(range(6)) * 3
     cache.forget()
 
@@ -189,6 +192,6 @@ def test_an_error_in_one_thread_is_that_threads_alone() -> None:
         return str(caught.value)
 
     expected = right()
-    found = together([right, wrong, right, wrong])
-    assert found[0] == found[2] == expected and found[1] == found[3]
+    outcomes = together([right, wrong, right, wrong])
+    assert outcomes[0] == outcomes[2] == expected and outcomes[1] == outcomes[3]
     assert right() == expected

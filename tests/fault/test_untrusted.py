@@ -89,33 +89,33 @@ def test_a_mapping_has_a_size_that_it_may_have(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("read", [rj.Plan.load, lambda path: read_mapping(path, [], [])], ids=["plan", "mapping"])
 def test_a_pipe_is_not_waited_for(tmp_path: Path, read: Callable[[Path], Any]) -> None:
     os.mkfifo(tmp_path / "file")
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def call() -> None:
         try:
             read(tmp_path / "file")
         except RematError as error:
-            found.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(10)
-    assert "cannot be read (it is not a regular file)" in str(*found)
+    assert "cannot be read (it is not a regular file)" in str(*errors)
 
 
 def test_nothing_that_is_shipped_reads_pickles_or_runs_texts() -> None:
     """`torch.load` only with `weights_only`; no `pickle.load`, `eval`, `exec`, `allow_pickle`."""
-    found = []
+    places = []
     for folder in ("remat_jax", "torch_ref", "examples", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and _runs_what_it_reads(node):
-                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert found == []
+                    places.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert places == []
 
 
 def _runs_what_it_reads(call: ast.Call) -> bool:
-    name, keywords = ast.unparse(call.func), {one.arg: one.value for one in call.keywords}
+    name, keywords = ast.unparse(call.func), {keyword.arg: keyword.value for keyword in call.keywords}
     if name == "torch.load":
         return ast.unparse(keywords.get("weights_only", ast.Constant(False))) != "True"
     return name in ("eval", "exec", "pickle.load", "pickle.loads", "marshal.loads", "shelve.open") or "allow_pickle" in keywords
@@ -124,12 +124,12 @@ def _runs_what_it_reads(call: ast.Call) -> bool:
 def test_hostile_names_stay_text_in_a_page(tmp_path: Path) -> None:
     data = json.loads(json.dumps(plan().to_dict()))
     data |= {"workload": HOSTILE, "target": HOSTILE, "notes": [HOSTILE], "jax_version": HOSTILE}
-    for one in data["parts"]:
-        one |= {"block": HOSTILE, "policy": HOSTILE}
-        for row in one["rows"]:
+    for part in data["parts"]:
+        part |= {"block": HOSTILE, "policy": HOSTILE}
+        for row in part["rows"]:
             row["residual"] = HOSTILE
-    for one in [*data["frontier"], *data["named"]]:
-        one |= {"name": HOSTILE, "remark": HOSTILE}
+    for point in [*data["frontier"], *data["named"]]:
+        point |= {"name": HOSTILE, "remark": HOSTILE}
     (tmp_path / "plan.json").write_text(json.dumps(data))
     page = rj.Plan.load(tmp_path / "plan.json").to_html(tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "<img" not in page and "<script>alert" not in page and page.count("<script") == page.count("</script>") == 1

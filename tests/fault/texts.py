@@ -93,29 +93,29 @@ H200 = target("h200")
 
 
 def _policy(text: str) -> None:
-    found = Policy.parse(text)
-    assert Policy.parse(str(found)) == found == Policy.from_json(found.to_json())
+    policy = Policy.parse(text)
+    assert Policy.parse(str(policy)) == policy == Policy.from_json(policy.to_json())
 
 
 def _block_policy(text: str) -> None:
-    found = as_block_policy(text)
-    assert as_block_policy(str(found)) == found
+    policy = as_block_policy(text)
+    assert as_block_policy(str(policy)) == policy
 
 
 def _layers(text: str) -> None:
-    found = LayerPolicies.parse(text)
-    assert LayerPolicies.parse(str(found)) == found == LayerPolicies.from_json(found.to_json())
-    assert found.layers == sum(count for count, _ in found.runs) > 0
+    policies = LayerPolicies.parse(text)
+    assert LayerPolicies.parse(str(policies)) == policies == LayerPolicies.from_json(policies.to_json())
+    assert policies.layers == sum(count for count, _ in policies.runs) > 0
 
 
 def _policy_json(text: str) -> None:
-    found = Policy.from_json(text)
-    assert Policy.from_json(found.to_json()) == found
+    policy = Policy.from_json(text)
+    assert Policy.from_json(policy.to_json()) == policy
 
 
 def _layers_json(text: str) -> None:
-    found = LayerPolicies.from_json(text)
-    assert LayerPolicies.from_json(found.to_json()) == found
+    policies = LayerPolicies.from_json(text)
+    assert LayerPolicies.from_json(policies.to_json()) == policies
 
 
 def _budget(text: str) -> None:
@@ -126,8 +126,8 @@ def _budget(text: str) -> None:
 
 
 def _host_budget(text: str) -> None:
-    found = host_budget_bytes(text)
-    assert found is not None and found >= 0
+    budget = host_budget_bytes(text)
+    assert budget is not None and budget >= 0
 
 
 def _target(text: str) -> None:
@@ -138,18 +138,18 @@ def _target(text: str) -> None:
 
 
 def _table(text: str) -> None:
-    for found in read_table(text).values():
-        assert Target(**found.to_dict()) == found and json.dumps(found.to_dict())
+    for entry in read_table(text).values():
+        assert Target(**entry.to_dict()) == entry and json.dumps(entry.to_dict())
 
 
 def _rules(text: str) -> None:
-    found = porting.Rules.parse(text)
-    assert porting.Rules.parse(str(found)) == found == porting.Rules.from_json(found.to_json())
+    rules = porting.Rules.parse(text)
+    assert porting.Rules.parse(str(rules)) == rules == porting.Rules.from_json(rules.to_json())
 
 
 def _rules_json(text: str) -> None:
-    found = porting.Rules.from_json(text)
-    assert porting.Rules.from_json(found.to_json()) == found
+    rules = porting.Rules.from_json(text)
+    assert porting.Rules.from_json(rules.to_json()) == rules
 
 
 def _mesh(text: str) -> None:
@@ -217,7 +217,7 @@ SURFACES: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
     "policy of blocks": (_block_policy, (*_POLICY_TEXTS, *_LAYER_TEXTS)),
     "policies by layer": (_layers, _LAYER_TEXTS),
     "policy as JSON": (_policy_json, (Policy.parse("save: @dots; offload: *up*").to_json(), Policy.parse("off").to_json())),
-    "policies by layer as JSON": (_layers_json, tuple(LayerPolicies.parse(one).to_json() for one in _LAYER_TEXTS)),
+    "policies by layer as JSON": (_layers_json, tuple(LayerPolicies.parse(text).to_json() for text in _LAYER_TEXTS)),
     "budget": (_budget, ("40GiB", "38 GB", "80%", "0.8", "1000000", "1.5 TB", ".5", "12345678901 B")),
     "host budget": (_host_budget, ("1.5 kB", "0", "64GiB")),
     "target": (_target, ("h200", "8xh100", "2x8xh200", "cpu", "NVIDIA H200", "rtx4090", "none.toml:mine", "attached")),

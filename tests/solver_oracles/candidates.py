@@ -37,10 +37,10 @@ def candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, 
 @lru_cache(maxsize=64)
 def _candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
     # Cached: a frontier asks for the same blocks at every budget.
-    found = grow(block, link is not None, MOST)
-    if found is None:
+    coded = grow(block, link is not None, MOST)
+    if coded is None:
         return _sweep(block, link), False
-    policies = [BlockPolicy(block, tuple(_CHOICES[code] for code in codes)) for codes in found]
+    policies = [BlockPolicy(block, tuple(_CHOICES[code] for code in codes)) for codes in coded]
     return tuple(_unbeaten_policies(policies, link)), True
 
 
@@ -53,18 +53,18 @@ def measures(policy: BlockPolicy, link: HostLink | None) -> tuple[float, float, 
 def _unbeaten_policies(policies: Sequence[BlockPolicy], link: HostLink | None) -> list[BlockPolicy]:
     import numpy as np
 
-    return [policies[index] for index in unbeaten(np.asarray([measures(one, link) for one in policies]))]
+    return [policies[index] for index in unbeaten(np.asarray([measures(policy, link) for policy in policies]))]
 
 
 def _sweep(block: Block, link: HostLink | None) -> tuple[BlockPolicy, ...]:
     """Policies that are best at some price of a saved byte, in seconds, with host memory free, equally dear, or unused."""
     import numpy as np
 
-    total = sum(one.bytes for one in block.residuals) or 1.0
-    seconds = block.forward_seconds + block.backward_seconds + sum(one.seconds or 0.0 for one in block.residuals)
-    found: dict[tuple[Choice, ...], BlockPolicy] = {}
+    total = sum(residual.bytes for residual in block.residuals) or 1.0
+    seconds = block.forward_seconds + block.backward_seconds + sum(residual.seconds or 0.0 for residual in block.residuals)
+    policies: dict[tuple[Choice, ...], BlockPolicy] = {}
     for price in (0.0, *np.geomspace(1e-3, 1e3, _PRICES) * (seconds or 1.0) / total):
         for host_price in (0.0, price / 4, price, 1e3 * (seconds or 1.0) / total) if link is not None else (0.0,):
             policy = cheapest_policy(block, link, Prices(float(price), float(host_price)))
-            found[policy.choices] = policy
-    return tuple(_unbeaten_policies(list(found.values()), link))
+            policies[policy.choices] = policy
+    return tuple(_unbeaten_policies(list(policies.values()), link))

@@ -63,18 +63,18 @@ class ChainSolver:
         check_budget("host_budget", host_budget)
         check_count("slots", slots)
         self.chain, self.host_budget = chain, host_budget
-        one = Sizes(chain)
+        sizes = Sizes(chain)
         host = sum(max(option.host_bytes for option in stage.options) for stage in chain.stages)
         self._unlimited = host <= host_budget
-        self._host_unit = 0.0 if self._unlimited else _unit([size for row in one.host for size in row], host, _HOST_SLOTS)
+        self._host_unit = 0.0 if self._unlimited else _unit([size for row in sizes.host for size in row], host, _HOST_SLOTS)
         rows = 1 if self._unlimited else 1 + math.floor(host_budget / self._host_unit)
-        host_slots = [[0 if self._unlimited else math.ceil(size / self._host_unit) for size in row] for row in one.host]
-        self._unit = _unit(one.all_sizes(), one.everything(), slots)
-        self._most = math.ceil(one.everything() / self._unit)
+        host_slots = [[0 if self._unlimited else math.ceil(size / self._host_unit) for size in row] for row in sizes.host]
+        self._unit = _unit(sizes.all_sizes(), sizes.everything(), slots)
+        self._most = math.ceil(sizes.everything() / self._unit)
         self._rows = rows
-        self._sizes = one
-        self._least = Least(one, host_slots, rows)
-        self._fastest = Fastest(one, host_slots, rows, self._unit, self._most)
+        self._sizes = sizes
+        self._least = Least(sizes, host_slots, rows)
+        self._fastest = Fastest(sizes, host_slots, rows, self._unit, self._most)
 
     @property
     def least_bytes(self) -> float:
@@ -150,14 +150,14 @@ class _Writer:
 
     def keep(self, first: int, last: int, step: Keep, after: State, held: tuple[float, float]) -> list[Any]:
         """Run a stage under one of its options, do the part after it, and run the stage backward."""
-        one = self.chain.stages[first - 1].options[step.option]
-        kept = f"{first}:{one.name}"
-        offloaded = (f"{kept} on host",) if one.host_bytes else ()
+        option = self.chain.stages[first - 1].options[step.option]
+        kept = f"{first}:{option.name}"
+        offloaded = (f"{kept} on host",) if option.host_bytes else ()
         self.run(Compute(f"forward {kept}", (f"a{first}", kept), offloaded))
-        self.seconds += self.sizes.cost(one)
-        inside = held[0] + one.kept_bytes, held[1] + one.host_bytes
+        self.seconds += self.sizes.cost(option)
+        inside = held[0] + option.kept_bytes, held[1] + option.host_bytes
         output = self.sizes.output
-        need = max(output[last] + one.forward_bytes, output[first] + one.backward_bytes)
+        need = max(output[last] + option.forward_bytes, output[first] + option.backward_bytes)
         self.peak, self.host_peak = max(self.peak, inside[0] + need), max(self.host_peak, inside[1])
 
         def backward() -> None:
@@ -176,6 +176,6 @@ def _unit(sizes: list[float], total: float, slots: int) -> float:
     exact = [Fraction(size) for size in sizes if size]
     if not exact:
         return 1.0
-    below = math.lcm(*(one.denominator for one in exact))
-    common = Fraction(math.gcd(*(int(one * below) for one in exact)), below)
+    below = math.lcm(*(fraction.denominator for fraction in exact))
+    common = Fraction(math.gcd(*(int(fraction * below) for fraction in exact)), below)
     return float(common) if Fraction(total) / common <= slots else total / slots

@@ -54,13 +54,13 @@ class Stage:
         object.__setattr__(self, "options", all_of(f"{where}: options", self.options, Option))
         check_number(f"{where}: output_bytes", self.output_bytes)
         check_number(f"{where}: forward_seconds", self.forward_seconds)
-        check_names(f"{where}: options", (one.name for one in self.options))
+        check_names(f"{where}: options", (option.name for option in self.options))
         if not self.options:
             raise PlanningError(f"{where}: options is empty; give at least the one that saves everything.")
-        for one in self.options:
-            if one.kept_bytes < self.output_bytes:
+        for option in self.options:
+            if option.kept_bytes < self.output_bytes:
                 raise PlanningError(
-                    f"{where}: option {one.name!r} keeps {one.kept_bytes!r} bytes, less than its output of "
+                    f"{where}: option {option.name!r} keeps {option.kept_bytes!r} bytes, less than its output of "
                     f"{self.output_bytes!r}; kept_bytes counts the output too."
                 )
 
@@ -88,9 +88,9 @@ class Chain:
         object.__setattr__(self, "stages", all_of("Chain: stages", self.stages, Stage))
         if not self.stages:
             raise PlanningError("Chain: stages is empty; give at least one Stage.")
-        check_names("Chain: stages", (one.name for one in self.stages))
+        check_names("Chain: stages", (stage.name for stage in self.stages))
         check_number("Chain: input_bytes", self.input_bytes)
         check_number("Chain: fixed_bytes", self.fixed_bytes)
         for stage in self.stages:
-            if self.link is None and any(one.host_bytes for one in stage.options):
+            if self.link is None and any(option.host_bytes for option in stage.options):
                 raise PlanningError(f"Chain: stage {stage.name!r} has an option with host_bytes; give the chain a link.")

@@ -42,20 +42,20 @@ class Sizes:
         self.host = [[option.host_bytes for option in options] for options in self.options]
         self._link = chain.link
 
-    def cost(self, one: Option) -> float:
+    def cost(self, option: Option) -> float:
         """The seconds of both passes under an option, with the copies that its own compute does not hide."""
-        seconds = one.forward_seconds + one.backward_seconds
-        if self._link is None or not one.host_bytes:
+        seconds = option.forward_seconds + option.backward_seconds
+        if self._link is None or not option.host_bytes:
             return seconds
-        out = self._link.exposed_out(one.host_bytes, one.forward_seconds)
-        return seconds + out + self._link.exposed_in(one.host_bytes, one.backward_seconds)
+        out = self._link.exposed_out(option.host_bytes, option.forward_seconds)
+        return seconds + out + self._link.exposed_in(option.host_bytes, option.backward_seconds)
 
     def all_sizes(self) -> list[float]:
         """All sizes of device memory except the input's."""
-        found = self.output[1:]
+        sizes = self.output[1:]
         for options in self.options:
-            found += [size for option in options for size in (option.kept_bytes, option.forward_bytes, option.backward_bytes)]
-        return found
+            sizes += [size for option in options for size in (option.kept_bytes, option.forward_bytes, option.backward_bytes)]
+        return sizes
 
     def everything(self) -> float:
         """The most memory that any part can use besides its input."""
@@ -90,18 +90,18 @@ class Least:
     def _ways(self, first: int, last: int) -> list[tuple[Cut | Keep, Any]]:
         import numpy as np
 
-        output, found, passing = self.sizes.output, list[tuple[Cut | Keep, Any]](), 0.0
+        output, ways, passing = self.sizes.output, list[tuple[Cut | Keep, Any]](), 0.0
         for at in range(first + 1, last + 1):
             passing = max(passing, output[last] + output[at - 1] + (output[at - 2] if at - 2 >= first else 0.0))
             behind, before = output[at - 1] + self.table[at, last], self.table[first, at - 1]
-            found.append((Cut(at), np.maximum(np.maximum(passing, behind), before)))
-        for index, one in enumerate(self.sizes.options[first]):
-            itself = max(output[last] + one.forward_bytes, output[first] + one.backward_bytes)
+            ways.append((Cut(at), np.maximum(np.maximum(passing, behind), before)))
+        for index, option in enumerate(self.sizes.options[first]):
+            itself = max(output[last] + option.forward_bytes, output[first] + option.backward_bytes)
             behind = shifted(
                 self.table[first + 1, last] if first < last else np.zeros(self.rows), self.host_slots[first][index]
             )
-            found.append((Keep(index), one.kept_bytes + np.maximum(itself, behind)))
-        return found
+            ways.append((Keep(index), option.kept_bytes + np.maximum(itself, behind)))
+        return ways
 
     def decide(self, first: int, last: int, state: State) -> tuple[Cut | Keep, Any]:
         """The choice with the least memory, and the states of its parts."""

@@ -36,8 +36,8 @@ class Run:
     @classmethod
     def with_policies(cls, block: Block, link: HostLink | None, policies: Collection[BlockPolicy], complete: bool) -> Run:
         """The run of a block restricted to these policies."""
-        ordered = sorted(policies, key=lambda one: (-one.transient_bytes, one.saved_bytes, -one.host_bytes))
-        return cls(block, tuple(ordered), tuple(measures(one, link) for one in ordered), complete)
+        ordered = sorted(policies, key=lambda policy: (-policy.transient_bytes, policy.saved_bytes, -policy.host_bytes))
+        return cls(block, tuple(ordered), tuple(measures(policy, link) for policy in ordered), complete)
 
 
 Column = tuple[int, int]
@@ -69,10 +69,10 @@ class Programme:
         unit = unit_beside((need for run in runs for _, need, _, _ in run.measures), stack.fixed_bytes)
         self.peak = self.model.real(cost=1.0, unit=unit) if budget is None else None
         self.variable: dict[Column, int] = {}
-        for at, one in self.columns:
-            cost = runs[at].measures[one][3] if budget is not None else 0.0
+        for at, number in self.columns:
+            cost = runs[at].measures[number][3] if budget is not None else 0.0
             # Without its own bound, which the sum implies: a bound would take a part of the rows' duals.
-            self.variable[at, one] = self.model.integer(math.inf, cost)
+            self.variable[at, number] = self.model.integer(math.inf, cost)
         self.count_rows = [self.model.equal(self._ones(at), float(run.block.repeats)) for at, run in enumerate(runs)]
         if most_policies is not None:
             self._limit(most_policies)
@@ -84,15 +84,15 @@ class Programme:
                     self.memory_rows[at] = self._demand(self._kept(at) | self._sizes(at, 1), allowed)
             for column in sorted(guarded):
                 self._guard(column, allowed)
-        host = {index: runs[at].measures[one][2] for (at, one), index in self.variable.items()}
+        host = {index: runs[at].measures[number][2] for (at, number), index in self.variable.items()}
         self.host_row = self.model.at_most(host, host_budget) if math.isfinite(host_budget) and any(host.values()) else None
 
     def _limit(self, most: int) -> None:
         """A binary for each policy of a kind of block, 1 if it is used. The last block of a kind counts with the others."""
         kinds: dict[str, dict[tuple[Choice, ...], dict[int, float]]] = {}
-        for (at, one), index in self.variable.items():
+        for (at, number), index in self.variable.items():
             policies = kinds.setdefault(self.runs[at].block.name, {})
-            policies.setdefault(self.runs[at].policies[one].choices, {})[index] = 1.0
+            policies.setdefault(self.runs[at].policies[number].choices, {})[index] = 1.0
         for name, policies in kinds.items():
             repeats = float(sum(run.block.repeats for run in self.runs if run.block.name == name))
             used = [self.model.integer(1) for _ in policies]
@@ -101,14 +101,14 @@ class Programme:
             self.model.at_most(dict.fromkeys(used, 1.0), float(most))
 
     def _ones(self, at: int) -> dict[int, float]:
-        return {index: 1.0 for (other, _), index in self.variable.items() if other == at}
+        return {index: 1.0 for (place, _), index in self.variable.items() if place == at}
 
     def _sizes(self, at: int, measure: int, until: int | None = None) -> dict[int, float]:
         sizes = self.runs[at].measures
         return {
-            index: sizes[one][measure]
-            for (other, one), index in self.variable.items()
-            if other == at and (until is None or one <= until)
+            index: sizes[number][measure]
+            for (place, number), index in self.variable.items()
+            if place == at and (until is None or number <= until)
         }
 
     def _kept(self, at: int) -> dict[int, float]:
@@ -118,13 +118,13 @@ class Programme:
         return self.model.at_most(row if self.peak is None else {**row, self.peak: -1.0}, allowed)
 
     def _guard(self, column: Column, allowed: float) -> None:
-        at, one = column
+        at, number = column
         if column not in self.variable or self.runs[at].block.repeats == 1:
             return
         used = self.model.integer(1)
         self.model.at_most({self.variable[column]: 1.0, used: -float(self.runs[at].block.repeats)}, 0.0)
-        saved, need, _, _ = self.runs[at].measures[one]
-        self._demand(self._kept(at) | self._sizes(at, 0, one) | {used: need - saved}, allowed)
+        saved, need, _, _ = self.runs[at].measures[number]
+        self._demand(self._kept(at) | self._sizes(at, 0, number) | {used: need - saved}, allowed)
 
     def chosen(self, solution: Solution) -> list[tuple[Column, int]]:
         """The used columns and their counts, in the order of the forward pass."""

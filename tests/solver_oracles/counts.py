@@ -76,10 +76,10 @@ def solve_counts(
     if not exact:
         runs, least = with_priced(stack, runs, budget, host_budget)
     solver = _Counting(stack, runs, host_budget, most_policies, gap, time_limit, node_limit, most_rounds)
-    found = solver.fastest(budget)
+    answer = solver.fastest(budget)
     plan = None
-    if found is not None:
-        policies, bound, variables = found
+    if answer is not None:
+        policies, bound, variables = answer
         plan = executable(stack, policies, bound=bound if exact else max(0.0, least), variables=variables)
         plan = replace(plan, timed_out=solver.timed_out)
     if not exact and most_policies is None and _may_be_far(stack, plan):
@@ -101,11 +101,11 @@ def _single(
     stack: Stack, plan: ExecutablePlan | None, budget: float, host_budget: float, gap: float, time_limit: float
 ) -> ExecutablePlan:
     """The faster of a plan and the plan of the programme over single residuals, with the better of their bounds."""
-    other = solve_blocks(stack, budget, host_budget, gap=gap, time_limit=time_limit)
+    of_blocks = solve_blocks(stack, budget, host_budget, gap=gap, time_limit=time_limit)
     if plan is None:
-        return other
-    best = min(plan, other, key=lambda one: one.seconds)
-    return replace(best, lower_bound=min(best.seconds, max(plan.lower_bound, other.lower_bound)))
+        return of_blocks
+    best = min(plan, of_blocks, key=lambda candidate: candidate.seconds)
+    return replace(best, lower_bound=min(best.seconds, max(plan.lower_bound, of_blocks.lower_bound)))
 
 
 class _Counting:
@@ -122,7 +122,7 @@ class _Counting:
     ) -> None:
         self.stack, self.runs, self.host_budget, self.most_policies = stack, runs, host_budget, most_policies
         self.gap, self.time_limit, self.node_limit, self.rounds, self.timed_out = gap, time_limit, node_limit, rounds, False
-        self.columns: list[Column] = [(at, one) for at, run in enumerate(runs) for one in range(len(run.policies))]
+        self.columns: list[Column] = [(at, number) for at, run in enumerate(runs) for number in range(len(run.policies))]
 
     def fastest(self, budget: float) -> tuple[list[BlockPolicy], float, int] | None:
         """The policies of all blocks, the least possible extra time and the number of integers; None if nothing fits."""
@@ -143,17 +143,17 @@ class _Counting:
         relaxed = programme.model.relaxed()
         if relaxed is None:
             return []
-        costs = sorted((relaxed.reduced_costs[programme.variable[one]], one) for one in self.columns)
+        costs = sorted((relaxed.reduced_costs[programme.variable[number]], number) for number in self.columns)
         first = self._within([column for _, column in costs[: _FIRST_COLUMNS * len(self.runs)]], budget)
         if first is None:
             return self.columns
-        reachable = sum(one.extra_seconds(self.stack.link) for one in first[0]) - relaxed.objective
+        reachable = sum(policy.extra_seconds(self.stack.link) for policy in first[0]) - relaxed.objective
         # If the first solution is the best, reachable is 0, and rounding must not drop its columns.
         used = {id(policy) for policy in first[0]}
         return [
-            (at, one)
-            for cost, (at, one) in costs
-            if cost <= reachable * (1 + 1e-6) + 1e-15 or id(self.runs[at].policies[one]) in used
+            (at, number)
+            for cost, (at, number) in costs
+            if cost <= reachable * (1 + 1e-6) + 1e-15 or id(self.runs[at].policies[number]) in used
         ]
 
     def _within(self, columns: Sequence[Column], budget: float) -> tuple[list[BlockPolicy], float, int] | None:
@@ -172,9 +172,9 @@ class _Counting:
             if (allowed, allowed_host) == most:
                 bound = max(bound, solution.bound)
             chosen = programme.chosen(solution)
-            policies = [self.runs[at].policies[one] for (at, one), count in chosen for _ in range(count)]
+            policies = [self.runs[at].policies[number] for (at, number), count in chosen for _ in range(count)]
             over = peak_bytes(self.stack, policies) - budget
-            host_over = sum(one.host_bytes for one in policies) - self.host_budget
+            host_over = sum(policy.host_bytes for policy in policies) - self.host_budget
             if over <= budget * ROUNDING and host_over <= self.host_budget * ROUNDING:
                 return policies, bound, programme.model.integers
             new = {column for column, _ in chosen} - guarded
@@ -199,7 +199,7 @@ class _Counting:
             if solution is None:
                 return None
             chosen = programme.chosen(solution)
-            policies = [self.runs[at].policies[one] for (at, one), count in chosen for _ in range(count)]
+            policies = [self.runs[at].policies[number] for (at, number), count in chosen for _ in range(count)]
             new = {column for column, _ in chosen} - guarded
             if not new or peak_bytes(self.stack, policies) <= solution.objective * (1 + 1e-9):
                 return peak_bytes(self.stack, policies)

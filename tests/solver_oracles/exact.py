@@ -58,7 +58,7 @@ def solve_blocks(
         if solution is None:
             raise infeasible(budget, host_budget, _least(stack, host_budget, time_limit))
         policies = model.policies(solution)
-        over, host_over = peak_bytes(stack, policies) - budget, sum(one.host_bytes for one in policies) - host_budget
+        over, host_over = peak_bytes(stack, policies) - budget, sum(policy.host_bytes for policy in policies) - host_budget
         if over <= budget * ROUNDING and host_over <= host_budget * ROUNDING:
             return executable(stack, policies, bound=solution.bound, variables=model.integers)
         # Exceeded by HiGHS's tolerance: ask for that much less.
@@ -113,7 +113,7 @@ class _BlockVariables:
         prices: Prices | None = None,
         weight: float = 1.0,
     ) -> _BlockVariables:
-        found: list[dict[Choice, int]] = []
+        choices: list[dict[Choice, int]] = []
         paid = prices or Prices()
         for residual in block.residuals:
             fetched, again = block.fetched_share * residual.bytes, block.recomputed_share * residual.bytes
@@ -128,8 +128,8 @@ class _BlockVariables:
             if not residual.needed:
                 have[Choice.UNUSED] = model.integer(1)
             model.equal(dict.fromkeys(have.values(), 1.0), 1.0)
-            found.append(have)
-        variables = cls(block, tuple(found))
+            choices.append(have)
+        variables = cls(block, tuple(choices))
         variables._closed(model)
         if link is not None:
             variables._copies(model, link, weight)
@@ -137,9 +137,9 @@ class _BlockVariables:
 
     def _closed(self, model: Model) -> None:
         """Recomputing a residual needs its parents in some form; a parent that backward reads is always available."""
-        index = {one.name: number for number, one in enumerate(self.block.residuals)}
-        for one, have in zip(self.block.residuals, self.choices, strict=True):
-            for parent in one.parents:
+        index = {residual.name: number for number, residual in enumerate(self.block.residuals)}
+        for residual, have in zip(self.block.residuals, self.choices, strict=True):
+            for parent in residual.parents:
                 unused = self.choices[index[parent]].get(Choice.UNUSED)
                 if unused is not None and Choice.RECOMPUTE in have:
                     model.at_most({have[Choice.RECOMPUTE]: 1.0, unused: 1.0}, 1.0)
@@ -151,9 +151,9 @@ class _BlockVariables:
         away = {index: size / link.out_bytes_per_s for index, size in sizes.items()}
         home = {index: size / link.in_bytes_per_s for index, size in sizes.items()}
         again: dict[int, float] = {}
-        for one, have in zip(self.block.residuals, self.choices, strict=True):
-            work = {Choice.RECOMPUTE: one.seconds or 0.0, Choice.SAVE: one.kept_seconds}
-            work[Choice.OFFLOAD] = _offload_seconds(one, link)
+        for residual, have in zip(self.block.residuals, self.choices, strict=True):
+            work = {Choice.RECOMPUTE: residual.seconds or 0.0, Choice.SAVE: residual.kept_seconds}
+            work[Choice.OFFLOAD] = _offload_seconds(residual, link)
             again |= {have[choice]: -hidden * seconds for choice, seconds in work.items() if choice in have}
         model.at_most({**away, out: -1.0}, hidden * self.block.forward_seconds)
         home = {index: seconds + again.get(index, 0.0) for index, seconds in home.items()}
@@ -161,7 +161,7 @@ class _BlockVariables:
 
     def sizes(self, wanted: Choice, share: float = 1.0) -> dict[int, float]:
         pairs = zip(self.block.residuals, self.choices, strict=True)
-        return {have[wanted]: share * one.bytes for one, have in pairs if wanted in have}
+        return {have[wanted]: share * residual.bytes for residual, have in pairs if wanted in have}
 
     def policy(self, solution: Solution) -> BlockPolicy:
         chosen = tuple(max(have, key=lambda choice: solution.values[have[choice]]) for have in self.choices)
@@ -179,13 +179,15 @@ class _StackModel:
     def __init__(self, stack: Stack, budget: float | None, host_budget: float) -> None:
         self.model = Model()
         weight = 1.0 if budget is not None else 0.0
-        sizes = [size for block in stack.blocks for size in (block.input_bytes, *(one.bytes for one in block.residuals))]
+        sizes = [
+            size for block in stack.blocks for size in (block.input_bytes, *(residual.bytes for residual in block.residuals))
+        ]
         self.unit = unit_beside(sizes, stack.fixed_bytes)
         peak = self.model.real(cost=1.0, unit=self.unit) if budget is None else None
-        self.blocks = [_BlockVariables.add(self.model, one, stack.link, weight=weight) for one in stack.positions()]
+        self.blocks = [_BlockVariables.add(self.model, block, stack.link, weight=weight) for block in stack.positions()]
         if budget is None or math.isfinite(budget):
             self._memory(stack.fixed_bytes, budget, peak)
-        host = {index: size for one in self.blocks for index, size in one.sizes(Choice.OFFLOAD).items()}
+        host = {index: size for block in self.blocks for index, size in block.sizes(Choice.OFFLOAD).items()}
         if host and math.isfinite(host_budget):
             self.model.at_most(host, host_budget)
 

@@ -41,10 +41,10 @@ def solve_graph(program: Program, budget: float = math.inf, *, states: int = STA
     check_budget("budget", budget)
     check_count("states", states)
     search = _Search(program, states)
-    found = search.path(budget)
-    if found is None:
+    answer = search.path(budget)
+    if answer is None:
         raise infeasible(budget, math.inf, search.least())
-    seconds, peak, actions = found
+    seconds, peak, actions = answer
     return Plan(program, actions, seconds, peak, lower_bound=seconds)
 
 
@@ -54,17 +54,17 @@ _Step = tuple[int, tuple[Action, ...], float]
 
 class _Search:
     def __init__(self, program: Program, states: int) -> None:
-        odd = [one.name for one in program.values if not one.may_save or one.again_bytes != one.bytes]
+        odd = [value.name for value in program.values if not value.may_save or value.again_bytes != value.bytes]
         if odd or len(program.goal) != 1:
             raise PlanningError(
                 f"solve_graph: values {odd} may not be saved or change in size; goals {program.goal}, expected one."
             )
         self.program, self.states = program, states
-        self.bit = {one.name: 1 << number for number, one in enumerate(program.values)}
-        self.names = [one.name for one in program.values]
-        self.size = [one.bytes for one in program.values]
+        self.bit = {value.name: 1 << number for number, value in enumerate(program.values)}
+        self.names = [value.name for value in program.values]
+        self.size = [value.bytes for value in program.values]
         self.start, self.goal = self._mask(program.initial), self._mask(program.goal)
-        self.makers = {name: [one for one in program.operations if name in one.writes] for name in self.names}
+        self.makers = {name: [operation for operation in program.operations if name in operation.writes] for name in self.names}
         self.short = math.inf
         self.bytes = cache(self._bytes)
 
@@ -129,27 +129,27 @@ class _Search:
         return sum(self.program.operation[name].seconds for name in operations)
 
     def _steps(self, state: int, budget: float) -> Iterator[tuple[int, float, tuple[Action, ...], float]]:
-        for one in self.program.operations:
-            reads = self._mask(one.reads)
-            new = [name for name in one.writes if not state & self.bit[name]]
+        for operation in self.program.operations:
+            reads = self._mask(operation.reads)
+            new = [name for name in operation.writes if not state & self.bit[name]]
             if reads & ~state or not new:
                 continue
             for count in range(1, len(new) + 1):
                 for saved in combinations(new, count):
-                    yield from self._run(one, state, reads, saved, budget)
+                    yield from self._run(operation, state, reads, saved, budget)
 
     def _run(
-        self, one: Operation, state: int, reads: int, saved: tuple[str, ...], budget: float
+        self, operation: Operation, state: int, reads: int, saved: tuple[str, ...], budget: float
     ) -> Iterator[tuple[int, float, tuple[Action, ...], float]]:
         added = self._mask(saved)
-        beside = self.program.fixed_bytes + one.extra_bytes + (0.0 if one.in_place else self.bytes(added))
+        beside = self.program.fixed_bytes + operation.extra_bytes + (0.0 if operation.in_place else self.bytes(added))
         if beside + self.bytes(reads) > budget:
             self.short = min(self.short, beside + self.bytes(reads))
             return
         for dropped in self._drops(state & ~reads, beside + self.bytes(state), budget):
             frees = tuple(Free(self.names[number]) for number in self._members(dropped))
             left = state & ~dropped
-            yield left | added, one.seconds, (*frees, Compute(one.name, saved)), beside + self.bytes(left)
+            yield left | added, operation.seconds, (*frees, Compute(operation.name, saved)), beside + self.bytes(left)
 
     def _drops(self, free: int, need: float, budget: float) -> Iterator[int]:
         """The minimal sets of values to drop: without any one of them the step would not fit."""

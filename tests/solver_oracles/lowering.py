@@ -80,11 +80,11 @@ def chain_program(chain: Chain) -> Program:
     for number, stage in enumerate(chain.stages, 1):
         values += [Value(f"a{number}", stage.output_bytes), Value(f"a{number} cotangent", stage.output_bytes)]
         operations += _stage_operations(number, stage)
-        for one in stage.options:
-            kept = one.kept_bytes - stage.output_bytes
-            values.append(Value(f"{number}:{one.name}", kept))
-            if one.host_bytes:
-                values.append(Value(f"{number}:{one.name} on host", one.host_bytes, fetched_bytes=0.0, may_offload=True))
+        for option in stage.options:
+            kept = option.kept_bytes - stage.output_bytes
+            values.append(Value(f"{number}:{option.name}", kept))
+            if option.host_bytes:
+                values.append(Value(f"{number}:{option.name} on host", option.host_bytes, fetched_bytes=0.0, may_offload=True))
     last = len(chain.stages)
     operations.append(Operation("loss", 0.0, (f"a{last}",), (f"a{last} cotangent",), in_place=True))
     return Program(tuple(values), tuple(operations), ("a0",), ("a0 cotangent",), chain.fixed_bytes, chain.link)

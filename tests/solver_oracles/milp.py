@@ -116,7 +116,7 @@ class Model:
         return self._demand(row, value, value)
 
     def _demand(self, row: Mapping[int, float], low: float, high: float) -> int:
-        self._rows.append(({index: one * self._unit[index] for index, one in row.items()}, low, high))
+        self._rows.append(({index: coefficient * self._unit[index] for index, coefficient in row.items()}, low, high))
         return len(self._rows) - 1
 
     @property
@@ -139,30 +139,30 @@ class Model:
         cost = np.asarray(self._cost)
         scale = _LARGEST_COST / max(np.abs(cost).max(), 1e-300) if cost.any() else 1.0
         with _ONE_AT_A_TIME, _standard_output_left_alone():
-            found = milp(
+            result = milp(
                 cost * scale,
                 integrality=np.asarray(self._whole),
                 bounds=Bounds(0.0, np.asarray(self._upper)),
                 constraints=self._constraints(),
                 options={"mip_rel_gap": gap, "time_limit": time_limit} | ({"node_limit": node_limit} if node_limit else {}),
             )
-        if found.status == 2:
+        if result.status == 2:
             return None
-        if found.x is None:
+        if result.x is None:
             nodes = f" and node_limit={node_limit!r}" if node_limit else ""
             raise SolverError(
-                f"HiGHS found no solution within time_limit={time_limit!r} seconds{nodes}: {found.message} Allow it more."
+                f"HiGHS found no solution within time_limit={time_limit!r} seconds{nodes}: {result.message} Allow it more."
             )
-        values = np.where(np.asarray(self._whole) == 1, np.round(found.x), found.x)
+        values = np.where(np.asarray(self._whole) == 1, np.round(result.x), result.x)
         self._check(values)
-        bound = found.fun if found.mip_dual_bound is None else min(found.mip_dual_bound, found.fun)
-        own = tuple(map(float, values * np.asarray(self._unit)))
-        return Solution(own, float(cost @ values), float(bound / scale), _TIMED_OUT in found.message)
+        bound = result.fun if result.mip_dual_bound is None else min(result.mip_dual_bound, result.fun)
+        amounts = tuple(map(float, values * np.asarray(self._unit)))
+        return Solution(amounts, float(cost @ values), float(bound / scale), _TIMED_OUT in result.message)
 
     def _check(self, values: Any) -> None:
         """HiGHS has returned "optimal" solutions that violate their own rows (scipy/scipy#24141)."""
         for row, low, high in self._scaled():
-            total = sum(one * float(values[index]) for index, one in row.items())
+            total = sum(coefficient * float(values[index]) for index, coefficient in row.items())
             slack = _BROKEN * max(1.0, abs(total))
             if not low - slack <= total <= high + slack:
                 raise SolverError(
@@ -182,7 +182,7 @@ class Model:
         low, high = (np.asarray([row[side] for row in self._scaled()]) for side in (1, 2))
         same = low == high
         bounds = [(0.0, most if math.isfinite(most) else None) for most in self._upper]
-        found = linprog(
+        result = linprog(
             np.asarray(self._cost),
             A_ub=rows[~same],
             b_ub=high[~same],
@@ -191,32 +191,36 @@ class Model:
             bounds=bounds,
             method="highs",
         )
-        if found.status == 2:
+        if result.status == 2:
             return None
-        if found.status != 0:
-            raise SolverError(f"HiGHS could not solve the relaxed programme: {found.message}")
+        if result.status != 0:
+            raise SolverError(f"HiGHS could not solve the relaxed programme: {result.message}")
         prices = np.zeros(len(self._rows))
-        prices[~same], prices[same] = found.ineqlin.marginals, found.eqlin.marginals
+        prices[~same], prices[same] = result.ineqlin.marginals, result.eqlin.marginals
         reduced = np.asarray(self._cost) - rows.T @ prices
         scales = [self._scale(row) for row, _, _ in self._rows]
-        return Relaxation(float(found.fun), tuple(map(float, reduced)), tuple(map(float, prices / scales)))
+        return Relaxation(float(result.fun), tuple(map(float, reduced)), tuple(map(float, prices / scales)))
 
     def _scaled(self) -> list[tuple[Mapping[int, float], float, float]]:
         """Each row divided by its largest coefficient: bytes and seconds are many orders of magnitude apart."""
-        found: list[tuple[Mapping[int, float], float, float]] = []
+        rows: list[tuple[Mapping[int, float], float, float]] = []
         for row, low, high in self._rows:
             by = self._scale(row)
-            found.append(({index: one / by for index, one in row.items()}, low / by, high / by))
-        return found
+            rows.append(({index: coefficient / by for index, coefficient in row.items()}, low / by, high / by))
+        return rows
 
     @staticmethod
     def _scale(row: Mapping[int, float]) -> float:
-        return max((abs(one) for one in row.values()), default=0.0) or 1.0
+        return max((abs(coefficient) for coefficient in row.values()), default=0.0) or 1.0
 
     def _matrix(self) -> Any:
         from scipy.sparse import csr_array
 
-        entries = [(number, index, one) for number, (row, _, _) in enumerate(self._scaled()) for index, one in row.items()]
+        entries = [
+            (number, index, coefficient)
+            for number, (row, _, _) in enumerate(self._scaled())
+            for index, coefficient in row.items()
+        ]
         numbers, indices, values = zip(*entries, strict=True) if entries else ((), (), ())
         return csr_array((values, (numbers, indices)), shape=(len(self._rows), len(self._cost)))
 
@@ -256,6 +260,6 @@ def _standard_output_left_alone() -> Iterator[None]:
             os.dup2(kept, 1)
             os.close(kept)
             file.seek(0)
-            other = b"".join(line for line in file if not line.startswith(_ITS_OWN))
+            rest = b"".join(line for line in file if not line.startswith(_ITS_OWN))
             with suppress(OSError):
-                os.write(2, other)
+                os.write(2, rest)

@@ -37,38 +37,38 @@ def with_priced(stack: Stack, runs: Sequence[Run], budget: float, host_budget: f
     >>> [len(run.policies) for run in runs], round(bound, 3)
     ([2, 2], 1.875)
     """
-    found, bound = list(runs), -math.inf
+    priced, bound = list(runs), -math.inf
     for _ in range(ROUNDS):
-        columns = [(at, one) for at, run in enumerate(found) for one in range(len(run.policies))]
-        programme = Programme(stack, found, columns, budget * (1 + ROUNDING / 2), host_budget)
+        columns = [(at, number) for at, run in enumerate(priced) for number in range(len(run.policies))]
+        programme = Programme(stack, priced, columns, budget * (1 + ROUNDING / 2), host_budget)
         relaxed = programme.model.relaxed()
         if relaxed is None:
-            return found, bound
+            return priced, bound
         better, missing = [], 0.0
-        for at, run in enumerate(found):
+        for at, run in enumerate(priced):
             policy, gain = _cheaper(stack, run, at, programme, relaxed)
             missing += run.block.repeats * gain
             better.append(policy)
         bound = max(bound, relaxed.objective + missing)
         if relaxed.objective - bound <= _SAME * abs(relaxed.objective):
             break
-        found = [_with(stack, run, policy) for run, policy in zip(found, better, strict=True)]
-    return found, bound
+        priced = [_with(stack, run, policy) for run, policy in zip(priced, better, strict=True)]
+    return priced, bound
 
 
 def _cheaper(stack: Stack, run: Run, at: int, programme: Programme, relaxed: Relaxation) -> tuple[BlockPolicy, float]:
     """The cheapest policy of a run, and its price relative to the cheapest present policy, as a negative number."""
     worth = {row: max(0.0, -relaxed.prices[index]) for row, index in programme.memory_rows.items()}
-    own = worth.get(at, 0.0)
-    saved = own + sum(price for row, price in worth.items() if row > at)
+    own_price = worth.get(at, 0.0)
+    saved = own_price + sum(price for row, price in worth.items() if row > at)
     host = max(0.0, -relaxed.prices[programme.host_row]) if programme.host_row is not None else 0.0
-    policy = cheapest_policy(run.block, stack.link, Prices(saved, host, own))
+    policy = cheapest_policy(run.block, stack.link, Prices(saved, host, own_price))
     kept, need, away, extra = measures(policy, stack.link)
-    cost = extra + (saved - own) * kept + own * need + host * away
+    cost = extra + (saved - own_price) * kept + own_price * need + host * away
     return policy, min(0.0, cost - relaxed.prices[programme.count_rows[at]])
 
 
 def _with(stack: Stack, run: Run, policy: BlockPolicy) -> Run:
-    if any(one.choices == policy.choices for one in run.policies):
+    if any(existing.choices == policy.choices for existing in run.policies):
         return run
     return Run.with_policies(run.block, stack.link, [*run.policies, policy], run.complete)

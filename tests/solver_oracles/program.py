@@ -93,11 +93,11 @@ class Program:
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", all_of("Program: values", self.values, Value))
         object.__setattr__(self, "operations", all_of("Program: operations", self.operations, Operation))
-        check_names("Program: values", (one.name for one in self.values))
-        check_names("Program: operations", (one.name for one in self.operations))
+        check_names("Program: values", (value.name for value in self.values))
+        check_names("Program: operations", (operation.name for operation in self.operations))
         check_number("Program: fixed_bytes", self.fixed_bytes)
-        used = {name for one in self.operations for name in (*one.reads, *one.writes)}
-        unknown = sorted((used | {*self.initial, *self.goal}) - {one.name for one in self.values})
+        used = {name for operation in self.operations for name in (*operation.reads, *operation.writes)}
+        unknown = sorted((used | {*self.initial, *self.goal}) - {value.name for value in self.values})
         if unknown:
             raise PlanningError(f"Program: values {unknown} are named and not given; add a Value for each.")
 
@@ -109,7 +109,7 @@ class Program:
     @cached_property
     def operation(self) -> dict[str, Operation]:
         """The operations by name."""
-        return {one.name: one for one in self.operations}
+        return {operation.name: operation for operation in self.operations}
 
 
 @dataclass(frozen=True)

@@ -56,16 +56,16 @@ def executable(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 
 
     ``bound`` is the least extra time that the solver left possible, ``variables`` how many it had.
     """
-    found = stack_plan(stack, policies, bound=bound)
+    plan = stack_plan(stack, policies, bound=bound)
     return ExecutablePlan(
-        stack_program(stack, [_kept_seconds(policy, stack.link) for policy in found.policies]),
-        _actions(stack, found.policies),
-        seconds=found.seconds,
-        peak_bytes=found.peak_bytes,
-        host_bytes=found.host_bytes,
-        lower_bound=found.lower_bound,
-        ranges=ranges(found.policies),
-        extra_seconds=found.extra_seconds,
+        stack_program(stack, [_kept_seconds(policy, stack.link) for policy in plan.policies]),
+        _actions(stack, plan.policies),
+        seconds=plan.seconds,
+        peak_bytes=plan.peak_bytes,
+        host_bytes=plan.host_bytes,
+        lower_bound=plan.lower_bound,
+        ranges=ranges(plan.policies),
+        extra_seconds=plan.extra_seconds,
         variables=variables,
     )
 
