@@ -86,7 +86,7 @@ def test_what_cannot_be_changed_is_said() -> None:
     with pytest.raises(UnsupportedError, match="returns an array as large as its logits"):
         sizes(job(returned=True), head_in_chunks, "full")
     dense = rj.Workload(lambda w, x: (x @ w).mean(), jnp.ones((4, 4)), (jnp.ones((2, 4)),), "*")
-    for change, message in ((head_in_chunks, "no head"), (attention_in_a_kernel, "no attention")):
+    for change, message in ((head_in_chunks, "does not read the logits of a head"), (attention_in_a_kernel, "no attention")):
         with pytest.raises(UnsupportedError, match=message):
             sizes(dense, change, "off")
 

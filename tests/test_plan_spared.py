@@ -130,7 +130,7 @@ def test_the_reason_in_a_note_counts_the_compilations_of_the_search_alone(compil
         _is_late=lambda: False,
         notes=[],
     )
-    best = Tried(StepCandidate("off", (), 0.0), Compiled(1, 0, sizes=SimpleNamespace(warning=None)), 1)
+    best = Tried(StepCandidate("off", (), 0.0), Compiled(1, 0, sizes=SimpleNamespace(warning=None, compiler_options={})), 1)
     make_plan._Planner._note(planner, best, best)
     assert planner.notes == [f"Not shown: whether dots, faster by the estimate, would fit{reason}"]
 
