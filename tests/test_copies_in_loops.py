@@ -13,7 +13,7 @@ import pytest
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.memory.compile.compiler import Sizes
-from remat_jax.memory.compile.options import GRAPHS, OPTION, OVERLAPPING
+from remat_jax.memory.compile.options import GRAPHS, KINDS, OPTION, overlapping_options
 from remat_jax.memory.hlo.copies import starts_slice_copies
 from remat_jax.memory.hlo.text import parse
 from tests.gpu_text import compile_for_h200
@@ -27,7 +27,7 @@ def test_the_option_is_xlas_default_without_the_copies_of_slices(tmp_path: pathl
     compile_for_h200(tmp_path, f'options |= {dump!r}\nkeep("sine", jnp.sin, struct((8,)))')
     path = next((tmp_path / "dump").glob("*config.pbtxt"))
     default = set(re.findall(rf"{GRAPHS}: (\w+)", path.read_text()))
-    assert default - {"DYNAMIC_SLICE_FUSION"} == set(OVERLAPPING[GRAPHS].split(",")) != default
+    assert default - {"DYNAMIC_SLICE_FUSION"} == set(overlapping_options()[GRAPHS].split(",")) != default
 
 
 def workload(*, scanned: bool) -> rj.Workload:
@@ -45,7 +45,7 @@ CASES = [(True, "offload_inputs", True), (True, "full", False), (False, "offload
 @pytest.mark.parametrize(("scanned", "policy", "needed"), CASES)
 def test_only_a_scan_that_offloads_needs_the_option(scanned: bool, policy: str, needed: bool) -> None:
     report = rj.measure(workload(scanned=scanned), policy, "h200")
-    assert report.compiler_options == (OVERLAPPING if needed else {})
+    assert report.compiler_options == (overlapping_options() if needed else {})
     assert ("overlap compute only with jax.jit" in " ".join(str(report).split())) == needed
     assert report.to_dict()["compiler_options"] == report.compiler_options
 
@@ -57,7 +57,7 @@ def test_a_users_own_graphs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_beside_the_memory_limit() -> None:
     report = rj.measure(workload(scanned=True), "offload_inputs", "h200", memory_limit="1GiB")
-    assert report.compiler_options == {OPTION: 1, **OVERLAPPING}
+    assert report.compiler_options == {OPTION: 1, **overlapping_options()}
 
 
 def test_a_plan_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,11 +68,11 @@ def test_a_plan_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     offloaded, full = (rj.measure(job, policy, "h200").device_bytes for policy in ("offload_inputs", "full"))
     with pytest.warns(rj.RematWarning, match="give them to the jax.jit of the step"):
         plan = rj.plan(job, (offloaded + full) // 2, "h200")
-    assert plan.host_bytes > 0 and plan.compiler_options == OVERLAPPING
+    assert plan.host_bytes > 0 and plan.compiler_options == overlapping_options()
     assert any("overlap compute only with plan.compiler_options" in note for note in plan.notes)
     reason = "The copies in loops overlap compute only with these options"
-    assert f"{reason}: jax.jit(step, compiler_options={dict(OVERLAPPING)!r})." in plan.explain()
-    both = plan_by_hand(compiler_options={OPTION: 29, **OVERLAPPING})
+    assert f"{reason}: jax.jit(step, compiler_options={overlapping_options()!r})." in plan.explain()
+    both = plan_by_hand(compiler_options={OPTION: 29, **overlapping_options()})
     assert f"Compiled with a memory limit. {reason}: " in both.explain()
 
 
@@ -92,14 +92,14 @@ def test_a_copy_outside_loops_or_without_a_later_wait_or_of_a_whole_array_does_n
 
 
 def test_an_option_that_xla_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compat.accepts_option(GRAPHS, OVERLAPPING[GRAPHS])
+    assert compat.accepts_option(GRAPHS, KINDS)
     assert not compat.accepts_option(GRAPHS, "NO_SUCH_KIND") and not compat.accepts_option("xla_no_such_option", 1)
     sizes = Sizes(*range(8), starts_slice_copies=True)
-    assert sizes.compiler_options == OVERLAPPING
+    assert sizes.compiler_options == overlapping_options() != {}
     monkeypatch.setattr(compat, "accepts_option", lambda name, value: False)
     assert sizes.compiler_options == {}
 
 
 def test_jax_takes_the_options() -> None:
     """A CPU accepts the options of a GPU and ignores them."""
-    assert float(jax.jit(jnp.sin, compiler_options=dict(OVERLAPPING))(0.0)) == 0.0
+    assert float(jax.jit(jnp.sin, compiler_options=overlapping_options())(0.0)) == 0.0

@@ -14,7 +14,7 @@ from typing import Any
 
 from remat_jax.core.marks import CHECKPOINTS
 from remat_jax.errors import ArgumentError, PlanningError, RematError
-from remat_jax.memory.compile.options import GRAPHS, OPTION, OVERLAPPING
+from remat_jax.memory.compile.options import GRAPHS, KINDS, OPTION
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.plan_data import PlanData
 from remat_jax.planning.point import LayerRow, Part, Point
@@ -169,7 +169,7 @@ def _compiler_options(value: Any, name: str) -> dict[str, int | str]:
         raise _Malformed(f"{name}={ascii(value)[:80]}: the factor is an integer from 1 to {MOST_FACTOR}")
     kinds = value.get(GRAPHS, "FUSION")
     if not isinstance(kinds, str) or not re.fullmatch(r"[A-Z_]{1,40}(,[A-Z_]{1,40}){0,20}", kinds):
-        raise _Malformed(f"{name}={ascii(value)[:120]}: {GRAPHS!r} must be a list of kinds, such as {OVERLAPPING[GRAPHS]!r}")
+        raise _Malformed(f"{name}={ascii(value)[:120]}: {GRAPHS!r} must be a list of kinds, such as {KINDS!r}")
     return dict(value)
 
 

@@ -19,11 +19,11 @@ from remat_jax.memory.compile.exporting import ExportedProgram as ExportedProgra
 from remat_jax.memory.compile.exporting import export_step as export_step
 from remat_jax.memory.compile.options import (
     GRAPHS,
-    OVERLAPPING,
     Kernels,
     kernel_options,
     limit_options,
     never_run_options,
+    overlapping_options,
     refuse,
 )
 from remat_jax.memory.compile.process import Children, Question, ask, compiler_environment, scratch
@@ -95,8 +95,7 @@ class Sizes:
     @property
     def compiler_options(self) -> dict[str, int | str]:
         """The options for the `jax.jit` of the step with which it needs this memory and this time on a GPU."""
-        needed = OVERLAPPING if self.starts_slice_copies else {}
-        return self.limit_options | {name: value for name, value in needed.items() if compat.accepts_option(name, value)}
+        return {**self.limit_options, **(overlapping_options() if self.starts_slice_copies else {})}
 
     @property
     def is_miscompiled(self) -> bool:

@@ -10,7 +10,7 @@ the integer *factor*, 95 by default. On an attached GPU, XLA uses the size of JA
 
 XLA:GPU records a step's operations in CUDA graphs, and the operations of a graph run one after the other. By default it also
 records the copies of slices, with which a scan offloads its residuals. These copies then overlap no compute, although the
-schedule starts them early. `OVERLAPPING` leaves them outside the graphs. On an H200 a scan with offload took 115 ms with the
+schedule starts them early. `overlapping_options` leaves them outside the graphs. On an H200 a scan with offload took 115 ms with the
 option and 138 ms without (`docs/notes/steps_on_a_gpu.md`).
 
 Steps under different policies share most kernels, and generating kernels takes most of the compile time. XLA assigns memory
@@ -23,11 +23,11 @@ import contextlib
 import itertools
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from remat_jax import compat
 from remat_jax.errors import ArgumentError, CompileError
 from remat_jax.hardware import Target
 from remat_jax.hardware.amounts import device_amount
@@ -44,8 +44,8 @@ _AVAILABLE_PERCENT = 80
 
 GRAPHS = "xla_gpu_enable_command_buffer"
 """The option that lists the kinds of operation in CUDA graphs."""
-OVERLAPPING: Mapping[str, str] = MappingProxyType({GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"})
-"""XLA's default without `DYNAMIC_SLICE_FUSION`, the copies of slices."""
+KINDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"
+"""XLA's default for `GRAPHS` without `DYNAMIC_SLICE_FUSION`, the copies of slices. JAX 0.12 adds `COLLECTIVES_KERNEL`."""
 
 _KERNEL_OPTIONS = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")
@@ -93,6 +93,12 @@ def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[st
         return {}  # XLA's limit is 0 for every factor
     factor = max(1, 100 * (limit - held_bytes) // available)
     return {OPTION: factor} if factor < LARGEST_FACTOR else {}
+
+
+def overlapping_options() -> dict[str, str]:
+    """The compiler option that leaves copies of slices outside CUDA graphs; empty if this XLA refuses the option."""
+    lists = (f"{KINDS},COLLECTIVES_KERNEL", KINDS)
+    return next(({GRAPHS: kinds} for kinds in lists if compat.accepts_option(GRAPHS, kinds)), {})
 
 
 def never_run_options(kind: str) -> dict[str, Any]:
