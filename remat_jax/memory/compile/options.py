@@ -10,8 +10,8 @@ the integer *factor*, 95 by default. On an attached GPU, XLA uses the size of JA
 
 XLA:GPU records a step's operations in CUDA graphs, and the operations of a graph run one after the other. By default it also
 records the copies of slices, with which a scan offloads its residuals. These copies then overlap no compute, although the
-schedule starts them early. `overlapping_options` leaves them outside the graphs. On an H200 a scan with offload took 115 ms with
-the option and 138 ms without (`docs/notes/steps_on_a_gpu.md`).
+schedule starts them early. `overlapping_options` leaves them outside the graphs. On an H200 a scan with offload took 115 ms
+with the option and 138 ms without (`docs/notes/steps_on_a_gpu.md`).
 
 Steps under different policies share most kernels, and generating kernels takes most of the compile time. XLA assigns memory
 before it generates kernels, so cached or unoptimised kernels do not change the sizes (`docs/how/planner.md`).
