@@ -31,7 +31,7 @@ def jax_policy(policy: Any) -> JaxPolicy:
     if not isinstance(checked, Policy):
         return checked
     if not checked.checkpoint:
-        raise PolicyError("policy='off': jax.checkpoint has no policy for no checkpointing; leave jax.checkpoint out")
+        raise PolicyError("policy='off': jax.checkpoint has no policy that turns it off; leave jax.checkpoint out")
     unseen = [*checked.automatic_globs, *(selector for selector in checked.selectors if selector == "@inputs")]
     if unseen:
         raise PolicyError(

@@ -38,7 +38,7 @@ def device_amount(given: Any, target: Target, argument: str, error: type[RematEr
 
 
 def amount(given: Any, target: Target | None, argument: str, error: type[RematError]) -> int:
-    """`given` in bytes, 0 or more. A share is taken of the target's device memory; without a target it raises `error`."""
+    """`given` in bytes, 0 or more. A share refers to the target's device memory; without a target a share raises `error`."""
     if isinstance(given, str):
         return _written(given, target, argument, error)
     if isinstance(given, float):
@@ -73,7 +73,7 @@ def _share(value: Any, share: float, target: Target | None, argument: str, error
         remedy = "; bytes are an integer, such as 40_000_000_000" if isinstance(value, float) and share > 1 else ""
         raise error(f"{argument}={value!r}: a share of memory is above 0 and at most 1 (100%){remedy}. Give {_FORMS}")
     if target is None:
-        raise error(f"{argument}={value!r}: a share means a share of device memory; give bytes of the host, as '64GiB'")
+        raise error(f"{argument}={value!r}: a share refers to device memory; give the host's bytes, as '64GiB'")
     if target.memory_bytes is None:
         raise error(f"{argument}={value!r}: the target {target.name!r} has no memory_bytes; give bytes, as '40GiB'")
     return math.floor(share * target.memory_bytes)
