@@ -29,5 +29,5 @@ def test_a_device_computes_its_own_rows_and_no_others(told: dict[str, Any], kind
 
 
 def test_rows_that_explicit_axes_cannot_divide_are_refused(told: dict[str, Any]) -> None:
-    refusal = "a micro-batch of batch[0] has 4 rows, which do not divide over the 8 devices of 'data'; n can be 1, 2, 4, 8,"
+    refusal = "a micro-batch of batch[0] has 4 rows, which do not divide over the 8 devices of 'data'; n can be 1, 2, 4, 8;"
     assert refusal in told["Explicit"]["refusal"] and told["Auto"]["refusal"] == ""

@@ -61,8 +61,8 @@ def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list
     """The order in which to compute an optimizer's outputs `(updates, state)`, as indices, parameter by parameter.
 
     A parameter's state comes before its update, which reads the state. Parameters come in the order in which the backward pass
-    computes their gradients, so no gradient waits for another parameter's update. `made` has the place in the trace of each
-    gradient (`_made_at`). Parameters with equal places come in reverse order of their paths.
+    computes their gradients, so no gradient waits for another parameter's update. `made` has each gradient's place in the
+    trace (`_made_at`). Parameters with equal places come in reverse order of their paths.
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []
@@ -256,7 +256,7 @@ def _checked(tx: Any, fraction: Any) -> optax.GradientTransformationExtraArgs:
         raise ArgumentError(f"tx={tx!r}: expected an optax optimizer, such as optax.adam(1e-3)")
     number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
     if not number or not 0 <= fraction <= 1:
-        raise ArgumentError(f"fraction={fraction!r}: expected a number from 0 (nothing moves) to 1 (all of the state does)")
+        raise ArgumentError(f"fraction={fraction!r}: expected a number from 0 (nothing moves) to 1 (all of the state moves)")
     return optax.with_extra_args_support(tx)
 
 

@@ -14,7 +14,7 @@ from remat_jax.errors import ArgumentError
 
 
 def struct(leaf: Any, dtype: Any) -> Any:
-    """A struct with the shape of the array `leaf` and `dtype`, in the memory space of `leaf`."""
+    """A struct of the dtype `dtype`, with the shape and the memory space of the array `leaf`."""
     if compat.is_on_host(leaf):
         return jax.core.ShapedArray(leaf.shape, dtype, memory_space=jax.memory.Space.Host)
     return jax.ShapeDtypeStruct(leaf.shape, dtype)

@@ -28,7 +28,7 @@ def accumulate_gradients(
     """The mean loss and its gradient, computed in `n` micro-batches with the memory of one.
 
     The batch's leading axis is split into `n` equal micro-batches that run one after the other; micro-batch i has the rows
-    `x[i::n]`. The summed gradients are one more tree of gradients in memory. Sums are divided once, by the number of all
+    `x[i::n]`. The sums of gradients need memory for one more tree of gradients. Sums are divided once, by the number of all
     targets: a mean of the micro-batches' means would give more weight to targets in micro-batches with few targets. On a mesh
     every device keeps its own rows, and the rows of a micro-batch must divide evenly over the devices that share the batch.
 
@@ -316,5 +316,5 @@ def _check_devices(leaf: Any, n: int, axis: int, part: str, positions: str) -> N
         fitting = [count for count in range(1, length + 1) if length % (count * devices) == 0]
         raise ArgumentError(
             f"n={n}: {part} has {length // n} {positions}, which do not divide over the {devices} devices of {entry!r}; n can "
-            f"be {', '.join(map(str, fitting))}, or take a larger batch"
+            f"be {', '.join(map(str, fitting))}; or take a larger batch"
         )

@@ -67,9 +67,9 @@ class Stream:
     """Evaluates the closed `jaxpr` on `args` with few arrays on the device at a time.
 
     Inputs are fetched from the host one by one. Outputs are copied to the host as soon as they are computed. An equation runs
-    when the next output of `order` needs it. In the jaxpr's own order `tree.map` interleaves the equations of all leaves, so
-    all leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each fetch wait for
-    the outputs finished before it; otherwise XLA would start all fetches at once.
+    when the next output of `order` needs it. `tree.map` interleaves the equations of all leaves, so in the jaxpr's own
+    order all leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each fetch
+    wait for the outputs finished before it; otherwise XLA would start all fetches at once.
 
     Args:
       from_host: for each input, whether to fetch it to the device.
