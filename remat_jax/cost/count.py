@@ -48,7 +48,7 @@ def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
         if inside and eqn.primitive.name == "while":
             raise UnsupportedError(
                 "the matrix multiplications in a while loop cannot be counted: its trip count is unknown before it runs. "
-                "Use lax.scan or a fori_loop with static bounds inside lax.scan."
+                "Use lax.scan, or a fori_loop with static bounds."
             )
         total += int(weight(eqn)) + inside
     return total

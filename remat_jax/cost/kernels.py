@@ -23,7 +23,7 @@ class Work:
 
 
 def own_kernel(eqn: FlatEqn) -> Work:
-    """The work of an equation that does not fuse, on one device. Of an unknown primitive, only the bytes are counted."""
+    """The work of an equation that does not fuse, on one device. Only the bytes of an unknown primitive are counted."""
     special = _SPECIAL.get(eqn.primitive)
     if special is not None:
         work = special(eqn)

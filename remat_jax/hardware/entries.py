@@ -173,8 +173,8 @@ def compiler_description(facts: Mapping[str, Any], compiler: Mapping[str, Any], 
     if missing or unknown or wrong or not (dot and major.isdecimal() and minor.isdecimal()):
         raise TargetError(
             f"target table [{name}.compiler]: missing {missing}, unknown {unknown}, no positive number {wrong}; the keys are "
-            f'{", ".join(COMPILER)}, with compute_capability as a text such as "9.0" and numbers for the others, and the '
-            "target needs memory_bytes and hbm_bytes_per_s."
+            f'{", ".join(COMPILER)}, with compute_capability as a text such as "9.0" and the other keys as numbers; '
+            "the target needs memory_bytes and hbm_bytes_per_s."
         )
     stated = "".join(f"  {key}: {compiler[key]}\n" for key in COMPILER_NUMBERS)
     return (

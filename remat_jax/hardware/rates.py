@@ -194,7 +194,7 @@ class Rates:
         return tried[-1]
 
     def seconds(self, flops: Mapping[str, float], size: float) -> float:
-        """The longer of two times in seconds: of the operations `flops`, by dtype, and of `size` bytes of memory traffic."""
+        """The seconds that the operations `flops` (by dtype) or `size` bytes of memory traffic take, whichever is longer."""
         compute = sum(count / self.flops_per_s(dtype) for dtype, count in flops.items() if count)
         return max(compute, size / self.hbm_bytes_per_s)
 
