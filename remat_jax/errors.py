@@ -34,7 +34,7 @@ class UnknownPolicyError(PolicyError):
 
 
 class BlockError(RematError, ValueError):
-    """Raised when blocks are missing, such as a class that is never called."""
+    """Raised when a function or model lacks a block, or calls a block more or less often than it has policies by layer."""
 
 
 class NoEffectError(PolicyError):

@@ -90,13 +90,13 @@ def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> t
         present, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
         raise ArgumentError(f"{present} without {lacking}: they belong together; give both, or neither for a single device")
     if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
-        raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
+        raise UnsupportedError("params or batch: arrays in host memory are not supported on a mesh; give them in device memory")
     abstract_mesh = as_mesh(mesh)
     return abstract_mesh, argument_shardings(abstract_mesh, shardings, params, batch)
 
 
 def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The mesh, as sizes by axis name, of the arrays on several devices, and the `PartitionSpec`s of all arrays.
+    """The mesh of the arrays on several devices (sizes by axis name), and the `PartitionSpec`s of all arrays.
 
     Arrays on one device get an empty spec. (None, None) if no array is on several devices.
     """
@@ -109,8 +109,8 @@ def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, An
     meshes = [dict(shape) for shape in dict.fromkeys(tuple(sharding.mesh.shape.items()) for sharding in placed)]
     if len(meshes) > 1:
         raise ArgumentError(
-            f"params and batch are on several meshes, {' and '.join(map(str, meshes))}: put them on one, or give mesh=… and "
-            "shardings=…"
+            f"params and batch are on several meshes, {' and '.join(map(str, meshes))}: put both on one mesh, or give "
+            "mesh=… and shardings=…"
         )
     if not meshes:
         return None, None
@@ -192,7 +192,7 @@ def _checked(mesh: AbstractMesh, sharding: Any, shape: tuple[int, ...], where: s
         if entry is PartitionSpec.UNCONSTRAINED:
             raise wrong(
                 f"leaves dimension {dimension} unconstrained, but an argument has a fixed layout: give the axes that divide "
-                "it, or None"
+                "this dimension, or None"
             )
         axes = _axes([entry])
         lacking = [axis for axis in axes if axis not in mesh.shape]
@@ -202,7 +202,7 @@ def _checked(mesh: AbstractMesh, sharding: Any, shape: tuple[int, ...], where: s
         if shape[dimension] % parts:
             raise wrong(
                 f"divides dimension {dimension} of {list(shape)} into {parts} parts, but {shape[dimension]} is not a multiple "
-                f"of {parts}; divide another dimension, or pad it"
+                f"of {parts}; pad this dimension, or divide another"
             )
     if len(set(_axes(spec))) < len(_axes(spec)):
         raise wrong("names an axis twice; an axis can divide only one dimension")
@@ -227,7 +227,7 @@ def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) ->
     }
 
     def sharding_of(path: Any, array: Any) -> Any:
-        # A state array's path is its parameter's path or continues it, because an optimizer may have a mask (optax.masked) or
+        # A state array's path begins with its parameter's path. It is longer if the optimizer has a mask (optax.masked) or
         # several arrays (sm3) for one parameter. So the longest prefix that is a parameter's path is looked up.
         prefixes = (path[:length] for length in range(len(path), -1, -1))
         shape, place = next((places[start] for start in prefixes if start in places), (None, replicated))

@@ -180,8 +180,8 @@ class Workload:
         """A workload of the NNX `model` and `loss(model, *batch)`; `options` are those of `Workload`.
 
         The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) reaches the loss
-        unchanged. If `blocks` is None, each list of two or more modules of the same class makes this class a block, as in
-        `enable_gradient_checkpointing`; lists inside the modules of such a list do not count.
+        unchanged. If `blocks` is None, the blocks are the classes in all lists of two or more modules of one class, as in
+        `enable_gradient_checkpointing`; if such lists are nested, only the outermost counts.
         """
         if not isinstance(model, nnx.Module):
             raise ArgumentError(f"model={model!r}: expected an NNX module")
@@ -198,7 +198,7 @@ class Workload:
         of_params.__name__ = getattr(loss, "__name__", "loss")
         _check_batch(batch)
         if options.get("mesh") is not None and options.get("shardings") is not None:
-            # Check here, so that an error numbers the batch as the caller does. State other than parameters is replicated.
+            # Check here, so that an error numbers the batch's arguments as the caller does. The other state is replicated.
             described = structs(params, "params"), structs(batch, "batch")
             of_state, *of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
             options["shardings"] = (of_state, None, *of_batch)
@@ -284,7 +284,7 @@ class Workload:
             )
 
     def split_loss(self, policy: Any) -> tuple[Callable[..., Any], Any, Any]:
-        """The loss under `policy` as a function of `(trained, frozen, *batch)`, the trained and the frozen parameters."""
+        """`(loss, trained, frozen)`: the loss under `policy`, a function of `(trained, frozen, *batch)`, and its parameters."""
         trained, frozen, join = split(self.params, self.trainable)
         loss = self.with_policy(self.loss, policy)
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
