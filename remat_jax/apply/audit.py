@@ -233,8 +233,8 @@ def _check_effect(selections: Sequence[_Selection], subject: str) -> None:
     if idle and all(selection.arrays < 2 for selection in selections):
         raise NoEffectError(
             f"{subject} has an effect in {_some(sorted(effective), 3)}, but keeps nothing in {_some(idle, 8)}: the backward "
-            "pass there does not read the array. Restrict the selector to the blocks where it has an effect: put their path in "
-            "front of it."
+            "pass there does not read the array. Restrict the selector to the blocks where it has an effect: begin the "
+            "selector with their path."
         )
 
 

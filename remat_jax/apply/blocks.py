@@ -43,8 +43,8 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
       BlockError: when called, if a block is never called, or if it is called more or less often than it has policies by layer.
       NoEffectError: when called, if a selector matches no residual, or if there is nothing to offload. With policies by layer,
         each run of layers is checked.
-      UnsupportedError: when called, if a block with policies by layer is in a `while` loop or in a gradient that `fn` takes,
-        or if `fn`, with policies by layer, writes to an NNX object that is not among its arguments.
+      UnsupportedError: when called, only with policies by layer: if the block is in a `while` loop or in a gradient that `fn`
+        takes, or if `fn` writes to an NNX object that is not among its arguments.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
     >>> from remat_jax.cost.count import matmuls

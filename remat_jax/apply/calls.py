@@ -105,7 +105,7 @@ _wrapped: ContextVar[dict[type, Call]] = ContextVar("wrapped", default={})  # no
 def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[None]:
     """Replace the `__call__` of each class by `wrap(__call__)` inside this context.
 
-    Several threads may patch the same class. Each thread sees its own wrapped call; the last one to leave restores the class.
+    Several threads may patch one class. Each thread sees its own wrapped call; the last thread to leave restores the class.
     """
     with ExitStack() as stack:
         wrapped = dict(_wrapped.get())

@@ -22,7 +22,7 @@ from remat_jax.apply.region import BlockPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import UnsupportedError
 
-# id of a module → its path from its root, a module among the arguments of the function under a policy (`known_paths`).
+# id of a module → its path from its root (`known_paths`). A root is an argument of the function under a policy.
 _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
 
 

@@ -33,8 +33,8 @@ def gradient_checkpoint_forward(
       args, kwargs: the arguments of `model`.
 
     Raises:
-      ArgumentError: a flag is no bool, `model` is none of these, or an argument of `model` has the name `model` or a flag's
-        name, and `args` do not fill it.
+      ArgumentError: a flag is no bool; `model` is none of these; or an argument of `model` that `args` do not fill is called
+        `model` or has a flag's name.
       NoEffectError: in mode offload, if the arguments hold no array of rank 1 or more.
 
     >>> import jax, jax.numpy as jnp
@@ -62,7 +62,7 @@ def _check_flags(checkpoint: Any, offload: Any) -> None:
 
 
 def _check_names(model: Any, args: tuple[Any, ...]) -> None:
-    """Raise if `args` do not fill an argument of `model` that is named as in `_OWN`: as a keyword it cannot reach `model`."""
+    """Raise if `args` do not fill an argument of `model` with a name in `_OWN`: no keyword of this name reaches `model`."""
     is_module = isinstance(model, linen.Module | nnx.Module)
     call = type(model).__call__ if is_module else model
     try:

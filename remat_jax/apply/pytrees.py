@@ -45,10 +45,10 @@ def call(module: Any, original: Call, policy: BlockPolicy, args: tuple[Any, ...]
 
 
 def path_of(module: Any) -> str:
-    """The attribute path of `module` in the arguments; without one, the name of its class.
+    """The attribute path of `module` in the arguments.
 
-    If a module is not in the arguments (a row of a scanned stack, a cast copy), and the arguments have one module of its class,
-    it has the path of that module.
+    A module that is not in the arguments (a row of a scanned stack, a cast copy) has the path of the only module of its class
+    there. If there is none, or several, it has the name of its class.
     """
     alike = _paths_of_class.get().get(type(module), frozenset())
     return _paths.get().get(id(module), next(iter(alike)) if len(alike) == 1 else type(module).__name__)
@@ -87,7 +87,8 @@ class ModelArrays:
 
     Attributes:
       arrays: the pytree, with None for each leaf that is no array.
-      trainable: `trainable(path, leaf)`: whether an array has a gradient (is floating-point); None if all arrays have one.
+      trainable: `trainable(path, leaf)`: whether an array has a gradient (is floating-point). None unless a model has arrays
+        without one.
     """
 
     def __init__(self, params: Any) -> None:

@@ -116,8 +116,8 @@ def bind_block(
     """Evaluate a block on `values`: under `jax.checkpoint`, and tied if it offloads outside every loop.
 
     If each pass has its own loop around the block, XLA cannot merge the recomputation with the forward pass. In every other
-    case it could, so `prevent_cse` is set. Even for a block in a loop, the passes have no loops of their own in two cases: the
-    gradient is taken inside the loop (micro-batches), or the loop runs once and XLA removes it. Blocks in loops are not tied:
+    case it could, so `prevent_cse` is set. Two of these cases occur in loops: the gradient is taken inside the loop
+    (micro-batches), or the loop runs once and XLA removes it. Blocks in loops are not tied:
     a tied block in a loop does not compile for a GPU (INTERNAL: shape mismatch after layout assignment).
 
     Args:

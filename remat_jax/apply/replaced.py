@@ -1,4 +1,4 @@
-"""Counts how many of a model's own checkpoints the policies of a workload's blocks replace."""
+"""Counts the model's own checkpoints that the policies of a workload's blocks replace."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
                 outputs = _under(checked, audit, jaxpr, values)
                 audit.check()
                 return cast(R, outputs_of(outputs))
-        # It is no error to have no region left if an enclosing `checkpoint_blocks` put a policy on blocks of `fn`: it may have
-        # replaced `fn`'s checkpoints around them.
+        # An enclosing `checkpoint_blocks` that put a policy on blocks of `fn` may have replaced all checkpoints of `fn`. Then a
+        # function without a region is no error.
         if any(compat.replaces_checkpoints(eqn) is not None for eqn in equations(jaxpr)):
             return cast(R, outputs_of(compat.jaxpr_function(jaxpr)(*values)))
         raise BlockError(

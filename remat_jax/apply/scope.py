@@ -107,7 +107,7 @@ def checked_block(block: Any, argument: str = "block") -> Block:
             return block
         raise ArgumentError(
             f"{argument}={block!r}: this class has no __call__, so its instances are never called. Name a class that has one, "
-            "or mark the function or method that runs a layer with @remat_jax.block and name this function."
+            "or put @remat_jax.block on the function or method that runs a layer, and name this function."
         )
     if inspect.isfunction(block) and block in marked:
         return block
@@ -169,7 +169,7 @@ def active() -> BlockPolicies | None:
 
 
 def record() -> Record:
-    """The record of the innermost call that is running; an empty one if there is none."""
+    """The record of the innermost call that is running; an empty record if no call is running."""
     return (_calls.get() or (Record(),))[-1]
 
 

@@ -32,7 +32,7 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
 
     An NNX model is changed in place and returned. The class of each block becomes a checkpointed subclass of the same name, so
     functions that were jitted before are traced again. A Linen model is immutable: the result is a checkpointed copy with the
-    same parameters. Evaluation without a gradient recomputes and moves nothing.
+    same parameters. Evaluation without a gradient recomputes nothing and moves nothing.
 
     Args:
       model: an NNX module, or a Linen module that is not bound.
@@ -189,7 +189,7 @@ def _linen_class(cls: Any, policies: tuple[tuple[Any, Any], ...], own_checkpoint
 
 
 def _checkpointed(cls: Any, call: Callable[..., Any]) -> Any:
-    """`cls` with another `__call__`; `disable_gradient_checkpointing` finds the plain class."""
+    """`cls` with another `__call__`. `disable_gradient_checkpointing` reads the plain class from `_plain_class`."""
     checkpointed = subclass(cls, call)
     checkpointed._plain_class = cls
     return checkpointed

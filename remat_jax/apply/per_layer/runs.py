@@ -148,7 +148,7 @@ class Cut:
             return stack if (low, high) == (0, rounds) else jax.lax.slice_in_dim(stack, low, high)
 
         plain = [cut(stack) if read is None else None for stack, read in stacks]
-        # By this scope `core.origins` recognises slices that nothing reads.
+        # `core.origins` uses this scope to recognise slices that nothing reads.
         with compat.layers_scope(next(iter(spans.values()))):
             index = jax.lax.slice_in_dim(jax.lax.iota(jnp.int32, rounds), low, high)
             slices = [cut(stack) if unread is None else unread for (stack, _), unread in zip(stacks, plain, strict=True)]
