@@ -13,8 +13,8 @@ from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
 
 # A derivative rule may call functions with rules of their own. Three levels of rules are traced and compared. A deeper rule
-# counts as alike if its function is the same program as one of the functions whose rules enclose it, as in the rule of softmax,
-# which calls softmax; otherwise it does not.
+# counts as alike only if its function is the same program as one of the functions whose rules enclose it. For example, the rule
+# of softmax calls softmax.
 _DEEPEST = 3
 _RULE = "jvp_jaxpr_fun"
 
@@ -67,7 +67,7 @@ class _Comparison:
 
     Attributes:
       rules: id of a `custom_jvp` equation of the first program → its traced derivative rule; None if tracing failed.
-      around: the functions whose rules are being compared, outermost first. The rule of softmax, for example, calls softmax.
+      around: the functions whose rules are being compared, outermost first.
       paths: the module paths of the two programs' blocks, which may differ.
     """
 

@@ -36,8 +36,8 @@ from remat_jax.core.walk import bodies, interpret, rebind, retrace
 from remat_jax.policy import Candidate
 
 # JAX's partial evaluation applies a checkpoint's policy also to the equations inside these primitives. `checkpoint` is one of
-# them, so an outer policy reaches into a nested checkpoint. Of other primitives with a body (`while`, `pallas_call`), a policy
-# can keep only the outputs.
+# them, so an outer policy reaches into a nested checkpoint. A policy can keep only the outputs of other
+# primitives with a body (`while`, `pallas_call`).
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"})
 _CONTROL = frozenset({"scan", "cond", "shard_map"})
 # A complex array is named on its real and imaginary parts. The `complex` equation that joins them needs no name.

@@ -30,7 +30,7 @@ class Reading:
 
     Attributes:
       blocks: how many blocks read the array.
-      in_every_round: whether a block in a loop reads the array from outside the loop, so in every iteration.
+      in_every_round: whether a block in a loop reads the array from outside the loop, and so in every iteration.
       name: the array's residual name in the first block whose policy offloads the array; empty if no policy does.
     """
 

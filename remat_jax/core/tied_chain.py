@@ -79,7 +79,7 @@ _unlinked: ContextVar[bool] = ContextVar("unlinked", default=False)
 
 
 def unlinked() -> contextlib.AbstractContextManager[None]:
-    """Inside this context blocks are tied but not linked. It is active while a block is traced, for blocks nested in it."""
+    """Inside this context blocks are tied but not linked. It is active while an enclosing block is traced."""
     return compat.setting(_unlinked, True)
 
 

@@ -36,7 +36,7 @@ def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Poli
             "checkpoint_blocks, Workload, residuals, measure and doctor."
         )
     if isinstance(value, str) or not callable(value) or inspect.isclass(value):
-        return Policy.parse(value, argument)  # type: ignore[arg-type]  # it refuses what is not a text
+        return Policy.parse(value, argument)  # type: ignore[arg-type]  # `parse` refuses other types
     _check_not_a_factory(value, argument)
     return value
 

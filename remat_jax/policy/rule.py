@@ -83,7 +83,7 @@ class PolicyRule:
 def to_action(word: object) -> Action:
     """The action that ``word`` names."""
     try:
-        return Action(word)  # type: ignore[arg-type]  # it refuses what is not a word
+        return Action(word)  # type: ignore[arg-type]  # `Action` refuses other values
     except ValueError:
         words = [action.value for action in Action]
         raise PolicyError(f"{word!r} is not an action; write one of {', '.join(words)}." + nearest(str(word), words)) from None
