@@ -180,8 +180,8 @@ class Workload:
         """A workload of the NNX `model` and `loss(model, *batch)`; `options` are those of `Workload`.
 
         The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) reaches the loss
-        unchanged. If `blocks` is None, the blocks are the classes in all lists of two or more modules of one class, as in
-        `enable_gradient_checkpointing`; if such lists are nested, only the outermost counts.
+        unchanged. If `blocks` is None, the model's lists of modules give the blocks, as in `enable_gradient_checkpointing`: a
+        list counts if it has two or more modules, all of one class, and is not inside another such list.
         """
         if not isinstance(model, nnx.Module):
             raise ArgumentError(f"model={model!r}: expected an NNX module")
@@ -267,7 +267,7 @@ class Workload:
         return self.own.count(self.loss, self.blocks, arguments)
 
     def policy_text(self, text: str) -> str:
-        """The policy's name in tables: `text`, but `as written` for `off` if other policies replace the model's checkpoints."""
+        """The policy's name in tables: `text`, but `as written` for `off` if the policies replace the model's checkpoints."""
         return AS_WRITTEN if text == "off" and self.replaced_checkpoints else text
 
     @property
@@ -284,7 +284,7 @@ class Workload:
             )
 
     def split_loss(self, policy: Any) -> tuple[Callable[..., Any], Any, Any]:
-        """`(loss, trained, frozen)`: the loss under `policy`, a function of `(trained, frozen, *batch)`, and its parameters."""
+        """The loss under `policy`, which takes `(trained, frozen, *batch)`; the trained parameters; the frozen parameters."""
         trained, frozen, join = split(self.params, self.trainable)
         loss = self.with_policy(self.loss, policy)
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen

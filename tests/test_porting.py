@@ -327,3 +327,16 @@ def test_a_part_of_a_stack_that_no_rule_speaks_of_is_named() -> None:
         porting.from_torch(state, shapes, "l.0 -> params/l[0]\nl.2 -> params/l[2]")
     with pytest.raises(PortingError, match=r"params/l: duplicated, filled as params/l\[0\] and as params/l\[:, 0\]"):
         porting.from_torch(state, shapes, "l.0 -> params/l[0]\nl.2 -> params/l[:, 0]")
+
+
+def test_no_program_is_compiled_for_a_shape_and_the_users_arrays_are_copied() -> None:
+    lowered: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: lowered.append(event))
+    state = {f"w{i}": np.zeros((41, i), np.float32) for i in range(1, 6)}
+    shapes = {"params": {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in state.items()}}
+    converted = porting.from_torch(state, shapes, "{name} -> params/{name}")["params"]
+    assert not [event for event in lowered if "jaxpr_to_mlir" in event]
+    for array in state.values():
+        array += 1
+    assert not any(array.any() for array in converted.values())
+    assert all(isinstance(array, jax.Array) for array in converted.values())

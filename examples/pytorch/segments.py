@@ -49,8 +49,8 @@ def kept_activations(layers: int, boundaries: Sequence[int]) -> int:
     """The number of activations of a list of `layers` layers that are kept between the passes.
 
     Each layer but the last gives an activation that the next layer reads in the backward pass. The kept activations are
-    the input of every segment but the first, whose input is the batch, and the interior of the last segment. With k
-    segments, the last of r layers, their number is (k − 1) + (r − 1).
+    the input of every segment but the first, whose input is the batch, and the interior of the last segment. If there
+    are k segments and the last one has r layers, (k − 1) + (r − 1) activations are kept.
 
     Raises:
         InvalidArgumentError: if the boundaries do not fit the number of layers.
@@ -65,9 +65,10 @@ def kept_activations(layers: int, boundaries: Sequence[int]) -> int:
 def most_activations(layers: int, boundaries: Sequence[int]) -> int:
     """The maximum number of activations of a list of `layers` layers that are alive at once in the backward pass.
 
-    When segment j (counted from 1) of s layers runs backward, two kinds of activations are alive: the inputs of segments
-    2 to j, since later inputs are freed, and the s activations of its interior, including the recomputed input of the next
-    segment. The last segment has s − 1. The result is the maximum of j − 1 + s over the segments, with s − 1 for the last.
+    Let segment j (counted from 1) have s layers. While it runs backward, the inputs of segments 2 to j are alive; later
+    inputs are freed already. The recomputed outputs of its s layers are alive too; the last of them is the input of the
+    next segment. The last segment has s − 1. The result is the maximum of j − 1 + s over the segments, where s − 1
+    replaces s for the last segment.
     With `checkpoint_sequential`'s rule it equals `kept_activations`, because no segment is longer than the last.
 
     Raises:
@@ -164,7 +165,8 @@ def checkpoint_segments(
 
 
 def _joined(layers: list[Callable[..., torch.Tensor]]) -> Callable[..., torch.Tensor]:
-    # A function, because `MemTracker` looks up modules in the backward pass, when an `nn.Sequential` would be deleted.
+    # A function joins the layers: `MemTracker` still looks up modules in the backward pass, and a temporary `nn.Sequential`
+    # would be deleted by then.
     def segment(x: torch.Tensor) -> torch.Tensor:
         for layer in layers:
             x = layer(x)

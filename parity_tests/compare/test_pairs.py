@@ -264,9 +264,12 @@ def test_statistics_that_a_forward_pass_writes_are_compared() -> None:
 def test_a_freeze_of_the_callers_stays_and_ours_ends() -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
+    # Frozen objects may be freed at any time, so the count may fall. A second freeze would add these lists.
+    kept: list[list[int]] = [[] for _ in range(1000)]
     with imports_frozen():
-        assert gc.get_freeze_count() == frozen
-    assert gc.get_freeze_count() == frozen
+        assert 0 < gc.get_freeze_count() <= frozen
+    assert 0 < gc.get_freeze_count() <= frozen
+    del kept
     gc.unfreeze()
     before = gc.get_freeze_count()
     try:

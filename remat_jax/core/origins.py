@@ -1,4 +1,4 @@
-"""Finds where a value of a jaxpr comes from: back through calls, scans, copies and ties, to the equation that computed it."""
+"""Finds where a value of a jaxpr comes from, through calls, scans, copies and barriers, to the equation that computed it."""
 
 from __future__ import annotations
 

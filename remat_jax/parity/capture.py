@@ -152,7 +152,7 @@ class Trace:
 
     @property
     def stale(self) -> tuple[str, ...]:
-        """The names of the calls that a checkpoint recomputed from equal inputs to a different output."""
+        """The names of the calls whose recomputation in a checkpoint gave another output from equal inputs."""
         return tuple(call.name for call in self.calls if call.stale)
 
     def __getitem__(self, name: str) -> ModuleCall:

@@ -51,7 +51,7 @@ class Divergences:
         alone: with `single_step`, a divergence for every module that is wrong even with PyTorch's inputs and cotangents.
         matched: PyTorch path → Flax path of the compared modules.
         unmatched_torch, unmatched_flax: paths of the modules without a counterpart.
-        stale: Flax modules that a checkpoint recomputed from equal inputs to a different output; innermost first.
+        stale: Flax modules whose recomputation in a checkpoint gave another output from equal inputs; innermost first.
         hidden: Flax modules that ran where capture is impossible, such as in a `while` loop.
 
     >>> found = Divergences(None, None, (), {"": ""}, (), ())

@@ -33,10 +33,12 @@ _SORTS = (
     ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
 _MOVED = 0.75
-"""The base score of an uncertain pair; a certain pair has 1. Uncertain pairs are: a linear layer with a convolution; two
-modules whose inner layers with weights are the same, although those without weights differ; two modules with the same words in
-their paths that share most of their inner layers with weights."""
-_LEAST = 0.35  # a base score of 1 adds this to a pair's score, which must exceed twice this number; the best score is 2.35
+"""The base score of an uncertain pair; a certain pair has 1. There are three kinds of uncertain pairs: a linear layer and
+a convolution; two modules whose inner layers with weights are the same, and whose inner layers without weights differ; two
+modules that share most of their inner layers with weights, and whose paths have the same words."""
+_LEAST = 0.35
+"""A pair's score is its base score times this number, plus terms for the paths and the order. A pair whose score is not above
+twice this number is dropped. The highest possible score is 2.35."""
 MOST_BYTES = 64 * 2**20
 """The size in bytes of the largest mapping file that is read."""
 
@@ -174,7 +176,7 @@ def _assigned(
 
 
 def similarity(one: str, other: str) -> float:
-    """How similar two module paths are, from 0 to 1.5: the share of common words, plus half the share in the last parts.
+    """How similar two module paths are, from 0 to 1.5: the share of common words, plus half this share for the last components.
 
     >>> similarity("h/0/attn/c_proj", "layers_0/attention/c_proj"), similarity("h/0/attn/c_proj", "layers_1/mlp/c_proj")
     (1.5, 1.0)

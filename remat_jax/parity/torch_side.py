@@ -146,7 +146,7 @@ class TorchSide:
             return torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
 
     def tables(self) -> list[str]:
-        """The names of buffers outside the state dict in float32 or bfloat16: `.double()` keeps their rounding error.
+        """The names of float32 and bfloat16 buffers that are not in the state dict: `.double()` keeps their rounding error.
 
         Buffers of whole numbers, such as masks, have no rounding error and are not listed.
         """

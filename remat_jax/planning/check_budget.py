@@ -30,7 +30,7 @@ _REMEDIES = {
     "batch": "Raise the budget, or take a smaller batch",
     "gradients and updated parameters": "Raise the budget, train fewer parameters, or take a smaller dtype for them",
 }
-_REMEDY = "Raise the budget, or take a smaller batch: rj.accumulate_gradients adds up the gradients of several"
+_REMEDY = "Raise the budget, or take a smaller batch: rj.accumulate_gradients adds up the gradients of micro-batches"
 _STATE_ON_MESH = (
     "Raise the budget, keep the state in host memory (rj.offload_optimizer(optimizer)), or shard the parameters over more "
     "devices: the state is partitioned like the parameters"

@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -65,9 +64,9 @@ def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
             f"dtype='{kept.name}'"
         )
     sharding = getattr(like, "sharding", None)
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.device_put(np.array(array), sharding)
-    return jnp.array(array)  # a copy, unlike jnp.asarray
+    named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+    # JAX may keep the memory of a NumPy array, so copy it. `jnp.array` copies too, but compiles a program for each shape.
+    return jax.device_put(np.array(array), named)
 
 
 def memory_of(value: Any) -> Hashable:
