@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -64,9 +65,9 @@ def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
             f"dtype='{kept.name}'"
         )
     sharding = getattr(like, "sharding", None)
-    named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
-    # JAX may keep the memory of a NumPy array, so copy it. `jnp.array` copies too, but compiles a program for each shape.
-    return jax.device_put(np.array(array), named)
+    # Both keep the copy's memory. `jnp.array` would copy too, but would compile a program for each shape.
+    copy = np.array(array)
+    return jax.device_put(copy, sharding) if isinstance(sharding, jax.sharding.NamedSharding) else jnp.asarray(copy)
 
 
 def memory_of(value: Any) -> Hashable:
