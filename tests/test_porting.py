@@ -340,3 +340,10 @@ def test_no_program_is_compiled_for_a_shape_and_the_users_arrays_are_copied() ->
         array += 1
     assert not any(array.any() for array in converted.values())
     assert all(isinstance(array, jax.Array) for array in converted.values())
+
+
+def test_converted_arrays_are_replicated_on_the_mesh_that_is_set() -> None:
+    mesh = jax.make_mesh((1,), ("data",))
+    with jax.set_mesh(mesh):
+        converted = porting.from_torch({"w": arrays(3)}, {"params": {"w": np.zeros(3, np.float32)}}, "w -> params/w")
+    assert converted["params"]["w"].sharding == jax.NamedSharding(mesh, jax.P())

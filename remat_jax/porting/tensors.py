@@ -65,9 +65,12 @@ def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
             f"dtype='{kept.name}'"
         )
     sharding = getattr(like, "sharding", None)
-    # Both keep the copy's memory. `jnp.array` would copy too, but would compile a program for each shape.
-    copy = np.array(array)
-    return jax.device_put(copy, sharding) if isinstance(sharding, jax.sharding.NamedSharding) else jnp.asarray(copy)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.device_put(np.array(array), sharding)
+    if not jax.sharding.get_abstract_mesh().empty:
+        return jnp.array(array)  # replicated on the mesh of `jax.set_mesh`
+    # `jnp.array` and `jnp.asarray` would compile a program for each shape. JAX may keep NumPy's memory, so copy the array.
+    return jax.device_put(np.array(array))
 
 
 def memory_of(value: Any) -> Hashable:
