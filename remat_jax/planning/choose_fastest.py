@@ -12,7 +12,7 @@ from remat_jax.cost.count import flops
 from remat_jax.errors import UnsupportedError
 from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.fit_memory import Fit
-from remat_jax.planning.point import Point
+from remat_jax.planning.plan_data import Point
 from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.workload import Workload
 
