@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.apply.replaced import replaced_text
+from remat_jax.apply.blocks import replaced_text
 from remat_jax.errors import ArgumentError, InfeasibleBudget, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
