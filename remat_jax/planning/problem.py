@@ -18,9 +18,8 @@ from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.memory.residuals import residuals
-from remat_jax.memory.shares import Shares, residual_shares
 from remat_jax.planning.blocks import Call, calls
-from remat_jax.planning.division import divided, gathered_bytes
+from remat_jax.planning.division import Shares, divided, gathered_bytes, residual_shares
 from remat_jax.planning.nodes import Node, nodes, residual
 from remat_jax.planning.program import BlockProgram, Price, block_program
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
