@@ -28,8 +28,9 @@ from examples.models import linen
 from remat_jax import compat, solver
 from remat_jax.cost.count import flops
 from remat_jax.hardware.rates import Rates
-from remat_jax.planning.problem import describe, policy_of
+from remat_jax.planning.problem import describe
 from remat_jax.planning.problem import kept_bytes as modelled_bytes
+from remat_jax.planning.translate import policy_of
 from remat_jax.report.tables import format_bytes
 
 BUDGETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

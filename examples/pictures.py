@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from remat_jax.report.bars import BarPanel, BarSegment, PanelBar, bars_picture
 from remat_jax.report.chart import Panel, Series, chart
+from remat_jax.report.stacked_bars import BarPanel, BarSegment, PanelBar, bars_picture
 from remat_jax.report.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, SHAPES, SKY, VERMILLION, Key, Picture
 from remat_jax.report.tables import MISSING, byte_unit, format_ratio, scaled_bytes
 

@@ -13,9 +13,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from remat_jax.apply import nnx as nnx_blocks
-from remat_jax.apply.blocks import under_policies
+from remat_jax.apply.blocks import AS_WRITTEN, OwnCheckpoints, under_policies
 from remat_jax.apply.pytrees import ModelArrays
-from remat_jax.apply.replaced import AS_WRITTEN, OwnCheckpoints
 from remat_jax.apply.scope import checked_block
 from remat_jax.apply.switch import repeated_modules
 from remat_jax.core.marks import Block

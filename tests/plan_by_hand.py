@@ -7,7 +7,7 @@ import flax.linen as nn
 from remat_jax.memory.compile.options import OPTION
 from remat_jax.planning.model import Model
 from remat_jax.planning.plan import Plan
-from remat_jax.planning.point import LayerRow, Part, Point
+from remat_jax.planning.plan_data import LayerRow, Part, Point
 from remat_jax.policy import LayerPolicies, Policy
 
 MIB = 2**20

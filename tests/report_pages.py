@@ -9,7 +9,7 @@ import remat_jax as rj
 from remat_jax.parity.report import ParityReport
 from remat_jax.parity.report_data import Check, MemoryRow, TensorRow
 from remat_jax.planning.model import Model
-from remat_jax.planning.point import Point
+from remat_jax.planning.plan_data import Point
 from tests.plan_by_hand import plan
 from tests.plan_models import MlpLayer, job
 

@@ -20,9 +20,9 @@ from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.measure import measure_many
-from remat_jax.memory.shares import Shares, residual_shares
 from remat_jax.mesh import as_mesh
 from remat_jax.planning import problem
+from remat_jax.planning.division import Shares, residual_shares
 from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, OF_SEQUENCE, POLICIES, small_llama
 from tests.small_models import Mlp
 

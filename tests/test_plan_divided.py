@@ -10,9 +10,8 @@ import pytest
 import remat_jax as rj
 from remat_jax.cost.cost import flat_cost
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.shares import Shares
 from remat_jax.planning.blocks import calls
-from remat_jax.planning.division import divided
+from remat_jax.planning.division import Shares, divided
 from remat_jax.planning.program import block_program
 
 

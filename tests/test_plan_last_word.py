@@ -11,7 +11,7 @@ from remat_jax import compat
 from remat_jax.planning.candidate import Compiled, Load, StepCandidate, Tried
 from remat_jax.planning.choose_fastest import TIME_ERROR, Times, as_written, choose_fastest, counted_flops
 from remat_jax.planning.fit_memory import Fit
-from remat_jax.planning.point import Point, next_bytes
+from remat_jax.planning.plan_data import Point, next_bytes
 from tests.plan_by_hand import plan
 from tests.plan_models import MlpLayer, job
 from tests.test_plan_search import STACK

@@ -21,7 +21,7 @@ from remat_jax.planning.candidate import Compiled
 from remat_jax.planning.explain import named_table
 from remat_jax.planning.fit_memory import predicted
 from remat_jax.planning.model import Model as PlannedModel
-from remat_jax.planning.point import Point
+from remat_jax.planning.plan_data import Point
 from remat_jax.planning.problem import describe
 from remat_jax.planning.propose_candidates import Proposals
 from remat_jax.report.tables import render

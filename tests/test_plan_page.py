@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from remat_jax.planning.page import page, picture, with_plan
-from remat_jax.planning.point import Point, unbeaten
-from remat_jax.report.frontier import FRONTIER, THE_PLAN, FrontierPoint, frontier_figure
+from remat_jax.planning.plan_data import Point, unbeaten
+from remat_jax.report.chart import FRONTIER, THE_PLAN, FrontierPoint, frontier_figure
 from remat_jax.report.svg import NARROW, WIDTH
 from tests.plan_by_hand import MIB, plan
 

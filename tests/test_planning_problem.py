@@ -17,8 +17,8 @@ from remat_jax.errors import BlockError, PlanningError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
 from remat_jax.planning.outcome import parts_of
-from remat_jax.planning.problem import Described, describe, extra_seconds, kept_bytes, policy_of, recompute_flops
-from remat_jax.planning.translate import named_candidate
+from remat_jax.planning.problem import Described, describe, extra_seconds, kept_bytes, recompute_flops
+from remat_jax.planning.translate import named_candidate, policy_of
 from remat_jax.solver.policies import peak_bytes
 from tests.planning_models import RATES, ROWS, WIDTH, Layer, decoder, mlp, step_flops
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from remat_jax.report.stacked import grouped, merged_layers, module_memory_figure, without_common_root
+from remat_jax.report.stacked_bars import grouped, merged_layers, module_memory_figure, without_common_root
 from remat_jax.report.svg import text_width
 
 MIB = 2**20

@@ -17,7 +17,7 @@ from remat_jax.planning.make_plan import leanest
 from remat_jax.planning.model import block_name
 from remat_jax.planning.problem import Described, Kind, extra_seconds, kept_bytes
 from remat_jax.planning.propose_candidates import WORTH_COMPILING
-from remat_jax.planning.selectors import selectors
+from remat_jax.planning.translate import selectors
 from remat_jax.policy import LayerPolicies, Policy
 
 TIMEOUT = 1200.0

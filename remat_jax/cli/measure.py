@@ -32,7 +32,7 @@ from remat_jax.memory.hlo.text import COLLECTIVES
 from remat_jax.memory.measure import measure_many
 from remat_jax.policy import is_off
 from remat_jax.report import format_bytes, table
-from remat_jax.report.stacked import module_memory_figure
+from remat_jax.report.stacked_bars import module_memory_figure
 
 # A progress line shows at most this number of letters of a policy.
 _MOST_LETTERS = 60

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from remat_jax.apply.replaced import replaced_text
+from remat_jax.apply.blocks import replaced_text
 from remat_jax.memory.advice import Advice
 from remat_jax.report.tables import render, table
 

@@ -19,7 +19,7 @@ from remat_jax.memory.measure import measure_many
 from remat_jax.memory.report import MemoryReport
 from remat_jax.memory.residuals import SHOWN_ROWS, Residual, ResidualTable, described, residuals
 from remat_jax.policy import Action, as_block_policy, is_off
-from remat_jax.report.stacked import merged_layers
+from remat_jax.report.stacked_bars import merged_layers
 from remat_jax.report.tables import format_bytes, format_flops, render, table
 from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload

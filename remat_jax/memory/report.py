@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from remat_jax.apply.replaced import replaced_text
+from remat_jax.apply.blocks import replaced_text
 from remat_jax.memory.advice import SHOWN, Advice
 from remat_jax.memory.compile.options import GRAPHS
 from remat_jax.memory.hlo.collectives import Collective, executed

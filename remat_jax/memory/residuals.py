@@ -11,8 +11,8 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply.audit import check_differentiated
+from remat_jax.apply.blocks import replaced_text
 from remat_jax.apply.own_checkpoints import KEPT
-from remat_jax.apply.replaced import replaced_text
 from remat_jax.apply.scope import tracing_anew
 from remat_jax.core import noting_differentiated
 from remat_jax.core.origins import Origin, is_on_host, origin

@@ -14,11 +14,11 @@ from remat_jax.planning import Plan
 from remat_jax.planning.explain import explanation
 from remat_jax.planning.explain import summary as plan_summary
 from remat_jax.planning.page import body as plan_body
-from remat_jax.planning.point import Point
+from remat_jax.planning.plan_data import Point
 from remat_jax.policy import Action
 from remat_jax.report.document import document, escaped
 from remat_jax.report.html_parts import Cell, Column, html_table, stacked_bars
-from remat_jax.report.stacked import ARGUMENTS, KEPT, MOST_MODULES, WORKING, Memory, grouped
+from remat_jax.report.stacked_bars import ARGUMENTS, KEPT, MOST_MODULES, WORKING, Memory, grouped
 from remat_jax.report.tables import format_bytes, format_estimate
 
 _ON_HOST = "in host memory"

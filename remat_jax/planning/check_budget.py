@@ -16,7 +16,7 @@ from remat_jax.hardware.amounts import amount, device_amount
 from remat_jax.memory.advice import largest_advice
 from remat_jax.memory.compile.compiler import Sizes
 from remat_jax.planning.candidate import Tried
-from remat_jax.report.stacked import merged_layers, without_common_root
+from remat_jax.report.stacked_bars import merged_layers, without_common_root
 from remat_jax.report.tables import format_bytes
 from remat_jax.train.parameters import device_bytes
 from remat_jax.workload import Workload

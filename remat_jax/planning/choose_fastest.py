@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remat_jax.apply.replaced import AS_WRITTEN
+from remat_jax.apply.blocks import AS_WRITTEN
 from remat_jax.cost.count import flops
 from remat_jax.errors import UnsupportedError
 from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.fit_memory import Fit
-from remat_jax.planning.point import Point
+from remat_jax.planning.plan_data import Point
 from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.workload import Workload
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from remat_jax.apply.replaced import AS_WRITTEN
+from remat_jax.apply.blocks import AS_WRITTEN
 from remat_jax.errors import BlockError, CompileError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.compiler import Sizes, compile_programs

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat_jax.memory.compile.options import GRAPHS, OPTION
-from remat_jax.planning.plan_data import CUT_SHORT, PlanData, over_budget, plan_point
-from remat_jax.planning.point import LayerRow, Part, Point
+from remat_jax.planning.plan_data import CUT_SHORT, LayerRow, Part, PlanData, Point, over_budget, plan_point
 from remat_jax.policy import NAMED
 from remat_jax.report.tables import format_bytes, format_estimate, table
 

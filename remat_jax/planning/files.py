@@ -16,8 +16,7 @@ from remat_jax.core.marks import CHECKPOINTS
 from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.memory.compile.options import GRAPHS, KINDS, OPTION
 from remat_jax.planning.model import Model, block_key, find_block
-from remat_jax.planning.plan_data import PlanData
-from remat_jax.planning.point import LayerRow, Part, Point
+from remat_jax.planning.plan_data import LayerRow, Part, PlanData, Point
 from remat_jax.policy import LayerPolicies, Policy
 from remat_jax.reading import read_limited
 from remat_jax.report.document import write_whole

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.apply.replaced import replaced_text
+from remat_jax.apply.blocks import replaced_text
 from remat_jax.errors import ArgumentError, InfeasibleBudget, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
@@ -27,8 +27,7 @@ from remat_jax.planning.fit_memory import Fit
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
-from remat_jax.planning.plan_data import CUT_SHORT, NOT_MAXIMAL
-from remat_jax.planning.point import Point
+from remat_jax.planning.plan_data import CUT_SHORT, NOT_MAXIMAL, Point
 from remat_jax.planning.problem import KEEP_ALL, Described, describe, recompute_flops
 from remat_jax.planning.propose_candidates import Proposals, grouped_candidates
 from remat_jax.planning.search_plans import MOST_COMPILED, MOST_RUNS, Search

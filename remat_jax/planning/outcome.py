@@ -12,10 +12,10 @@ from remat_jax.hardware.rates import Rates
 from remat_jax.planning.candidate import FAILED, StepCandidate, Tried, runs, singles
 from remat_jax.planning.choose_fastest import Times
 from remat_jax.planning.model import block_name
-from remat_jax.planning.point import LayerRow, Part, Point, next_bytes, unbeaten
-from remat_jax.planning.problem import Described, Kind, busy_seconds, copy_seconds, policy_of
+from remat_jax.planning.plan_data import LayerRow, Part, Point, next_bytes, unbeaten
+from remat_jax.planning.problem import Described, Kind, busy_seconds, copy_seconds
 from remat_jax.planning.propose_candidates import Proposals
-from remat_jax.planning.translate import choices_of
+from remat_jax.planning.translate import choices_of, policy_of
 from remat_jax.policy import Policy
 from remat_jax.solver import Block, BlockPolicy, Choice, Stack
 

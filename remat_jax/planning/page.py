@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from remat_jax.planning.explain import next_gib, ranked, signed, summary, time_text
-from remat_jax.planning.plan_data import PlanData, over_budget, plan_point
-from remat_jax.planning.point import Part, Point
+from remat_jax.planning.plan_data import Part, PlanData, Point, over_budget, plan_point
+from remat_jax.report.chart import FrontierPoint, frontier_figure
 from remat_jax.report.document import document, escaped
-from remat_jax.report.frontier import FrontierPoint, frontier_figure
 from remat_jax.report.html_parts import Cell, Column, html_picture, html_table, stacked_bars
 from remat_jax.report.svg import WIDTH, Picture
 from remat_jax.report.tables import format_bytes

@@ -18,12 +18,10 @@ from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.memory.residuals import residuals
-from remat_jax.memory.shares import Shares, residual_shares
 from remat_jax.planning.blocks import Call, calls
-from remat_jax.planning.division import divided, gathered_bytes
+from remat_jax.planning.division import Shares, divided, gathered_bytes, residual_shares
 from remat_jax.planning.nodes import Node, nodes, residual
 from remat_jax.planning.program import BlockProgram, Price, block_program
-from remat_jax.planning.selectors import selectors
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
 from remat_jax.train.parameters import device_bytes
 from remat_jax.workload import TrainingStep, Workload
@@ -195,25 +193,6 @@ def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], 
     taken = compat.tree_bytes if target.kind == "cpu" else device_bytes
     # The first argument is the trained parameters. It counts twice, because the gradients have the same size.
     return float(taken((step.local_arguments, step.local_arguments[0])) + max(0, kept - inside))
-
-
-def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
-    """The solver's choice for a block of `kind` as a policy for every block of the kind.
-
-    If the blocks have different paths, the selectors match any path. Raises `PlanningError` if `choice` and `kind` differ in
-    their residuals.
-    """
-    residual_names = [block_residual.name for block_residual in choice.block.residuals]
-    if residual_names != list(kind.residuals):
-        raise PlanningError(
-            f"policy_of: the choice is for a block of {residual_names}, and {kind.name!r} has {list(kind.residuals)}; take the "
-            "block of the same Described."
-        )
-    chosen: dict[str, list[str]] = {"offload": [], "save": []}
-    for names, action in zip(kind.members, choice.choices, strict=True):
-        if action.value == "offload" or (action.value == "save" and names[0] not in kind.program.inputs):
-            chosen[action.value] += names
-    return selectors(chosen, kind.paths, tuple(kind.program.call.block.linearised.candidates))
 
 
 def extra_seconds(described: Described, policy: Any) -> float:

@@ -1,10 +1,17 @@
-"""Translates between choices of the solver, named policies, and policies to apply."""
+"""Translates between choices of the solver, named policies, and policies to apply.
+
+`selectors` turns the residual names of one block into a policy for several blocks.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 from remat_jax.apply.audit import Audit
@@ -12,8 +19,8 @@ from remat_jax.core import marks as marking
 from remat_jax.errors import PlanningError
 from remat_jax.planning.candidate import Choices, Cuts, Load, StepCandidate, block_policies
 from remat_jax.planning.model import block_name
-from remat_jax.planning.problem import Described, Kind, block_seconds, extra_seconds, policy_of
-from remat_jax.policy import LayerPolicies, Policy, as_block_policy
+from remat_jax.planning.problem import Described, Kind, block_seconds, extra_seconds
+from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy
 from remat_jax.solver import Block, BlockPolicy, Choice
 
 
@@ -135,3 +142,77 @@ def _one_or_many(key: marking.Block, layers: dict[int, Policy], cuts: list[int])
     if len(set(layers.values())) == 1 and not cuts:
         return layers[0]
     return LayerPolicies.of([layers[position] for position in range(len(layers))], cuts)
+
+
+def policy_of(kind: Kind, choice: BlockPolicy) -> Policy:
+    """The solver's choice for a block of `kind` as a policy for every block of the kind.
+
+    If the blocks have different paths, the selectors match any path. Raises `PlanningError` if `choice` and `kind` differ in
+    their residuals.
+    """
+    residual_names = [block_residual.name for block_residual in choice.block.residuals]
+    if residual_names != list(kind.residuals):
+        raise PlanningError(
+            f"policy_of: the choice is for a block of {residual_names}, and {kind.name!r} has {list(kind.residuals)}; take the "
+            "block of the same Described."
+        )
+    chosen: dict[str, list[str]] = {"offload": [], "save": []}
+    for names, action in zip(kind.members, choice.choices, strict=True):
+        if action.value == "offload" or (action.value == "save" and names[0] not in kind.program.inputs):
+            chosen[action.value] += names
+    return selectors(chosen, kind.paths, tuple(kind.program.call.block.linearised.candidates))
+
+
+def selectors(chosen: Mapping[str, Sequence[str]], paths: Sequence[str], names: Sequence[str]) -> Policy:
+    """The policy that applies the given action to each residual in `chosen` and recomputes the rest.
+
+    Args:
+      chosen: a dict from action to residual names, as in the block at `paths[0]`.
+      paths: the module paths of all blocks that get the policy.
+      names: all residual names of the block at `paths[0]`.
+
+    >>> selectors({"save": ["a_0/up:add#0"], "offload": []}, ["a_0", "a_1"], ["a_0/up:add#0", "a_0/b/up:add#0"])
+    Policy.parse('recompute: */b/up:add#0; save: */up:add#0')
+    """
+    actions = {name: action for action, listed in chosen.items() for name in listed}
+    if not actions:
+        return Policy.parse("full")
+    if all(path == paths[0] for path in paths):
+        return _policy((_escaped(name), action) for name, action in actions.items())
+    chosen_selectors = [_selector(name, paths[0]) for name in actions]
+    # The selector `*/up` also matches deeper names such as `a/b/up`, so the rules of these names must come first.
+    matched = [name for name in names if any(_matches(selector, name) for selector in chosen_selectors)]
+    actions = {**actions, **{name: "recompute" for name in matched if name not in actions}}
+    rules = [(_selector(name, paths[0]), action) for name, action in actions.items()]
+    wide = {
+        selector
+        for selector, action in rules
+        if any(action != other and _matches(selector, name) for name, other in actions.items())
+    }
+
+    def rank(rule: tuple[str, str]) -> tuple[Any, ...]:
+        selector, action = rule
+        return (True, -len(selector)) if selector in wide else (False, action == "recompute", action)
+
+    return _policy(sorted(rules, key=rank))
+
+
+def _policy(rules: Iterable[tuple[str, str]]) -> Policy:
+    by_action = groupby(dict.fromkeys(rules), key=lambda rule: rule[1])
+    return Policy(tuple(PolicyRule(Action(action), tuple(selector for selector, _ in group)) for action, group in by_action))
+
+
+def _selector(name: str, path: str) -> str:
+    inside = name.startswith((path + "/", path + ":"))
+    return "*" + _escaped(name[len(path) :], glob=True) if inside and path else _escaped(name)
+
+
+def _escaped(name: str, *, glob: bool = False) -> str:
+    """A selector that matches `name`. `?` replaces commas and semicolons, which end selectors; if `glob`, `*?[` are escaped."""
+    if glob:
+        name = re.sub(r"([*?[])", r"[\1]", name)
+    return name.replace(",", "?").replace(";", "?")
+
+
+def _matches(selector: str, name: str) -> bool:
+    return selector == name or fnmatchcase(name, selector)

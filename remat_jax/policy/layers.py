@@ -1,4 +1,7 @@
-"""Policies by layer: runs of consecutive layers, each run under one policy, as plain frozen data."""
+"""Policies by layer as plain frozen data: runs of consecutive layers, each run under one policy, and groups of layers.
+
+A group is consecutive layers inside one checkpoint, which keeps only the first layer's input.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from typing import Any
 
 from remat_jax.errors import PolicyError
 from remat_jax.policy.form import Policy
-from remat_jax.policy.grouping import Group, checked_groups, is_in_groups, series_borders, split_groups
 from remat_jax.policy.text import parse_json
 
 VERSION, CUT_VERSION, GROUP_VERSION = 1, 2, 3
@@ -26,6 +28,9 @@ _GRAMMAR = (
     "'8 × full | 4 × dots' (x means × too), where each run has a policy's name or text; '||' cuts a run, and '8 × full in "
     "groups of 4' puts one checkpoint around each 4 layers"
 )
+Group = tuple[int, int]
+"""The first layer of a group, counted from 0, and the first layer after the group."""
+_IN_GROUPS = re.compile(r"(.*\S)\s+in\s+groups\s+of\s+(\S+)\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,8 +84,8 @@ class LayerPolicies:
         alike_runs = itertools.groupby(checked, key=lambda run: run[1])
         object.__setattr__(self, "runs", tuple((sum(count for count, _ in equal), policy) for policy, equal in alike_runs))
         cuts = _checked_cuts(self.cuts, self.layers)
-        object.__setattr__(self, "groups", checked_groups(self.groups, self.runs, cuts))
-        borders = set(itertools.accumulate(count for count, _ in self.runs)) | series_borders(self.groups)
+        object.__setattr__(self, "groups", _checked_groups(self.groups, self.runs, cuts))
+        borders = set(itertools.accumulate(count for count, _ in self.runs)) | _series_borders(self.groups)
         object.__setattr__(self, "cuts", tuple(sorted(cuts - borders)))
 
     @classmethod
@@ -126,7 +131,7 @@ class LayerPolicies:
             if len(digits) > len(str(MOST_LAYERS)):
                 # int() refuses thousands of digits.
                 raise PolicyError(f"{argument}: a run of {digits[:12]}… layers: expected 1 or more, at most {MOST_LAYERS}.")
-            policy, size = split_groups(match[2].strip(), argument)
+            policy, size = _split_groups(match[2].strip(), argument)
             count = int(digits or 0)
             if size is not None and count <= MOST_LAYERS:
                 groups += [(start, min(start + size, first + count)) for start in range(first, first + count, size)]
@@ -174,7 +179,7 @@ class LayerPolicies:
         [(0, 8), (8, 12)]
         """
         pieces, start = [], 0
-        borders = sorted({*self.cuts, *series_borders(self.groups)})
+        borders = sorted({*self.cuts, *_series_borders(self.groups)})
         for count, policy in self.runs:
             places = [start, *(border for border in borders if start < border < start + count), start + count]
             pieces += [(range(*pair), policy) for pair in itertools.pairwise(places)]
@@ -264,7 +269,7 @@ def _version(data: dict[str, Any]) -> int:
 def is_by_layer(value: object) -> bool:
     """Whether ``value`` is a `LayerPolicies` or the text of policies by layer."""
     if isinstance(value, str):
-        return _RUN.match(value) is not None or is_in_groups(value)
+        return _RUN.match(value) is not None or _is_in_groups(value)
     return isinstance(value, LayerPolicies)
 
 
@@ -291,9 +296,82 @@ def _checked_run(run: Any) -> tuple[int, Policy]:
             f"LayerPolicies: the policy {str(checked)!r} has a selector that contains '| N ×', which starts a "
             "run; write '?' in place of its bar."
         )
-    if is_in_groups(str(checked)):
+    if _is_in_groups(str(checked)):
         raise PolicyError(
             f"LayerPolicies: the policy {str(checked)!r} has a selector that reads like groups of layers; write '?' for a "
             "space."
         )
     return count, checked
+
+
+def _split_groups(text: str, argument: str) -> tuple[str, int | None]:
+    """The policy in a run's text, and the number of layers in each group (None without groups)."""
+    match = _IN_GROUPS.fullmatch(text)
+    if match is None:
+        return text, None
+    size = match[2]
+    if not (size.isascii() and size.isdigit() and len(size) < 8 and int(size)):
+        raise PolicyError(
+            f"{argument}: 'in groups of {size:.20}': a group needs 1 layer or more; write 'N × policy in groups of 4'."
+        )
+    return match[1], int(size)
+
+
+def _is_in_groups(text: str) -> bool:
+    """Whether a text ends in 'in groups of N'."""
+    return _IN_GROUPS.fullmatch(text) is not None
+
+
+def _checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[int]) -> tuple[Group, ...]:
+    """The groups, sorted.
+
+    Raises:
+        PolicyError: a group is not inside one run, contains a cut or overlaps another group, or its policy offloads.
+    """
+    if not isinstance(groups, Sequence) or isinstance(groups, str):
+        raise PolicyError(f"LayerPolicies: groups={groups!r}: expected pairs (first layer, first layer after the group).")
+    checked = sorted(_checked_pair(pair) for pair in groups)
+    borders = [0, *itertools.accumulate(count for count, _ in runs)]
+    cut = set(cuts)
+    last_end = 0
+    for first, end in checked:
+        if first < last_end:
+            raise PolicyError(f"LayerPolicies: groups: layer {first} is in two groups; a layer is in one group at most.")
+        last_end = end
+        run = min(bisect.bisect_right(borders, first), len(runs)) - 1
+        if not borders[run] <= first < end <= borders[run + 1]:
+            raise PolicyError(
+                f"LayerPolicies: groups: the group of layers {first} to {end - 1}: expected layers of one run, such as those "
+                f"from {borders[run]} to {borders[run + 1] - 1}."
+            )
+        inside = cut & set(range(first + 1, end))
+        if inside:
+            raise PolicyError(
+                f"LayerPolicies: a cut before layer {min(inside)} inside the group of layers {first} to {end - 1}: cut between "
+                "groups."
+            )
+        policy = runs[run][1]
+        if policy.offloads:
+            raise PolicyError(
+                f"LayerPolicies: the policy {str(policy)!r} of the layers {first} to {end - 1} offloads inside a group, but a "
+                "group is recomputed as a whole and keeps no residuals of its layers. Use 'full' inside the group, or remove "
+                "the group."
+            )
+    return tuple(checked)
+
+
+def _series_borders(groups: Sequence[Group]) -> set[int]:
+    """The layers before which a series of consecutive groups of equal size begins or ends."""
+    sizes = {first: end - first for first, end in groups}
+    size_before = {end: end - first for first, end in groups}
+    starts = {first for first, size in sizes.items() if size_before.get(first) != size}
+    return starts | (size_before.keys() - sizes.keys())
+
+
+def _checked_pair(pair: Any) -> Group:
+    whole = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+    if not whole or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in pair) or not 0 <= pair[0] < pair[1]:
+        raise PolicyError(
+            f"LayerPolicies: group={pair!r}: expected a pair (first layer, first layer after the group), as in (0, 4)."
+        )
+    return pair[0], pair[1]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat_jax.report.document import escaped
-from remat_jax.report.stacked import Memory, part_letters, stacked_figure
+from remat_jax.report.stacked_bars import Memory, part_letters, stacked_figure
 from remat_jax.report.svg import NARROW, WIDTH, Picture
 from remat_jax.report.tables import MISSING, format_bytes, format_error, format_flops, format_ratio, format_seconds
 

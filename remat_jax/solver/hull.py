@@ -4,6 +4,9 @@ The relaxation lets a run of equal layers use several policies in fractions. Its
 is not yet a column improves the relaxation only if it is cheaper at these prices than the columns. A minimum s-t cut finds the
 cheapest policy (`table`) in milliseconds. If no policy is cheaper, the value of the relaxation is a lower bound on every plan
 (Gilmore and Gomory, Operations Research 9, 1961). Otherwise that value plus the reduced costs is a (Lagrangian) bound.
+
+If a block has few Pareto-optimal policies, all of them are columns from the start. `grow` enumerates them residual by residual
+and prunes dominated partial policies.
 """
 
 from __future__ import annotations
@@ -14,9 +17,21 @@ from dataclasses import replace
 import numpy as np
 
 from remat_jax.errors import SolverError
-from remat_jax.solver.candidates import grow, unbeaten
-from remat_jax.solver.problem import Block, Stack
-from remat_jax.solver.table import EXTRA, HOST, NEED, RECOMPUTE, SAVED, Array, BlockTable, Prices
+from remat_jax.solver.problem import Block, Choice, Stack
+from remat_jax.solver.table import (
+    CHOICES,
+    EXTRA,
+    HOST,
+    NEED,
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    SAVED,
+    UNUSED,
+    Array,
+    BlockTable,
+    Prices,
+)
 
 ROUNDS = 40
 """The maximum number of iterations of column generation."""
@@ -165,3 +180,86 @@ def _swept(table: BlockTable, count: int) -> Array:
     prices += [Prices(dear * weight, 0.0, dear) for weight in (1.0, math.sqrt(count), float(count))]
     tables = [table] if table.link is None else [table, BlockTable(table.block, None)]
     return np.unique(np.stack([each.cheapest(price)[0] for price in prices for each in tables]), axis=0)
+
+
+def unbeaten(points: Array) -> list[int]:
+    """The indices of the Pareto-optimal rows of ``points``, in lexicographic order; of equal rows, only the first.
+
+    >>> unbeaten(np.array([[2.0, 1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 2.0]]))
+    [1, 0]
+    """
+    remaining = np.lexsort(tuple(points.T[::-1]))
+    optimal = []
+    while remaining.size:
+        # In lexicographic order, no later row dominates the first row, unless it is equal.
+        first = remaining[0]
+        optimal.append(int(first))
+        remaining = remaining[(points[remaining] < points[first]).any(axis=1)]
+    return optimal
+
+
+def grow(block: Block, offloads: bool, most: int) -> Array | None:
+    """The codes of all Pareto-optimal policies, shape (policies, residuals); None if there are over ``most`` partial policies.
+
+    The objectives are: bytes saved, bytes that the block needs during its own backward pass, bytes in host memory, and extra
+    seconds. Each objective is monotone in four sums over the residuals: bytes saved, needed and offloaded, and seconds of
+    keeping and recomputing. So a partial policy is pruned if another partial policy is no larger in any sum, and if both
+    leave the same parents of undecided residuals unused.
+
+    >>> from remat_jax.solver.problem import ResidualCosts
+    >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
+    >>> sorted(grow(block, offloads=False, most=100).tolist())  # of x and up: 0 saved, 2 recomputed
+    [[0, 0], [0, 2]]
+    """
+    open_until = _last_uses(block)
+    codes = np.zeros((1, len(block.residuals)), np.int8)
+    # Columns: bytes saved, bytes needed during the backward pass, bytes offloaded, seconds of keeping and recomputing.
+    sums = np.zeros((1, 4))
+    for step, index in enumerate(block.order):
+        choices = [choice for choice in block.residuals[index].choices if offloads or choice is not Choice.OFFLOAD]
+        grown = [_choose(block, index, CHOICES.index(choice), codes, sums) for choice in choices]
+        codes, sums = (np.concatenate(parts) for parts in zip(*grown, strict=True))
+        visible = [residual for residual in block.order[: step + 1] if open_until[residual] > step]
+        kept = _unbeaten_in_groups(codes[:, visible] == UNUSED, sums)
+        if len(kept) > most:
+            return None
+        codes, sums = codes[kept], sums[kept]
+    return codes
+
+
+def _choose(block: Block, index: int, code: int, codes: Array, sums: Array) -> tuple[Array, Array]:
+    """The partial policies and sums after one more choice; a policy that would recompute from an unused parent is dropped."""
+    if code == RECOMPUTE:
+        legal = (codes[:, list(block.parents[index])] != UNUSED).all(axis=1)
+        codes, sums = codes[legal], sums[legal]
+    codes = codes.copy()
+    codes[:, index] = code
+    residual = block.residuals[index]
+    fetched, recomputed = block.fetched_share * residual.bytes, block.recomputed_share * residual.bytes
+    added = {
+        SAVE: (residual.bytes, residual.bytes, 0.0, residual.kept_seconds),
+        OFFLOAD: (0.0, fetched, residual.bytes, residual.kept_seconds),
+        RECOMPUTE: (0.0, recomputed, 0.0, residual.seconds or 0.0),
+        UNUSED: (0.0, 0.0, 0.0, 0.0),
+    }
+    return codes, sums + added[code]
+
+
+def _last_uses(block: Block) -> list[int]:
+    """For each residual, the place in `Block.order` of its last child; -1 if it has no child or the backward pass reads it."""
+    last_use = [-1] * len(block.residuals)
+    for step, index in enumerate(block.order):
+        for parent in block.parents[index]:
+            if not block.residuals[parent].needed:
+                last_use[parent] = step
+    return last_use
+
+
+def _unbeaten_in_groups(flags: Array, sums: Array) -> list[int]:
+    """The indices of the rows of ``sums`` that are Pareto-optimal among the rows with equal ``flags``."""
+    _, groups = np.unique(flags, axis=0, return_inverse=True)
+    optimal: list[int] = []
+    for group in range(int(groups.max()) + 1):
+        rows = np.flatnonzero(groups.ravel() == group)
+        optimal += [int(rows[index]) for index in unbeaten(sums[rows])]
+    return optimal

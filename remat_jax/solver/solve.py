@@ -2,9 +2,9 @@
 
 `hull` solves the linear relaxation by column generation (Gilmore and Gomory, Operations Research 9, 1961), with a minimum s-t
 cut per block (`table`; Picard, Management Science 22, 1976). The relaxation gives the lower bound and the prices of memory, its
-dual values. `shares` then finds a first plan by a dynamic program for a multiple-choice knapsack (Kellerer, Pferschy and
-Pisinger, *Knapsack Problems*, 2004, chapter 11). `mix` improves one kind of block at a time, in the memory that the other kinds
-leave, until no kind gets faster. ``docs/how/planner.md`` states the guarantees and the gaps to the lower bound.
+dual values. `mix.shared` then finds a first plan by a dynamic program for a multiple-choice knapsack (Kellerer, Pferschy and
+Pisinger, *Knapsack Problems*, 2004, chapter 11). `mix.best_mix` improves one kind of block at a time, in the memory that the
+other kinds leave, until no kind gets faster. ``docs/how/planner.md`` states the guarantees and the gaps to the lower bound.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import numpy as np
 
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.solver.hull import Hull
-from remat_jax.solver.mix import Room, Runs, best_mix, orders, orders_beside
+from remat_jax.solver.mix import Room, Runs, best_mix, mixes_of_two, orders, orders_beside, runs_of, shared
 from remat_jax.solver.policies import BlockPolicy, StackPlan, stack_plan
 from remat_jax.solver.problem import Block, Stack, check_budget, check_count
-from remat_jax.solver.shares import mixes_of_two, runs_of, shared
 from remat_jax.solver.table import CHOICES, EXTRA, HOST, NEED, SAVED, Array, Prices
 
 MOST_POLICIES = 3

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from remat_jax.solver.candidates import grow, unbeaten
+from remat_jax.solver.hull import grow, unbeaten
 from remat_jax.solver.policies import BlockPolicy
 from remat_jax.solver.problem import Block, Choice, HostLink
 from tests.solver_oracles.exact import Prices, cheapest_policy
