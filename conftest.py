@@ -84,7 +84,7 @@ def pytest_configure() -> None:
         return
     import jax
 
-    jax.monitoring.register_event_duration_secs_listener(_record_lowered)
+    jax.monitoring.register_event_duration_secs_listener(_count_lowered)
     # Only LLVM's passes are skipped, and fusions use XLA's older emitter, which takes a third of the time. XLA's own passes
     # and its memory assignment are unchanged.
     jax.config.update("jax_disable_most_optimizations", True)
@@ -96,28 +96,27 @@ def pytest_configure() -> None:
 
 
 MOST_LOWERED = 1000
-_lowered: list[str] = []
-"""The events of programs that were lowered since JAX's caches were cleared."""
+_lowered = {"programs": 0}
+"""The number of programs lowered since JAX's caches were cleared."""
 
 
-def _record_lowered(event: str, *_: Any, **__: Any) -> None:
-    if event.endswith("jaxpr_to_mlir_module_duration"):
-        _lowered.append(event)
+def _count_lowered(event: str, *_: Any, **__: Any) -> None:
+    _lowered["programs"] += event.endswith("jaxpr_to_mlir_module_duration")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_this_file_alone() -> None:
     """Exclude objects of imports and of earlier files from garbage collection: a full collection would take half a second.
 
-    Tests that count live bytes collect often. JAX's caches keep an MLIR context for each lowered program, and the next
-    lowering takes longer, the more contexts exist: 5 ms at first, 14 ms after 2,000 programs. So the caches are cleared.
+    Tests that count live bytes collect often. JAX's caches keep an MLIR context for each lowered program. Each context takes
+    memory and slows the next lowering, so the caches are cleared after many programs.
     """
-    if len(_lowered) > MOST_LOWERED:
+    if _lowered["programs"] > MOST_LOWERED:
         import jax
 
         jax.clear_caches()
         gc.unfreeze()
-        _lowered.clear()
+        _lowered["programs"] = 0
     gc.collect()
     gc.freeze()
 

@@ -13,6 +13,7 @@ import remat_jax as rj
 from remat_jax import porting
 from remat_jax.errors import PortingError
 from remat_jax.porting import Rules, Transform
+from remat_jax.porting.tensors import as_jax
 
 RULES = """
     embed.weight -> params/embed/embedding | scale(4)
@@ -331,14 +332,22 @@ def test_a_part_of_a_stack_that_no_rule_speaks_of_is_named() -> None:
 
 def test_no_program_is_compiled_for_a_shape_and_the_users_arrays_are_copied() -> None:
     lowered: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: lowered.append(event))
+
+    def record(event: str, *_: Any, **__: Any) -> None:
+        lowered.append(event)
+
     state = {f"w{i}": np.zeros((41, i), np.float32) for i in range(1, 6)}
     shapes = {"params": {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in state.items()}}
-    converted = porting.from_torch(state, shapes, "{name} -> params/{name}")["params"]
+    jax.monitoring.register_event_duration_secs_listener(record)
+    try:
+        converted = porting.from_torch(state, shapes, "{name} -> params/{name}")["params"]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(record)
     assert not [event for event in lowered if "jaxpr_to_mlir" in event]
+    copies = [as_jax(array) for array in state.values()]
     for array in state.values():
         array += 1
-    assert not any(array.any() for array in converted.values())
+    assert not any(array.any() for array in [*converted.values(), *copies])
     assert all(isinstance(array, jax.Array) for array in converted.values())
 
 

@@ -314,8 +314,7 @@ def _check_devices(leaf: Any, n: int, axis: int, part: str, positions: str) -> N
     length = leaf.shape[axis]
     if length // n % devices:
         fitting = [count for count in range(1, length + 1) if length % (count * devices) == 0]
-        possible = f"n can be {', '.join(map(str, fitting))}; or " if fitting else ""
         raise ArgumentError(
-            f"n={n}: {part} has {length // n} {positions}, which do not divide over the {devices} devices of {entry!r}; "
-            f"{possible}take a larger batch"
+            f"n={n}: {part} has {length // n} {positions}, which do not divide over the {devices} devices of {entry!r}; n can "
+            f"be {', '.join(map(str, fitting))}; or take a larger batch"
         )
