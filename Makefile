@@ -101,7 +101,7 @@ figures: $(STAMP)  ## write the figures of the pages by the commands that print 
 	$(BIN)/python -m benchmarks.figures $(ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: $(STAMP)  ## measure twelve steps on this machine's GPU, in nine minutes
+bench-gpu: $(STAMP)  ## measure sixteen steps on this machine's GPU, in nine minutes
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 .PHONY: wheel

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu --output DIR`: twelve steps on this machine's GPU, estimated and measured, within nine minutes.
+"""`python -m benchmarks.gpu --output DIR`: sixteen steps on this machine's GPU, estimated and measured, within nine minutes.
 
 The device is calibrated first. Then the steps run: a deep MLP and the decoder, unrolled and scanned, under policies with and
 without offload and under plans. PyTorch's decoder runs without checkpoints, with them, and with pinned offload. The table

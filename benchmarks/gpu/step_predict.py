@@ -1,6 +1,8 @@
 """Estimates of the steps: `python -m benchmarks.gpu.step_predict REQUEST FILE`, during the run but without its GPU.
 
-`python -m benchmarks.gpu.step_predict h200` prints the estimates of the steps for a target, at their full sizes.
+`python -m benchmarks.gpu.step_predict h200` prints the estimates of the steps for a target, at their full sizes. With
+`--output FILE` it also writes the lines that `python -m benchmarks.gpu --predicted FILE` runs, so that no time on the GPU is
+needed to plan.
 
 Each step is appended to FILE as a line of JSON: its policies, its memory, and its estimated seconds at the target's nominal
 and calibrated rates. Plans are made here; a plan's line has the compiler options that it needs.
@@ -8,6 +10,7 @@ and calibrated rates. Plans are made here; a plan's line has the compiler option
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +20,7 @@ from typing import Any
 
 import remat_jax as rj
 from benchmarks.figures import markdown
-from benchmarks.gpu.steps import LARGE, ORDER, PLAN, SHARE, Shape, workload
+from benchmarks.gpu.steps import LARGE, ORDER, PLANS, Shape, workload
 from remat_jax.errors import RematError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport
@@ -35,9 +38,9 @@ def predict(
       targets: by the names `nominal` and `calibrated`, the targets to estimate seconds for; plans are made for `calibrated`.
     """
     work = cache(lambda model: workload(model, shapes[model]))
-    for model, policy in sorted(steps, key=lambda step: step[1] == PLAN):
+    for model, policy in sorted(steps, key=lambda step: step[1] in PLANS):
         try:
-            told = _plan(work(model), targets) if policy == PLAN else _named(work(model), policy, targets)
+            told = _plan(work(model), PLANS[policy], targets) if policy in PLANS else _named(work(model), policy, targets)
         except RematError as error:
             told = {"refused": str(error)[:300]}
         tell({"model": model, "policy": policy, **told})
@@ -49,10 +52,10 @@ def _named(whole: rj.Workload, policy: str, targets: dict[str, str]) -> Line:
     return {"policies": policies} | _told(whole, policy, targets)
 
 
-def _plan(whole: rj.Workload, targets: dict[str, str]) -> Line:
+def _plan(whole: rj.Workload, share: float, targets: dict[str, str]) -> Line:
     target = target_named(targets["calibrated"])
     least, most = (rj.measure(whole, name, target).device_bytes for name in ("full", "off"))
-    budget = least + round(SHARE * (most - least))
+    budget = least + round(share * (most - least))
     plan = rj.plan(whole, budget, target, timeout=240)
     options = dict(plan.compiler_options)
     policy = "off" if plan.is_off else dict(plan.policies)
@@ -76,21 +79,35 @@ def _seconds(report: MemoryReport, whole: rj.Workload, policy: Any, target: str)
 
 
 def main() -> None:
-    """Report the steps of the request to a file, or print those of a target."""
-    if len(sys.argv) == 2:
-        lines: list[Line] = []
-        predict(ORDER, LARGE, {"nominal": sys.argv[1], "calibrated": sys.argv[1]}, lines.append)
-        columns = ["model, policy", "device GB", "host GB", "estimated ms"]
-        print(markdown(columns, [_cells(line) for line in lines]))
+    """Write the steps of a request to its file, or print those of a target."""
+    if sys.argv[1].startswith("{"):
+        request = json.loads(sys.argv[1])
+        shapes = {model: Shape(**shape) for model, shape in request["shapes"].items()}
+        predict([tuple(step) for step in request["steps"]], shapes, request["targets"], _writer(Path(sys.argv[2])))
         return
-    request, path = json.loads(sys.argv[1]), Path(sys.argv[2])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.step_predict", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("target")
+    parser.add_argument("--output", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    write = _writer(options.output) if options.output else None
+    lines: list[Line] = []
 
     def tell(line: Line) -> None:
+        lines.append(line)
+        if write is not None:
+            write(line)
+
+    predict(ORDER, LARGE, {"nominal": options.target, "calibrated": options.target}, tell)
+    columns = ["model, policy", "device GB", "host GB", "estimated ms"]
+    print(markdown(columns, [_cells(line) for line in lines]))
+
+
+def _writer(path: Path) -> Callable[[Line], None]:
+    def write(line: Line) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    shapes = {model: Shape(**shape) for model, shape in request["shapes"].items()}
-    predict([tuple(step) for step in request["steps"]], shapes, request["targets"], tell)
+    return write
 
 
 def _cells(line: Line) -> tuple[str, ...]:

@@ -26,14 +26,12 @@ class Shape:
     length: int
 
 
-LARGE = {"scanned": Shape(16, 2048, 8, 1024), "unrolled": Shape(12, 1536, 8, 1024), "mlp": Shape(16, 4096, 32, 2048)}
+LARGE = {"scanned": Shape(16, 2048, 8, 1024), "unrolled": Shape(12, 1536, 8, 1024), "mlp": Shape(16, 4096, 16, 2048)}
 TINY = {name: Shape(3, 32, 2, 16) for name in LARGE}
-PLAN = "plan"
-SHARE = 0.5
-"""A plan's budget, as a share of the way from the memory of `full` to that of `off`."""
+PLANS = {"plan at 10 %": 0.1, "plan at 50 %": 0.5}
+"""The plans' budgets, as shares of the way from the memory of `full` to that of `off`."""
 
-# The most important steps come first, in case time runs out. A plan is the last step of its model, because the planner works
-# meanwhile.
+# The most important steps come first, in case time runs out. Plans come last, because the planner works meanwhile.
 ORDER = (
     ("unrolled", "off"),
     ("unrolled", "full"),
@@ -45,10 +43,9 @@ ORDER = (
     ("mlp", "full"),
     ("mlp", "offload_inputs"),
     ("scanned", "dots_with_no_batch_dims"),
-    ("unrolled", PLAN),
-    ("mlp", PLAN),
+    *((model, plan) for plan in PLANS for model in ("unrolled", "scanned", "mlp")),
 )
-"""Model and policy of the twelve steps."""
+"""Model and policy of the sixteen steps."""
 PEERS = ("off", "checkpoint", "offload")
 """The modes in which PyTorch runs the unrolled decoder; its offload is to pinned memory."""
 
