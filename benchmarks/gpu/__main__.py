@@ -83,9 +83,14 @@ class Run:
         return self.ends - RESERVE_SECONDS - time.monotonic()
 
     def go(self) -> None:
-        """Calibrate, start the predictor, run PyTorch meanwhile, then each step as soon as it is predicted."""
-        self.calibrate()
-        predictor = None if self.options.predicted else self.start_predictor()
+        """Calibrate, start the predictor, run PyTorch meanwhile, then each step as soon as it is predicted.
+
+        Steps that were predicted before need no calibration.
+        """
+        predictor = None
+        if not self.options.predicted:
+            self.calibrate()
+            predictor = self.start_predictor()
         try:
             self.run_peers()
             self.run_steps(predictor)

@@ -32,6 +32,7 @@ from remat_jax.planning.problem import KEEP_ALL, Described, describe, recompute_
 from remat_jax.planning.propose_candidates import Proposals, grouped_candidates
 from remat_jax.planning.search_plans import MOST_COMPILED, MOST_RUNS, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
+from remat_jax.planning.without_triton import PLANNED_FOR_LESS, fitting_without_triton
 from remat_jax.policy import NAMED, LayerPolicies, is_off
 from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
@@ -45,7 +46,7 @@ _TRACED_ERROR = 0.1
 best step by up to this share of the step's time may still be compiled."""
 
 # Notes with these beginnings describe the search or give advice. All other notes affect the plan's step and are also warnings.
-_OF_THE_SEARCH = ("Not shown", "Left out", "The policy replaces", "Beyond the blocks", "As compiled")
+_OF_THE_SEARCH = ("Not shown", "Left out", "The policy replaces", "Beyond the blocks", "As compiled", PLANNED_FOR_LESS)
 
 
 def plan(
@@ -63,8 +64,8 @@ def plan(
     few policies is compiled, and so is the fastest named policy predicted to fit. The compiled memory corrects the predicted
     memory, and the problem is solved again. If a named policy may fit, and its traced time estimate is below that of the
     search's best step, it is compiled, or a note names it. On a GPU target, the plan is chosen from the compiled steps by the
-    times of their schedules. `docs/how/planner.md` states the exact guarantees. On a mesh, all figures but `recompute_flops`
-    are per device.
+    times of their schedules, and fits with Triton's and with cuBLAS's matmuls, or a note says by how much it does not.
+    `docs/how/planner.md` states the exact guarantees. On a mesh, all figures but `recompute_flops` are per device.
 
     Args:
       workload: a workload with a loss, not one made by `Workload.from_step`.
@@ -98,8 +99,13 @@ def plan(
     device, host = budget_bytes(budget, target), host_budget_bytes(host_budget)
     _check(workload, timeout, target)
     check_arguments_fit(workload, device)
+    say = progress or _silent
     with silenced(), Kernels.temporary() as kernels:
-        made = _Planner(workload, device, target, host, timeout, progress or _silent, kernels).plan()
+
+        def plan_for(budget: int, timeout: float) -> Plan:
+            return _Planner(workload, budget, target, host, timeout, say, kernels).plan()
+
+        made = fitting_without_triton(plan_for, workload, device, target, timeout, say, kernels)
     warn(note for note in made.notes if not note.startswith(_OF_THE_SEARCH))
     return made
 

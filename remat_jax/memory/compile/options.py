@@ -42,6 +42,13 @@ LARGEST_FACTOR = 95
 _AVAILABLE_PERCENT = 80
 """On a GPU that is described but not attached, XLA takes this percentage of the memory as available."""
 
+WITHOUT_TRITON: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+"""The options for a step in which no matmul is Triton's.
+
+Without a GPU, XLA takes Triton for every matmul. A GPU takes the faster kernel, often cuBLAS's, into which XLA fuses less. A
+step then needed up to 9 % more memory (`docs/notes/steps_on_a_gpu.md`).
+"""
+
 GRAPHS = "xla_gpu_enable_command_buffer"
 """The option that lists the kinds of operation in CUDA graphs."""
 KINDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"

@@ -1,0 +1,81 @@
+"""A plan's memory on a GPU whose matmuls are cuBLAS's, and the plan that fits with them too."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from remat_jax.errors import InfeasibleBudget
+from remat_jax.hardware import Target
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.options import OPTION, WITHOUT_TRITON, Kernels
+from remat_jax.planning.check_budget import check_arguments_fit
+from remat_jax.planning.compile_candidates import Progress
+from remat_jax.planning.plan import Plan
+from remat_jax.report.tables import format_bytes
+from remat_jax.workload import Workload
+
+PLANNED_FOR_LESS = "Planned for"
+
+
+def fitting_without_triton(
+    plan_for: Callable[[int, float], Plan],
+    workload: Workload,
+    budget: int,
+    target: Target,
+    timeout: float,
+    progress: Progress,
+    kernels: Kernels,
+) -> Plan:
+    """The plan for `budget` bytes, or one for less if the first exceeds `budget` without Triton's matmuls.
+
+    Without a GPU, XLA takes Triton for every matmul. A GPU takes the faster kernel, often cuBLAS's, and then a step may need
+    more memory. So the plan's step is compiled once more, without Triton. If it exceeds the budget, a second plan is made for a
+    budget that is smaller by the difference between both compilations, and has a note. If the second plan exceeds the budget
+    too, or time is up, the first is returned with a note.
+
+    Args:
+      plan_for: makes a plan for a budget in bytes within a number of seconds.
+      timeout: the seconds for everything.
+
+    Raises:
+      InfeasibleBudget: as `plan_for` does for `budget`.
+    """
+    ends = time.monotonic() + timeout
+
+    def left() -> float:
+        return ends - time.monotonic()
+
+    def bytes_without_triton(made: Plan, limit: int) -> int:
+        progress("compiling the plan without Triton", len(made.tried), len(made.tried))
+        program = export_step("the plan", workload.step("off" if made.is_off else dict(made.policies)), target)
+        sizes = compile_programs(
+            [program],
+            target,
+            timeout=max(1.0, left()),
+            compiler_options=WITHOUT_TRITON,
+            memory_limit=limit if OPTION in made.compiler_options else None,
+            kernels=kernels,
+        )
+        return sizes[program.key].device
+
+    first = plan_for(budget, timeout)
+    if target.kind != "gpu" or left() <= 0 or (needed := bytes_without_triton(first, budget)) <= budget:
+        return first
+    smaller, used = budget - (needed - first.device_bytes), timeout - left()
+    if used < left():
+        with contextlib.suppress(InfeasibleBudget):
+            check_arguments_fit(workload, smaller)
+            second = plan_for(smaller, left())
+            if bytes_without_triton(second, smaller) <= budget:
+                note = (
+                    f"{PLANNED_FOR_LESS} {format_bytes(smaller)} instead of {format_bytes(budget)}, which the first "
+                    "plan may exceed on the GPU, because XLA chooses the kernel of each matmul there"
+                )
+                return replace(second, notes=(*second.notes, note))
+    over = f"{format_bytes(needed - budget)} more than the budget ({100 * needed / budget - 100:.1f} %)"
+    note = f"On the GPU the step may need {over}, because XLA chooses the kernel of each matmul there; try a smaller budget"
+    return replace(first, notes=(*first.notes, note))

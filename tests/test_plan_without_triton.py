@@ -1,0 +1,53 @@
+"""A plan for a GPU fits whichever kernels XLA chooses there: Triton's, which it takes without a GPU, or cuBLAS's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.hardware import target
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.options import WITHOUT_TRITON
+from remat_jax.planning import without_triton
+from tests.plan_models import job
+
+pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+MIB = 2**20
+MAY_EXCEED = "On the GPU the step may need"
+
+
+def bytes_without_triton(work: rj.Workload, policies: object) -> int:
+    program = export_step("step", work.step(policies), target("h200"))
+    return compile_programs([program], target("h200"), timeout=60, compiler_options=WITHOUT_TRITON)["step"].device
+
+
+@pytest.fixture(scope="module")
+def work() -> rj.Workload:
+    return job(rows=65536, layers=6)
+
+
+def test_a_plan_fits_with_cublas_too(work, monkeypatch) -> None:
+    """The fastest plan within 216 MiB exceeds it without Triton, so the plan is a slower one that does not."""
+    with monkeypatch.context() as patched:
+        nothing = SimpleNamespace(device=0)
+        patched.setattr(without_triton, "compile_programs", lambda programs, *_, **__: {programs[0].key: nothing})
+        greedy = rj.plan(work, "216 MiB", "h200")
+    assert greedy.device_bytes <= 216 * MIB < bytes_without_triton(work, dict(greedy.policies))
+    plan = rj.plan(work, "216 MiB", "h200")
+    needed = bytes_without_triton(work, dict(plan.policies))
+    assert plan.device_bytes <= plan.budget < 216 * MIB and needed <= 216 * MIB and plan.seconds > greedy.seconds
+    assert plan.notes[-1].startswith(f"Planned for {plan.budget / MIB:.1f} MiB instead of 216.0 MiB")
+    assert not any(note.startswith(MAY_EXCEED) for note in plan.notes)
+    assert rj.measure(work, dict(plan.policies), "h200").device_bytes == plan.device_bytes
+
+
+def test_an_excess_that_no_plan_avoids_is_said(work) -> None:
+    """`full` needs 120 MiB with Triton and 184 without; nothing needs less."""
+    with pytest.warns(rj.RematWarning, match=MAY_EXCEED):
+        plan = rj.plan(work, "152 MiB", "h200")
+    excess = bytes_without_triton(work, dict(plan.policies)) - 152 * MIB
+    assert f"may need {excess / MIB:.1f} MiB more than the budget ({100 * excess / 152 / MIB:.1f} %)" in plan.notes[-1]
