@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from remat_jax.errors import InfeasibleBudget
+from remat_jax.errors import CompileError, InfeasibleBudget
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
@@ -65,9 +65,9 @@ def fitting_without_triton(
     first = plan_for(budget, timeout)
     if target.kind != "gpu" or left() <= 0 or (needed := bytes_without_triton(first, budget)) <= budget:
         return first
-    smaller, used = budget - (needed - first.device_bytes), timeout - left()
-    if used < left():
-        with contextlib.suppress(InfeasibleBudget):
+    smaller = budget - (needed - first.device_bytes)
+    if left() > 0:
+        with contextlib.suppress(InfeasibleBudget, CompileError):  # CompileError: nothing fits before the timeout
             check_arguments_fit(workload, smaller)
             second = plan_for(smaller, left())
             if bytes_without_triton(second, smaller) <= budget:
