@@ -29,7 +29,8 @@ ON_GPU = (
 if not ON_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# An unknown flag ends the process: later versions of XLA have no second fusion emitter to choose.
+# Only for the JAX that constraints.txt pins: later versions of XLA have no second fusion emitter to choose, and an unknown flag
+# ends the process.
 IN_A_HURRY = (
     ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
     if importlib.metadata.version("jax").startswith("0.10.")
@@ -85,6 +86,8 @@ def pytest_configure() -> None:
         return
     import jax
 
+    if IN_A_HURRY:
+        _share_mlir_contexts()
     jax.monitoring.register_event_duration_secs_listener(_count_lowered)
     # Only LLVM's passes are skipped, and fusions use XLA's older emitter, which takes a third of the time. XLA's own passes
     # and its memory assignment are unchanged.
@@ -94,6 +97,23 @@ def pytest_configure() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {' '.join(IN_A_HURRY)}".strip())
         jax.devices()  # XLA reads its flags once, as it starts
+
+
+LOWERED_TOGETHER = 200
+
+
+def _share_mlir_contexts() -> None:
+    """Lower many programs in one MLIR context: making one takes longer than lowering a single operation, and JAX keeps it."""
+    from jax._src.interpreters import mlir
+
+    make, shared = mlir.make_ir_context, list[Any]()
+
+    def context() -> Any:
+        if not shared:
+            shared.extend([make()] * LOWERED_TOGETHER)
+        return shared.pop()
+
+    mlir.make_ir_context = context
 
 
 LOCAL_VARIABLES = 70_000

@@ -16,6 +16,7 @@ from remat_jax.solver import Block, BlockPolicy, HostLink, Prices, ResidualCosts
 from remat_jax.solver.table import BlockTable
 from tests.solver_oracles import executable, ranges, solve_counts, verify
 
+STACKS = 150
 LLAMA = json.loads((Path(__file__).parent / "vectors" / "llama8b_layer.json").read_text())
 
 
@@ -62,9 +63,9 @@ def with_traffic(stack, draw):
 
 @pytest.fixture(scope="module")
 def beside_the_exact():
-    """For 500 random stacks, each at one budget: the plan, the exact programme's plan, and the stack."""
+    """For random stacks, each at one budget: the plan, the exact programme's plan, and the stack."""
     cases = []
-    for seed in range(500):
+    for seed in range(STACKS):
         draw = random.Random(seed)
         stack, host = drawn(draw)
         solver = Solver(stack)
@@ -84,9 +85,9 @@ def beside_the_exact():
     return cases
 
 
-def test_500_random_stacks_are_planned_as_the_exact_programme_plans_them(beside_the_exact):
+def test_random_stacks_are_planned_as_the_exact_programme_plans_them(beside_the_exact):
     slower = [max(0.0, plan.seconds - exact.seconds) / exact.seconds for plan, exact, _ in beside_the_exact]
-    assert len(slower) >= 490
+    assert len(slower) >= 0.98 * STACKS
     assert np.mean(np.array(slower) > 1e-6) <= 0.06 and np.quantile(slower, 0.99) <= 0.02 and max(slower) <= 0.25
 
 

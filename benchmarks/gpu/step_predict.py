@@ -2,7 +2,7 @@
 
 `python -m benchmarks.gpu.step_predict h200` prints the estimates of the steps for a target, at their full sizes. With
 `--output FILE` it also writes the lines that `python -m benchmarks.gpu --predicted FILE` runs, so that no time on the GPU is
-needed to plan.
+needed to plan. With `--steps gpu.json` it estimates the steps of a run again, such as under other XLA_FLAGS.
 
 Each step is appended to FILE as a line of JSON: its policies, its memory, and its estimated seconds at the target's nominal
 and calibrated rates. Plans are made here; a plan's line has the compiler options that it needs.
@@ -88,7 +88,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.step_predict", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("target")
     parser.add_argument("--output", type=Path, metavar="FILE")
+    parser.add_argument("--steps", type=Path, metavar="FILE", help="a gpu.json")
     options = parser.parse_args()
+    targets = {"nominal": options.target, "calibrated": options.target}
     write = _writer(options.output) if options.output else None
     lines: list[Line] = []
 
@@ -97,9 +99,25 @@ def main() -> None:
         if write is not None:
             write(line)
 
-    predict(ORDER, LARGE, {"nominal": options.target, "calibrated": options.target}, tell)
-    columns = ["model, policy", "device GB", "host GB", "estimated ms"]
+    if options.steps:
+        _predict_again(json.loads(options.steps.read_text(encoding="utf-8")), targets, tell)
+    else:
+        predict(ORDER, LARGE, targets, tell)
+    columns = ["model, policy", "device GB", "host GB", "estimated ms", *["peak GB"][: bool(options.steps)]]
     print(markdown(columns, [_cells(line) for line in lines]))
+
+
+def _predict_again(run: dict[str, Any], targets: dict[str, str], tell: Callable[[Line], None]) -> None:
+    """Report the steps of a run that were measured, with their measured peak."""
+    work = cache(lambda model: workload(model, Shape(**run["shapes"][model])))
+    for row in run["rows"]:
+        if "measured_peak_bytes" in row and "policies" in row:
+            whole = work(row["model"])
+            blocks = {getattr(block, "__name__", block): block for block in whole.blocks}
+            policy = {blocks[name]: text for name, text in row["policies"].items()} or "off"
+            limit = row["budget"] if row.get("compiler_options") else None
+            kept = {key: row[key] for key in ("model", "policy", "measured_peak_bytes")}
+            tell(kept | _told(whole, policy, targets, limit))
 
 
 def _writer(path: Path) -> Callable[[Line], None]:
@@ -115,7 +133,8 @@ def _cells(line: Line) -> tuple[str, ...]:
     if "refused" in line:
         return name, line["refused"], "", ""
     figures = line["device_bytes"] / 1e9, line["host_bytes"] / 1e9, line["estimated_seconds"]["nominal"] * 1e3
-    return name, *(f"{figure:.2f}" for figure in figures)
+    peak = [line["measured_peak_bytes"] / 1e9] if "measured_peak_bytes" in line else []
+    return name, *(f"{figure:.2f}" for figure in (*figures, *peak))
 
 
 if __name__ == "__main__":
