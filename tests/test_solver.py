@@ -16,7 +16,7 @@ from remat_jax.solver import Block, BlockPolicy, HostLink, Prices, ResidualCosts
 from remat_jax.solver.table import BlockTable
 from tests.solver_oracles import executable, ranges, solve_counts, verify
 
-STACKS = 150
+STACKS = 250
 LLAMA = json.loads((Path(__file__).parent / "vectors" / "llama8b_layer.json").read_text())
 
 
