@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import cpu, steps_cpu
+from benchmarks import cpu, lines, steps_cpu
 from benchmarks.__main__ import main as cpu_main
 from benchmarks.gpu import __main__ as steps_command
 from benchmarks.gpu import child, judge, step_predict, step_run
@@ -23,8 +23,8 @@ from benchmarks.gpu.gradients import compare, compare_and_keep
 from benchmarks.gpu.job import SMALL, Job, Size, load_arrays, make_weights, parameter_shapes, save_arrays
 from benchmarks.gpu.rows import JAX_REFERENCE, ORDER, TORCH_REFERENCE, Case, Row, relate, table
 from benchmarks.gpu.steps import ORDER as STEPS
-from benchmarks.gpu.steps import PLAN, TINY, StepJob
-from benchmarks.record import write_json
+from benchmarks.gpu.steps import PLANS, TINY, StepJob
+from benchmarks.record import ROOT, write_json
 from examples.models import linen, weights
 from remat_jax.hardware import target as target_named
 
@@ -245,6 +245,15 @@ def test_more_flops_or_more_memory_than_by_hand_is_a_problem_and_time_is_not() -
     assert "× 9.000" in cpu.table([[peer, ours]])
 
 
+def test_lines_are_counted_by_kind_and_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    counted = lines.kinds_of_lines('"""Doc."""\n\nimport os\n\n# Why.\nX = os.name  # code\nY = """text\n\n"""\n')
+    assert counted == {"docstring": 1, "blank": 3, "import": 1, "comment": 1, "code": 3}
+    lines.main()
+    _, _, total, *kinds = (cell.replace(",", "") for cell in capsys.readouterr().out.splitlines()[-1].strip(" |").split(" | "))
+    assert int(total) == sum(map(int, kinds))
+    assert int(total) == sum(len(path.read_text().splitlines()) for path in ROOT.glob("remat_jax/**/*.py"))
+
+
 def test_unstacked_gradients_are_compared_layer_by_layer() -> None:
     stacked = {"layers": {"kernel": np.arange(6.0).reshape(2, 3)}}
     assert weights.flatten(weights.unstack_layers(stacked)).keys() == {"layers_0/kernel", "layers_1/kernel"}
@@ -253,11 +262,11 @@ def test_unstacked_gradients_are_compared_layer_by_layer() -> None:
 # Steps on a GPU: estimated, run, judged.
 
 
-def test_twelve_steps_are_two_models_in_two_forms_with_and_without_offload_and_plans() -> None:
-    assert len(set(STEPS)) == 12 and {model for model, _ in STEPS} == {"scanned", "unrolled", "mlp"}
+def test_sixteen_steps_are_three_models_with_and_without_offload_and_plans() -> None:
+    assert len(set(STEPS)) == 16 and {model for model, _ in STEPS} == {"scanned", "unrolled", "mlp"}
     for model in ("scanned", "unrolled", "mlp"):
         assert {"off", "full", "offload_inputs"} <= {policy for name, policy in STEPS if name == model}
-    assert [policy for _, policy in STEPS].count(PLAN) == 2
+        assert set(PLANS) <= {policy for name, policy in STEPS if name == model}
 
 
 def test_a_step_is_compiled_with_what_its_plan_needs() -> None:
@@ -272,7 +281,8 @@ def test_the_command_writes_one_file_of_what_was_estimated_and_measured(
     """Run in this process on its processor: the rest only starts processes."""
     options = steps_command.parse(["--dry-run", "--only", "mlp", "torch", "--output", str(tmp_path), "--commit", "abc"])
     run = steps_command.Run(options, tmp_path)
-    order = [("mlp", "off"), ("mlp", "full"), ("mlp", PLAN)]
+    planned = "plan at 50 %"
+    order = [("mlp", "off"), ("mlp", "full"), ("mlp", planned)]
     targets = {"calibrated": "cpu"}
 
     def tell(line: dict[str, Any]) -> None:
@@ -298,8 +308,14 @@ def test_the_command_writes_one_file_of_what_was_estimated_and_measured(
     off, full = rows["mlp", "off"], rows["mlp", "full"]
     assert full["loss"] == pytest.approx(off["loss"], rel=1e-2) and full["compiled_device_bytes"] == full["device_bytes"]
     assert full["estimated_seconds"]["calibrated"] > off["estimated_seconds"]["calibrated"] > 0
-    assert rows["mlp", PLAN]["error"] == rows["mlp", "offload_inputs"]["error"] == "not reached in time"
+    assert rows["mlp", planned]["error"] == rows["mlp", "offload_inputs"]["error"] == "not reached in time"
     assert data["judged"]["ratio_error"].keys() == set(targets) and data["provenance"]["commit"] == "abc"
+
+    again: list[dict[str, Any]] = []
+    ran_on_a_gpu = data | {"rows": [off | {"measured_peak_bytes": 2**20}, full, rows["mlp", planned], rows["torch", "off"]]}
+    step_predict.predict_again(ran_on_a_gpu, targets, again.append)
+    assert [(line["policy"], line["measured_peak_bytes"]) for line in again] == [("off", 2**20)]
+    assert again[0]["device_bytes"] == off["device_bytes"]
 
 
 def test_a_plan_that_loses_or_needs_more_than_its_budget_is_told() -> None:

@@ -100,18 +100,18 @@ def main() -> None:
             write(line)
 
     if options.steps:
-        _predict_again(json.loads(options.steps.read_text(encoding="utf-8")), targets, tell)
+        predict_again(json.loads(options.steps.read_text(encoding="utf-8")), targets, tell)
     else:
         predict(ORDER, LARGE, targets, tell)
     columns = ["model, policy", "device GB", "host GB", "estimated ms", *["peak GB"][: bool(options.steps)]]
     print(markdown(columns, [_cells(line) for line in lines]))
 
 
-def _predict_again(run: dict[str, Any], targets: dict[str, str], tell: Callable[[Line], None]) -> None:
+def predict_again(run: dict[str, Any], targets: dict[str, str], tell: Callable[[Line], None]) -> None:
     """Report the steps of a run that were measured, with their measured peak."""
     work = cache(lambda model: workload(model, Shape(**run["shapes"][model])))
     for row in run["rows"]:
-        if "measured_peak_bytes" in row and "policies" in row:
+        if row.get("measured_peak_bytes") and "policies" in row:
             whole = work(row["model"])
             blocks = {getattr(block, "__name__", block): block for block in whole.blocks}
             policy = {blocks[name]: text for name, text in row["policies"].items()} or "off"
