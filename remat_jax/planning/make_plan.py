@@ -102,8 +102,9 @@ def plan(
     say = progress or _silent
     with silenced(), Kernels.temporary() as kernels:
 
-        def plan_for(budget: int, timeout: float) -> Plan:
-            return _Planner(workload, budget, target, host, timeout, say, kernels).plan()
+        def plan_for(budget: int, timeout: float, known: list[Tried]) -> tuple[Plan, list[Tried]]:
+            planner = _Planner(workload, budget, target, host, timeout, say, kernels, known)
+            return planner.plan(), planner.fit.tried
 
         made = fitting_without_triton(plan_for, workload, device, target, timeout, say, kernels)
     warn(note for note in made.notes if not note.startswith(_OF_THE_SEARCH))
@@ -141,7 +142,7 @@ def _check(workload: Any, timeout: Any, target: Target) -> None:
 
 @dataclass
 class _Planner:
-    """Makes one plan."""
+    """Makes one plan; `known` are steps that were compiled for another budget."""
 
     workload: Workload
     budget: int
@@ -150,6 +151,7 @@ class _Planner:
     timeout: float
     progress: Progress
     kernels: Kernels
+    known: Sequence[Tried] = ()
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.timeout
@@ -162,14 +164,13 @@ class _Planner:
         host_budget = math.inf if self.host_budget is None else float(self.host_budget)
         most_runs = 1 if any(kind.program.call.nested for kind in kinds) else MOST_RUNS
         self.fit = Fit(self.described.stack, float(self.budget), host_budget, argument_bytes(self.workload))
+        self.fit.tried += self.known
         make_candidate, cut = (functools.partial(make, self.described) for make in (own_candidate, recut))
         self.proposals = Proposals(self.fit, named, make_candidate, cut, most_runs)
         self.search = Search(self.fit, self.proposals, scanned=most_runs != 1 and any(kind.scanned for kind in kinds))
         self.compiler = Compiler(
             self.workload, self.described, self.target, self.timeout, self.deadline, self.kernels, self.progress, self.notes
         )
-
-    # --- the problem ----------------------------------------------------------------------------------------------------
 
     def _described(self) -> tuple[Described, str]:
         """The planning problem, in which offload is allowed only where it can run.
@@ -230,7 +231,7 @@ class _Planner:
     def _chosen(self) -> tuple[Tried, Tried]:
         """The search's best step, by the traced estimate, and the step of the plan, chosen by compiled times."""
         searched = self.search.run(self.compiler.compile)
-        self.search_compiled = len(self.fit.tried)
+        self.search_compiled = len(self.fit.tried) - len(self.known)
         if searched is not None:
             for further in (self._faster_groups, self.proposals.unknown, self._without_copies):
                 searched = self._with(further(searched)[:1], searched) or searched

@@ -41,13 +41,14 @@ within this share, a plan for the whole budget is compiled if it gains more than
 class Search:
     """One search.
 
-    `most_compiled` is the maximum number of compiled steps before `MORE_COMPILED` and `UNMOVED_COMPILED` are added. `scanned`
-    says whether a mix of policies cuts a scan.
+    `most_compiled` is the maximum number of compiled steps before `MORE_COMPILED` and `UNMOVED_COMPILED` are added, besides the
+    steps that `fit` knows already. `scanned` says whether a mix of policies cuts a scan.
     """
 
     def __init__(self, fit: Fit, proposals: Proposals, *, most_compiled: int = MOST_COMPILED, scanned: bool = False) -> None:
         self.fit, self.proposals = fit, proposals
-        self._most, self._most_in_all = most_compiled, most_compiled + UNMOVED_COMPILED
+        self._most = len(fit.tried) + most_compiled
+        self._most_in_all = self._most + UNMOVED_COMPILED
         self._scanned = scanned
 
     def run(self, compile_them: Compile) -> Tried | None:

@@ -12,6 +12,7 @@ from remat_jax.hardware import Target
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import OPTION, WITHOUT_TRITON, Kernels
+from remat_jax.planning.candidate import Tried
 from remat_jax.planning.check_budget import check_arguments_fit
 from remat_jax.planning.compile_candidates import Progress
 from remat_jax.planning.plan import Plan
@@ -22,7 +23,7 @@ PLANNED_FOR_LESS = "Planned for"
 
 
 def fitting_without_triton(
-    plan_for: Callable[[int, float], Plan],
+    plan_for: Callable[[int, float, list[Tried]], tuple[Plan, list[Tried]]],
     workload: Workload,
     budget: int,
     target: Target,
@@ -38,7 +39,8 @@ def fitting_without_triton(
     too, or time is up, the first is returned with a note.
 
     Args:
-      plan_for: makes a plan for a budget in bytes within a number of seconds.
+      plan_for: makes a plan for a budget in bytes within a number of seconds, given compiled steps; returns it with all
+        compiled steps.
       timeout: the seconds for everything.
 
     Raises:
@@ -62,20 +64,21 @@ def fitting_without_triton(
         )
         return sizes[program.key].device
 
-    first = plan_for(budget, timeout)
+    first, tried = plan_for(budget, timeout, [])
     if target.kind != "gpu" or left() <= 0 or (needed := bytes_without_triton(first, budget)) <= budget:
         return first
     smaller = budget - (needed - first.device_bytes)
     if left() > 0:
         with contextlib.suppress(InfeasibleBudget, CompileError):  # CompileError: nothing fits before the timeout
             check_arguments_fit(workload, smaller)
-            second = plan_for(smaller, left())
+            second, _ = plan_for(smaller, left(), tried)
             if bytes_without_triton(second, smaller) <= budget:
                 note = (
                     f"{PLANNED_FOR_LESS} {format_bytes(smaller)} instead of {format_bytes(budget)}, which the first "
                     "plan may exceed on the GPU, because XLA chooses the kernel of each matmul there"
                 )
-                return replace(second, notes=(*second.notes, note))
+                failed = [text for text in first.notes if text.startswith("Left out")]  # not compiled again
+                return replace(second, notes=(*second.notes, *failed, note))
     over = f"{format_bytes(needed - budget)} more than the budget ({100 * needed / budget - 100:.1f} %)"
     note = f"On the GPU the step may need {over}, because XLA chooses the kernel of each matmul there; try a smaller budget"
     return replace(first, notes=(*first.notes, note))
