@@ -50,7 +50,8 @@ def test_copies_hide_as_far_as_both_take_less_than_one_after_the_other(monkeypat
     assert module.link_rates(device, 0.1) == (size / 4, size / 2, 0.5)
 
 
-def test_the_link_is_measured_between_two_memories():
+def test_the_link_is_measured_between_two_memories(monkeypatch):
+    monkeypatch.setattr(module, "_COMPUTE_SIZE", 128)
     out, back, hidden = module.link_rates(jax.devices()[0], 0.1)
     assert out > 0 and back > 0 and 0 <= hidden <= 1
 

@@ -28,6 +28,8 @@ _KERNELS = 64
 _CHAIN, _LONG_CHAIN, _LONG_BELOW = 4, 64, 2048
 """Matmuls per call. On a GPU a call takes longer to start than a few small matmuls, so below the size it has more of them."""
 _REPEATS = 3
+_COMPUTE_SIZE = 1024
+"""The rows and columns of the matmul that copies overlap."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def link_rates(device: Any, seconds: float) -> tuple[float, float, float]:
 
 def _compute_of(device: Any, seconds: float) -> tuple[Callable[[], Any], float]:
     """A function that computes for about `seconds`, and its measured time."""
-    x = jax.device_put(jnp.ones((1024, 1024), jnp.float32), device)
+    x = jax.device_put(jnp.ones((_COMPUTE_SIZE, _COMPUTE_SIZE), jnp.float32), device)
 
     def chain(x: Any, rounds: int) -> Any:
         return jax.lax.fori_loop(0, rounds, lambda _, x: jnp.dot(x, x) * (1 / x.shape[0]), x)
