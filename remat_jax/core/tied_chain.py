@@ -72,7 +72,7 @@ _serial: ContextVar[int] = ContextVar("serial", default=0)
 # A block takes a link only from the last two linked blocks. Arrays that it fetches in its backward pass are on the device until
 # the backward passes of all blocks in between are done. One block in between is allowed, for models with two parallel streams.
 _MAX_DISTANCE = 2
-# Key of a kind of block, made by `_handed` → the arrays that such a block leaves on the host.
+# For each kind of block (a key that `_handed` makes), the arrays that such a block leaves on the host.
 _handed_by_kind: dict[Any, list[_Handed]] = {}
 _MOST_KINDS = 64
 _unlinked: ContextVar[bool] = ContextVar("unlinked", default=False)
@@ -205,7 +205,7 @@ def _differentiated(value: Any) -> bool:
 
 
 def _take(values: list[Any]) -> tuple[list[Any], list[Any], Links] | None:
-    """Take the last link among `values`: `(values with loose outputs, arrays on the host, their readings)`, or None."""
+    """Take the newest link of `values`. Returns `(values with loose outputs, arrays on the host, their readings)`, or None."""
     here = jex.get_opaque_trace_state()
     outputs = {place: _outputs[id(value)] for place, value in enumerate(values) if id(value) in _outputs}
     outputs = {
