@@ -1,4 +1,4 @@
-"""Reads the parts of jaxprs, binds their equations again as JAX itself would, and batches jaxprs."""
+"""Reads the parts of jaxprs, binds their equations as JAX would, and batches jaxprs."""
 
 from __future__ import annotations
 

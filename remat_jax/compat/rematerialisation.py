@@ -45,8 +45,8 @@ def given_name(eqn: Any) -> str | None:
 def names_in(policy: Any) -> frozenset[str]:
     """The names that a JAX policy such as `save_only_these_names(…)` was made with.
 
-    The names are the strings in sets, lists and tuples among the policy's attributes and closure variables, and among those of
-    callables found there.
+    The names are the strings in sets, lists and tuples among the policy's attributes and closure variables. JAX's
+    callables among these are searched in the same way.
 
     >>> sorted(names_in(jax.checkpoint_policies.save_only_these_names("scores", "hidden")))
     ['hidden', 'scores']

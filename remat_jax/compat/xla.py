@@ -30,7 +30,7 @@ def xla_flags(*more: str) -> str:
     """`XLA_FLAGS` for a process that starts now, followed by `more`.
 
     XLA reads a value that does not begin with `-` as the name of a file with flags. Flags cannot be appended to a file's name,
-    so this function reads the file, and raises CompileError if it cannot.
+    so this function reads the file. Raises CompileError if the file cannot be read.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if flags and not flags.lstrip(" \t\r\n").startswith("-"):

@@ -11,7 +11,7 @@ The modules, in reading order:
 - `block`: the checkpoint of a block, around its linearisation.
 - `stack_rows`: reads a layer's row from its stack inside the checkpoint.
 - `once`: the error for a reverse-mode derivative of a derivative through an offload.
-- `rewrite`: replaces the `jax.checkpoint` regions of a traced function.
+- `rewrite`: evaluates a traced function with other policies for its `jax.checkpoint` regions.
 - `origins`: traces a residual back to the equation that computed it.
 - `marks`: placeholders for blocks until the layer of each block is known.
 - `shared`: keeps an input that several blocks read on the device.

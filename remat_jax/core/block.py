@@ -170,8 +170,8 @@ class BlockUnderPolicy:
             directions = [transposed_once(tangents[index]) if once else tangents[index] for index in live]
             linearised, policy = self._linearised_under_policy(primals[:size], directions, live, staying())
             if rows:
-                # Rows are read inside the checkpoint, by a Python function, which `jax.checkpoint` traces. Without rows, the
-                # traced linearisation is bound as the checkpoint's body and is not traced again.
+                # Rows must be read inside the checkpoint, or they would become residuals. `_reading` returns a Python function,
+                # so `jax.checkpoint` has to trace it. Without rows, `linearised` is bound as the region's body without a trace.
                 reading = _reading(compat.jaxpr_function(linearised), size, rows)
                 results = _checkpoint(reading, policy, prevent_cse)(*primals, *directions)
             else:

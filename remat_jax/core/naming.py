@@ -1,7 +1,7 @@
 """Names every array of a block by its module path, its primitive and a counter: `module/path:primitive#k`.
 
 For example, a block at `layers_0` has the input `layers_0:input#0`, the first matmul of its submodule `up` is
-`layers_0/up:dot_general#0`, and the second addition outside submodules is `layers_0:add#1`. For each path and primitive, k
+`layers_0/up:dot_general#0`, and the second addition in the block itself is `layers_0:add#1`. For each path and primitive, k
 starts at 0 and follows the order of execution. A user's own `checkpoint_name` replaces the automatic name.
 
 A JAX policy sees primitives but no module paths, so it can select a single array only by its name.
@@ -121,8 +121,8 @@ def can_be_named(value: Any) -> bool:
 class _Values:
     """Numbers a program's values: equal operations on equal values have equal numbers. A named value is numbered by its name.
 
-    If the values of another program (`whole`) are given, each value takes the name of an equal value in `whole`. Each
-    name is taken once.
+    If the values of another program (`whole`) are given, each value gets the name of an equal value in `whole`. Each
+    name is used once.
     """
 
     def __init__(self, whole: _Values | None = None) -> None:

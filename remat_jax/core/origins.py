@@ -103,7 +103,7 @@ def _is_unread_slice(eqn: Any) -> bool:
 
 
 def _divides_a_stack(eqn: Any) -> bool:
-    """Whether an equation reshapes a stack into groups of rows for a scan over some layers. Both count as one array."""
+    """Whether an equation reshapes a stack into groups of rows for a scan over some layers. The two count as one array."""
     if eqn.primitive.name != "reshape" or compat.layers_of(eqn) is None:
         return False
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape

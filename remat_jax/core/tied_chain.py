@@ -7,8 +7,8 @@ the host, and fetches hᵢ₋₁ while its own backward pass runs:
     yᵢ = barrier(fᵢ(xᵢ), hᵢ₋₁)            forward pass
     x̄ᵢ = fᵢ_linᵀ(rᵢ, ȳᵢ)                  backward pass, in which block i fetches hᵢ₋₁
 
-Block i takes hᵢ₋₁ as arguments, keeps it for its backward pass, and returns the fetched arrays as cotangents of ghosts. A ghost
-is an argument in device memory with the shape of an array of hᵢ₋₁. Nothing reads its value.
+Block i takes hᵢ₋₁ as arguments, keeps them for its backward pass, and returns the fetched arrays as cotangents of ghosts. A
+ghost is an argument in device memory with the shape of an array of hᵢ₋₁. Nothing reads its value.
 
 When a block is traced, it is unknown whether a linked block follows. So a linked block returns its outputs twice: tied to its
 own copies, for any reader, and loose, for a next block that waits for the copies itself. A block is recognised as the next
@@ -276,7 +276,7 @@ def _jvp(
     types = jaxpr.out_avals[2 * size : 2 * size + handed]
     # A block that is differentiated along fewer inputs may have fewer arrays on the host. Then it hands nothing on.
     hands_on = [jax.typeof(residual) for residual in residuals if can_be_handed(residual)] == types
-    # If the previous block handed nothing on after all, its ghosts have no tangents, and there is nothing to wait for.
+    # If the previous block handed nothing on, its ghosts have no tangents, and there is nothing to wait for.
     ghosts = tangents[number + len(before) :]
     chained = bool(before) and all(map(_is_live, ghosts))
     others = list(primals[number : number + len(before)]) if chained else []

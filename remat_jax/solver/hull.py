@@ -246,7 +246,7 @@ def _choose(block: Block, index: int, code: int, codes: Array, sums: Array) -> t
 
 
 def _last_uses(block: Block) -> list[int]:
-    """For each residual, the place in `Block.order` of its last child; -1 if it has no child or the backward pass reads it."""
+    """For each residual, the index in `Block.order` of its last child; -1 if it has no child or the backward pass reads it."""
     last_use = [-1] * len(block.residuals)
     for step, index in enumerate(block.order):
         for parent in block.parents[index]:
