@@ -1,4 +1,4 @@
-"""Reads the parts of jaxprs, binds their equations again as JAX itself would, and batches jaxprs."""
+"""Reads the parts of jaxprs, binds their equations as JAX would, and batches jaxprs."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def _map_linear(
 
 # JAX batches a function before differentiating it, so JAX's own batching rule for the linear part of a `custom_vjp` only raises
 # an error: forward mode is not supported. But `vmap` of a block batches a traced derivative, which contains linear parts. With
-# the rule above, only evaluating a linear part raises this error.
+# the rule above, batching works, and only evaluating a linear part raises this error.
 _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
 
 
@@ -299,7 +299,7 @@ _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
 
 
 def itemsize(dtype: Any) -> int:
-    """The bytes of one element of `dtype`; an RNG key counts its key data."""
+    """The bytes of one element of `dtype`; for an RNG key, the bytes of its key data."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return int(data.size * data.dtype.itemsize)

@@ -45,8 +45,8 @@ def given_name(eqn: Any) -> str | None:
 def names_in(policy: Any) -> frozenset[str]:
     """The names that a JAX policy such as `save_only_these_names(…)` was made with.
 
-    The names are the strings in sets, lists and tuples among the policy's attributes and closure variables, and among those of
-    callables found there.
+    The names are the strings in sets, lists and tuples among the policy's attributes and closure variables. JAX's
+    callables among these are searched in the same way.
 
     >>> sorted(names_in(jax.checkpoint_policies.save_only_these_names("scores", "hidden")))
     ['hidden', 'scores']
@@ -141,7 +141,7 @@ def _keeps_nothing(*_: Any, **__: Any) -> bool:
 
 
 def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, the body of a loop over chunks, in a checkpoint that saves nothing and is not treated as the model's own."""
+    """`function`, the body of a loop over chunks, in a checkpoint that saves nothing and does not count as the model's."""
 
     def checkpointed(*args: Any) -> Any:
         with classic_rematerialisation():
@@ -164,10 +164,10 @@ def binding_ours() -> contextlib.AbstractContextManager[None]:
 
 
 def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
-    """From now on, evaluate a checkpoint region without its checkpoint if `gives_way(body)`; `body` is its closed jaxpr.
+    """From now on, evaluate a checkpoint region without its checkpoint if `gives_way` is true for its body (a closed jaxpr).
 
-    JAX has no hook, so this replaces `bind`, which JAX calls for every region (`jax.checkpoint`, `nn.remat` under a scan,
-    `nnx.remat`) after tracing it. Regions that are already differentiated, and regions that `remat_jax` binds, are unaffected.
+    JAX has no hook, so this function replaces `bind`, which JAX calls after tracing a region (of `jax.checkpoint`, `nnx.remat`,
+    or `nn.remat` under a scan). Regions that are already differentiated, and regions that `remat_jax` binds, are unaffected.
     """
     bind = _ad_checkpoint.remat_p.bind
 
@@ -222,7 +222,7 @@ def block_name() -> str:
 
 
 def blocks_around_which(*, checkpoints_stay: bool) -> contextlib.AbstractContextManager[None]:
-    """In this context, names of new blocks say whether the model's own checkpoints around the block stay or are replaced."""
+    """In this context, names of new blocks say whether the model's own checkpoints around the block are kept or replaced."""
     return setting(_block_name, _KEEPING if checkpoints_stay else _REPLACING)
 
 

@@ -88,8 +88,8 @@ def _is_fixed(leaf: Any, traces_in_loops: Container[int]) -> bool:
         elif tracer.parent is None and _is_broadcast(tracer):
             continue
         elif tracer.parent is None or len(seen) > _MOST_EQUATIONS:
-            # No equation computes an input of a loop or call, so it may change between iterations. The search gives up after
-            # `_MOST_EQUATIONS` equations, as if the array changed.
+            # An input of a loop body or call has no equation. The search stops there and assumes that the input changes between
+            # iterations. It assumes the same after `_MOST_EQUATIONS` equations.
             return False
         else:
             waiting += tracer.parent.in_tracers
@@ -100,7 +100,7 @@ _MOST_EQUATIONS = 100
 
 
 def is_staging() -> bool:
-    """Whether calls are being traced into a program, under any transformations; False if JAX runs op by op."""
+    """Whether JAX is tracing a jaxpr now, also inside or around `grad` and `vmap`; False if JAX runs op by op."""
     return any(isinstance(trace, _pe.DynamicJaxprTrace) for trace in _traces())
 
 
@@ -134,7 +134,7 @@ def is_differentiated(leaf: Any) -> bool:
 
 
 def _staged(leaf: Any) -> Any:
-    """The tracer of a program that `leaf` is or wraps; None if there is none."""
+    """The jaxpr tracer in `leaf`: `leaf` itself or the tracer that `leaf` wraps, at any depth; None if there is none."""
     return next((tracer for tracer in _wrapped(leaf) if isinstance(tracer, _pe.DynamicJaxprTracer)), None)
 
 
@@ -149,7 +149,7 @@ def is_traced(leaf: Any) -> bool:
 
 
 def is_staged(leaf: Any) -> bool:
-    """Whether `leaf` is a tracer of a program, under any transformations; False if JAX runs op by op."""
+    """Whether `leaf` is being traced into a jaxpr, also under `grad` and `vmap`; False if JAX runs op by op."""
     return _staged(leaf) is not None
 
 
@@ -183,7 +183,7 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
 
 
 def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A function that returns a context for tracing a body later: it binds the axes (`vmap`, mesh) that are bound now."""
+    """Returns a function that makes a context for tracing a body later. The context binds the axes (`vmap`, mesh) bound now."""
     axes = _core.get_axis_env().axis_sizes
 
     def bound() -> contextlib.AbstractContextManager[Any]:
@@ -199,9 +199,10 @@ def axes_of_vmaps(vmaps: Sequence[Any]) -> contextlib.AbstractContextManager[Any
 
 
 def trace_context(default: Any, *, reaches_blocks: bool = True) -> Any:
-    """A context whose value is part of the keys of JAX's trace caches: under a new value, every `jit` inside is traced again.
+    """A context with a value. JAX's trace caches have this value in their keys, so a new value retraces every `jit` inside.
 
-    If `reaches_blocks` is False, `block_settings` ignores the value, so that blocks with equal jaxprs stay equal.
+    If `reaches_blocks` is False, `block_settings` ignores the value. Blocks with equal jaxprs then count as identical under
+    every value.
     """
     context = jax.make_user_context(default)
     if not reaches_blocks:
@@ -218,7 +219,7 @@ def trace_settings() -> Any:
 
 
 def block_settings() -> Any:
-    """`trace_settings`, with each context of `reaches_blocks=False` at its default, so that policies do not change it."""
+    """`trace_settings` without the contexts of `reaches_blocks=False`, so that active policies do not change the result."""
     with contextlib.ExitStack() as defaults:
         for context, default in _outside_blocks:
             defaults.enter_context(context(default))
@@ -227,7 +228,7 @@ def block_settings() -> Any:
 
 @contextlib.contextmanager
 def not_captured(module: Any, method: str) -> Iterator[None]:
-    """Inside this context `capture_intermediates` skips `method` of this Linen module, but not the modules inside it."""
+    """Inside this context `capture_intermediates` skips `method` of this Linen module, but not its submodules."""
     stack = _linen_module._context.capture_stack
     wanted = stack[-1] if stack else None
     if not wanted:

@@ -69,7 +69,7 @@ def _has_gpu() -> bool:
 
 
 def refuse_miscompiled_offload() -> None:
-    """Raise UnsupportedError for offload in a loop if this JAX could run it on a GPU here with silently wrong gradients."""
+    """Raise UnsupportedError for offload in a loop, if a GPU is here and this JAX would silently compute wrong gradients."""
     if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _has_gpu() and _miscompiles_scanned_offload_here():
         raise UnsupportedError(
             f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiled backward pass reads another layer's "

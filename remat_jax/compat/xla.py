@@ -30,7 +30,7 @@ def xla_flags(*more: str) -> str:
     """`XLA_FLAGS` for a process that starts now, followed by `more`.
 
     XLA reads a value that does not begin with `-` as the name of a file with flags. Flags cannot be appended to a file's name,
-    so this function reads the file, and raises CompileError if it cannot.
+    so this function reads the file. Raises CompileError if the file cannot be read.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if flags and not flags.lstrip(" \t\r\n").startswith("-"):
@@ -64,7 +64,7 @@ def quick_compile_options() -> dict[str, Any]:
 
 @functools.cache
 def accepts_option(name: str, value: Any) -> bool:
-    """Whether this XLA has the compiler option `name` and accepts `value`; a CPU's compiler checks a GPU's options, too."""
+    """Whether this XLA has the compiler option `name` and accepts `value`. On a CPU, options for GPUs are checked too."""
     try:
         jax.jit(lambda: 1).lower().compile(compiler_options={name: value})
     except jax.errors.JaxRuntimeError as error:
@@ -127,7 +127,10 @@ def keep_to_cpu_without_gpu() -> None:
 
 
 def without_source_lines() -> contextlib.AbstractContextManager[None]:
-    """Inside this context lowered programs have scopes but no source lines, so source lines make no difference."""
+    """Inside this context lowered programs have scopes but no source lines.
+
+    The key of the compile cache hashes the exported program. Without source lines, moving code to another line keeps the key.
+    """
     context: contextlib.AbstractContextManager[None] = _config.traceback_in_locations_limit(0)
     return context
 

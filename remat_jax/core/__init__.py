@@ -1,4 +1,24 @@
-"""`block.py` wraps the linearisation of each block in a checkpoint, whose policy selects residuals by their names."""
+"""Blocks under a policy: `block.py` wraps the linearisation of each block in a checkpoint, which selects residuals by name.
+
+The modules, in reading order:
+
+- `walk`: evaluates a jaxpr with some equations replaced, and finds the jaxprs inside equations.
+- `flow`: propagates a boolean property of values through a jaxpr.
+- `products`: the floating-point operations and batch dimensions of matmuls and convolutions.
+- `naming`: names every array of a block and of its linearisation.
+- `alike`: compares two separately traced programs.
+- `repeated`: names and linearises identical layers once.
+- `block`: the checkpoint of a block, around its linearisation.
+- `stack_rows`: reads a layer's row from its stack inside the checkpoint.
+- `once`: the error for a reverse-mode derivative of a derivative through an offload.
+- `rewrite`: evaluates a traced function with other policies for its `jax.checkpoint` regions.
+- `origins`: traces a residual back to the equation that computed it.
+- `marks`: placeholders for blocks until the layer of each block is known.
+- `shared`: keeps an input that several blocks read on the device.
+- `ties`: the barriers that make an offload in an unrolled block free device memory.
+- `gradient_ties`: keeps the order of a block's backward pass.
+- `tied_chain`: overlaps the copies of one tied block with the compute of the next.
+"""
 
 from __future__ import annotations
 

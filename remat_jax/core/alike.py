@@ -12,9 +12,9 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
 
-# A derivative rule may call functions with rules of their own. Three levels of rules are traced and compared. A deeper rule
-# counts as alike only if its function is the same program as one of the functions whose rules enclose it. For example, the rule
-# of softmax calls softmax.
+# A derivative rule may call functions with rules of their own. At most three levels of nested rules are traced and compared. At
+# the fourth level, two rules count as alike only if their function recurs: it is the same program as a function at one of the
+# three outer levels. For example, the rule of softmax calls softmax.
 _DEEPEST = 3
 _RULE = "jvp_jaxpr_fun"
 

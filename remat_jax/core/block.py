@@ -13,6 +13,10 @@ The checkpoint's policy is two sets of names: saved residuals and offloaded resi
 inputs pass from the forward to the backward pass; the backward pass recomputes the rest. The checkpoint wraps the
 linearisation, not f: JAX would linearise `jax.checkpoint(f)` after naming, so arrays that derivative rules compute would have
 no name.
+
+In the code, `live` lists the indices of the inputs along which f is differentiated: their tangents are neither symbolic zeros
+nor of dtype float0 (`is_live`). `directions` are the tangents ẋ of the live inputs. A value is `smooth` if its dtype is
+floating-point or complex (`is_smooth`); other values have no derivative. Each smooth output has a tangent in ẏ.
 """
 
 from __future__ import annotations
@@ -132,8 +136,8 @@ class BlockUnderPolicy:
     ) -> Function:
         """The block f under its policy, as a function of the jaxpr's inputs.
 
-        It is a `custom_jvp` function, whose derivative rule runs the linearisation under `checkpoint(policy)`. Under a JAX
-        policy object it is `jax.checkpoint(f)`.
+        The result is a `custom_jvp` function, whose derivative rule runs the linearisation under `checkpoint(policy)`. Under a
+        JAX policy object the result is `jax.checkpoint(f)`.
 
         Args:
           rows: indices of inputs that are rows of stacked arrays. The function takes the stacks and one row index after its
@@ -157,7 +161,7 @@ class BlockUnderPolicy:
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
             if (blocks := _differentiated.get()) is not None:
-                # If a stack is differentiated, note the index of the block's input that is read from it.
+                # For a differentiated stack, record the index of the input that the block reads from this stack.
                 places = [*range(size), *rows]
                 blocks.append((self, [places[index] for index in live if index < len(places)]))
             if not live:
@@ -166,6 +170,8 @@ class BlockUnderPolicy:
             directions = [transposed_once(tangents[index]) if once else tangents[index] for index in live]
             linearised, policy = self._linearised_under_policy(primals[:size], directions, live, staying())
             if rows:
+                # Rows must be read inside the checkpoint, or they would become residuals. `_reading` returns a Python function,
+                # so `jax.checkpoint` has to trace it. Without rows, `linearised` is bound as the region's body without a trace.
                 reading = _reading(compat.jaxpr_function(linearised), size, rows)
                 results = _checkpoint(reading, policy, prevent_cse)(*primals, *directions)
             else:
@@ -277,7 +283,8 @@ def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool)
 def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
     """A function that calls `function` with the inputs at the indices `rows` read from stacked arrays.
 
-    Its arguments are the first `size` arguments of `function`, the stacked arrays, one row index, and its other arguments.
+    Its arguments are the first `size` arguments of `function`, the stacked arrays, one row index, and the remaining
+    arguments of `function`.
     """
 
     def run(*args: Any) -> list[Any]:

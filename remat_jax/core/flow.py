@@ -33,12 +33,12 @@ def has(atom: Any, flagged_vars: set[Any]) -> bool:
 
 
 def all_inputs(eqn: Any, flags: list[bool]) -> bool:
-    """The `Leaf` of a property that an equation's outputs have if all its inputs have it."""
+    """A `Leaf`: the outputs of an equation have the property if all its inputs have it."""
     return all(flags)
 
 
 def inner_flags(eqn: Any, key: str, inner: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
-    """For each input of `inner`, the jaxpr parameter `key` of `eqn`, whether it has the property.
+    """Whether each input of `inner`, the jaxpr parameter `key` of `eqn`, has the property.
 
     A scan's carry has the property if its initial value has it and every iteration preserves it. A `while` carry never has it.
     """

@@ -55,7 +55,7 @@ def in_program_order(
 
 
 def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-    """Inline a checkpoint region, but not the regions nested in it. The barriers here still prevent CSE of recomputation."""
+    """Inline a checkpoint region, but not the regions nested in it. Inserted barriers still prevent CSE of recomputation."""
     if not compat.is_checkpoint(eqn):
         return None
     body, _ = compat.checkpoint_parts(eqn)
@@ -106,7 +106,7 @@ class _Fetches:
 
 
 def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
-    """Equation index in `places` (None: the pass's start) → the indices of the `others` whose fetch starts just before it."""
+    """When to start each fetch: index of an equation in `places` (None: the pass's start) → indices of `others` to fetch."""
     work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
     sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
     starts: dict[int | None, list[int]] = {}

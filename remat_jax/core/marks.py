@@ -34,11 +34,12 @@ def name_of(block: Block) -> str:
 
 @dataclass(frozen=True)
 class Marked:
-    """Takes the place of a block's policy, so that tracing the block makes a mark.
+    """A stand-in for a block's policy: a block that is traced under a `Marked` becomes a mark instead of a checkpoint.
 
     Attributes:
       block: the class, function or glob that the policy was given for.
-      keeps: whether the model's own checkpoints around the block stay.
+      policy: the policy, or the policies by layer, that the block gets later.
+      keeps: whether the model's own checkpoints around the block are kept.
     """
 
     block: Block
@@ -100,7 +101,7 @@ def mark_of(eqn: Any) -> Mark | None:
 
 
 def vmapped(function: Any, batch: Batch, size: int) -> Any:
-    """`function` under the `vmap` that `batch` describes. Operands after the first `size` are not mapped."""
+    """`jax.vmap` of `function` with the axes and names of `batch`. Only the first `size` operands are mapped."""
 
     def run(*operands: Any) -> list[Any]:
         in_axes = batch.in_axes + (None,) * (len(operands) - size)

@@ -1,18 +1,22 @@
 """Names every array of a block by its module path, its primitive and a counter: `module/path:primitive#k`.
 
-A JAX policy sees primitives but no module paths, so it can select a single array only by its name. The counter k starts at
-0 and follows the order of execution. A user's own `checkpoint_name` replaces the automatic name.
+For example, a block at `layers_0` has the input `layers_0:input#0`, the first matmul of its submodule `up` is
+`layers_0/up:dot_general#0`, and the second addition in the block itself is `layers_0:add#1`. For each path and primitive, k
+starts at 0 and follows the order of execution. A user's own `checkpoint_name` replaces the automatic name.
 
-`name_residuals` names the arrays of the block f, so their names do not depend on how f is differentiated. `name_linearised`
-names the arrays that derivative rules add (the mask of a ReLU, the log-sum-exp of an attention kernel). It also moves names in
-the linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))`. The derivative rules of exp, tanh and softmax read the output of the function;
-after the move they read the named array:
+A JAX policy sees primitives but no module paths, so it can select a single array only by its name.
+
+`name_residuals` names the arrays of the block f before differentiation, so their names do not depend on how f is
+differentiated. `name_linearised` names the arrays that derivative rules add (the mask of a ReLU, the log-sum-exp of an
+attention kernel). It also moves names in the linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))`. The derivative rules of exp, tanh and
+softmax read the output of the function; after the move they read the named array:
 
     a = exp(b);  n = checkpoint_name(a, …);  ȧ = a ḃ      as JAX traces it: a policy that saves n still recomputes a
     n = checkpoint_name(exp(b), …);          ȧ = n ḃ      after the name has moved to the equation of exp
 
-If fewer inputs are differentiated, derivative rules compute fewer arrays. Every linearisation takes its names from the
-linearisation along all inputs. So the first layer, whose input has no gradient, has the same names as later layers.
+If fewer inputs are differentiated, derivative rules compute fewer arrays, which would shift the counters. So every
+linearisation takes its names from the linearisation along all inputs. The first layer, whose input has no gradient, then has
+the same names as later layers.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ from remat_jax.core.walk import bodies, interpret, rebind, retrace
 from remat_jax.policy import Candidate
 
 # JAX's partial evaluation applies a checkpoint's policy also to the equations inside these primitives. `checkpoint` is one of
-# them, so an outer policy reaches into a nested checkpoint. A policy can keep only the outputs of other
-# primitives with a body (`while`, `pallas_call`).
+# them, so an outer policy reaches into a nested checkpoint. Inside other primitives with a body (`while`, `pallas_call`) a
+# policy keeps nothing; it can keep only their outputs.
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"})
 _CONTROL = frozenset({"scan", "cond", "shard_map"})
 # A complex array is named on its real and imaginary parts. The `complex` equation that joins them needs no name.
@@ -55,8 +59,8 @@ class Named:
       shapes: name → the array's shape; inside a scan, its shape in one iteration.
       counts: `module/path:primitive` → how many automatic names begin with it.
       inputs: the name of each input of the block's jaxpr; None for parameters and RNG keys.
-      values: the value numbering of the named arrays, from which another linearisation takes names; None if the names were
-        taken over from an identical block at another path (`core/repeated.py`).
+      values: the value numbering of the named arrays, from which another linearisation takes names; None if the names come
+        from an identical block at another path (`core/repeated.py`).
     """
 
     made: Callable[[], Any]
@@ -117,8 +121,8 @@ def can_be_named(value: Any) -> bool:
 class _Values:
     """Numbers a program's values: equal operations on equal values have equal numbers. A named value is numbered by its name.
 
-    If the values of another program (`whole`) are given, each value takes the name of an equal value in `whole`. Each
-    name is taken once.
+    If the values of another program (`whole`) are given, each value gets the name of an equal value in `whole`. Each
+    name is used once.
     """
 
     def __init__(self, whole: _Values | None = None) -> None:
@@ -138,7 +142,7 @@ class _Values:
     def of_inner(self, eqn: Any, inputs: Sequence[int], primal_only: Sequence[bool]) -> list[int]:
         """The numbers of an inner jaxpr's inputs. The inputs of a call have the numbers of its operands.
 
-        In a loop or branch, the inputs that depend on primals only (`primal_only`) are numbered by their place among these
+        In a loop or branch, the inputs that depend on primals only (`primal_only`) are numbered by their position among these
         inputs; all other inputs share one number.
         """
         if eqn.primitive.name in _CALLS and len(inputs) == len(primal_only):
@@ -181,6 +185,7 @@ class _Namer:
         """Evaluate `jaxpr` and name its arrays.
 
         Args:
+          outer: the module path of `jaxpr` inside the block; empty for the block itself.
           primal_only: for each input, whether it depends on primals only.
           numbers: the value number of each input; empty to number the inputs by their index.
         """
@@ -235,7 +240,7 @@ class _Namer:
         return value
 
     def _relative(self, path: tuple[str, ...]) -> tuple[str, ...]:
-        """`path` without the block's own scope at its beginning, which is there twice if Linen has lifted the block."""
+        """`path` without the block's own scope at its beginning. If Linen has lifted the block, this scope is there twice."""
         block = self.path[-1] if self.path else ""
         for _ in range(2):
             if path and block and (path[0] == block or path[0].startswith(block + ".")):
@@ -277,7 +282,7 @@ def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
 def _user_named(name: str, producer: Any) -> Candidate:
     """The candidate for an array that a user named: an output of the equation `producer`, or an input if `producer` is None.
 
-    It has the primitive of `producer`, so that `@dots` selects a matmul with a user's name.
+    The candidate has the primitive of `producer`, so that `@dots` selects a matmul with a user's name.
     """
     if producer is None:
         return Candidate(name, "name", user_named=True)

@@ -1,9 +1,10 @@
 """Raises a clear error when a derivative through an offload is differentiated again in reverse mode, which JAX cannot do.
 
 Reverse over reverse and reverse over forward fail when JAX transposes a `device_put` between memories. JAX's error, «Expected
-cotangent type float32[…] but got float32<host>[…]», does not name the cause. So the tangents that enter and leave an offloading
-block pass through `once_p`, an identity that counts how often it was differentiated (`order`). At order 1 it may be transposed;
-at order 2 transposing it raises our error. A second backward pass transposes this identity before the rest of the block.
+cotangent type float32[…] but got float32<host>[…]», does not name the cause. So each tangent that enters or leaves an
+offloading block passes through an identity, `once_p`, with `order` 1. The derivative of `once_p` is a `once_p` of order 2. The
+first backward pass transposes order 1, which is allowed. A second backward pass transposes order 2, which raises our error
+before JAX transposes the rest of the block.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _TWICE = 2
 
 
 def transposed_once(derivative: Any) -> Any:
-    """`derivative`, a tangent at an offloading block's border, passed through an identity that may be transposed once."""
+    """Pass `derivative`, a tangent of an offloading block's input or output, through a `once_p` that may be transposed."""
     return once_p.bind(derivative, order=1)
 
 
 def transposed_no_more(derivative: Any) -> Any:
-    """`derivative`, computed by differentiating an offload, passed through an identity that raises when transposed."""
+    """Pass `derivative`, computed from offloaded residuals, through a `once_p` that raises our error if transposed."""
     return once_p.bind(derivative, order=_TWICE) if jnp.issubdtype(derivative.dtype, jnp.inexact) else derivative
 
 

@@ -44,7 +44,7 @@ class Origin:
 
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
-    """The origin of `atom`, a variable or literal of the open `jaxpr` that was traced in scopes `outer` and for `layers`."""
+    """The origin of `atom`, a variable or literal of the open `jaxpr`, which was traced in the scopes `outer`, for `layers`."""
     makers = _makers(jaxpr)
     while not hasattr(atom, "val"):
         if atom in jaxpr.invars:
@@ -61,8 +61,8 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
             under = origin(jaxpr, eqn.invars[0], outer, layers)
             aliases = (under.name, *under.aliases) if under.kind == "named" else ()
             if aliases and ":custom_jvp_call#" in name:
-                # The output of a checkpointed block has a name from the equation inside the block that computes it. The name
-                # given outside only says that a `custom_jvp_call` computes the array.
+                # An output of a checkpointed block has two names. The inner name is that of the equation that computes the
+                # output. The outer name `name` only says that a `custom_jvp_call` computes the array.
                 return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
             source = compat.source_line(makers.get(eqn.invars[0]) or eqn)
             return Origin(atom, "named", name, source, layers=here, aliases=aliases)
@@ -103,7 +103,7 @@ def _is_unread_slice(eqn: Any) -> bool:
 
 
 def _divides_a_stack(eqn: Any) -> bool:
-    """Whether an equation reshapes a stack into groups of rows for a scan over some layers. The result is the same array."""
+    """Whether an equation reshapes a stack into groups of rows for a scan over some layers. The two count as one array."""
     if eqn.primitive.name != "reshape" or compat.layers_of(eqn) is None:
         return False
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape

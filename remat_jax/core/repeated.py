@@ -45,7 +45,7 @@ class FirstLayer:
         return self.conditions == conditions and self.original.is_like(jaxpr, (self.named.path, path))
 
     def linearised(self, key: Any, linearise: Linearise) -> Named | None:
-        """`linearise(self.named)`, cached by `key`; None if its constants include arrays, which other blocks cannot share."""
+        """`linearise(self.named)`, cached by `key`; None if it has arrays as constants, which other blocks cannot share."""
         if key not in self._linearised:
             linearised = linearise(self.named)
             if holds_arrays(linearised.jaxpr):
@@ -62,7 +62,7 @@ class FirstLayer:
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """A block with its residuals named. `first` is the first of its identical blocks, possibly this block itself."""
+    """A block with its residuals named. `first` is the first block identical to it, possibly the block itself."""
 
     named: Named
     first: FirstLayer
@@ -171,8 +171,8 @@ class _Renaming:
 def keep_names(named: Named, names: Set[str]) -> Any:
     """The closed jaxpr of `named`, where arrays inside the block lose their automatic names except `names`.
 
-    Users' names stay, because users' own policies may select them. Names of inputs and outputs stay, because JAX saves arrays
-    between two blocks without any policy, and reports list them by these names.
+    Names from users are kept, because users' own policies may select them. Names of inputs and outputs are kept, because JAX
+    saves the arrays between two blocks under every policy, and reports list these arrays by name.
     """
     outputs = set(variables(named.jaxpr.jaxpr.outvars))
     of_outputs = {compat.given_name(eqn) for eqn in named.jaxpr.jaxpr.eqns if outputs.intersection(eqn.outvars)}
@@ -195,7 +195,7 @@ def keep_names(named: Named, names: Set[str]) -> Any:
 
 
 def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Each jaxpr parameter of `eqn` that `change` changes → its new value."""
+    """The jaxpr parameters of `eqn` that differ after `change`: parameter → new value."""
     changed = {}
     for key, value in inner_jaxprs(eqn).items():
         before = value if isinstance(value, tuple) else (value,)

@@ -86,7 +86,7 @@ def _rewritten(
 
 
 def _fixed_inside(eqn: Any, key: str, inner: Any, same: list[bool] | None) -> list[bool] | None:
-    """For each input of `inner`, parameter `key` of `eqn`, whether all iterations have the same array; None outside loops.
+    """Whether each input of `inner`, parameter `key` of `eqn`, is the same array in all iterations; None outside loops.
 
     The constants of a scan are the same array in all iterations; its carry and rows are not.
     """
@@ -166,7 +166,7 @@ def established(jaxpr: Any) -> Any:
         if name is not None and _is_new(eqn):
             with compat.eqn_context(eqn):
                 return [compat.named(inputs[0], name)]
-        # The bodies of custom derivatives stay: JAX traces their rules later, under the `jax_remat3` setting of that time.
+        # A function with a custom derivative is left unchanged: JAX traces its rule later, under that time's `jax_remat3`.
         if eqn.primitive.name.startswith("custom_") or not bodies(eqn):
             return None
         return rebind(eqn, inputs, lambda _, body: established(body))

@@ -30,7 +30,7 @@ class Reading:
 
     Attributes:
       blocks: how many blocks read the array.
-      in_every_round: whether a block in a loop reads the array from outside the loop, and so in every iteration.
+      in_every_round: whether a block in a loop reads the array from outside the loop, so that every iteration reads it.
       name: the array's residual name in the first block whose policy offloads the array; empty if no policy does.
     """
 
@@ -159,7 +159,7 @@ batching.primitive_batchers[choice_p] = lambda args, axes, **params: (choice_p.b
 
 @dataclass(frozen=True)
 class Offer:
-    """An input that a policy offloads: its place among the inputs, its residual name, and its readers."""
+    """An input that a policy offloads: its index among the inputs, its residual name, and its readers."""
 
     place: int
     name: str
@@ -168,7 +168,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a parked input among the residuals, and its readers (None: the input certainly leaves the device)."""
+    """A parked input: its index among the residuals, and its readers (None if no later block can keep it on the device)."""
 
     place: int
     reading: Reading | None
@@ -197,7 +197,7 @@ def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *
     """The residuals of `linear`, the linear function that `jax.linearize` returned for a block at `primals`.
 
     Args:
-      offers: the inputs to park. An input is not parked if it is no residual, is in host memory already, or is shared.
+      offers: the inputs to park. An input is not parked if it is not a residual, is in host memory already, or is shared.
       waits: whether more readers may follow.
     """
     leaves, treedef = jax.tree.flatten(linear)
@@ -236,6 +236,6 @@ def back_on_device(residuals: Sequence[Any], slots: Sequence[Slot], spares: Sequ
 
 
 def staying_spares(slots: Sequence[Slot], spares: Sequence[Any]) -> dict[int, Any]:
-    """The parked inputs that stay on the device because other blocks read them: place among the residuals → array."""
+    """The parked inputs that stay on the device because other blocks read them: index among the residuals → array."""
     waiting = [slot for slot in slots if slot.reading is not None]
     return {slot.place: spare for slot, spare in zip(waiting, spares, strict=True) if slot.reading and slot.reading.stays()}

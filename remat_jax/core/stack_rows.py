@@ -15,7 +15,7 @@ from remat_jax import compat
 
 @dataclass(frozen=True)
 class StackRow:
-    """Where a value can be read again: `stack[index]`. Gradients flow through the value, not through the stack."""
+    """The source of a row: the row is `stack[index]`. Gradients flow through the row's value, not through the stack."""
 
     stack: Any
     index: Any

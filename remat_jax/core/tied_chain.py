@@ -7,8 +7,8 @@ the host, and fetches hᵢ₋₁ while its own backward pass runs:
     yᵢ = barrier(fᵢ(xᵢ), hᵢ₋₁)            forward pass
     x̄ᵢ = fᵢ_linᵀ(rᵢ, ȳᵢ)                  backward pass, in which block i fetches hᵢ₋₁
 
-Block i takes hᵢ₋₁ as arguments, keeps it for its backward pass, and returns the fetched arrays as cotangents of ghosts. A ghost
-is an argument in device memory with the shape of an array of hᵢ₋₁. Nothing reads its value.
+Block i takes hᵢ₋₁ as arguments, keeps them for its backward pass, and returns the fetched arrays as cotangents of ghosts. A
+ghost is an argument in device memory with the shape of an array of hᵢ₋₁. Nothing reads its value.
 
 When a block is traced, it is unknown whether a linked block follows. So a linked block returns its outputs twice: tied to its
 own copies, for any reader, and loose, for a next block that waits for the copies itself. A block is recognised as the next
@@ -72,7 +72,7 @@ _serial: ContextVar[int] = ContextVar("serial", default=0)
 # A block takes a link only from the last two linked blocks. Arrays that it fetches in its backward pass are on the device until
 # the backward passes of all blocks in between are done. One block in between is allowed, for models with two parallel streams.
 _MAX_DISTANCE = 2
-# Key of a kind of block, made by `_handed` → the arrays that such a block leaves on the host.
+# For each kind of block (a key that `_handed` makes), the arrays that such a block leaves on the host.
 _handed_by_kind: dict[Any, list[_Handed]] = {}
 _MOST_KINDS = 64
 _unlinked: ContextVar[bool] = ContextVar("unlinked", default=False)
@@ -205,7 +205,7 @@ def _differentiated(value: Any) -> bool:
 
 
 def _take(values: list[Any]) -> tuple[list[Any], list[Any], Links] | None:
-    """Take the last link among `values`: `(values with loose outputs, arrays on the host, their readings)`, or None."""
+    """Take the newest link of `values`. Returns `(values with loose outputs, arrays on the host, their readings)`, or None."""
     here = jex.get_opaque_trace_state()
     outputs = {place: _outputs[id(value)] for place, value in enumerate(values) if id(value) in _outputs}
     outputs = {
@@ -276,7 +276,7 @@ def _jvp(
     types = jaxpr.out_avals[2 * size : 2 * size + handed]
     # A block that is differentiated along fewer inputs may have fewer arrays on the host. Then it hands nothing on.
     hands_on = [jax.typeof(residual) for residual in residuals if can_be_handed(residual)] == types
-    # If the previous block handed nothing on after all, its ghosts have no tangents, and there is nothing to wait for.
+    # If the previous block handed nothing on, its ghosts have no tangents, and there is nothing to wait for.
     ghosts = tangents[number + len(before) :]
     chained = bool(before) and all(map(_is_live, ghosts))
     others = list(primals[number : number + len(before)]) if chained else []

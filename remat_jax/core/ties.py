@@ -6,9 +6,9 @@ them keeps a block's activations alive. Ties (`optimization_barrier`) prevent bo
 
     y, r = barrier(f(x), r)           forward pass: the outputs wait for the copies of the residuals to the host
     r, ȳ = barrier(r, ȳ)              start of the backward pass: fetching the residuals waits for ȳ
-    x̄    = barrier(f_linᵀ(r, ȳ))      end of the backward pass: it waits for every gradient
+    x̄    = barrier(f_linᵀ(r, ȳ))      end of the backward pass, which waits for every gradient
 
-Inside f_linᵀ, `gradient_ties` keeps each gradient at its place.
+Inside f_linᵀ, `gradient_ties` keeps the gradients in the order in which JAX traces them.
 """
 
 from __future__ import annotations
@@ -115,9 +115,8 @@ def _evaluate(
 # The linear part of a tied block, ẏ = f_lin(r, ẋ). It is a primitive so that its transpose x̄ = f_linᵀ(r, ȳ) can have ties
 # (`_transpose`). `custom_vjp` would have no forward mode, and `linear_call` no batching.
 #
-# Operands: the residuals r; the tangents ẋ; the spares: for each of the `slots` with a reading, the parked input itself, on the
-# device, in case it stays there; the previous block's arrays on the host (`before` has one entry for each); the tangents of the
-# ghosts of these arrays.
+# Operands: the residuals r; the tangents ẋ; the spares (for each of the `slots` with a reading, the parked input on device);
+# the previous block's arrays on the host (`before` has one entry for each); the tangents of the ghosts of these arrays.
 # Outputs: the tangents ẏ; the tangents of the block's own ghosts, which have the types `handed`.
 #
 # A linked block (`tied_chain`) hands its offloaded residuals to the next block. The next block fetches them in its backward
@@ -211,7 +210,7 @@ def _enter_linked(
 
 
 def in_order(by_place: Mapping[int, Any]) -> list[Any]:
-    """The values of `by_place`, ordered by place."""
+    """The values of `by_place`, ordered by key."""
     return [by_place[place] for place in sorted(by_place)]
 
 

@@ -13,7 +13,7 @@ Visit = Callable[[Any, list[Any]], "list[Any] | None"]
 
 
 def interpret(jaxpr: Any, args: Sequence[Any], visit: Visit) -> list[Any]:
-    """Evaluate the closed `jaxpr` on `args`. `visit(eqn, inputs)` returns the equation's outputs, or None to bind it as is."""
+    """Evaluate the closed `jaxpr` on `args`. `visit(eqn, inputs)` returns the outputs; if None, `eqn` is bound unchanged."""
     env = values_of_inputs(jaxpr, args)
     evaluate_equations(jaxpr.jaxpr.eqns, env, visit)
     return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
@@ -47,12 +47,12 @@ def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -
 
 
 def retrace(jaxpr: Any, function: Callable[..., Any]) -> Any:
-    """The closed jaxpr of `function` on the input types of `jaxpr`. Constants that JAX hoists out of it are its `consts`."""
+    """The closed jaxpr of `function` on the input types of `jaxpr`. Its `consts` are the constants that JAX hoists."""
     return jax.make_jaxpr(function)(*jaxpr.in_avals)
 
 
 def filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """`values` with the `others` at `places`."""
+    """A copy of `values` that has `others[i]` at index `places[i]`."""
     result = list(values)
     for place, value in zip(places, others, strict=True):
         result[place] = value
@@ -81,7 +81,7 @@ def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def inner_jaxprs(eqn: Any) -> dict[str, Any]:
-    """Parameter of `eqn` → jaxpr, or tuple of jaxprs (branches of a `cond`). For a `jax_remat3` region: `_prim` → its body."""
+    """The jaxprs of `eqn`: parameter → jaxpr or tuple (branches of a `cond`). A `jax_remat3` region has its body in `_prim`."""
     hidden = compat.hidden_body(eqn)
     jaxprs = {} if hidden is None else {"_prim": hidden}
     for key, value in eqn.params.items():
@@ -105,7 +105,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def given_names(jaxpr: Any) -> Iterator[str]:
-    """The names that `checkpoint_name` gives in the closed `jaxpr` at any depth."""
+    """The names of all `checkpoint_name` equations in the closed `jaxpr`, at any depth."""
     return (name for eqn in equations(jaxpr) if (name := compat.given_name(eqn)) is not None)
 
 

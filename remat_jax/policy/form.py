@@ -85,7 +85,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str, argument: str = "policy") -> Policy:
-        """The policy that ``text``, a text or a name, describes. Error messages call the text ``argument``.
+        """The policy with this text or name. ``argument`` is the name of ``text`` in error messages.
 
         Raises:
             UnknownPolicyError: ``text`` is a single word that is not a policy's name.

@@ -41,13 +41,14 @@ class LayerPolicies:
     layers is cut into one scan for each run of equal policies; parameters and results do not change. The number of policies
     must be the number of calls.
 
-    A text lists the runs, `N × policy` or `N x policy`, separated by bars. `||` cuts a scan between layers under one policy.
-    A cut can change memory, because XLA does not treat a scan of a single layer as a loop (`docs/notes/cutting_a_scan.md`).
+    A text lists the runs, `N × policy` or `N x policy`, separated by bars. `||` cuts a scan between two layers with the same
+    policy. A cut can change memory, because XLA does not treat a scan of a single layer as a loop
+    (`docs/notes/cutting_a_scan.md`).
 
     `N × policy in groups of k` sets one checkpoint around each k consecutive layers. This checkpoint keeps only the group's
-    input. The backward pass recomputes the group: its layers, under their policy, and the computation between them. If this
+    input. The backward pass recomputes the group: its layers, under their policy, and the computation between them. If their
     policy is `full`, at most N/k + k layer inputs and the residuals of one layer are alive, and each layer runs forward three
-    times. If it is `off`, each layer runs forward twice, and the residuals of k layers are alive (Chen et al.,
+    times. If the policy is `off`, each layer runs forward twice, and the residuals of k layers are alive (Chen et al.,
     arXiv:1604.06174). The last group of a run may be shorter. A group of one layer is that layer under `full`.
 
     Attributes:
@@ -212,7 +213,7 @@ class LayerPolicies:
         return any(policy.offloads for _, policy in self.runs)
 
     def map(self, change: Callable[[Policy], Policy]) -> LayerPolicies:
-        """The same runs and groups with ``change(policy)`` for each policy; runs that become equal stay apart.
+        """The same runs and groups with ``change(policy)`` for each policy; runs that become equal are not merged.
 
         >>> str(LayerPolicies.parse("2 x save: a | 2 x offload: a").map(lambda policy: Policy.parse("full")))
         '2 × full || 2 × full'

@@ -113,7 +113,7 @@ _MATCHES: dict[str, Callable[[Candidate], bool]] = {
     DOTS_WITH_NO_BATCH_DIMS: lambda candidate: candidate.primitive in _DOTS - {CONVOLUTION} and not candidate.has_batch_dims,
     CONVS: lambda candidate: candidate.primitive == CONVOLUTION,
 }
-"""Selector without an argument → a function that returns whether a candidate matches."""
+"""For each selector without an argument, a function that returns whether a candidate matches."""
 
 
 def is_catch_all(selector: str) -> bool:
@@ -122,7 +122,7 @@ def is_catch_all(selector: str) -> bool:
 
 
 def is_automatic_glob(selector: str) -> bool:
-    """Whether ``selector`` is a glob on automatic residual names. A plain name is not: it may be a ``checkpoint_name``."""
+    """Whether ``selector`` is a glob on automatic residual names. A plain name may be a ``checkpoint_name``."""
     return not selector.startswith("@") and not is_catch_all(selector) and any(mark in selector for mark in "*?[/:#")
 
 

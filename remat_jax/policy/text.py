@@ -34,7 +34,7 @@ ALIASES: dict[str, str] = {
     "checkpoint_dots_with_no_batch_dims": "dots_with_no_batch_dims",
 }
 
-# Functions of jax.checkpoint_policies that return a policy and are none themselves → what to write instead.
+# For each function of jax.checkpoint_policies that returns a policy but is not a policy itself: what to write instead.
 FACTORIES: dict[str, str] = {
     "save_only_these_names": "write 'save: first_name, second_name'",
     "save_any_names_but_these": "write 'recompute: first_name, second_name; save: ...' with the names or globs to save",

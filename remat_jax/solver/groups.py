@@ -78,9 +78,9 @@ def grouping(
     or more groups also needs a copy of one group's input, sliced from the stacked inputs, and the gradients of n layers
     (`docs/notes/groups_of_layers.md` has the compiled figures).
 
-    For the group's checkpoint, the backward pass runs all n layers again if they are scanned or are not checkpoints. In an
-    unrolled stack of checkpoints it runs n - 1 again, because nothing reads the last layer's output. Each layer's own
-    recomputation (`extra_seconds`) comes in addition. A group of one layer is a checkpoint around that layer.
+    To recompute a group, the backward pass runs all n layers again if they are scanned or are not checkpoints. In an unrolled
+    stack of checkpoints it runs only the first n - 1 layers again, because nothing reads the last layer's output. Each layer's
+    own recomputation (`extra_seconds`) comes in addition. A group of one layer is a checkpoint around that layer.
 
     Args:
         fixed_bytes: other memory in use, such as the working set of a layer's backward pass.
@@ -141,7 +141,7 @@ def groupings(
 
 
 def _inside(length: int, layer: GroupedLayer, *, looped: bool) -> float:
-    """Bytes that a group's backward pass needs in addition to the inputs of all groups; ``looped``: in a scan of groups."""
+    """Bytes that a group's backward pass needs besides all groups' inputs. ``looped``: the group is in a scan of groups."""
     scan_copies = layer.input_bytes + length * layer.gradient_bytes if looped and length > 1 else 0.0
     return (length - 1) * layer.kept_input_bytes + length * layer.saved_bytes + scan_copies
 

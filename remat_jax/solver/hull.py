@@ -3,7 +3,7 @@
 The relaxation lets a run of equal layers use several policies in fractions. Its dual values are prices of memory. A policy that
 is not yet a column improves the relaxation only if it is cheaper at these prices than the columns. A minimum s-t cut finds the
 cheapest policy (`table`) in milliseconds. If no policy is cheaper, the value of the relaxation is a lower bound on every plan
-(Gilmore and Gomory, Operations Research 9, 1961). Otherwise that value plus the reduced costs is a (Lagrangian) bound.
+(Gilmore and Gomory, Operations Research 9, 1961). Otherwise the value plus the reduced costs is a Lagrangian bound.
 
 If a block has few Pareto-optimal policies, all of them are columns from the start. `grow` enumerates them residual by residual
 and prunes dominated partial policies.
@@ -128,7 +128,7 @@ class Hull:
         if math.isfinite(host_budget) and columns[:, HOST].any():
             rows.append(columns[:, HOST] / unit)
             limits.append(host_budget / unit)
-        # The last column is the excess over the budgets, at a high cost (`_OVER`). It makes the linear program always feasible.
+        # The last column is the excess over the budgets, at a high cost (`_OVER`), so the linear program is always feasible.
         scale = float(columns[:, EXTRA].max()) or 1.0
         solution = linprog(
             np.append(columns[:, EXTRA] / scale, _OVER * sum(run.repeats for run in self.runs)),
@@ -168,8 +168,8 @@ def _seeds(table: BlockTable, count: int) -> Array:
 def _swept(table: BlockTable, count: int) -> Array:
     """The cheapest policies of a block at a range of prices.
 
-    The prices of a saved byte are 0, and 0.001 to 100 times `scale` (the block's total seconds per byte). At further, very high
-    prices almost only memory counts.
+    The prices of a saved byte are 0, and 0.001 to 100 times `scale` (the block's total seconds per byte). The other
+    prices (`dear`) are so high that almost only memory counts.
     """
     recompute_seconds = table.seconds[table.allowed[:, RECOMPUTE]].sum()
     total_seconds = recompute_seconds + table.block.forward_seconds + table.block.backward_seconds
@@ -246,7 +246,7 @@ def _choose(block: Block, index: int, code: int, codes: Array, sums: Array) -> t
 
 
 def _last_uses(block: Block) -> list[int]:
-    """For each residual, the place in `Block.order` of its last child; -1 if it has no child or the backward pass reads it."""
+    """For each residual, the index in `Block.order` of its last child; -1 if it has no child or the backward pass reads it."""
     last_use = [-1] * len(block.residuals)
     for step, index in enumerate(block.order):
         for parent in block.parents[index]:

@@ -27,7 +27,7 @@ ROUNDING = 1e-12
 COUNTS = 65
 """If there are more equal layers than this, only this many evenly spaced layer counts are tried for one run of a mix.
 
-`best_mix` does so for the last run, and then also tries the counts near the best.
+`best_mix` limits the counts of the last run in this way, and then also tries the counts near the best count.
 """
 Runs = tuple[tuple[int, int], ...]
 """A mix: for each run, the index of its policy and its number of layers."""

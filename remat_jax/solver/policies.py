@@ -107,8 +107,8 @@ class StackPlan:
 
 
 def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
-    """A stack's peak device memory: the fixed bytes plus the largest sum, over the blocks, of a block's transient bytes and the
-    bytes saved by it and by earlier blocks."""
+    """A stack's peak device memory: the fixed bytes, plus the largest sum, over the blocks, of a block's transient bytes and
+    the bytes saved by the block and all earlier blocks."""
     kept, peak = stack.fixed_bytes, stack.fixed_bytes
     for policy in policies:
         kept += policy.saved_bytes

@@ -1,7 +1,7 @@
 """A planning problem as plain data: blocks with residuals, stacks of blocks, and the link to host memory.
 
-Sizes are bytes per device, and times are seconds per training step. Both may be fractions, and any other units will do if they
-are used throughout. Malformed data raises `PlanningError`. ``docs/how/planner.md`` states the problem and how it is solved.
+Sizes are bytes per device, and times are seconds per training step. Both may be fractions, and other units are allowed if all
+numbers use them. Malformed data raises `PlanningError`. ``docs/how/planner.md`` states the problem and how it is solved.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Block:
 
     In addition to the saved bytes, the backward pass of a block needs ``working_bytes``, plus ``recomputed_share`` times the
     bytes of its recomputed residuals, plus ``fetched_share`` times the bytes of its offloaded residuals. With a share of 1 all
-    of these residuals are live at once, with a smaller share only some. A ``fetched_share`` above 1 also counts arrays that are
+    of these residuals are live at once; with a smaller share, only some are. A ``fetched_share`` above 1 also counts arrays
     already fetched for the block whose backward pass runs next.
 
     Attributes:

@@ -116,7 +116,7 @@ class _Kind:
         self.codes, self.measures, self.ends = codes, self.table.measures(codes), self._last.legal(codes)
 
     def mixes(self, room: float) -> Array:
-        """Mixes for the first plan: of two of the policies that are cheapest or need least memory."""
+        """Mixes of two policies for the first plan. The policies are the cheapest ones and those that need least memory."""
         order = self._ordered(int(math.sqrt(_PAIRS / self.layers)))
         lean = np.argsort(self.measures[:, NEED] - self.measures[:, SAVED] + self.layers * self.measures[:, SAVED])
         least = [int(lean[0]), *(int(at) for at in lean if self.ends[at])][:2]
@@ -132,8 +132,8 @@ class _Kind:
     def _distance(self, codes: Array) -> Array:
         """The cost of each policy minus the cost of the cheapest candidate, shape (policies,).
 
-        The relaxation has prices for each run of this kind's blocks (`Stack.runs`). The least difference at any of these
-        prices is returned.
+        The relaxation has prices for each run of this kind's blocks (`Stack.runs`). The result is the least difference
+        over these prices.
         """
         costs = [(self.table.cost(codes, price), self.table.cost(self.codes, price).min()) for price in self._prices]
         return np.min([cost - least for cost, least in costs], axis=0)
@@ -149,7 +149,7 @@ class _Kind:
         return saved, most, host
 
     def mix(self, room: Room) -> bool:
-        """Replace the current mix by the best mix that fits in ``room``, if that is faster; returns whether it was replaced."""
+        """Replace the current mix if the best mix that fits in ``room`` is faster; returns whether the mix was replaced."""
         chosen = list(dict.fromkeys([*(policy for policy, _ in self.runs), *self._ordered(_MIXED)]))
         return self._take_best(room, orders(chosen, self._most))
 

@@ -80,7 +80,7 @@ class BlockTable:
         return (codes == RECOMPUTE) @ self.seconds + (codes <= OFFLOAD) @ self.kept_seconds + copied
 
     def _copies(self, host: Array, work: Array) -> tuple[Array, Array, Array]:
-        """Shape (policies,): seconds of copies out, and of copies back, minus overlapped compute; exposed seconds of both."""
+        """Three arrays (policies,): seconds of copies out, and of copies back, minus overlapped compute; exposed seconds."""
         rates = self._rates
         out = host / rates.out_bytes_per_s - rates.hidden_share * self.block.forward_seconds
         back = host / rates.in_bytes_per_s - rates.hidden_share * (self.block.backward_seconds + work)
@@ -124,9 +124,9 @@ class BlockTable:
     def cheapest(self, prices: Prices) -> tuple[Array, float]:
         """The policy found with the least cost (extra seconds + prices × bytes), and a lower bound on the least cost.
 
-        The exposed time of a copy is max(0, x), where x is linear in the choices. Replacing it by s · x, with a share s from 0
-        to 1, gives a lower bound that a minimum cut can minimise (Lagrangian relaxation). The returned policy is the cheapest
-        policy of all cuts, after a local search.
+        The exposed time of a copy is max(0, x), where x is linear in the choices. Replacing max(0, x) by s · x, with a share
+        s from 0 to 1, gives a lower bound that a minimum cut can minimise (Lagrangian relaxation). The returned policy is the
+        cheapest policy of all cuts, after a local search.
         """
         policies: list[Array] = []
         bound, shares = -np.inf, (0.0, 0.0)
@@ -157,7 +157,7 @@ class BlockTable:
         return (float(_SHARES[out_share]), float(_SHARES[back_share])), float(planes.max())
 
     def _descended(self, codes: Array, prices: Prices) -> tuple[Array, float]:
-        """The policy and its cost after local search, which changes one residual at a time while that lowers the cost."""
+        """The policy and its cost after local search, which changes one residual at a time while a change lowers the cost."""
         cost = float(self.cost(codes[None], prices)[0])
         while self.link is not None and len(neighbours := self.neighbours(codes)):
             costs = self.cost(neighbours, prices)
