@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
@@ -27,21 +28,21 @@ class Original:
     `custom_jvp`: two rules are alike if they trace to the same program.
     """
 
-    def __init__(self, jaxpr: Any) -> None:
+    def __init__(self, jaxpr: ClosedJaxpr) -> None:
         self.jaxpr = jaxpr
         self._rules: dict[int, Any] = {}
 
-    def is_like(self, jaxpr: Any, paths: tuple[str, str] = ("", "")) -> bool:
+    def is_like(self, jaxpr: ClosedJaxpr, paths: tuple[str, str] = ("", "")) -> bool:
         """Whether the closed `jaxpr` is alike. `paths`: the module paths of the two programs' blocks, which may differ."""
         return _Comparison(self._rules, paths=paths).programs(self.jaxpr, jaxpr)
 
 
-def holds_arrays(jaxpr: Any) -> bool:
+def holds_arrays(jaxpr: ClosedJaxpr) -> bool:
     """Whether the closed `jaxpr`, or a program inside it, has arrays as constants and so keeps them alive."""
     return any(program.consts for program in (jaxpr, *(body for eqn in equations(jaxpr) for body in bodies(eqn))))
 
 
-def holds_functions(jaxpr: Any) -> bool:
+def holds_functions(jaxpr: ClosedJaxpr) -> bool:
     """Whether a parameter of an equation is a function that may close over arrays; rules of `custom_jvp` do not count."""
     return any(
         callable(value) and not isinstance(value, type | jax.sharding.Mesh) and key != _RULE and not compat.is_jaxpr(value)
@@ -50,7 +51,7 @@ def holds_functions(jaxpr: Any) -> bool:
     )
 
 
-def has_plain_rules(jaxpr: Any, depth: int = 0) -> bool:
+def has_plain_rules(jaxpr: ClosedJaxpr, depth: int = 0) -> bool:
     """Whether the rules of every `custom_jvp` in the closed `jaxpr` can be traced, and hold neither arrays nor functions."""
     rules = (_rule(eqn) for eqn in equations(jaxpr) if eqn.primitive.name == "custom_jvp_call")
     return not any(
@@ -90,7 +91,7 @@ class _Comparison:
                 return False
         return _read_alike(names, program.jaxpr.outvars, other.jaxpr.outvars)
 
-    def _equations(self, eqn: Any, other: Any, names: dict[Any, Any]) -> bool:
+    def _equations(self, eqn: JaxprEqn, other: Any, names: dict[Any, Any]) -> bool:
         if eqn.primitive is not other.primitive or eqn.ctx is not other.ctx or set(eqn.params) != set(other.params):
             return False
         if self.scopes(eqn.source_info.name_stack) != other.source_info.name_stack:
@@ -120,7 +121,7 @@ class _Comparison:
         # `==` of two arrays is an array, not True.
         return (value == other) is True
 
-    def _rules_alike(self, eqn: Any, other: Any) -> bool:
+    def _rules_alike(self, eqn: JaxprEqn, other: Any) -> bool:
         function = eqn.params["call_jaxpr"]
         if len(self.around) == _DEEPEST:
             return any(self.programs(outer, function) for outer in self.around)
@@ -131,7 +132,7 @@ class _Comparison:
         return first is not None and second is not None and inner.programs(first, second)
 
 
-def _rule(eqn: Any) -> Any:
+def _rule(eqn: JaxprEqn) -> Any:
     """The traced derivative rule of an equation; None if tracing fails, for example for an unbound axis name."""
     primals = [atom.aval for atom in eqn.invars]
 

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.core.naming import Named, name_linearised
@@ -57,7 +58,7 @@ class BlockUnderPolicy:
       policy: a policy other than `off`, or a JAX policy object.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     names: NamedBlock
     policy: Policy | JaxPolicy
 
@@ -215,7 +216,7 @@ def noting_differentiated() -> Iterator[Differentiated]:
         yield blocks
 
 
-def block_under_policy(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> BlockUnderPolicy:
+def block_under_policy(jaxpr: ClosedJaxpr, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> BlockUnderPolicy:
     """Name the residuals of the block `jaxpr`, and set its policy.
 
     Args:

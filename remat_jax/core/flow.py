@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
 from remat_jax import compat
 from remat_jax.core.walk import bodies
 
@@ -17,7 +19,7 @@ Leaf = Callable[[Any, list[bool]], bool]
 """`leaf(eqn, flags)`: whether the outputs of an equation have the property, given whether its inputs have it."""
 
 
-def flagged(jaxpr: Any, flags: Sequence[bool], leaf: Leaf) -> set[Any]:
+def flagged(jaxpr: ClosedJaxpr, flags: Sequence[bool], leaf: Leaf) -> set[Any]:
     """The variables of the closed `jaxpr` that have the property, given which inputs have it. Constants always have it."""
     flagged_vars = set(jaxpr.jaxpr.constvars)
     flagged_vars.update(var for var, flag in zip(jaxpr.jaxpr.invars, flags, strict=True) if flag)
@@ -32,12 +34,12 @@ def has(atom: Any, flagged_vars: set[Any]) -> bool:
     return hasattr(atom, "val") or atom in flagged_vars
 
 
-def all_inputs(eqn: Any, flags: list[bool]) -> bool:
+def all_inputs(eqn: JaxprEqn, flags: list[bool]) -> bool:
     """A `Leaf`: the outputs of an equation have the property if all its inputs have it."""
     return all(flags)
 
 
-def inner_flags(eqn: Any, key: str, inner: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
+def inner_flags(eqn: JaxprEqn, key: str, inner: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
     """Whether each input of `inner`, the jaxpr parameter `key` of `eqn`, has the property.
 
     A scan's carry has the property if its initial value has it and every iteration preserves it. A `while` carry never has it.
@@ -62,7 +64,7 @@ def inner_flags(eqn: Any, key: str, inner: Any, flags: Sequence[bool], leaf: Lea
         current[consts : consts + carry] = kept
 
 
-def _outputs(eqn: Any, flags: list[bool], leaf: Leaf) -> list[bool]:
+def _outputs(eqn: JaxprEqn, flags: list[bool], leaf: Leaf) -> list[bool]:
     name, inside = compat.kind(eqn), bodies(eqn)
     if leaf(eqn, flags):
         return [True] * len(eqn.outvars)
@@ -76,6 +78,6 @@ def _outputs(eqn: Any, flags: list[bool], leaf: Leaf) -> list[bool]:
     return [False] * len(eqn.outvars)
 
 
-def _output_flags(jaxpr: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
+def _output_flags(jaxpr: ClosedJaxpr, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
     flagged_vars = flagged(jaxpr, flags, leaf)
     return [has(atom, flagged_vars) for atom in jaxpr.jaxpr.outvars]

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.products import MATMULS, eqn_flops
@@ -54,7 +55,7 @@ def in_program_order(
     return [value_of(atom, env) for atom in jaxpr.outvars], fetches.values
 
 
-def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+def _region_opened(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
     """Inline a checkpoint region, but not the regions nested in it. Inserted barriers still prevent CSE of recomputation."""
     if not compat.is_checkpoint(eqn):
         return None
@@ -68,7 +69,7 @@ _MOVES = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "p
 _MATMULS_LATE = 2  # a matmul waits for weight gradients that are at least this many matmuls old
 
 
-def _barriers(jaxpr: Any, num_residuals: int) -> dict[int, list[Any]]:
+def _barriers(jaxpr: Jaxpr, num_residuals: int) -> dict[int, list[Any]]:
     """The barriers to insert: index of an equation → the variables that pass through one barrier before it."""
     order, barriers = _Order(jaxpr, num_residuals), {}
     for index, eqn in enumerate(jaxpr.eqns):
@@ -105,7 +106,7 @@ class _Fetches:
         return held if index in self._starts else compat.optimization_barrier(held)
 
 
-def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
+def _starts(jaxpr: Jaxpr, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
     """When to start each fetch: index of an equation in `places` (None: the pass's start) → indices of `others` to fetch."""
     work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
     sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
@@ -121,7 +122,7 @@ def _starts(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[in
 class _Order:
     """Decides which variables a matmul of a backward pass waits for. Recomputed matmuls read no cotangent and never wait."""
 
-    def __init__(self, jaxpr: Any, num_residuals: int) -> None:
+    def __init__(self, jaxpr: Jaxpr, num_residuals: int) -> None:
         self._gradients = set(variables(jaxpr.outvars))
         self._last_use = {atom: index for index, eqn in enumerate(jaxpr.eqns) for atom in variables(eqn.invars)}
         # Gradients, and variables that only `_MOVES` separate from a gradient.
@@ -134,7 +135,7 @@ class _Order:
         self._made: dict[Any, int] = {}  # finished gradient for which no matmul has waited yet → matmuls before it
         self._parked: dict[Any, None] = {}  # cotangents that a matmul computed and later equations read
 
-    def before(self, index: int, eqn: Any) -> list[Any]:
+    def before(self, index: int, eqn: JaxprEqn) -> list[Any]:
         """The variables to pass through one barrier before equation `index`; empty for most equations."""
         operands = [atom for atom in variables(eqn.invars) if atom in self._travelling]
         if eqn.primitive.name not in _MATMULS or not operands:
@@ -149,7 +150,7 @@ class _Order:
         alive = [var for var in self._travelling if var not in self._leaving and self._last_use.get(var, -1) >= index]
         return list(dict.fromkeys([*waited_for, *alive])) if waited_for else []
 
-    def after(self, index: int, eqn: Any) -> None:
+    def after(self, index: int, eqn: JaxprEqn) -> None:
         """Record the outputs of equation `index`."""
         if not any(atom in self._travelling for atom in variables(eqn.invars)):
             return

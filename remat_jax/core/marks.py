@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad, batching
 
 from remat_jax import compat
@@ -71,7 +72,7 @@ class Mark:
       batches: the `vmap`s around the block, the innermost first.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     marked: Marked
     path: str
     inputs: tuple[bool, ...]
@@ -82,7 +83,7 @@ class Mark:
         return hash((id(self.jaxpr), self.marked, self.path))
 
 
-def _evaluate(*values: Any, jaxpr: Any, mark: Mark) -> list[Any]:
+def _evaluate(*values: Any, jaxpr: ClosedJaxpr, mark: Mark) -> list[Any]:
     return list(compat.jaxpr_function(jaxpr)(*values))
 
 
@@ -95,7 +96,7 @@ def bind_mark(mark: Mark, values: Sequence[Any]) -> list[Any]:
     return list(mark_p.bind(*values, jaxpr=mark.jaxpr, mark=mark))
 
 
-def mark_of(eqn: Any) -> Mark | None:
+def mark_of(eqn: JaxprEqn) -> Mark | None:
     """The mark of an equation; None if the equation is no mark."""
     return eqn.params["mark"] if eqn.primitive is mark_p else None
 
@@ -111,12 +112,12 @@ def vmapped(function: Any, batch: Batch, size: int) -> Any:
     return run
 
 
-def _abstract(*_: Any, jaxpr: Any, mark: Mark) -> tuple[list[Any], Any]:
+def _abstract(*_: Any, jaxpr: ClosedJaxpr, mark: Mark) -> tuple[list[Any], Any]:
     return list(jaxpr.out_avals), jaxpr.effects
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, mark: Mark
+    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr, mark: Mark
 ) -> tuple[list[Any], list[int | None]]:
     batched, moved, out_axes = compat.batched(jaxpr, axis, args, axes)
     in_axes = tuple(None if dim is None else 0 for dim in axes)
@@ -125,7 +126,7 @@ def _batch(
     return list(outputs), out_axes
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, mark: Mark) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, mark: Mark) -> Any:
     raise UnsupportedError(
         f"block={name_of(mark.marked.block)}: policies by layer must be set before the block is differentiated, but this "
         "function takes the gradient of the block itself. Give checkpoint_blocks the loss function, and differentiate the "

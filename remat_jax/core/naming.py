@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.flow import all_inputs, flagged, has, inner_flags
@@ -77,7 +78,7 @@ class Named:
         return self.made()
 
 
-def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
+def name_residuals(jaxpr: ClosedJaxpr, path: str, inputs: Sequence[bool]) -> Named:
     """Name the inputs of the block `jaxpr` at the module path `path`, and every array that it computes.
 
     Args:
@@ -134,12 +135,12 @@ class _Values:
         """The number of the value that `key` describes."""
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def of_outputs(self, eqn: Any, inputs: Sequence[int]) -> list[int]:
+    def of_outputs(self, eqn: JaxprEqn, inputs: Sequence[int]) -> list[int]:
         """The numbers of an equation's outputs, from the numbers of its inputs."""
         params = () if bodies(eqn) else tuple((key, _hashable(value)) for key, value in eqn.params.items())
         return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
 
-    def of_inner(self, eqn: Any, inputs: Sequence[int], primal_only: Sequence[bool]) -> list[int]:
+    def of_inner(self, eqn: JaxprEqn, inputs: Sequence[int], primal_only: Sequence[bool]) -> list[int]:
         """The numbers of an inner jaxpr's inputs. The inputs of a call have the numbers of its operands.
 
         In a loop or branch, the inputs that depend on primals only (`primal_only`) are numbered by their position among these
@@ -175,12 +176,17 @@ class _Namer:
         self.candidates: dict[str, Candidate] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
 
-    def finished(self, jaxpr: Any) -> Named:
+    def finished(self, jaxpr: ClosedJaxpr) -> Named:
         """`jaxpr`, which was traced while `run` named its arrays, with the names that `run` recorded."""
         return Named(lambda: jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts, values=self.values)
 
     def run(
-        self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], primal_only: Sequence[bool], numbers: Sequence[int] = ()
+        self,
+        jaxpr: ClosedJaxpr,
+        args: Sequence[Any],
+        outer: tuple[str, ...],
+        primal_only: Sequence[bool],
+        numbers: Sequence[int] = (),
     ) -> list[Any]:
         """Evaluate `jaxpr` and name its arrays.
 
@@ -198,7 +204,7 @@ class _Namer:
                 return self.values.number("literal", str(atom.val))
             return number[atom] if atom in number else self.values.number("constant")
 
-        def visit(eqn: Any, inputs: list[Any]) -> list[Any]:
+        def visit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
             path = self._relative(outer + compat.scopes(eqn))
             flags = [has(atom, fixed) for atom in eqn.invars]
             operands = [number_of(atom) for atom in eqn.invars]
@@ -225,7 +231,9 @@ class _Namer:
         named_args = [self._given(arg, names.get(var, ()), None) for var, arg in zip(jaxpr.jaxpr.invars, args, strict=True)]
         return interpret(jaxpr, named_args, visit)
 
-    def _named(self, eqn: Any, number: int, value: Any, path: tuple[str, ...], names: Sequence[str], primal_only: bool) -> Any:
+    def _named(
+        self, eqn: JaxprEqn, number: int, value: Any, path: tuple[str, ...], names: Sequence[str], primal_only: bool
+    ) -> Any:
         if names:
             return self._given(value, names, eqn)
         if not primal_only or eqn.primitive.name in _UNNAMED or compat.given_name(eqn) is not None:
@@ -265,7 +273,7 @@ class _Namer:
         return checkpoint_name(value, candidate.name)
 
 
-def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
+def _given_names(jaxpr: ClosedJaxpr) -> dict[Any, list[str]]:
     """Variable → the names that `jaxpr` gives it. A complex variable's names are on its real and imaginary parts."""
     names: dict[Any, list[str]] = {}
     for eqn in jaxpr.jaxpr.eqns:
@@ -289,6 +297,6 @@ def _user_named(name: str, producer: Any) -> Candidate:
     return replace(_candidate(name, producer), user_named=True)
 
 
-def _candidate(name: str, eqn: Any) -> Candidate:
+def _candidate(name: str, eqn: JaxprEqn) -> Candidate:
     avals = [atom.aval for atom in eqn.invars]
     return Candidate(name, eqn.primitive.name, has_batch_dims=has_batch_dims(eqn.primitive.name, avals, eqn.params))

@@ -7,6 +7,8 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.extend.core import Jaxpr, JaxprEqn
+
 from remat_jax import compat
 from remat_jax.core.shared import is_taken, offloaded_name
 from remat_jax.core.walk import bodies
@@ -43,7 +45,7 @@ class Origin:
     aliases: tuple[str, ...] = ()
 
 
-def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
+def origin(jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
     """The origin of `atom`, a variable or literal of the open `jaxpr`, which was traced in the scopes `outer`, for `layers`."""
     makers = _makers(jaxpr)
     while not hasattr(atom, "val"):
@@ -90,19 +92,19 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
 _known_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def _makers(jaxpr: Any) -> dict[Any, Any]:
+def _makers(jaxpr: Jaxpr) -> dict[Any, Any]:
     """Variable → the equation of the open `jaxpr` that computes it."""
     if jaxpr not in _known_makers:
         _known_makers[jaxpr] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     return _known_makers[jaxpr]
 
 
-def _is_unread_slice(eqn: Any) -> bool:
+def _is_unread_slice(eqn: JaxprEqn) -> bool:
     """Whether an equation slices a stack for a scan over some layers. Such a slice is dead code: blocks read the stack."""
     return eqn.primitive.name == "slice" and compat.layers_of(eqn) is not None
 
 
-def _divides_a_stack(eqn: Any) -> bool:
+def _divides_a_stack(eqn: JaxprEqn) -> bool:
     """Whether an equation reshapes a stack into groups of rows for a scan over some layers. The two count as one array."""
     if eqn.primitive.name != "reshape" or compat.layers_of(eqn) is None:
         return False
@@ -110,7 +112,7 @@ def _divides_a_stack(eqn: Any) -> bool:
     return bool(before) and after[2:] == before[1:] and math.prod(after[:2]) == before[0]
 
 
-def _made_here(eqn: Any, atom: Any, path: tuple[str, ...], layers: range | None) -> Origin:
+def _made_here(eqn: JaxprEqn, atom: Any, path: tuple[str, ...], layers: range | None) -> Origin:
     """The origin of an equation's output. An output of a `cond` has the names from all its branches."""
     branches = [body.jaxpr for body in bodies(eqn)] if eqn.primitive.name == "cond" else []
     origins = [origin(branch, branch.outvars[eqn.outvars.index(atom)], path, layers) for branch in branches]
@@ -121,7 +123,7 @@ def _made_here(eqn: Any, atom: Any, path: tuple[str, ...], layers: range | None)
     return Origin(atom, "equation", f"{'/'.join(path)}:{eqn.primitive.name}", compat.source_line(eqn), layers=layers)
 
 
-def _through_scan(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
+def _through_scan(eqn: JaxprEqn, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
     """The origin of output `index` of a scan.
 
     If the output is one of the scan's constant operands, or a row of a scanned operand, the kind is `argument`, and `key[1]` is

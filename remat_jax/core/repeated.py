@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
 from remat_jax import compat
 from remat_jax.core.alike import Original, has_plain_rules, holds_arrays, holds_functions
 from remat_jax.core.naming import Named, name_residuals
@@ -40,7 +42,7 @@ class FirstLayer:
     _keeping: dict[Any, Any] = field(default_factory=dict)
     kept: dict[Any, frozenset[str] | None] = field(default_factory=dict)
 
-    def is_like(self, jaxpr: Any, path: str, conditions: Any) -> bool:
+    def is_like(self, jaxpr: ClosedJaxpr, path: str, conditions: Any) -> bool:
         """Whether the block `jaxpr` at `path` is identical to this first layer."""
         return self.conditions == conditions and self.original.is_like(jaxpr, (self.named.path, path))
 
@@ -101,7 +103,7 @@ class NamedBlock:
 _first_layers: tuple[FirstLayer, ...] = ()
 
 
-def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
+def name_block(jaxpr: ClosedJaxpr, path: str, inputs: Sequence[bool]) -> NamedBlock:
     """The block `jaxpr` at `path` with its residuals named (`name_residuals`), if possible by renaming an identical block."""
     global _first_layers
     path = "/".join(part for part in path.split("/") if part)
@@ -156,13 +158,13 @@ class _Renaming:
         inputs = tuple(None if name is None else self.after(name) for name in named.inputs)
         return Named(lambda: self.jaxpr(named.jaxpr), self._paths[1], candidates, shapes, counts, inputs)
 
-    def _jaxpr(self, jaxpr: Any) -> Any:
+    def _jaxpr(self, jaxpr: Jaxpr | ClosedJaxpr) -> Any:
         """The closed or open `jaxpr` with the new names; the same object if nothing changes."""
         if self._paths[0] == self._paths[1]:
             return jaxpr
         return compat.with_equations(jaxpr, [self._equation(eqn) for eqn in compat.closed(jaxpr).jaxpr.eqns], {})
 
-    def _equation(self, eqn: Any) -> Any:
+    def _equation(self, eqn: JaxprEqn) -> Any:
         name = compat.given_name(eqn)
         changed = {"name": self._names[name]} if name in self._names else _changed_bodies(eqn, self.jaxpr)
         return compat.with_params(eqn, changed, self._scopes(eqn.source_info.name_stack))
@@ -180,7 +182,7 @@ def keep_names(named: Named, names: Set[str]) -> Any:
     dropped = inside - of_outputs - names
 
     @functools.cache
-    def without_dropped(jaxpr: Any) -> Any:
+    def without_dropped(jaxpr: ClosedJaxpr) -> Any:
         unnamed: dict[Any, Any] = {}
         eqns = []
         for eqn in compat.closed(jaxpr).jaxpr.eqns:
@@ -194,7 +196,7 @@ def keep_names(named: Named, names: Set[str]) -> Any:
     return without_dropped(named.jaxpr)
 
 
-def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+def _changed_bodies(eqn: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
     """The jaxpr parameters of `eqn` that differ after `change`: parameter → new value."""
     changed = {}
     for key, value in inner_jaxprs(eqn).items():

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
 from remat_jax import compat
 from remat_jax.core.flow import all_inputs, flagged, has, inner_flags
 from remat_jax.core.shared import note_fixed
@@ -23,7 +25,7 @@ _VIEWS = frozenset(
 )
 
 
-def _is_view(eqn: Any, flags: list[bool]) -> bool:
+def _is_view(eqn: JaxprEqn, flags: list[bool]) -> bool:
     return eqn.primitive.name in _VIEWS and all(flags)
 
 
@@ -34,7 +36,7 @@ RunRegion = Callable[[Any, str, list[bool], list[Any], bool], list[Any]]
 """
 
 
-def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
+def rewrite(jaxpr: ClosedJaxpr, args: Sequence[Any], run: RunRegion) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args`, where `run` evaluates every checkpoint region, at any depth.
 
     An operand of a region is a parameter if it is an argument of `jaxpr` or a view of an argument (a slice, a cast, a row of a
@@ -49,7 +51,7 @@ def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
 
 def _rewritten(
     run: RunRegion,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     args: Sequence[Any],
     from_arguments: Sequence[bool],
     path: tuple[str, ...],
@@ -64,7 +66,7 @@ def _rewritten(
     parameters = flagged(jaxpr, from_arguments, _is_view)
     same = None if fixed is None else flagged(jaxpr, fixed, all_inputs)
 
-    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+    def visit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
         flags = [has(atom, parameters) for atom in eqn.invars]
         kept = None if same is None else [has(atom, same) for atom in eqn.invars]
         scopes = path + compat.scopes(eqn)
@@ -85,7 +87,7 @@ def _rewritten(
     return interpret(jaxpr, args, visit)
 
 
-def _fixed_inside(eqn: Any, key: str, inner: Any, same: list[bool] | None) -> list[bool] | None:
+def _fixed_inside(eqn: JaxprEqn, key: str, inner: Any, same: list[bool] | None) -> list[bool] | None:
     """Whether each input of `inner`, parameter `key` of `eqn`, is the same array in all iterations; None outside loops.
 
     The constants of a scan are the same array in all iterations; its carry and rows are not.
@@ -107,7 +109,7 @@ def leaving_blocks() -> contextlib.AbstractContextManager[None]:
     return compat.setting(_leaving_blocks, True)
 
 
-def region_body(eqn: Any) -> Any | None:
+def region_body(eqn: JaxprEqn) -> Any | None:
     """The body of `eqn` if it is a `jax.checkpoint` region or a block of remat_jax, tied or not; else None.
 
     Raises:
@@ -131,7 +133,7 @@ def region_body(eqn: Any) -> Any | None:
     return body
 
 
-def contains_region(eqn: Any) -> bool:
+def contains_region(eqn: JaxprEqn) -> bool:
     """Whether `eqn` contains a checkpoint region on which a policy has an effect."""
     if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
         # JAX differentiates these by their rules, so a policy inside their bodies has no effect.
@@ -139,7 +141,7 @@ def contains_region(eqn: Any) -> bool:
     return any(region_body(inner) is not None or contains_region(inner) for body in bodies(eqn) for inner in body.jaxpr.eqns)
 
 
-def count_regions(jaxpr: Any) -> int:
+def count_regions(jaxpr: ClosedJaxpr) -> int:
     """How many checkpoint regions `jaxpr` has. A region inside a scan counts once."""
     total = 0
     for eqn in jaxpr.jaxpr.eqns:
@@ -150,7 +152,7 @@ def count_regions(jaxpr: Any) -> int:
     return total
 
 
-def established(jaxpr: Any) -> Any:
+def established(jaxpr: ClosedJaxpr) -> Any:
     """The closed `jaxpr` with the names and regions of `jax_remat3` replaced by those of the established rematerialisation.
 
     Returns `jaxpr` itself if it has none. JAX's policies ignore `jax_remat3` names and cannot keep arrays inside `jax_remat3`
@@ -159,7 +161,7 @@ def established(jaxpr: Any) -> Any:
     if not any(map(_is_new, equations(jaxpr))):
         return jaxpr
 
-    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+    def visit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
         name, region = compat.given_name(eqn), compat.hidden_body(eqn)
         if region is not None:
             return compat.bind_established(eqn, established(compat.closed(region)), inputs)
@@ -175,6 +177,6 @@ def established(jaxpr: Any) -> Any:
         return retrace(jaxpr, lambda *args: interpret(jaxpr, args, visit))
 
 
-def _is_new(eqn: Any) -> bool:
+def _is_new(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a region or a name of `jax_remat3`."""
     return compat.hidden_body(eqn) is not None or (compat.given_name(eqn) is not None and eqn.primitive.name != "name")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, batching
 
 from remat_jax import compat
@@ -97,7 +98,7 @@ def note_fixed(values: Sequence[Any]) -> None:
             _reading(value).in_every_round = True
 
 
-def note_loop_inputs(eqn: Any, body_inputs: Sequence[Any]) -> None:
+def note_loop_inputs(eqn: JaxprEqn, body_inputs: Sequence[Any]) -> None:
     """If `eqn` is a scan, record the inputs of its retraced body that are the same in every iteration."""
     if eqn.primitive.name == "scan":
         note_fixed(body_inputs[: compat.scan_layout(eqn)[0]])
@@ -129,14 +130,14 @@ def staying(read: Mapping[int, Reading]) -> frozenset[int]:
 choice_p = compat.new_primitive("shared_input_choice", lambda value, **_: value, multiple_results=False)
 
 
-def is_taken(eqn: Any) -> bool | None:
+def is_taken(eqn: JaxprEqn) -> bool | None:
     """Whether the backward pass reads the output of the choice `eqn`; None if `eqn` is no choice."""
     if eqn.primitive is not choice_p:
         return None
     return bool(eqn.params["reading"].stays() != eqn.params["on_host"])
 
 
-def offloaded_name(eqn: Any) -> str | None:
+def offloaded_name(eqn: JaxprEqn) -> str | None:
     """The residual name of the input, if `eqn` is a choice whose output is copied to the host; else None."""
     return eqn.params["name"] if eqn.primitive is choice_p and eqn.params["on_host"] else None
 

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, batching
 
 from remat_jax import compat
@@ -180,7 +181,7 @@ def _left_on_host(
     return [_Handed(aval, place) for aval, place in zip(avals, places, strict=True)]
 
 
-def _steps(jaxpr: Any) -> tuple[Any, ...]:
+def _steps(jaxpr: ClosedJaxpr) -> tuple[Any, ...]:
     """A key: the primitives and output types of the equations of a jaxpr, also inside loops and calls."""
     return tuple(
         (eqn.primitive.name, tuple(str(out.aval) for out in eqn.outvars), tuple(map(_steps, bodies(eqn)))) for eqn in jaxpr.eqns
@@ -237,7 +238,7 @@ def _forget(key: int, _: Any) -> None:
     _outputs.pop(key, None)
 
 
-def _evaluate(*operands: Any, jaxpr: Any, **_: Any) -> list[Any]:
+def _evaluate(*operands: Any, jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
     return list(jex.jaxpr_as_fun(jaxpr)(*operands))
 
 
@@ -258,7 +259,13 @@ def _zero(value: Any) -> Any:
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, before: Links, handed: int, offers: tuple[Offer, ...]
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    jaxpr: ClosedJaxpr,
+    before: Links,
+    handed: int,
+    offers: tuple[Offer, ...],
 ) -> tuple[list[Any], list[Any]]:
     number, size = len(primals) - 2 * len(before), len(jaxpr.out_avals) // 2 - handed
     live = [index for index in range(number) if _is_live(tangents[index])]
@@ -317,7 +324,7 @@ def _leave_forward(
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, handed: int, **params: Any
+    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr, handed: int, **params: Any
 ) -> tuple[list[Any], list[int | None]]:
     # In `jaxpr`, zeros are placeholders for the handed arrays, which are batched. So the zeros must be batched too.
     instantiate = [False] * (len(jaxpr.out_avals) - 2 * handed) + [True] * (2 * handed)

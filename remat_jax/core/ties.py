@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, batching
 
 from remat_jax import compat
@@ -105,7 +106,7 @@ def ghost(aval: Any) -> Any:
 
 
 def _evaluate(
-    *args: Any, jaxpr: Any, num_residuals: int, slots: tuple[Slot, ...], before: Links, handed: tuple[Any, ...]
+    *args: Any, jaxpr: ClosedJaxpr, num_residuals: int, slots: tuple[Slot, ...], before: Links, handed: tuple[Any, ...]
 ) -> list[Any]:
     size = len(jaxpr.in_avals)
     residuals = back_on_device(args[:num_residuals], slots, args[size : size + _number_of_spares(slots)])
@@ -128,7 +129,7 @@ def _number_of_spares(slots: Sequence[Slot]) -> int:
     return sum(slot.reading is not None for slot in slots)
 
 
-def _abstract(*_: Any, jaxpr: Any, handed: tuple[Any, ...], **__: Any) -> list[Any]:
+def _abstract(*_: Any, jaxpr: ClosedJaxpr, handed: tuple[Any, ...], **__: Any) -> list[Any]:
     return [*jaxpr.out_avals, *handed]
 
 
@@ -136,7 +137,7 @@ def _abstract(*_: Any, jaxpr: Any, handed: tuple[Any, ...], **__: Any) -> list[A
 def _transpose(
     cotangents: Sequence[Any],
     *args: Any,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     num_residuals: int,
     slots: tuple[Slot, ...],
     before: Links,
@@ -222,7 +223,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, slots: tuple[Slot, ...], **params: Any
+    axis: Any,
+    args: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    jaxpr: ClosedJaxpr,
+    slots: tuple[Slot, ...],
+    **params: Any,
 ) -> tuple[list[Any], list[int | None]]:
     size = len(jaxpr.in_avals)
     behind = size + _number_of_spares(slots)

@@ -6,20 +6,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 
 Visit = Callable[[Any, list[Any]], "list[Any] | None"]
 
 
-def interpret(jaxpr: Any, args: Sequence[Any], visit: Visit) -> list[Any]:
+def interpret(jaxpr: ClosedJaxpr, args: Sequence[Any], visit: Visit) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args`. `visit(eqn, inputs)` returns the outputs; if None, `eqn` is bound unchanged."""
     env = values_of_inputs(jaxpr, args)
     evaluate_equations(jaxpr.jaxpr.eqns, env, visit)
     return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
 
 
-def values_of_inputs(jaxpr: Any, args: Sequence[Any]) -> dict[Any, Any]:
+def values_of_inputs(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> dict[Any, Any]:
     """The constants and arguments of the closed `jaxpr`: variable → value."""
     env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     env.update(zip(jaxpr.jaxpr.invars, args, strict=True))
@@ -36,7 +37,7 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
-def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -> None:
+def evaluate_equations(eqns: Iterable[JaxprEqn], env: dict[Any, Any], visit: Visit) -> None:
     """Evaluate `eqns` in order, as `interpret` does. `env` maps variables to values; the outputs are added to it."""
     for eqn in eqns:
         inputs = [value_of(atom, env) for atom in eqn.invars]
@@ -46,7 +47,7 @@ def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -
         env.update(zip(eqn.outvars, outputs, strict=True))
 
 
-def retrace(jaxpr: Any, function: Callable[..., Any]) -> Any:
+def retrace(jaxpr: ClosedJaxpr, function: Callable[..., Any]) -> Any:
     """The closed jaxpr of `function` on the input types of `jaxpr`. Its `consts` are the constants that JAX hoists."""
     return jax.make_jaxpr(function)(*jaxpr.in_avals)
 
@@ -80,7 +81,7 @@ def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return of_some(of_leaves, leaves, places), [leaves[place] for place in places]
 
 
-def inner_jaxprs(eqn: Any) -> dict[str, Any]:
+def inner_jaxprs(eqn: JaxprEqn) -> dict[str, Any]:
     """The jaxprs of `eqn`: parameter → jaxpr or tuple (branches of a `cond`). A `jax_remat3` region has its body in `_prim`."""
     hidden = compat.hidden_body(eqn)
     jaxprs = {} if hidden is None else {"_prim": hidden}
@@ -90,13 +91,13 @@ def inner_jaxprs(eqn: Any) -> dict[str, Any]:
     return jaxprs
 
 
-def bodies(eqn: Any) -> list[Any]:
+def bodies(eqn: JaxprEqn) -> list[Any]:
     """The closed jaxprs inside an equation: a called function, the body of a loop, branches."""
     values = inner_jaxprs(eqn).values()
     return [compat.closed(body) for value in values for body in (value if isinstance(value, tuple) else (value,))]
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: ClosedJaxpr) -> Iterator[Any]:
     """Every equation of the closed `jaxpr` at any depth. An equation comes before the equations inside it."""
     for eqn in jaxpr.jaxpr.eqns:
         yield eqn
@@ -104,23 +105,23 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(body)
 
 
-def given_names(jaxpr: Any) -> Iterator[str]:
+def given_names(jaxpr: ClosedJaxpr) -> Iterator[str]:
     """The names of all `checkpoint_name` equations in the closed `jaxpr`, at any depth."""
     return (name for eqn in equations(jaxpr) if (name := compat.given_name(eqn)) is not None)
 
 
-def checkpoints_around_blocks(jaxpr: Any) -> int:
+def checkpoints_around_blocks(jaxpr: ClosedJaxpr) -> int:
     """How many checkpoint regions, at any depth of the closed `jaxpr`, contain a block of `remat_jax`."""
     regions = [bodies(eqn) for eqn in equations(jaxpr) if compat.is_checkpoint(eqn)]
     return sum(any(compat.is_block(eqn) for body in inside for eqn in equations(body)) for inside in regions)
 
 
-def map_inner(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+def map_inner(eqn: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
     """The jaxpr parameters of `eqn` with `change` applied to each closed jaxpr. Open jaxprs stay open."""
     return _map_inner(eqn, lambda _, body: change(body))
 
 
-def _map_inner(eqn: Any, change: Callable[[str, Any], Any]) -> dict[str, Any]:
+def _map_inner(eqn: JaxprEqn, change: Callable[[str, Any], Any]) -> dict[str, Any]:
     def changed(key: str, body: Any) -> Any:
         return compat.like(change(key, compat.closed(body)), body)
 
@@ -130,7 +131,7 @@ def _map_inner(eqn: Any, change: Callable[[str, Any], Any]) -> dict[str, Any]:
     }
 
 
-def rebind(eqn: Any, inputs: Sequence[Any], change: Callable[[str, Any], Any]) -> list[Any]:
+def rebind(eqn: JaxprEqn, inputs: Sequence[Any], change: Callable[[str, Any], Any]) -> list[Any]:
     """Evaluate `eqn` on `inputs` with `change(parameter, body)` in place of each closed jaxpr inside it."""
     with compat.inner_context(eqn):
         changed = _map_inner(eqn, change)
