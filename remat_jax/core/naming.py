@@ -90,7 +90,7 @@ def name_residuals(jaxpr: ClosedJaxpr, path: str, inputs: Sequence[bool]) -> Nam
 
     def named(*args: Any) -> list[Any]:
         args = tuple(namer.name(arg, candidate) if candidate else arg for arg, candidate in zip(args, candidates, strict=True))
-        return namer.run(jaxpr, args, (), [True] * len(args))
+        return namer.run(jaxpr, args, outer=(), primal_only=[True] * len(args))
 
     kept = tuple(name if can_be_named(aval) else None for name, aval in zip(names, jaxpr.in_avals, strict=True))
     return replace(namer.finished(retrace(jaxpr, named)), inputs=kept)
@@ -109,7 +109,7 @@ def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | 
     values = _Values() if whole is None else _Values(whole.values)
     namer = _Namer(named.path, named.candidates, Counter((whole or named).counts), values)
     of_primals = [index < primals for index in range(len(linearised.in_avals))]
-    jaxpr = retrace(linearised, lambda *args: namer.run(linearised, args, (), of_primals))
+    jaxpr = retrace(linearised, lambda *args: namer.run(linearised, args, outer=(), primal_only=of_primals))
     return namer.finished(jaxpr)
 
 
@@ -214,7 +214,7 @@ class _Namer:
             def inside(key: str, body: Any) -> Any:
                 primal_only = inner_flags(eqn, key, body, flags, all_inputs)
                 inner_numbers = self.values.of_inner(eqn, operands, primal_only)
-                return retrace(body, lambda *args: self.run(body, args, path, primal_only, inner_numbers))
+                return retrace(body, lambda *args: self.run(body, args, path, primal_only, numbers=inner_numbers))
 
             if compat.given_name(eqn) is not None:
                 outputs = inputs
