@@ -33,8 +33,8 @@ def gradient_checkpoint_forward(
       args, kwargs: the arguments of `model`.
 
     Raises:
-      ArgumentError: a flag is no bool; `model` is none of these; or an argument of `model` that `args` do not fill is called
-        `model` or has a flag's name.
+      ArgumentError: a flag is not a bool; in modes checkpoint and offload, `model` is not a bound Linen module, an NNX module
+        or a function; or `model` has an argument named `model` or like a flag, and `args` do not pass it by position.
       NoEffectError: in mode offload, if the arguments hold no array of rank 1 or more.
 
     >>> import jax, jax.numpy as jnp
@@ -62,7 +62,7 @@ def _check_flags(checkpoint: Any, offload: Any) -> None:
 
 
 def _check_names(model: Any, args: tuple[Any, ...]) -> None:
-    """Raise if `args` do not fill an argument of `model` with a name in `_OWN`: no keyword of this name reaches `model`."""
+    """Raise if `model` has an argument named in `_OWN` that `args` do not pass by position; a keyword would not reach it."""
     is_module = isinstance(model, linen.Module | nnx.Module)
     call = type(model).__call__ if is_module else model
     try:
@@ -83,7 +83,7 @@ def call_model(model: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kw
     """`model(*args, **kwargs)` as one checkpointed block; `model` is a bound Linen module, an NNX module or a function.
 
     Raises:
-      ArgumentError: `model` is none of these, or a Linen module that is not bound.
+      ArgumentError: the policy is not `off`, and `model` is none of these or a Linen module that is not bound.
       NoEffectError: a selector matches no residual, or there is nothing to offload.
     """
     if is_off(policy):
@@ -112,7 +112,8 @@ def checkpoint_sequential(functions: Sequence[Callable[..., Any]], segments: int
       policy: the policy of each checkpointed piece.
 
     Raises:
-      ArgumentError: `functions` is empty or no list, or `segments` is out of range.
+      ArgumentError: `functions` is empty or not a list, `segments` is out of range, a checkpointed piece has both Linen and
+        NNX modules, or one of its Linen modules is not bound.
 
     >>> import jax, jax.numpy as jnp
     >>> round(float(jax.grad(lambda x: checkpoint_sequential([jnp.sin] * 4, 2, x))(1.0)), 4)

@@ -1,4 +1,4 @@
-"""`remat`: a policy on one module class or function."""
+"""`remat`: a policy on one module class or function. The checkpoint itself is made in `core/block.py`."""
 
 from __future__ import annotations
 

@@ -30,15 +30,15 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Explain for every residual where it is, and why.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON, for Plan.load.")] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one HTML page with a slider over the frontier.")
+        Path | None, typer.Option(metavar="FILE", help="Write one HTML page with a slider along the frontier of memory and time.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory against time, as SVG.")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest policy whose compiled training step fits a budget of memory.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed or used. Exits 3 if
-    nothing fits; the error names the least memory that was found, and its largest parts.
+    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed or used. If nothing
+    fits, the exit status is 3, and the error gives the smallest memory that was reached and its largest parts.
     """
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.

@@ -49,13 +49,18 @@ def differences(
 ) -> list[Difference]:
     """List the settings in which matching modules differ, without running either model.
 
-    The compared settings are: epsilon of norms; momentum of batch norms (Flax's, which is 1 − PyTorch's) and whether they use
-    running statistics; the form of GELU, for which PyTorch's GELU modules are evaluated; padding, strides, dilation and groups
-    of convolutions; dropout rates; whether there is a bias; dtypes; and the matmul precision that modules request. A Linen
-    model is traced on `variables` and `inputs` (a tuple of arguments or a dict of keywords), which may be
+    The compared settings are:
+
+    - norms: epsilon; of batch norms also momentum (Flax's, which is 1 − PyTorch's) and whether they use running statistics;
+    - GELU: its form, found by calling PyTorch's GELU modules on a few numbers;
+    - convolutions: padding, strides, dilation and groups;
+    - dropout: the rate;
+    - all modules: whether there is a bias, the dtypes, and the requested matmul precision.
+
+    A Linen model is traced on `variables` and `inputs` (a tuple of arguments or a dict of keywords), which may be
     `jax.ShapeDtypeStruct`. For an NNX model `variables` is None. `mapping` is as in `first_divergences`; modules without an
-    entry in it are matched automatically. If you have run `first_divergences`, pass its result's `matched` as `mapping`: it is
-    more reliable.
+    entry in it are matched automatically. If you have run `first_divergences`, pass its result's `matched` as `mapping`: those
+    modules were matched by running the models, which is more reliable.
 
     Plain function calls in PyTorch, such as `torch.nn.functional.gelu`, are not seen.
 
@@ -82,7 +87,7 @@ def step_differences(torch_module: Any, step: TracedPass, mapping: Any = None) -
     outer = {path.rpartition("/")[0] for path in ours} | {""}
     others = [MatchedModule(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
     matched = match(listed, others, mapping)
-    # The class name shows the sort only if a module has no submodules: a ConvNet is no convolution.
+    # The class name tells the kind of layer only for a module without submodules: a ConvNet is not a convolution.
     leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
     differing: list[Difference] = []
     for path, other in matched.items():
@@ -158,7 +163,7 @@ def _convolution(module: Any) -> Facts:
 
 
 def _precision(precision: Any) -> str:
-    """JAX's name of a matmul precision or algorithm; both names for a pair, which has a precision for each operand."""
+    """JAX's name of a matmul precision or algorithm. A pair has a precision for each operand: both names, or one if equal."""
     if type(precision) is tuple:
         return " and ".join(dict.fromkeys(map(_precision, precision)))
     try:
@@ -168,7 +173,7 @@ def _precision(precision: Any) -> str:
 
 
 def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
-    """Padding as pairs; "SAME" if the pairs depend on the size of the input."""
+    """Padding as pairs. A name such as "SAME" is returned if the pairs depend on the input's size or the name is another one."""
     if padding == "VALID":
         return tuple((0, 0) for _ in size)
     spans = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]

@@ -1,4 +1,4 @@
-"""The search: it solves, compiles and refits until no better plan is left, or until the compilations are used up.
+"""The search: asks the solver, compiles and refits until no better plan is left, or until the compilations are used up.
 
 `docs/how/planner.md` ("From a workload to a plan") lists what each round compiles.
 """

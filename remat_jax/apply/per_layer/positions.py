@@ -12,7 +12,7 @@ from remat_jax.errors import BlockError, UnsupportedError
 from remat_jax.policy import LayerPolicies
 
 Positions = Counter[Block]
-"""Block → how often it was called before."""
+"""For each block: the number of its calls before the current equation."""
 
 # JAX differentiates these by their rules, so a policy of a block inside has no effect.
 _OPAQUE = ("custom_jvp_call", "custom_vjp_call")
@@ -39,7 +39,7 @@ def _another_number(block: Block, policies: LayerPolicies, calls: int) -> str:
     times = "once" if calls == 1 else f"{calls} times"
     return (
         f"block={name_of(block)}: policy={str(policies)!r} has policies for {policies.layers} layers, but the block is called "
-        f"{times}. Give policies for {calls}: every call counts, so a model that runs twice counts twice."
+        f"{times}. Give policies for {calls} calls. Every call counts: if the model runs twice, each layer counts twice."
     )
 
 
@@ -82,7 +82,7 @@ def count_in(eqn: Any, blocks: frozenset[Block]) -> Counter[Block]:
     inside = [count(body, blocks) for body in bodies(eqn)]
     there = {block for counts in inside for block in counts}
     if eqn.primitive.name == "cond":
-        # One branch runs. A branch with fewer blocks than another branch leaves positions unused.
+        # Only one branch runs. Count the calls of the longest; a shorter branch leaves the remaining policies unused.
         return Counter({block: max(counts[block] for counts in inside) for block in there})
     rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     return Counter({block: rounds * sum(counts[block] for counts in inside) for block in there})
