@@ -30,7 +30,7 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Explain for every residual where it is, and why.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON, for Plan.load.")] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one HTML page with a slider along the frontier of memory and time.")
+        Path | None, typer.Option(metavar="FILE", help="Write one HTML page with a slider over memory and time.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory against time, as SVG.")] = None,
     as_json: Json = False,

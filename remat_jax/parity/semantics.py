@@ -173,7 +173,7 @@ def _precision(precision: Any) -> str:
 
 
 def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
-    """Padding as pairs. A name such as "SAME" is returned if the pairs depend on the input's size or the name is another one."""
+    """Padding as pairs, or its name: "SAME" if the pairs depend on the input's size, and any name but "VALID" and "SAME"."""
     if padding == "VALID":
         return tuple((0, 0) for _ in size)
     spans = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
