@@ -237,9 +237,10 @@ def test_what_did_not_happen_is_a_warning(monkeypatch):
 
     def receipt(miscompiled: bool | None, version: tuple[int, ...], host: int, temp: int) -> Any:
         def answer(programs, target, **_):
-            found = dataclasses.replace(nothing, temp=temp, host_temp=host, miscompiled=miscompiled)
+            sizes = dataclasses.replace(nothing, temp=temp, host_temp=host, miscompiled=miscompiled)
             return {
-                one.key: found if one.key == "offload_inputs" else dataclasses.replace(nothing, temp=10) for one in programs
+                program.key: sizes if program.key == "offload_inputs" else dataclasses.replace(nothing, temp=10)
+                for program in programs
             }
 
         monkeypatch.setattr(importlib.import_module("remat_jax.memory.measure"), "compile_programs", answer)
@@ -297,7 +298,7 @@ def test_the_same_question_is_answered_from_memory_and_another_is_not(monkeypatc
     real = module.compile_programs
 
     def counting(programs: Any, *args: Any, **kwargs: Any) -> Any:
-        compiled.append([one.key for one in programs])
+        compiled.append([program.key for program in programs])
         return real(programs, *args, **kwargs)
 
     monkeypatch.setattr(module, "compile_programs", counting)

@@ -55,15 +55,15 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.P
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of the compiled programs; the compiler itself is not needed here."""
-    found: list[str] = []
+    keys: list[str] = []
 
     def answer(programs: Any, *_: Any) -> dict[str, Sizes]:
-        found.extend(one.key for one in programs)
-        return {one.key: dataclasses.replace(SIZES, temp=len(found)) for one in programs}
+        keys.extend(exported.key for exported in programs)
+        return {exported.key: dataclasses.replace(SIZES, temp=len(keys)) for exported in programs}
 
     monkeypatch.setattr(compiler, "_compiled", answer)
     monkeypatch.setattr(compat, "require_gpu_compiler", lambda: None)
-    return found
+    return keys
 
 
 def ask(*programs: ExportedProgram, name: str = "h200", **options: Any) -> dict[str, Sizes]:
@@ -72,10 +72,10 @@ def ask(*programs: ExportedProgram, name: str = "h200", **options: Any) -> dict[
 
 def test_equal_programs_are_compiled_once_and_each_key_has_its_answer(folder: pathlib.Path, asked: list[str]) -> None:
     messages: list[str] = []
-    found = ask(program("a"), program("b", 3.0), program("c"), on_done=messages.append)
-    assert asked == ["a", "b"] and list(found) == ["a", "b", "c"]
-    assert found["a"] == found["c"] and "c" in messages
-    assert ask(program("d")) == {"d": found["a"]} and asked == ["a", "b"]
+    sizes = ask(program("a"), program("b", 3.0), program("c"), on_done=messages.append)
+    assert asked == ["a", "b"] and list(sizes) == ["a", "b", "c"]
+    assert sizes["a"] == sizes["c"] and "c" in messages
+    assert ask(program("d")) == {"d": sizes["a"]} and asked == ["a", "b"]
 
 
 def test_another_process_finds_it_on_disk_as_it_was(folder: pathlib.Path, asked: list[str]) -> None:
@@ -125,9 +125,9 @@ def test_a_file_of_another_form_is_compiled_again(folder: pathlib.Path, asked: l
 
 def test_all_that_the_answer_depends_on_is_in_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     def digest(
-        one: ExportedProgram | None = None, described: Any = H200, options: Any = (), child: Any = compiler.CHILD
+        exported: ExportedProgram | None = None, described: Any = H200, options: Any = (), child: Any = compiler.CHILD
     ) -> str:
-        return cache.digest(one or program(), described, dict(options), child)
+        return cache.digest(exported or program(), described, dict(options), child)
 
     names = {"plain": digest()}
     assert digest() == digest(program("another key")) == digest(described=dataclasses.replace(H200, name="attached"))
@@ -218,9 +218,9 @@ def test_a_folder_that_others_may_write_is_not_used(folder: pathlib.Path, asked:
         warnings.simplefilter("always")
         ask(program())
     assert asked == ["full"] * (1 if used else 2)
-    messages = [str(one.message) for one in caught if one.category is rj.RematWarning]
+    messages = [str(warning.message) for warning in caught if warning.category is rj.RematWarning]
     assert len(messages) == (not used) and all(
-        f"other users may write to the folder {str(folder)!r}" in one for one in messages
+        f"other users may write to the folder {str(folder)!r}" in message for message in messages
     )
 
 

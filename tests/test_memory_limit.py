@@ -170,7 +170,7 @@ def test_the_cache_keeps_limits_apart(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     def answer(programs: Any, target: Any, timeout: float, options: Any, *_: Any) -> dict[str, compiler.Sizes]:
         compiled.append(dict(options[programs[0].key]))
-        return {one.key: compiler.Sizes(*[len(compiled)] * 8) for one in programs}
+        return {exported.key: compiler.Sizes(*[len(compiled)] * 8) for exported in programs}
 
     monkeypatch.setattr(compiler, "_compiled", answer)
     program = export_step("off", workload(128).step("off"), H200)
@@ -182,9 +182,9 @@ def test_the_cache_keeps_limits_apart(monkeypatch: pytest.MonkeyPatch, tmp_path:
     first = [ask(limit) for limit in limits]
     cache.forget()
     assert [ask(limit) for limit in limits] == first, "from the disk"
-    assert [one.temp for one in first] == [1, 2, 3, 2, 1, 1]
+    assert [sizes.temp for sizes in first] == [1, 2, 3, 2, 1, 1]
     assert compiled == [{}, {OPTION: 35}, {OPTION: 17}]
-    assert [one.limit_options for one in first[:3]] == compiled
+    assert [sizes.limit_options for sizes in first[:3]] == compiled
 
 
 def test_the_same_question_under_another_limit_is_another_question(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_the_same_question_under_another_limit_is_another_question(monkeypatch: 
 
     def answer(programs: Any, *_: Any, memory_limit: Any, **__: Any) -> dict[str, compiler.Sizes]:
         asked.append(memory_limit)
-        return {one.key: compiler.Sizes(*[1] * 8) for one in programs}
+        return {exported.key: compiler.Sizes(*[1] * 8) for exported in programs}
 
     monkeypatch.setattr(sys.modules["remat_jax.memory.measure"], "compile_programs", answer)
     job = workload(128)
@@ -225,6 +225,8 @@ def test_where_there_is_no_limit_the_same_call_compiles() -> None:
     assert plan.compiler_options == {}
     expected = jax.grad(loss)(params, x)
     # A plan for a GPU can be tried on a CPU.
-    for one in (plan, dataclasses.replace(plan, compiler_options={OPTION: 29})):
-        step = jax.jit(jax.grad(one.apply(loss)), compiler_options=one.compiler_options)
-        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6), step(params, x), expected)
+    for variant in (plan, dataclasses.replace(plan, compiler_options={OPTION: 29})):
+        step = jax.jit(jax.grad(variant.apply(loss)), compiler_options=variant.compiler_options)
+        jax.tree.map(
+            lambda leaf, wanted: np.testing.assert_allclose(leaf, wanted, rtol=1e-4, atol=1e-6), step(params, x), expected
+        )

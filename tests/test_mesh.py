@@ -36,7 +36,7 @@ def mlp(**options):
 
 
 @pytest.mark.parametrize(
-    ("error", "told", "mesh", "shardings"),
+    ("error", "message", "mesh", "shardings"),
     [
         (ArgumentError, "mesh without shardings", {"data": 8}, None),
         (ArgumentError, "shardings without mesh", None, (P(), P())),
@@ -81,8 +81,8 @@ def mlp(**options):
         ),
     ],
 )
-def test_a_mesh_that_does_not_go_with_the_arguments_is_an_error(error, told, mesh, shardings):
-    with pytest.raises(error, match=told):
+def test_a_mesh_that_does_not_go_with_the_arguments_is_an_error(error, message, mesh, shardings):
+    with pytest.raises(error, match=message):
         mlp(mesh=mesh, shardings=shardings)
 
 
@@ -112,7 +112,7 @@ def test_the_state_of_an_optimizer_lies_as_its_parameters_do():
     assert [leaf.shape for leaf in jax.tree.leaves(frozen)] == [(3, 16)] and batch.shape == (1, 16)
     # A factored second moment does not have its parameter's shape, and is replicated.
     factored = mlp(mesh={"data": 8}, shardings=(P(),), optimizer=optax.adafactor(1e-3, min_dim_size_to_factor=2)).step("full")
-    assert {one.spec for one in jax.tree.leaves(factored.shardings[1])} == {P()}
+    assert {sharding.spec for sharding in jax.tree.leaves(factored.shardings[1])} == {P()}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_nothing_may_stand_in_a_batch():
 
 
 @pytest.mark.parametrize(
-    ("sharding", "told"),
+    ("sharding", "message"),
     [
         (
             NamedSharding(as_mesh({"data": 2}), P(), memory_kind="pinned_host"),
@@ -159,8 +159,8 @@ def test_nothing_may_stand_in_a_batch():
         ),
     ],
 )
-def test_a_sharding_of_another_kind_is_an_error(sharding, told):
-    with pytest.raises((ArgumentError, UnsupportedError), match=told):
+def test_a_sharding_of_another_kind_is_an_error(sharding, message):
+    with pytest.raises((ArgumentError, UnsupportedError), match=message):
         mlp(mesh={"data": 2}, shardings=(None, sharding))
 
 

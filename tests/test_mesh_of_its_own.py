@@ -24,15 +24,15 @@ def test_a_mesh_of_its_own_is_refused_with_the_remedy(told: dict[str, list[str]]
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
-    ("case", "what"), [("alone", "a step for 1 device"), ("on another", "a workload on a mesh of 2 devices ({'data': 2})")]
+    ("case", "traced"), [("alone", "a step for 1 device"), ("on another", "a workload on a mesh of 2 devices ({'data': 2})")]
 )
 def test_a_mesh_of_another_size_around_the_call_is_to_be_left(
-    told: dict[str, list[str]], kind: str, case: str, what: str
+    told: dict[str, list[str]], kind: str, case: str, traced: str
 ) -> None:
     error, message = told[f"under {kind}, {case}"]
     assert error == "ArgumentError"
     assert message.startswith("jax.set_mesh: a mesh of 4 devices ({'data': 4}) is active")
-    assert f"and {what} cannot be traced under it: make this call outside jax.set_mesh" in message
+    assert f"and {traced} cannot be traced under it: make this call outside jax.set_mesh" in message
 
 
 def test_a_mesh_of_the_same_size_and_bare_specs_are_served(told: dict[str, list[str]]) -> None:

@@ -47,9 +47,9 @@ def test_tokens_go_to_their_experts_as_far_as_there_is_room(factor, x64):
     params["router"]["kernel"] *= 3
     capacity = config.capacity(TOKENS)
     assert capacity == {9.0: TOKENS, 0.5: 2}[factor]
-    found, balance = jax.jit(layer.apply)({"params": params}, x)
+    output, balance = jax.jit(layer.apply)({"params": params}, x)
     expected, of_definition = dense(jax.tree.map(np.asarray, params), np.asarray(x), config, capacity)
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(output, expected, rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(balance, of_definition, rtol=1e-12)
     without, _ = dense(jax.tree.map(np.asarray, params), np.asarray(x), config, TOKENS)
     assert (np.abs(without - expected).max() > 1e-3) == (factor == 0.5), "some find no room, or none"
@@ -66,11 +66,11 @@ def test_gradients_are_the_same_under_a_policy(x64):
 
     policies = ("offload_inputs", "save: *gate_proj*; offload: *down_proj*")
     losses = (loss, *(rj.checkpoint_blocks(loss, {moe.MoeBlock: policy}) for policy in policies))
-    plain, *others = jax.jit(lambda params: [jax.grad(one)(params) for one in losses])(params)
+    plain, *others = jax.jit(lambda params: [jax.grad(fn)(params) for fn in losses])(params)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(plain)), "every expert and the router are trained"
-    for found in others:
-        for one, expected in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
-            np.testing.assert_allclose(one, expected, rtol=1e-12, atol=1e-13 * float(jnp.abs(expected).max()))
+    for gradients in others:
+        for leaf, expected in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_allclose(leaf, expected, rtol=1e-12, atol=1e-13 * float(jnp.abs(expected).max()))
 
 
 def test_experts_are_divided_over_a_host_and_their_rest_over_hosts():

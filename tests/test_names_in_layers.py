@@ -95,12 +95,12 @@ def test_dead_code_and_an_input_without_gradient_do_not_move_names() -> None:
     for _, name, line in kept(job, "everything"):
         lines.setdefault(name, set()).add(line.split(":")[-1])
     assert {name: len(some) for name, some in lines.items()} == dict.fromkeys(lines, 1)
-    own = [{name for layer, name, _ in kept(job, "everything") if layer == number} for number in range(LAYERS)]
+    by_layer = [{name for layer, name, _ in kept(job, "everything") if layer == number} for number in range(LAYERS)]
     # Only the gradient with respect to x reads the slope of sin(x).
-    assert own[1] - {":add#0"} == own[2] == {":sin#0", ":sin#1", ":cos#0", ":cos#1", ":cos#2"}
-    assert own[2] - own[0] == {":cos#1", ":sin#0"}
-    found = [(layer, name) for layer, name, _ in kept(job, "save: *:cos#2") if "cos" in name]
-    assert found == [(layer, ":cos#2") for layer in range(LAYERS)]
+    assert by_layer[1] - {":add#0"} == by_layer[2] == {":sin#0", ":sin#1", ":cos#0", ":cos#1", ":cos#2"}
+    assert by_layer[2] - by_layer[0] == {":cos#1", ":sin#0"}
+    cosines = [(layer, name) for layer, name, _ in kept(job, "save: *:cos#2") if "cos" in name]
+    assert cosines == [(layer, ":cos#2") for layer in range(LAYERS)]
 
 
 @pytest.mark.parametrize("selector", ["*:sin#2", "*:cos#3"])
@@ -170,6 +170,6 @@ def test_a_selector_of_one_residual_keeps_it_or_is_an_error(seed: int) -> None:
     lines = {}
     for layer, name, line in set(everything) - set(full):
         assert lines.setdefault(name, line) == line
-        found = kept(job, f"save: layer_?{name}")
-        assert {one for one in found if one[1] == name} >= {(one, name, line) for one in (1, 2)}, found
-        assert (layer, name, line) in found
+        rows = kept(job, f"save: layer_?{name}")
+        assert {row for row in rows if row[1] == name} >= {(number, name, line) for number in (1, 2)}, rows
+        assert (layer, name, line) in rows

@@ -27,8 +27,8 @@ W, X = np.random.default_rng(0).normal(size=(4, 4)) / 2, np.random.default_rng(1
 def names(fn: Callable[..., Any], *args: Any, path: str = "b", linearised: bool = False) -> list[str]:
     """The names in the block `fn`; with `linearised` also those that its derivative rules add."""
     block = block_under_policy(jax.make_jaxpr(fn)(*args), Policy.parse("full"), path, [True] * len(args))
-    found = list(block.named.candidates)
-    return [name for name in block.linearised.candidates if name not in found] if linearised else found
+    candidates = list(block.named.candidates)
+    return [name for name in block.linearised.candidates if name not in candidates] if linearised else candidates
 
 
 def again(fn: Callable[..., Any], policy: str, *args: Any) -> int:
@@ -67,8 +67,8 @@ def test_linen_paths_are_in_the_names_and_the_blocks_own_is_there_once() -> None
     loss, params, x = make_loss(Attention)
     with pytest.raises(NoEffectError) as error:
         rj.checkpoint_blocks(loss, {Attention: "save: nothing"})(params, x)
-    found = str(error.value)
-    assert "layer_0/q:dot_general#0" in found and "layer_0:input#0" in found and "layer_0/layer_0" not in found
+    message = str(error.value)
+    assert "layer_0/q:dot_general#0" in message and "layer_0:input#0" in message and "layer_0/layer_0" not in message
     scanned, params, x = make_loss(Attention, scanned=True)
     # A block has the same names unrolled and scanned: `layers` is the stack's name for it.
     for policy, moved in (("offload: layers/v:dot_general#0", (2, 3, 4)), ("offload: layers:exp#0", (2, 3, 3))):

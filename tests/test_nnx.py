@@ -91,7 +91,7 @@ def plain_values(tree: Any) -> list[np.ndarray]:
 def assert_same(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
     got, want = plain_values(actual), plain_values(expected)
     assert len(got) == len(want) > 0
-    scale = max(float(np.abs(one).max()) for one in want)
+    scale = max(float(np.abs(array).max()) for array in want)
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         assert np.abs(a - b).max() <= tolerance * scale if a.dtype.kind == "f" else (a == b).all()
@@ -295,18 +295,18 @@ def test_both_orders_of_tracing_with_a_jit_inside():
 
 
 def test_call_is_restored_also_after_an_exception():
-    own, inherited = Layer.__dict__["__call__"], type("Inherits", (Layer,), {})
+    original, inherited = Layer.__dict__["__call__"], type("Inherits", (Layer,), {})
 
     def fails(model, x):
-        assert vars(Layer)["__call__"] is not own
+        assert vars(Layer)["__call__"] is not original
         raise ValueError("from the model")
 
     with pytest.raises(ValueError, match="from the model"):
         rj.checkpoint_blocks(fails, {Layer: "full"})(Model(), inputs())
-    assert vars(Layer)["__call__"] is own and "__call__" not in vars(inherited)
+    assert vars(Layer)["__call__"] is original and "__call__" not in vars(inherited)
     model = Model()
     rj.checkpoint_blocks(loss, {Layer: "full"})(model, inputs())
-    assert vars(Layer)["__call__"] is own and "__call__" not in vars(inherited)
+    assert vars(Layer)["__call__"] is original and "__call__" not in vars(inherited)
     assert nnx_blocks.path_of(model.layers[0]) == "Layer", "its path was known during the call only"
 
 

@@ -40,8 +40,10 @@ def encoder_and_decoder(params: Any, tokens: Any, visible: Any) -> Any:
     """Two scans over `jax.checkpoint`; all rounds of the decoder read the encoder's output and one mask."""
     bias = jnp.where(visible, 0.0, -1e9).astype(params["words"].dtype)
     start = params["words"][tokens]
-    seen, _ = jax.lax.scan(lambda x, one: (jax.checkpoint(encode)(one, x), None), start, params["encoder"])
-    last, _ = jax.lax.scan(lambda x, one: (jax.checkpoint(attend)(one, x, seen, bias), None), jnp.sin(start), params["decoder"])
+    seen, _ = jax.lax.scan(lambda x, weights: (jax.checkpoint(encode)(weights, x), None), start, params["encoder"])
+    last, _ = jax.lax.scan(
+        lambda x, weights: (jax.checkpoint(attend)(weights, x, seen, bias), None), jnp.sin(start), params["decoder"]
+    )
     return jnp.mean(last**2)
 
 
@@ -117,18 +119,18 @@ def linen(policy: str, context_of: Callable[[Any], Any]) -> tuple[Any, Any]:
 
     def loss(params: Any, x: Any) -> Any:
         context = context_of(x)
-        return jnp.sum(jax.lax.scan(lambda x, one: (block.apply(one, x, context()), None), x, params)[0] ** 2)
+        return jnp.sum(jax.lax.scan(lambda x, weights: (block.apply(weights, x, context()), None), x, params)[0] ** 2)
 
     return rj.checkpoint_blocks(loss, {Reader: policy}), params
 
 
 def in_nnx(policy: str, context_of: Callable[[Any], Any]) -> tuple[Any, Any]:
-    graphdef, one = nnx.split(NnxReader(nnx.Rngs(0)), nnx.Param)
-    params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, 3 * leaf, -leaf]), one)
+    graphdef, state = nnx.split(NnxReader(nnx.Rngs(0)), nnx.Param)
+    params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, 3 * leaf, -leaf]), state)
 
     def loss(params: Any, x: Any) -> Any:
         context = context_of(x)
-        return jnp.sum(jax.lax.scan(lambda x, one: (nnx.merge(graphdef, one)(x, context()), None), x, params)[0] ** 2)
+        return jnp.sum(jax.lax.scan(lambda x, layer: (nnx.merge(graphdef, layer)(x, context()), None), x, params)[0] ** 2)
 
     return rj.checkpoint_blocks(loss, {NnxReader: policy}), params
 
@@ -166,8 +168,8 @@ def test_what_all_rounds_read_is_kept_once_on_the_device(x64: None, make: Callab
     full, params = make("full", read)
     offload, _ = make("offload_inputs", read)
     assert to_host(jax.grad(offload, (0, 1)), params, x) == [(2, 3, 5)], "one array of each round"
-    assert [one for one in kept(offload, params, x) if one[1]] == [((4, 2, 3, 5), True)]
-    assert not [one for one in kept(offload, params, x) if one == ((4, 2, 3, 5), False)]
+    assert [array for array in kept(offload, params, x) if array[1]] == [((4, 2, 3, 5), True)]
+    assert not [array for array in kept(offload, params, x) if array == ((4, 2, 3, 5), False)]
     assert_same(jax.jit(jax.grad(offload, (0, 1)))(params, x), jax.jit(jax.grad(full, (0, 1)))(params, x))
 
 

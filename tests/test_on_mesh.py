@@ -72,7 +72,7 @@ def test_arrays_that_are_on_a_mesh_say_which():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("data", "'data' is not an axis with its size"),
         ("data=8,", "'' is not an axis with its size"),
@@ -83,16 +83,16 @@ def test_arrays_that_are_on_a_mesh_say_which():
         ("data=²", "is not an axis with its size"),
     ],
 )
-def test_a_text_that_is_no_mesh_is_an_error(text, told):
-    with pytest.raises(ArgumentError, match=told):
+def test_a_text_that_is_no_mesh_is_an_error(text, message):
+    with pytest.raises(ArgumentError, match=message):
         as_mesh(text)
 
 
 def test_the_sizes_change_and_the_shardings_stay():
     small, large = small_llama(MESH, optimizer=optax.adam(1e-3)), small_llama("fsdp=2,tensor=1", optimizer=optax.adam(1e-3))
     moved = large.on_mesh(MESH)
-    for one, other in zip(small.step("full").shardings, moved.step("full").shardings, strict=True):
-        assert jax.tree.all(jax.tree.map(lambda a, b: a.spec == b.spec and a.mesh.size == b.mesh.size == 8, one, other))
+    for expected, actual in zip(small.step("full").shardings, moved.step("full").shardings, strict=True):
+        assert jax.tree.all(jax.tree.map(lambda a, b: a.spec == b.spec and a.mesh.size == b.mesh.size == 8, expected, actual))
     assert small.mesh.shape == {"fsdp": 4, "tensor": 2} and large.mesh.shape == {"fsdp": 2, "tensor": 1}, "as they were"
 
 
@@ -142,7 +142,7 @@ def test_the_state_of_an_nnx_model_is_everywhere():
     job = rj.Workload.from_nnx(Noisy(nnx.Rngs(0)), lambda m, x: m(x).sum(), (X,), nnx.Linear)
     moved = job.on_mesh("fsdp=8").on_mesh("fsdp=4")
     states, batch = moved.shardings[1:]
-    assert {one.spec for one in jax.tree.leaves(states)} == {P()} and batch.spec == P(("fsdp",))
+    assert {sharding.spec for sharding in jax.tree.leaves(states)} == {P()} and batch.spec == P(("fsdp",))
     assert moved.step("full").local_arguments[-1].shape == (2, 16)
     # Shardings refer to the caller's arguments, here too.
     given = job.on_mesh("data=8", (None, P("data")))
@@ -155,7 +155,7 @@ def test_a_key_of_the_old_style_is_no_batch():
     job = mlp()
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     keyed = rj.Workload(lambda p, key, x: job.loss(p, x), job.params, (key, X), job.blocks).on_mesh("data=8")
-    assert [one.shape for one in jax.tree.leaves(keyed.step("off").local_arguments)][-2:] == [(2,), (1, 16)]
+    assert [leaf.shape for leaf in jax.tree.leaves(keyed.step("off").local_arguments)][-2:] == [(2,), (1, 16)]
 
 
 def test_an_axis_of_absurd_size_is_refused():
@@ -171,7 +171,7 @@ def file(tmp_path_factory):
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, [str(one) for one in arguments])
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_measure_takes_a_mesh_in_place_of_the_one_in_the_file(file):

@@ -105,19 +105,19 @@ def test_a_block_of_long_ago_is_left_alone() -> None:
     assert_same(jax.jit(jax.grad(u_net))(w, x), jax.grad(u_net)(w, x), 1e-5)
 
     def two_streams(w: Any, x: Any) -> Any:
-        one, other = x, 2 * x
+        left, right = x, 2 * x
         for _ in range(3):
-            one, other = block(w, one), block(w, other)
-        return jnp.sum(one * other)
+            left, right = block(w, left), block(w, right)
+        return jnp.sum(left * right)
 
     assert links(two_streams, w, x) == [0, 0, 2, 1, 1, 1]
 
 
 def test_blocks_that_look_alike_from_outside_are_told_apart() -> None:
     w, x = arrays()
-    one = rj.remat(lambda w, x: x + jax.jit(lambda w, x: jnp.tanh(x @ w))(w, x), "offload: *tanh*")
-    two = rj.remat(lambda w, x: x + jax.jit(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))(w, x), "offload: *tanh*")
-    assert links(lambda w, x: jnp.sum(two(w, two(w, one(w, one(w, x))))), w, x) == [0, 1, 1, 2]
+    once = rj.remat(lambda w, x: x + jax.jit(lambda w, x: jnp.tanh(x @ w))(w, x), "offload: *tanh*")
+    twice = rj.remat(lambda w, x: x + jax.jit(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))(w, x), "offload: *tanh*")
+    assert links(lambda w, x: jnp.sum(twice(w, twice(w, once(w, once(w, x))))), w, x) == [0, 1, 1, 2]
 
 
 def test_a_block_without_a_derivative_along_every_input_is_linked_along_the_others(x64: None) -> None:
@@ -316,21 +316,21 @@ def read(compiled: Compiled, hbm_bytes_per_s: float = math.inf, host_link_bytes_
 
 def test_compute_covers_all_of_the_copies_that_it_can(tmp_path: pathlib.Path) -> None:
     compiled = compile_for_h200(tmp_path, SCRIPT)
-    found = {name: read(one) for name, one in compiled.items()}
+    overlaps = {name: read(module) for name, module in compiled.items()}
     copy = 2 * 16384 * 4096
-    assert {name: one.host_temp for name, one in compiled.items()} == dict.fromkeys(found, 5 * copy)
+    assert {name: module.host_temp for name, module in compiled.items()} == dict.fromkeys(overlaps, 5 * copy)
     # One more copy is in flight.
     assert compiled["linked"].temp <= compiled["alone"].temp + copy + 2**16
     matmul = 2 * 16384 * 1024 * 4096 / 790e12
     seconds = 5 * copy / 50e9
     # Forward, all but the first matmul; backward, the four of each block except the first.
-    assert found["linked"].out.covered == pytest.approx(9 * matmul / seconds, rel=1e-6)
-    assert found["linked"].back.covered == pytest.approx(16 * matmul / seconds, rel=1e-6)
-    assert found["linked"].out.covered == pytest.approx(found["linked"].out.coverable)
-    assert found["linked"].back.covered == pytest.approx(found["linked"].back.coverable)
+    assert overlaps["linked"].out.covered == pytest.approx(9 * matmul / seconds, rel=1e-6)
+    assert overlaps["linked"].back.covered == pytest.approx(16 * matmul / seconds, rel=1e-6)
+    assert overlaps["linked"].out.covered == pytest.approx(overlaps["linked"].out.coverable)
+    assert overlaps["linked"].back.covered == pytest.approx(overlaps["linked"].back.coverable)
     # Without links, one matmul of each block.
-    assert found["alone"].out.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
-    assert found["alone"].back.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
+    assert overlaps["alone"].out.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
+    assert overlaps["alone"].back.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
 
 
 DECODER = """
@@ -351,17 +351,17 @@ for name, policies in {
 
 def test_a_decoders_copies_are_spread_over_its_compute(tmp_path: pathlib.Path) -> None:
     compiled = compile_for_h200(tmp_path, DECODER)
-    found = {name: read(one, 4.8e12) for name, one in compiled.items()}
+    overlaps = {name: read(module, 4.8e12) for name, module in compiled.items()}
     x = 4 * 16 * 512 * 512
-    assert {name: one.host_temp for name, one in compiled.items()} == {"dots": 4 * 9 * x, "last kept": 2 * x}
+    assert {name: module.host_temp for name, module in compiled.items()} == {"dots": 4 * 9 * x, "last kept": 2 * x}
     # Four copies per block, which take longer than its compute: some copy always runs.
-    assert found["dots"].back.count == 16
-    assert found["dots"].back.covered >= 0.99 * found["dots"].back.coverable
-    assert found["dots"].out.covered >= 0.99 * found["dots"].out.coverable
+    assert overlaps["dots"].back.count == 16
+    assert overlaps["dots"].back.covered >= 0.99 * overlaps["dots"].back.coverable
+    assert overlaps["dots"].out.covered >= 0.99 * overlaps["dots"].out.coverable
     # With a faster link compute covers each copy, except those of the last block.
     assert read(compiled["dots"], 4.8e12, 400e9).back.covered == pytest.approx(3 / 4, rel=0.02)
     # If the last blocks keep their residuals, their backward passes cover the first copy.
-    assert found["last kept"].back.covered == pytest.approx(1)
+    assert overlaps["last kept"].back.covered == pytest.approx(1)
     # Their kept arrays and two copies in flight, and one block's working set: three attention matrices (not four), twice the
     # inside of the feed-forward, and four arrays of the width.
     working_set = 3 * 8 * x + 2 * 4 * x + 4 * x

@@ -29,10 +29,10 @@ def planned():
     return gather(JOB, ["full"], "cpu", plan=PLAN)
 
 
-def with_first(found, **changes):
-    """`found` with other values for its first policy."""
-    first, *rest = found.policies
-    return replace(found, policies=[replace(first, **changes), *rest])
+def with_first(report, **changes):
+    """`report` with other values for its first policy."""
+    first, *rest = report.policies
+    return replace(report, policies=[replace(first, **changes), *rest])
 
 
 def test_a_policy_that_fits_and_has_no_time_is_not_said_to_be_over(found):
@@ -50,11 +50,11 @@ def test_all_places_of_a_trap_are_shown(found):
 
 
 def test_a_plan_whose_figures_are_not_those_of_this_step_is_told(planned):
-    own = planned.policies[-1].memory
+    memory = planned.policies[-1].memory
     note = next(note for note in page.notes(planned) if note.startswith("Compiled for this page, the plan's step needs"))
-    assert f"{rj.report.format_bytes(own.device_bytes)} on the device and 0 B on the host" in note
+    assert f"{rj.report.format_bytes(memory.device_bytes)} on the device and 0 B on the host" in note
     assert "when the plan was made, it needed 4.0 MiB and 24.0 MiB" in note and "plan again" in note
-    same = replace(planned, plan=replace(PLAN, device_bytes=own.device_bytes, host_bytes=own.host_bytes))
+    same = replace(planned, plan=replace(PLAN, device_bytes=memory.device_bytes, host_bytes=memory.host_bytes))
     assert not any("Compiled for this page" in note for note in page.notes(same))
 
 

@@ -95,7 +95,7 @@ class InsideNet(nn.Module):
 def linen(net: nn.Module, block: type) -> tuple[Callable[..., Any], type, Any]:
     draw = np.random.default_rng(1)
     shapes = jax.eval_shape(net.init, jax.random.key(1), jnp.ones((2, 8)))
-    params = jax.tree.map(lambda one: draw.normal(scale=0.3, size=one.shape).astype(np.float32), shapes)
+    params = jax.tree.map(lambda leaf: draw.normal(scale=0.3, size=leaf.shape).astype(np.float32), shapes)
     return (lambda params, x: (net.apply(params, x) ** 2).mean()), block, params
 
 
@@ -177,11 +177,11 @@ MODELS: dict[str, tuple[Callable[[], tuple[Callable[..., Any], type, Any]], int]
 X = jax.random.normal(jax.random.key(2), (2, 8))
 
 
-def assert_gradients_agree(plain: Callable[..., Any], other: Callable[..., Any], params: Any) -> None:
+def assert_gradients_agree(plain: Callable[..., Any], changed: Callable[..., Any], params: Any) -> None:
     """Gradients of parameters and of the input, in float64, to 1e-12 of the largest."""
     with jax.enable_x64(True):
         params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), (params, X))
-        pairs = zip(*(jax.tree.leaves(jax.grad(f, argnums=(0, 1))(params, x)) for f in (plain, other)), strict=True)
+        pairs = zip(*(jax.tree.leaves(jax.grad(f, argnums=(0, 1))(params, x)) for f in (plain, changed)), strict=True)
         for a, b in pairs:
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1.0, float(jnp.abs(a).max())))
 
@@ -354,11 +354,11 @@ REPLACED = "The policy replaces 1 of the model's own checkpoints around the bloc
 
 def test_reports_say_how_many_gave_way() -> None:
     job = wide()
-    report, table, found = rj.measure(job, "dots"), rj.residuals(job, "dots"), rj.doctor(job, "dots")
-    for one in (report, table, found):
-        assert one.replaced_checkpoints == one.to_dict()["replaced_checkpoints"] == 1
-        assert REPLACED in " ".join(str(one).split()), one
-    assert found.ok
+    report, table, findings = rj.measure(job, "dots"), rj.residuals(job, "dots"), rj.doctor(job, "dots")
+    for result in (report, table, findings):
+        assert result.replaced_checkpoints == result.to_dict()["replaced_checkpoints"] == 1
+        assert REPLACED in " ".join(str(result).split()), result
+    assert findings.ok
     # Each of four unrolled ones counts.
     loss, block, params = linen(Unrolled(), Block)
     assert rj.residuals(rj.Workload(loss, params, (X,), blocks=block), "full").replaced_checkpoints == LAYERS
@@ -380,10 +380,10 @@ def test_a_plan_is_that_of_the_model_without_checkpoints_and_applies_to_the_loss
     monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 3)
     job = wide()
     budget = rj.measure(job, "dots").device_bytes
-    plan, plain = (rj.plan(one, budget, "cpu") for one in (job, wide(own=False)))
+    plan, plain = (rj.plan(workload, budget, "cpu") for workload in (job, wide(own=False)))
     assert (plan.device_bytes, plan.recompute_flops) == (plain.device_bytes, plain.recompute_flops)
     assert plan.device_bytes <= budget and REPLACED in plan.notes
-    rows = {one.name: one for one in plan.named}
+    rows = {row.name: row for row in plan.named}
     assert "off" not in rows and rows["as written"].compiled
     # `nn.remat` without a policy recomputes what `full` does.
     assert rows["as written"].seconds == pytest.approx(rows["full"].seconds, rel=1e-6)

@@ -79,8 +79,8 @@ def test_five_minutes_at_a_small_size() -> None:
     assert run(before, "start.md", {}) == 1
     _, line = (line for line in commands(before) if line.startswith("remat-jax "))
     small = line.replace("--target h200", "--target cpu").replace("--budget 12GiB", "--budget 1GiB")
-    told = CliRunner().invoke(app, shlex.split(small)[1:])
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(app, shlex.split(small)[1:])
+    assert result.exit_code == 0, result.output
     names: dict[str, Any] = {}
     assert Path("plan.html").is_file() and run(after, "start.md", names) == 1
     assert names["losses"][-1] < names["losses"][0] - 0.1
@@ -92,21 +92,21 @@ def test_what_is_kept_is_what_the_tables_say() -> None:
     written: dict[str, Any] = {}
     run(text_of("docs/start.md").split("## 3. ")[0], "start.md", written)
     kept = {policy: format_bytes(rj.residuals(written["job"](), policy).device_bytes) for policy in policies}
-    told = text_of("docs/start.md").split("## 4. ")[0]
-    rows = re.findall(r"^│ (off|full) +│.*?│.*?│.*?│ +([\d.]+ \w+) │", told, re.MULTILINE)
+    section = text_of("docs/start.md").split("## 4. ")[0]
+    rows = re.findall(r"^│ (off|full) +│.*?│.*?│.*?│ +([\d.]+ \w+) │", section, re.MULTILINE)
     assert len(rows) == 2 and {policy: size for policy, size in rows if policy in policies} == kept
     rows = re.findall(r"^\| `(\w+)` \| [\d.]+ GiB \|.*?\|.*?\|.*?\| (.*?) \| (.*?) \|", text_of("docs/memory.md"), re.MULTILINE)
     rows = [row for row in rows if row[0] in policies or row[0] != "off"]
     job = byte_decoder.job()
     tables = {policy: rj.residuals(job, policy) for policy, *_ in rows}
-    sizes = {policy: (format_bytes(one.device_bytes), format_bytes(one.host_bytes)) for policy, one in tables.items()}
+    sizes = {policy: (format_bytes(table.device_bytes), format_bytes(table.host_bytes)) for policy, table in tables.items()}
     assert sizes == {policy: tuple(two) for policy, *two in rows} and len(rows) >= 3
 
 
 def test_every_target_and_every_policy_has_its_row() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| (.*?) GiB \| (.*?) GB/s", text_of("docs/hardware.md"), re.MULTILINE)
-    gpus = [one for one in map(target, targets()) if one.kind == "gpu"]
-    assert rows == [(one.name, f"{one.memory_bytes / 2**30:.1f}", f"{one.hbm_bytes_per_s / 1e9:,.0f}") for one in gpus]
+    gpus = [gpu for gpu in map(target, targets()) if gpu.kind == "gpu"]
+    assert rows == [(gpu.name, f"{gpu.memory_bytes / 2**30:.1f}", f"{gpu.hbm_bytes_per_s / 1e9:,.0f}") for gpu in gpus]
     assert {name for name in NAMED if f"`{name}`" not in text_of("docs/choosing.md")} == set()
 
 
@@ -114,7 +114,7 @@ def test_extras_that_pages_install_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.findall(r"(?:remat[-_]jax|'\.)\[([\w,-]+)\]", "".join(page.read_text() for page in PAGES))
     assert len(named) >= 3
-    assert {extra for one in named for extra in one.split(",")} <= set(project["optional-dependencies"])
+    assert {extra for extras in named for extra in extras.split(",")} <= set(project["optional-dependencies"])
 
 
 def test_every_note_is_in_the_index() -> None:

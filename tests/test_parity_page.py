@@ -13,8 +13,8 @@ from remat_jax.parity.report_data import Check, KeptAlone, MemoryRow, TensorRow
 from tests.browser import Browser, Tab
 
 MODES, LAYERS = ("off", "checkpoint", "offload"), 12
-INSIDE = [f"{where}.{what}" for where in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
-          for what in ("weight", "bias")]  # fmt: skip
+INSIDE = [f"{where}.{parameter}" for where in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+          for parameter in ("weight", "bias")]  # fmt: skip
 PARAMETERS = [
     "wte.weight",
     "wpe.weight",
@@ -32,14 +32,14 @@ def report() -> ParityReport:
 
     def row(kind: str, name: str) -> TensorRow:
         errors = {mode: made.uniform(1e-17, 1e-14) for mode in MODES}
-        found = TensorRow(kind, name, f"params/{name.replace('.', '/')}", (768, 2304), made.uniform(1e-6, 1e3), errors)
-        found.ratios["float32"] = {mode: made.uniform(0.1, 2) for mode in MODES}
-        return found
+        tensor = TensorRow(kind, name, f"params/{name.replace('.', '/')}", (768, 2304), made.uniform(1e-6, 1e3), errors)
+        tensor.ratios["float32"] = {mode: made.uniform(0.1, 2) for mode in MODES}
+        return tensor
 
     rows = [row("output", "logits"), row("output", "loss")]
     rows += [row(kind, name) for kind in ("gradient", "update") for name in PARAMETERS]
     for wrong in ("h.3.attn.c_attn.weight", "h.3.attn.c_attn.bias", "h.2.ln_2.bias"):
-        next(one for one in rows if (one.kind, one.name) == ("gradient", wrong)).fail("2.0 off in float64", "off")
+        next(tensor for tensor in rows if (tensor.kind, tensor.name) == ("gradient", wrong)).fail("2.0 off in float64", "off")
     memory = [
         MemoryRow(
             mode, framework, made.randrange(1 << 33), made.randrange(1 << 30), made.randrange(1 << 34), "compiled for h200"
@@ -49,7 +49,7 @@ def report() -> ParityReport:
     ]
     alone = [KeptAlone(mode, "JAX", "device", f"GPT2/layers_{i}/ln_1:sub", (8, 1024, 768), 1, 1 << 24)
              for mode in MODES for i in range(LAYERS)]  # fmt: skip
-    found = {"torch_path": "h/3/attn", "flax_path": "h_3/attn", "error": 2.0, "reference": 1.0}
+    divergence = {"torch_path": "h/3/attn", "flax_path": "h_3/attn", "error": 2.0, "reference": 1.0}
     checks = [Check(f"planted faults in {dtype}", True, "all found") for dtype in ("float64", "float32")]
     return ParityReport(
         rows=tuple(rows),
@@ -60,7 +60,7 @@ def report() -> ParityReport:
         rules="wte.weight -> params/wte/embedding",
         modes=MODES,
         dtypes=("float64", "float32"),
-        divergences={"forward": None, "backward": found},
+        divergences={"forward": None, "backward": divergence},
         kept_alone=tuple(alone),
     )
 
@@ -106,7 +106,9 @@ def test_a_click_on_a_head_sorts_and_another_turns_the_order_round(tab: Tab) -> 
 def test_what_is_typed_chooses_the_rows(tab: Tab) -> None:
     assert tab.value("document.querySelector('#count').textContent") == "298 of 298"
     tab.type("#filter", "H.11.mlp")
-    assert shown(tab, 1) == [f"h.11.mlp.{name}.{what}" for name in ("c_fc", "c_proj") for what in ("weight", "bias")] * 2
+    assert (
+        shown(tab, 1) == [f"h.11.mlp.{name}.{parameter}" for name in ("c_fc", "c_proj") for parameter in ("weight", "bias")] * 2
+    )
     assert tab.value("document.querySelector('#count').textContent") == "8 of 298"
     for _ in range(len("H.11.mlp")):
         tab.press("Backspace", 8)

@@ -51,10 +51,10 @@ def test_four_times_pytorch_s_error_is_the_limit(distance: float, passed: bool) 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("factor", "passed"), [(3.9, True), (4.1, False)])
 def test_where_pytorch_is_exact_the_floor_is_epsilon_of_the_global_norm(dtype: str, factor: float, passed: bool) -> None:
-    one = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     exact = {"big": np.array([1.0, 0.0]), "zero": np.array([0.0])}
-    jax = {"big": exact["big"].astype(one), "zero": np.array([factor * epsilon(dtype)]).astype(one)}
-    rows = {row.name: row for row in judge(exact, jax, rounded(exact, one), one)}
+    jax = {"big": exact["big"].astype(numpy_dtype), "zero": np.array([factor * epsilon(dtype)]).astype(numpy_dtype)}
+    rows = {row.name: row for row in judge(exact, jax, rounded(exact, numpy_dtype), numpy_dtype)}
     assert rows["big"].passed and rows["zero"].passed is passed
     assert rows["zero"].ratio == pytest.approx(factor, rel=1e-2)
 
@@ -119,8 +119,8 @@ def test_a_reference_that_is_not_float64_or_not_finite_fails_everywhere_it_matte
 
 
 def test_two_candidates_that_agree_on_something_else_than_the_reference_fail() -> None:
-    other = rounded({name: -tensor for name, tensor in reference().items()})
-    rows = judge(reference(), other, other, "float32")
+    negated = rounded({name: -tensor for name, tensor in reference().items()})
+    rows = judge(reference(), negated, negated, "float32")
     assert rows[0].ratio == 1.0 and not rows[0].passed and "more than a rounding error" in rows[0].problem
 
 
@@ -209,8 +209,8 @@ def test_an_array_of_no_bytes_is_kept_by_nobody() -> None:
         Residual("layers:sin", (0, 3), "float32", 0, "save", "", scanned=True),
         Residual("x", (3,), "float32", 12, "save", ""),
     ]
-    [found] = kept_alone("off", SimpleNamespace(entries=[]), rows)
-    assert (found.name, found.count, found.bytes) == ("x", 1, 12)
+    [array] = kept_alone("off", SimpleNamespace(entries=[]), rows)
+    assert (array.name, array.count, array.bytes) == ("x", 1, 12)
 
 
 def test_importing_the_rule_does_not_import_torch() -> None:

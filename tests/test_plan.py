@@ -40,7 +40,7 @@ BUDGET = 9 * MIB
 @pytest.fixture(scope="module")
 def made():
     progress = []
-    plan = rj.plan(job(scanned=True), BUDGET, "cpu", progress=lambda *told: progress.append(told))
+    plan = rj.plan(job(scanned=True), BUDGET, "cpu", progress=lambda *call: progress.append(call))
     return plan, progress
 
 
@@ -56,23 +56,25 @@ def test_the_compiled_step_fits_and_is_what_measure_says(made):
 
 def test_no_named_policy_that_fits_is_faster(made):
     plan, _ = made
-    assert {one.name for one in plan.named} == set(NAMED)
-    assert {one.name for one in plan.named if one.remark} == {"offload_inputs", "offload_dot_with_no_batch_dims"}
-    named = [one for one in plan.named if not one.remark]
-    reports = measure_many(job(scanned=True), [one.name for one in named], "cpu")
-    fits = [one for one, report in zip(named, reports, strict=True) if report.device_bytes <= BUDGET]
-    assert "full" in {one.name for one in fits} and all(plan.seconds <= one.seconds for one in fits)
-    full = next(one for one in fits if one.name == "full")
+    assert {point.name for point in plan.named} == set(NAMED)
+    assert {point.name for point in plan.named if point.remark} == {"offload_inputs", "offload_dot_with_no_batch_dims"}
+    named = [point for point in plan.named if not point.remark]
+    reports = measure_many(job(scanned=True), [point.name for point in named], "cpu")
+    fits = [point for point, report in zip(named, reports, strict=True) if report.device_bytes <= BUDGET]
+    assert "full" in {point.name for point in fits} and all(plan.seconds <= point.seconds for point in fits)
+    full = next(point for point in fits if point.name == "full")
     # A step that was not compiled fits by its prediction: on JAX 0.11.2 `dots` does.
     assert plan.seconds < plan.best_named.seconds <= full.seconds
-    assert plan.base_seconds == next(one.seconds for one in plan.named if one.name == "everything")
+    assert plan.base_seconds == next(point.seconds for point in plan.named if point.name == "everything")
 
 
 def test_the_bound_is_of_the_whole_step_and_below_every_way_that_fits(made):
     plan, _ = made
     assert plan.lower_bound <= plan.seconds < 1.02 * plan.lower_bound and plan.seconds < plan.base_seconds
-    within = [one for one in (*plan.frontier, *plan.named) if one.device_bytes is not None and one.device_bytes <= BUDGET]
-    assert len(within) > 3 and min(one.seconds for one in within) >= plan.lower_bound
+    within = [
+        point for point in (*plan.frontier, *plan.named) if point.device_bytes is not None and point.device_bytes <= BUDGET
+    ]
+    assert len(within) > 3 and min(point.seconds for point in within) >= plan.lower_bound
     below = 100 * (1 - plan.lower_bound / plan.seconds)
     bound = format_estimate(plan.lower_bound, True)
     assert f"By the same estimate, no plan within the budget takes less than {bound} ({below:.1f} %" in plan.explain()
@@ -81,7 +83,7 @@ def test_the_bound_is_of_the_whole_step_and_below_every_way_that_fits(made):
 def test_six_compilations_at_most_and_each_is_told(made):
     plan, progress = made
     assert 2 <= len(plan.tried) <= 6
-    messages = [what for what, _, _ in progress]
+    messages = [message for message, _, _ in progress]
     assert messages[0] == "perceptrons: tracing" and any("compiling full and plan 2 for cpu" in message for message in messages)
     assert all(done <= of for _, done, of in progress)
 
@@ -114,7 +116,7 @@ def test_the_parts_are_the_policies(made):
 
 def test_the_frontier_falls_and_has_the_plan(made):
     plan, _ = made
-    places = [(one.device_bytes, one.seconds) for one in plan.frontier]
+    places = [(point.device_bytes, point.seconds) for point in plan.frontier]
     assert (
         len(places) >= 4 and places == sorted(places) and sorted((s for _, s in places), reverse=True) == [s for _, s in places]
     )
@@ -197,7 +199,7 @@ def test_what_cannot_be_compiled_is_left_out_and_told(monkeypatch, tmp_path):
     compile_programs = compile_candidates.compile_programs
 
     def failing(programs, *rest, **options):
-        if any(one.key.startswith("plan") for one in programs):
+        if any(program.key.startswith("plan") for program in programs):
             raise CompileError("the compiler crashed; it said nothing")
         return compile_programs(programs, *rest, **options)
 

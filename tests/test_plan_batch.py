@@ -46,9 +46,9 @@ def compiler(monkeypatch):
 )
 def test_the_largest_batch_is_found(compiler, needs, largest, start):
     asked = compiler(needs)
-    found = rj.largest_batch(job, 100_000, "cpu", start=start)
-    assert found.batch == largest and needs(largest) <= 100_000 < needs(largest + 1)
-    assert [rows for rows, _ in found.tried] == asked and len(set(asked)) == len(asked) <= 20
+    answer = rj.largest_batch(job, 100_000, "cpu", start=start)
+    assert answer.batch == largest and needs(largest) <= 100_000 < needs(largest + 1)
+    assert [rows for rows, _ in answer.tried] == asked and len(set(asked)) == len(asked) <= 20
 
 
 def test_where_memory_grows_evenly_few_are_compiled(compiler):

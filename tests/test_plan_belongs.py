@@ -51,8 +51,8 @@ def plan() -> Any:
 
 
 def test_its_own_call_passes_and_has_the_gradients_of_the_loss(plan):
-    expected, found = (jax.jit(jax.grad(fn))(PARAMS, TOKENS) for fn in (loss_of(), plan.apply(loss_of())))
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7), expected, found)
+    expected, gradients = (jax.jit(jax.grad(fn))(PARAMS, TOKENS) for fn in (loss_of(), plan.apply(loss_of())))
+    jax.tree.map(lambda wanted, actual: np.testing.assert_allclose(wanted, actual, rtol=1e-5, atol=1e-7), expected, gradients)
 
 
 @pytest.mark.parametrize(

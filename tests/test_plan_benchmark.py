@@ -88,8 +88,8 @@ def test_a_policy_of_maxtext_s_computes_the_products_again_that_it_does_not_name
 ):
     model, described = case(name)
     texts = rivals.policies(model)
-    found = {policy: recompute_flops(described, texts[f"MaxText {policy}"]) for policy in again}
-    assert found == {policy: LAYERS * sum(map(products.__getitem__, tensors)) for policy, tensors in again.items()}
+    flops = {policy: recompute_flops(described, texts[f"MaxText {policy}"]) for policy in again}
+    assert flops == {policy: LAYERS * sum(map(products.__getitem__, tensors)) for policy, tensors in again.items()}
     assert set(AGAIN) == set(MAXTEXT)
 
 
@@ -127,7 +127,7 @@ def test_every_tensor_of_maxtext_s_is_one_array_of_a_layer(name: str):
         names = call.block.linearised.candidates
         for tensor, selectors in model.roles[call.key].items():
             for selector in selectors.split(", "):
-                matched = [one for one in names if fnmatch.fnmatchcase(one, selector)]
+                matched = [residual for residual in names if fnmatch.fnmatchcase(residual, selector)]
                 assert len(matched) == 1, (tensor, selector, matched)
 
 
@@ -140,11 +140,11 @@ def test_policies_that_are_equal_here_are_asked_once_and_keep_their_names(monkey
         return [make_dataclass("Report", ["device_bytes", "host_bytes", "seconds"])(1, 0, 2.0)] * len(policies)
 
     monkeypatch.setattr(rivals, "measure_many", measured)
-    found = {one.name: one for one in rivals.rivals(model, described, "h200")}
-    assert "MaxText save_qkv_proj" in found["full"].names and len(asked[0]) == len(set(asked[0]))
+    by_policy = {rival.name: rival for rival in rivals.rivals(model, described, "h200")}
+    assert "MaxText save_qkv_proj" in by_policy["full"].names and len(asked[0]) == len(set(asked[0]))
     # In this scan keeping costs more than recomputing.
-    off, full, dots = (found[name].extra_seconds for name in ("off", "full", "dots"))
-    assert found["off"].seconds == 2.0 and off > full > dots
+    off, full, dots = (by_policy[name].extra_seconds for name in ("off", "full", "dots"))
+    assert by_policy["off"].seconds == 2.0 and off > full > dots
 
 
 def test_the_best_is_the_fastest_that_fits():
@@ -172,32 +172,32 @@ def slope(job: rj.Workload) -> str:
 
 def test_each_further_residual_is_the_plan_with_that_one_saved(all_are_worth_it: None):
     job = plan_models.job(scanned=True)
-    described, other = describe(job, "h200"), slope(job)
+    described, derivative = describe(job, "h200"), slope(job)
     policies = {plan_models.MlpLayer: rj.LayerPolicies.parse("4 x full | 2 x save: layers:tanh#0")}
     parts = [replace(part(*run, ""), block="MlpLayer") for run in ((0, 4), (4, 2))]
     options = rows.further(described, plan(policies=policies, parts=tuple(parts)))
     size = 4 * 2048 * 4 * plan_models.WIDTH  # of each, in option layer
     assert [(option.where, option.residual, option.saved_bytes) for option in options] == [
         ("MlpLayer 0–3", "layers:tanh#0", 4 * size),
-        ("MlpLayer 0–3", other, 4 * size),
-        ("MlpLayer 4–5", other, 2 * size),
+        ("MlpLayer 0–3", derivative, 4 * size),
+        ("MlpLayer 4–5", derivative, 2 * size),
     ]
     texts = [str(option.policies[plan_models.MlpLayer]) for option in options]
     assert texts[0] == "4 × save: layers:tanh#0; recompute: * | 2 × save: layers:tanh#0"
-    assert texts[2] == f"4 × full | 2 × save: {other}; save: layers:tanh#0"
+    assert texts[2] == f"4 × full | 2 × save: {derivative}; save: layers:tanh#0"
     assert rows.further(described, plan(policies={plan_models.MlpLayer: rj.Policy.parse("off")}, parts=())) == []
 
 
 def test_a_run_with_one_residual_more_stays_a_scan_of_its_own(all_are_worth_it: None):
     """Although it has the policy of its neighbour then, or had before."""
     job = plan_models.job(scanned=True)
-    described, other = describe(job, "h200"), slope(job)
+    described, derivative = describe(job, "h200"), slope(job)
     policies = {plan_models.MlpLayer: rj.LayerPolicies.parse("3 x full || 1 x full | 2 x save: layers:tanh#0")}
     parts = [replace(part(*run, ""), block="MlpLayer") for run in ((0, 3), (3, 1), (4, 2))]
     options = rows.further(described, plan(policies=policies, parts=tuple(parts)))
-    found = {(option.where, option.residual): option.policies[plan_models.MlpLayer] for option in options}
-    for place in (("MlpLayer 3", "layers:tanh#0"), ("MlpLayer 4–5", other), ("MlpLayer 0–2", other)):
-        assert [run.start for run, _ in found[place].ranges] == [0, 3, 4]
+    by_residual = {(option.where, option.residual): option.policies[plan_models.MlpLayer] for option in options}
+    for place in (("MlpLayer 3", "layers:tanh#0"), ("MlpLayer 4–5", derivative), ("MlpLayer 0–2", derivative)):
+        assert [run.start for run, _ in by_residual[place].ranges] == [0, 3, 4]
 
 
 # Claims.

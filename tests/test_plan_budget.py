@@ -80,7 +80,7 @@ def test_a_share_needs_a_memory_that_is_known():
 
 
 def test_a_host_budget_may_be_nothing_or_no_limit_but_no_share():
-    assert [host_budget_bytes(one) for one in (None, 0, "0 B", "64GiB")] == [None, 0, 0, 64 * 2**30]
+    assert [host_budget_bytes(budget) for budget in (None, 0, "0 B", "64GiB")] == [None, 0, 0, 64 * 2**30]
     for share in (0.5, "50%"):
         with pytest.raises(PlanningError, match="host_budget=.*a share refers to device memory; give the host's bytes"):
             host_budget_bytes(share)

@@ -27,15 +27,15 @@ from tests.test_plan_search import LAYER, NAMED, SAVE, STACK, Searched, own
 
 def cut(candidate, cuts):
     """`recut` for the six equal layers of `STACK`."""
-    what = candidate.choices
-    return replace(candidate, cuts=tuple(at for at in cuts if at and what[at - 1] == what[at]))
+    choices = candidate.choices
+    return replace(candidate, cuts=tuple(at for at in cuts if at and choices[at - 1] == choices[at]))
 
 
 def searched(budget, size, **options):
     """A search in a scanned stack; `size` returns the bytes of a candidate."""
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     given = {"scanned": True, "most_runs": 3, "recut": cut, **options}
-    return Searched(budget, able, lambda some: [Compiled(size(one), 0) for one in some], **given)
+    return Searched(budget, able, lambda some: [Compiled(size(candidate), 0) for candidate in some], **given)
 
 
 TRUTH = replace(STACK, fixed_bytes=1700.0)
@@ -60,7 +60,7 @@ def sizes(job):
     """Four layers: the last kept, the last two cut, and the last two in one scan, compiled for an H200."""
     last = ("|| 1 x full | 1 x everything", "| 1 x everything || 1 x everything", "| 2 x everything")
     texts = [f"2 x full {text}" for text in last]
-    return [one.device_bytes for one in measure_many(job, texts, "h200")]
+    return [report.device_bytes for report in measure_many(job, texts, "h200")]
 
 
 def test_a_scan_of_one_layer_needs_what_its_policy_says(sizes):
@@ -77,7 +77,7 @@ def test_a_scan_of_one_layer_needs_what_its_policy_says(sizes):
 
 def test_cuts_are_of_scans_and_between_layers_that_do_the_same():
     described = {scanned: describe(plan_models.job(scanned=scanned), "h200") for scanned in (True, False)}
-    full = {scanned: named_candidate(one, "full").like for scanned, one in described.items()}
+    full = {scanned: named_candidate(problem, "full").like for scanned, problem in described.items()}
     unrolled = recut(described[False], own_candidate(described[False], full[False]), (3, 5))
     assert unrolled.cuts == ()
     candidate = own_candidate(described[True], (*full[True][:4], *[(SAVE,) * len(full[True][0])] * 2))
@@ -88,7 +88,7 @@ def test_cuts_are_of_scans_and_between_layers_that_do_the_same():
     assert policies.cuts == (2, 5) and [len(layers) for layers, _ in policies.ranges] == [2, 2, 1, 1]
     assert cut.seconds == candidate.seconds and not cut.is_same(candidate)
     parts = parts_of(described[True], described[True].stack, cut)
-    assert [(one.first, one.layers) for one in parts] == [(run.start, len(run)) for run, _ in policies.ranges]
+    assert [(part.first, part.layers) for part in parts] == [(run.start, len(run)) for run, _ in policies.ranges]
 
 
 @pytest.mark.parametrize("budget", [3900, 4300, 4500, 5500])
@@ -99,9 +99,9 @@ def test_no_residual_more_fits_with_the_runs_as_they_are(budget):
     assert best.compiled.device_bytes <= budget and search.proposals.is_maximal(best)
     if best.candidate.effective_choices is not None and best.candidate.seconds > 0:
         more = search.proposals.one_more(best.candidate)
-        fewest = min((sum(load.saved for load in one.loads) for one in more), default=None)
-        smallest = [one for one in more if sum(load.saved for load in one.loads) == fewest]
-        assert all(alone_is_cheap(one) > budget for one in smallest[:1])
+        fewest = min((sum(load.saved for load in candidate.loads) for candidate in more), default=None)
+        smallest = [candidate for candidate in more if sum(load.saved for load in candidate.loads) == fewest]
+        assert all(alone_is_cheap(candidate) > budget for candidate in smallest[:1])
 
 
 def test_a_plan_for_all_layers_alike_is_compiled_before_a_cut_one_is_the_last_word():
@@ -110,7 +110,7 @@ def test_a_plan_for_all_layers_alike_is_compiled_before_a_cut_one_is_the_last_wo
     full, everything, dots = (own((NAMED[name],) * 6) for name in ("full", "everything", "dots"))
     mixed = own((NAMED["full"],) * 4 + (NAMED["everything"],) * 2)
     sizes = {full: 3300, everything: 6800, mixed: 5390}
-    search.fit.tried = [Tried(one, Compiled(size, 0), size) for one, size in sizes.items()]
+    search.fit.tried = [Tried(candidate, Compiled(size, 0), size) for candidate, size in sizes.items()]
     assert search.fit.best is not None and search.fit.best.candidate is mixed and dots.seconds < mixed.seconds
     assert search.search._last(search.fit.best)[0].is_same(dots)
 
@@ -122,12 +122,12 @@ def test_of_a_named_policy_too_one_residual_more_is_compiled():
 
     def compile_them(some):
         asked.extend(some)
-        return [Compiled(4000 if one.name else 9000, 0) for one in some]
+        return [Compiled(4000 if candidate.name else 9000, 0) for candidate in some]
 
     search = Searched(4030, [named], compile_them)
     best = search.run()
     assert best.candidate is named and search.proposals.is_maximal(best)
-    fewest = min((sum(load.saved for load in one.loads) for one in asked if not one.name), default=None)
+    fewest = min((sum(load.saved for load in candidate.loads) for candidate in asked if not candidate.name), default=None)
     assert fewest == 6 * 400, "the activations of all layers"
 
 
@@ -163,8 +163,8 @@ def test_a_file_carries_the_cuts_and_one_without_is_read(tmp_path):
 
 def test_steps_that_are_cut_say_nothing_of_those_that_are_not():
     fit = Fit(STACK, 5000.0)
-    one = own((NAMED["full"],) * 6)
-    assert not fit.is_cut(one) and fit.is_cut(cut(one, (3,)))
+    uncut = own((NAMED["full"],) * 6)
+    assert not fit.is_cut(uncut) and fit.is_cut(cut(uncut, (3,)))
     assert LAYER.repeats == 6
 
 

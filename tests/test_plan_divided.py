@@ -37,8 +37,8 @@ def test_a_constant_that_the_compiler_leaves_whole_does_not_make_its_block_slow(
     zeros = next(name for name in names if "broadcast_in_dim" in name and name not in program.inputs)
     everything = dict.fromkeys(names, 1 / 8)
     eighth, with_whole = (divided(program, Shares(shares, 1 / 8)) for shares in (everything, everything | {zeros: 1.0}))
-    for one in (eighth.forward, eighth.backward):
-        assert one.seconds(rates) < program.forward.seconds(rates) + program.backward.seconds(rates)
+    for cost in (eighth.forward, eighth.backward):
+        assert cost.seconds(rates) < program.forward.seconds(rates) + program.backward.seconds(rates)
     assert with_whole.forward.seconds(rates) == pytest.approx(eighth.forward.seconds(rates))
     assert with_whole.backward.seconds(rates) == pytest.approx(eighth.backward.seconds(rates))
     assert flat_cost(program.flat.eqns, program.flat.outputs) == before, "the program that is given stays as it is"

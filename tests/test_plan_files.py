@@ -33,14 +33,14 @@ def write(tmp_path, data):
 
 
 def test_a_plan_comes_back_as_it_was(tmp_path):
-    for one in (
+    for saved in (
         plan(),
         plan(policies={PlannedLayer: rj.Policy.parse("off")}),
         plan(policies={"layers_*": rj.Policy.parse("full")}),
     ):
-        path = one.save(tmp_path / "plan.json")
+        path = saved.save(tmp_path / "plan.json")
         again = rj.Plan.load(path)
-        assert again == one and again.to_dict() == one.to_dict() and list(tmp_path.iterdir()) == [path]
+        assert again == saved and again.to_dict() == saved.to_dict() and list(tmp_path.iterdir()) == [path]
 
 
 def test_figures_of_a_large_cluster_come_back(tmp_path):
@@ -51,7 +51,7 @@ def test_figures_of_a_large_cluster_come_back(tmp_path):
 
 def test_a_part_of_before_has_its_layers_one_after_the_other(tmp_path):
     data = plan().to_dict()
-    assert all(one.pop("every") == 1 for one in data["parts"])
+    assert all(part.pop("every") == 1 for part in data["parts"])
     assert rj.Plan.load(write(tmp_path, data)) == plan()
 
 
@@ -76,9 +76,9 @@ def test_a_plan_of_before_does_not_say_how_near_to_the_best_it_is(tmp_path):
 
 def test_the_memory_limit_is_printed_and_on_the_page():
     sentence = "Compiled with a memory limit: jax.jit(step, compiler_options={'xla_gpu_memory_limit_slop_factor': 29})."
-    one, other = plan(), plan(compiler_options={})
-    assert all(sentence in " ".join(text.split()) for text in (str(one), one.explain(), html.unescape(page(one))))
-    assert not any("memory limit" in text for text in (str(other), other.explain(), page(other)))
+    limited, unlimited = plan(), plan(compiler_options={})
+    assert all(sentence in " ".join(text.split()) for text in (str(limited), limited.explain(), html.unescape(page(limited))))
+    assert not any("memory limit" in text for text in (str(unlimited), unlimited.explain(), page(unlimited)))
 
 
 def test_a_short_file_of_many_layers_is_read_without_a_list_of_them(tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def test_what_cannot_be_saved_leaves_nothing_behind(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(PlanningError, match="folder' cannot be written"):
         plan().save(tmp_path / "folder")
-    assert [one.name for one in tmp_path.iterdir()] == ["folder"]
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_the_keys_are_the_attribute_names():
@@ -241,11 +241,11 @@ def test_hostile_values_anywhere_raise_our_error_or_load(tmp_path):
             inside = inside[key]
         inside[last] = draw.choice(strange)
         try:
-            found = rj.Plan.load(write(tmp_path, data))
+            read_back = rj.Plan.load(write(tmp_path, data))
         except RematError:
             continue
         loaded += 1
-        assert str(found) and found.explain() and found.to_html(tmp_path / "plan.html")
+        assert str(read_back) and read_back.explain() and read_back.to_html(tmp_path / "plan.html")
     assert 0 < loaded < 500
 
 
@@ -258,11 +258,11 @@ def test_null_in_any_place_is_our_error_or_a_plan_that_can_be_shown(tmp_path):
         *way, last = at
         functools.reduce(operator.getitem, way, data)[last] = None
         try:
-            found = rj.Plan.load(write(tmp_path, data))
+            read_back = rj.Plan.load(write(tmp_path, data))
         except PlanningError:
             continue
         loaded.append(at[-1])
-        assert str(found) and found.explain() and found.to_html(tmp_path / "plan.html").stat().st_size > 1000
+        assert str(read_back) and read_back.explain() and read_back.to_html(tmp_path / "plan.html").stat().st_size > 1000
     assert {"seconds", "host_budget", "next_gib_seconds", "device_bytes"} <= set(loaded)
 
 
@@ -287,7 +287,7 @@ def test_a_class_is_found_under_another_module_name_unless_there_are_several():
 def workload(width=8, rows=2, block=PlannedLayer):
     model, x = PlannedLayer(), jax.ShapeDtypeStruct((rows, 4), jnp.float32)
     params = {"params": {"up": {"kernel": (4, width), "bias": (width,)}}}
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), params, is_leaf=lambda one: isinstance(one, tuple))
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), params, is_leaf=lambda node: isinstance(node, tuple))
     return rj.Workload(
         lambda p, x: sum(map(jnp.sum, jax.tree.leaves(p))) + x.sum(), params, (x,), block, name=model.name or "mine"
     )
@@ -309,9 +309,9 @@ def test_another_model_is_refused_when_it_is_loaded(tmp_path):
 
 
 def test_classes_of_one_name_keep_their_own_policies(tmp_path):
-    other = type("PlannedLayer", (PlannedLayer,), {"__module__": "elsewhere", "__qualname__": "PlannedLayer"})
-    mine = workload(block=(PlannedLayer, other))
-    policies = {PlannedLayer: rj.Policy.parse("full"), other: rj.Policy.parse("dots")}
+    namesake = type("PlannedLayer", (PlannedLayer,), {"__module__": "elsewhere", "__qualname__": "PlannedLayer"})
+    mine = workload(block=(PlannedLayer, namesake))
+    policies = {PlannedLayer: rj.Policy.parse("full"), namesake: rj.Policy.parse("dots")}
     path = plan(model=Model.of(mine), policies=policies).save(tmp_path / "plan.json")
     assert rj.Plan.load(path, mine).policies == policies
     data = json.loads(path.read_text())

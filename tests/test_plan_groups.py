@@ -69,13 +69,13 @@ def test_the_gradients_of_a_plan_with_groups_are_those_of_the_loss():
     draw = np.random.default_rng(0)
     with jax.enable_x64():
         params, batch = (
-            jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape) / 8, jnp.float64), one)
-            for one in (job.params, job.batch)
+            jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape) / 8, jnp.float64), tree)
+            for tree in (job.params, job.batch)
         )
         plain = jax.grad(job.loss)(params, *batch)
         under = jax.grad(rj.checkpoint_blocks(job.loss, policies))(params, *batch)
-        for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(under), strict=True):
-            np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-12)
+        for expected, actual in zip(jax.tree.leaves(plain), jax.tree.leaves(under), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("rate", "grouped"), [(5e9, True), (1e14, False)])
@@ -89,9 +89,9 @@ def test_groups_are_a_candidate_where_the_link_makes_offload_slow(rate, grouped)
     work = rj.Workload(loss, alone.params, alone.batch, plan_models.MlpLayer, optimizer=alone.optimizer)
     h200 = target("h200")
     link = replace(h200, reached={**h200.reached, "out_bytes_per_s": rate, "in_bytes_per_s": rate})
-    (full,) = (one for one in making(work, 2**60, link).proposals.named if one.name == "full")
+    (full,) = (candidate for candidate in making(work, 2**60, link).proposals.named if candidate.name == "full")
     stack = making(work, 2**60, link).described.stack
-    found = making(work, int(predicted(stack, full.loads)) - 3 * full.loads[0].saved, link)
+    planner = making(work, int(predicted(stack, full.loads)) - 3 * full.loads[0].saved, link)
     asked = []
 
     def by_the_formula(candidates, best):
@@ -101,12 +101,12 @@ def test_groups_are_a_candidate_where_the_link_makes_offload_slow(rate, grouped)
             for candidate in candidates
         ]
 
-    found.compiler.compile = by_the_formula
-    before = found.search.run(by_the_formula)
+    planner.compiler.compile = by_the_formula
+    before = planner.search.run(by_the_formula)
     compiled = len(asked)
-    best = found._with(found._faster_groups(before)[:1], before)
+    best = planner._with(planner._faster_groups(before)[:1], before)
     assert before.candidate.host_bytes > 0 and len(asked) - compiled == grouped
-    assert bool(best.candidate.grouped) == grouped and best.compiled.device_bytes <= found.budget
+    assert bool(best.candidate.grouped) == grouped and best.compiled.device_bytes <= planner.budget
     if grouped:
         # Over saving everything: all layers once more, and three of each group's layers (all but the last) a second time.
         again = full.seconds + 3 * stack.blocks[0].forward_seconds
@@ -114,7 +114,7 @@ def test_groups_are_a_candidate_where_the_link_makes_offload_slow(rate, grouped)
 
 
 def making(work, budget, link):
-    return make_plan._Planner(work, budget, link, None, 300.0, lambda *told: None, None)
+    return make_plan._Planner(work, budget, link, None, 300.0, lambda *_: None, None)
 
 
 def test_below_every_grouping_nothing_fits(job, full):

@@ -44,7 +44,9 @@ def test_a_state_on_the_host_is_left_out_array_by_array(kind: str, counts: int, 
     check_arguments_fit(job, PARAMETERS + BATCH + left)
     with pytest.raises(InfeasibleBudget):
         check_arguments_fit(job, PARAMETERS + BATCH + left - 1)
-    fixed = {name: describe(one, "h200", rates=RATES).stack.fixed_bytes for name, one in (("job", job), ("here", here))}
+    fixed = {
+        name: describe(workload, "h200", rates=RATES).stack.fixed_bytes for name, workload in (("job", job), ("here", here))
+    }
     assert fixed["here"] - fixed["job"] == 2 * PARAMETERS + COUNT - left
     # A processor has one memory.
     assert describe(job, "cpu", rates=RATES).stack.fixed_bytes == fixed["here"] + (counts - 1) * COUNT

@@ -39,7 +39,9 @@ class Rounds(nn.Module):
 
     @nn.compact
     def __call__(self, x, _=None):
-        layers = nn.scan(lambda one, x, _: (one(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        layers = nn.scan(
+            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
         return layers(MlpLayer(name="layers"), x, None)[0], None
 
 
@@ -60,10 +62,10 @@ def test_layers_in_nested_scans_are_planned_alike():
     """They cannot have different policies, but the plan still chooses what each keeps."""
     work = nested()
     full, most = (report.device_bytes for report in measure_many(work, ("full", "off"), "cpu"))
-    found = rj.plan(work, (full + most) // 2, "cpu")
-    assert found.device_bytes <= (full + most) // 2
-    assert isinstance(found.policies[MlpLayer], rj.Policy)
-    assert not found.notes
+    planned = rj.plan(work, (full + most) // 2, "cpu")
+    assert planned.device_bytes <= (full + most) // 2
+    assert isinstance(planned.policies[MlpLayer], rj.Policy)
+    assert not planned.notes
 
 
 def test_a_compiler_that_compiles_nothing_is_no_lack_of_memory(monkeypatch):
@@ -84,9 +86,9 @@ def test_a_plan_that_fits_is_kept_when_time_is_up(monkeypatch):
 
     monkeypatch.setattr(compile_candidates, "compile_programs", slow)
     monkeypatch.setattr(compile_candidates.time, "monotonic", lambda: now[0])
-    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30)
-    assert found.device_bytes <= BUDGET and now[0] == 80.0  # one pair
-    assert any("The search ended after timeout=30 s" in note for note in found.notes)
+    planned = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30)
+    assert planned.device_bytes <= BUDGET and now[0] == 80.0  # one pair
+    assert any("The search ended after timeout=30 s" in note for note in planned.notes)
 
 
 def test_tracing_is_within_the_timeout_too(monkeypatch):
@@ -103,9 +105,9 @@ def test_tracing_is_within_the_timeout_too(monkeypatch):
     monkeypatch.setattr(compile_candidates, "compile_programs", after(5.0, compile_programs))
     monkeypatch.setattr(compile_candidates, "export_step", after(10.0, export_step))
     monkeypatch.setattr(compile_candidates.time, "monotonic", lambda: now[0])
-    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=40)
-    assert found.device_bytes <= BUDGET and now[0] == 30.0  # one pair, where two would end after 60
-    assert any("The search ended after timeout=40 s" in note for note in found.notes)
+    planned = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=40)
+    assert planned.device_bytes <= BUDGET and now[0] == 30.0  # one pair, where two would end after 60
+    assert any("The search ended after timeout=40 s" in note for note in planned.notes)
 
 
 @pytest.mark.parametrize("solved", [0, 3])
@@ -119,24 +121,24 @@ def test_the_frontier_is_within_the_timeout_too(monkeypatch, solved):
             now[0] += 10.0
         return solve(self, stack, budget, **options)
 
-    def told(what, done, of):
-        if what == "reading the frontier":
-            reading.append(what)
+    def on_progress(message, done, of):
+        if message == "reading the frontier":
+            reading.append(message)
             now[0] = 30.5 - 10 * solved
 
     monkeypatch.setattr(Proposals, "solve", slow)
     monkeypatch.setattr(compile_candidates.time, "monotonic", lambda: now[0])
-    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30, progress=told)
-    assert len(asked) == solved and all(one <= 30 for one in asked)
-    assert sum("Not shown: the whole frontier; after timeout=30 s" in note for note in found.notes) == 1
+    planned = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30, progress=on_progress)
+    assert len(asked) == solved and all(moment <= 30 for moment in asked)
+    assert sum("Not shown: the whole frontier; after timeout=30 s" in note for note in planned.notes) == 1
     # Stacking a kept array costs more than a product.
-    assert found.device_bytes <= BUDGET and found.seconds < found.base_seconds
-    predicted = [one for one in found.frontier if not one.compiled and one.name == ""]
+    assert planned.device_bytes <= BUDGET and planned.seconds < planned.base_seconds
+    predicted = [point for point in planned.frontier if not point.compiled and point.name == ""]
     if solved:
-        assert found.lower_bound <= found.seconds and found.next_gib_seconds > 0 and len(predicted) <= solved
+        assert planned.lower_bound <= planned.seconds and planned.next_gib_seconds > 0 and len(predicted) <= solved
     else:
-        assert found.lower_bound is None and predicted == []
-        assert "The timeout came before the gain from" in found.explain()
+        assert planned.lower_bound is None and predicted == []
+        assert "The timeout came before the gain from" in planned.explain()
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -144,21 +146,21 @@ def test_a_named_policy_that_was_not_shown_not_to_fit_is_compiled_at_last(monkey
     """No step is compiled here: each needs what the formula says, `dots` half of it. Two compilations end the search."""
     monkeypatch.setattr(make_plan, "Search", functools.partial(make_plan.Search, most_compiled=2))
     monkeypatch.setattr("remat_jax.planning.search_plans.MORE_COMPILED", 0)
-    found = make_plan._Planner(job(), 2**40, target("cpu"), 0, 300.0, lambda *told: None, None)
-    stack, asked = found.fit.guess, []
-    (dots,) = (one for one in found.proposals.named if one.name == "dots")
-    found.fit.budget = predicted(stack, dots.loads) / 1.35
+    planner = make_plan._Planner(job(), 2**40, target("cpu"), 0, 300.0, lambda *_: None, None)
+    stack, asked = planner.fit.guess, []
+    (dots,) = (candidate for candidate in planner.proposals.named if candidate.name == "dots")
+    planner.fit.budget = predicted(stack, dots.loads) / 1.35
 
     def by_the_formula(candidates, best):
-        asked.extend(one.name for one in candidates)
-        needs = [predicted(stack, one.loads) * (0.5 if one.name == "dots" else 1) for one in candidates]
+        asked.extend(candidate.name for candidate in candidates)
+        needs = [predicted(stack, candidate.loads) * (0.5 if candidate.name == "dots" else 1) for candidate in candidates]
         return [Compiled(round(size), 0) for size in needs]
 
-    found.compiler.compile = by_the_formula
-    before = found.search.run(by_the_formula)
-    assert len(asked) == 2 and "dots" not in asked and found.proposals.unknown(before)[0].name == "dots"
-    found.compiler.deadline -= 300.0 if late else 0.0
-    best = found._with(found.proposals.unknown(before)[:1], before)
+    planner.compiler.compile = by_the_formula
+    before = planner.search.run(by_the_formula)
+    assert len(asked) == 2 and "dots" not in asked and planner.proposals.unknown(before)[0].name == "dots"
+    planner.compiler.deadline -= 300.0 if late else 0.0
+    best = planner._with(planner.proposals.unknown(before)[:1], before)
     assert asked[2:] == ([] if late else ["dots"])
     assert best is before if late else (best.candidate.seconds < before.candidate.seconds and best.candidate.name == "dots")
 
@@ -181,8 +183,8 @@ def test_a_plan_is_applied_to_the_nnx_model_that_it_was_made_for(is_pytree):
         def __init__(self):
             self.up = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
 
-    found = Workload.from_nnx(Model(), lambda model, x: model.up(x).sum(), (jnp.ones((2, 4)),), nnx.Linear)
-    made = plan(policies={nnx.Linear: rj.Policy.parse("off")}, model=PlannedModel.of(found))
+    workload = Workload.from_nnx(Model(), lambda model, x: model.up(x).sum(), (jnp.ones((2, 4)),), nnx.Linear)
+    made = plan(policies={nnx.Linear: rj.Policy.parse("off")}, model=PlannedModel.of(workload))
     loss = made.apply(lambda model, x: model.up(x).sum())
     assert float(loss(Model(), jnp.ones((2, 4)))) == pytest.approx(float(Model().up(jnp.ones((2, 4))).sum()))
 
@@ -204,8 +206,12 @@ def test_blocks_in_a_shard_map_are_those_of_one_device(check):
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
     loss = jax.shard_map(of_part, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check)
     job = rj.Workload(loss, alone.params, alone.batch, Layer, mesh={"data": 4}, shardings=(None, P("data")))
-    (whole,), (part,) = (describe(one, target, rates=RATES).stack.blocks for one, target in ((alone, "h200"), (job, "4xh200")))
-    assert [(one.name, 4 * one.bytes) for one in part.residuals] == [(one.name, one.bytes) for one in whole.residuals]
+    (whole,), (part,) = (
+        describe(workload, target, rates=RATES).stack.blocks for workload, target in ((alone, "h200"), (job, "4xh200"))
+    )
+    assert [(residual.name, 4 * residual.bytes) for residual in part.residuals] == [
+        (residual.name, residual.bytes) for residual in whole.residuals
+    ]
 
 
 def test_blocks_that_exchange_in_a_shard_map_are_planned():
@@ -217,9 +223,9 @@ def test_blocks_that_exchange_in_a_shard_map_are_planned():
     kept = {row.name: row.bytes for row in rj.residuals(job, "everything")}
     described = describe(job, "8xh200")
     assert sum(len(kind.layers) for kind in described.kinds) == shard_map_models.LAYERS
-    found = {one.name: one.bytes for block in described.stack.blocks for one in block.residuals}
-    both = found.keys() & kept.keys()
-    assert len(both) > 5 and {name: kept[name] / found[name] for name in both} == dict.fromkeys(both, 8.0)
+    sizes = {residual.name: residual.bytes for block in described.stack.blocks for residual in block.residuals}
+    both = sizes.keys() & kept.keys()
+    assert len(both) > 5 and {name: kept[name] / sizes[name] for name in both} == dict.fromkeys(both, 8.0)
 
 
 def test_a_printed_plan_shows_its_notes():

@@ -55,9 +55,9 @@ def test_the_page_shows_the_picture_that_is_saved():
     assert picture(plan(), title="", width=NARROW).html() in text
     # The script finds the line's points, and the ring that it moves, by their names.
     for width in (WIDTH, NARROW):
-        groups = {one.get("data-series"): list(one) for one in ElementTree.fromstring(picture(plan(), width=width).svg())}
+        groups = {group.get("data-series"): list(group) for group in ElementTree.fromstring(picture(plan(), width=width).svg())}
         marks, (ring,) = groups["frontier"], groups["the plan"]
-        places = [(one.get("cx"), one.get("cy")) for one in marks]
+        places = [(mark.get("cx"), mark.get("cy")) for mark in marks]
         assert len(places) == len(set(places)) == 3 and (ring.get("cx"), ring.get("cy")) == places[1]
     assert all(f"[data-series='{name}'] circle" in text for name in (FRONTIER, THE_PLAN))
 
@@ -69,14 +69,14 @@ def test_a_name_cannot_break_out_of_the_page():
 
 
 def test_a_plan_that_is_beaten_by_a_prediction_is_on_its_page():
-    other = plan(frontier=plan().frontier[:1] + plan().frontier[2:])
-    assert [one.device_bytes for one in with_plan(other)] == [60 * MIB, 90 * MIB, 120 * MIB]
-    assert [row[3] for row in rows_of(page(other), "the frontier")] == ["predicted", "compiled, the plan", "predicted"]
+    beaten = plan(frontier=plan().frontier[:1] + plan().frontier[2:])
+    assert [point.device_bytes for point in with_plan(beaten)] == [60 * MIB, 90 * MIB, 120 * MIB]
+    assert [row[3] for row in rows_of(page(beaten), "the frontier")] == ["predicted", "compiled, the plan", "predicted"]
 
 
 def test_the_picture_has_every_policy_and_the_budget():
     drawn = ElementTree.fromstring(picture(plan()).svg())
-    texts = [one.text for one in drawn.iter(f"{SVG}text")]
+    texts = [element.text for element in drawn.iter(f"{SVG}text")]
     assert {"budget", "full", "everything", "device memory, MiB", "estimated step, ms"} <= set(texts)
     tooltips = [title.text for title in drawn.iter(f"{SVG}title")]
     assert [text.split(" a step")[0] for text in tooltips if ":" not in text] == [
@@ -92,7 +92,7 @@ def test_the_picture_has_every_policy_and_the_budget():
     assert centre - top == pytest.approx(1.2 * (bottom - centre), abs=0.05)
     slow = (*plan().named, Point("slow", 70 * MIB, 0, 0.2, False))
     drawn = ElementTree.fromstring(picture(plan(named=slow)).svg())
-    texts = [one.text for one in drawn.iter(f"{SVG}text")]
+    texts = [element.text for element in drawn.iter(f"{SVG}text")]
     # At the upper edge, a quarter above the slowest point of the line; no tick is near its time.
     assert "slow ↑ 200 ms" in texts and "20" not in texts and "200" not in texts
     with pytest.raises(ValueError, match="frontier is empty"):
@@ -106,7 +106,7 @@ def test_unbeaten_points():
     points = unbeaten(
         [point(4, 1.0), point(1, 3.0), point(2, 3.0), point(3, 2.0), point(5, 1.0), Point("x", None, 0, None, False)]
     )
-    assert [(one.device_bytes, one.seconds) for one in points] == [(1, 3.0), (3, 2.0), (4, 1.0)]
+    assert [(kept.device_bytes, kept.seconds) for kept in points] == [(1, 3.0), (3, 2.0), (4, 1.0)]
 
 
 def test_a_host_budget_counts():
@@ -114,5 +114,5 @@ def test_a_host_budget_counts():
     assert [row[4] for row in rows_of(text, "the frontier")] == ["over on the host", "within", "over"]
     assert [row[5] for row in rows_of(text, "the named policies")] == ["within", "over"]
     says = re.findall('data-says="(.*?)"', text)
-    assert [one.partition("; ")[2] for one in says] == ["over the budget of host memory", "", "over the budget"]
+    assert [sentence.partition("; ")[2] for sentence in says] == ["over the budget of host memory", "", "over the budget"]
     assert "host memory" not in "".join(re.findall('data-says=".*?; (.*?)"', page(plan())))

@@ -46,7 +46,7 @@ class Searched:
     ):
         self.fit = Fit(stack, budget, host, arguments)
         self.proposals = Proposals(
-            self.fit, named, own or (lambda one: _own(one, stack)), recut, options.pop("most_runs", None)
+            self.fit, named, own or (lambda choices: _own(choices, stack)), recut, options.pop("most_runs", None)
         )
         self.search = Search(self.fit, self.proposals, **options)
         self.compile_them = compile_them
@@ -58,13 +58,16 @@ class Searched:
         return self.search.run(lambda candidates, best: self.compile_them(candidates))
 
 
-def searched(budget, truth, *, host=math.inf, stack=STACK, named=NAMED, sound=lambda one: True, **options):
+def searched(budget, truth, *, host=math.inf, stack=STACK, named=NAMED, sound=lambda candidate: True, **options):
     """A search and all its compilations; `truth` is the stack that determines the compiler's memory."""
     asked = []
 
     def compile_them(candidates):
         asked.append(list(candidates))
-        return [Compiled(round(predicted(truth, one.loads)), one.host_bytes, sound(one)) for one in candidates]
+        return [
+            Compiled(round(predicted(truth, candidate.loads)), candidate.host_bytes, sound(candidate))
+            for candidate in candidates
+        ]
 
     able = [own((choices,) * 6, stack, name) for name, choices in named.items()]
     search = Searched(budget, able, compile_them, host=host, stack=stack, **options)
@@ -98,13 +101,13 @@ def test_a_fit_finds_what_the_compiler_does():
         saved, again = Load(800, 0, 0), Load(100, 700, 0)
         return (again,) * (6 - count) + (saved,) * count
 
-    seen = [(one, round(predicted(TRUTH, one))) for one in (loads(0), loads(6))]
-    found = fitted(STACK, seen, 6000.0)
-    assert found.fixed_bytes + 500 == pytest.approx(2200, rel=0.02)
-    assert found.blocks[0].recomputed_share == pytest.approx(0.4, abs=0.08)
+    seen = [(step, round(predicted(TRUTH, step))) for step in (loads(0), loads(6))]
+    stack = fitted(STACK, seen, 6000.0)
+    assert stack.fixed_bytes + 500 == pytest.approx(2200, rel=0.02)
+    assert stack.blocks[0].recomputed_share == pytest.approx(0.4, abs=0.08)
     # Exact at the compiled step nearest to the budget, close elsewhere.
-    assert predicted(found, loads(6)) == pytest.approx(seen[1][1], abs=1e-6)
-    assert predicted(found, loads(3)) == pytest.approx(predicted(TRUTH, loads(3)), rel=0.03)
+    assert predicted(stack, loads(6)) == pytest.approx(seen[1][1], abs=1e-6)
+    assert predicted(stack, loads(3)) == pytest.approx(predicted(TRUTH, loads(3)), rel=0.03)
     assert fitted(STACK, [], 5000.0) is STACK
 
 
@@ -115,9 +118,9 @@ def test_the_plan_fits_and_no_named_policy_that_fits_is_faster_and_six_are_compi
     assert best.compiled.device_bytes <= budget
     assert sum(map(len, asked)) == len(search.fit.tried) <= 6 and max(map(len, asked)) <= 2
     for name, choices in NAMED.items():
-        other = own((choices,) * 6, name=name)
-        if predicted(TRUTH, other.loads) <= budget:
-            assert best.candidate.seconds <= other.seconds
+        candidate = own((choices,) * 6, name=name)
+        if predicted(TRUTH, candidate.loads) <= budget:
+            assert best.candidate.seconds <= candidate.seconds
     # No residual of a run of layers could be saved as well and save time.
     if best.candidate.choices is not None:
         for changed in one_residual_more(STACK, best.candidate.choices):
@@ -130,18 +133,18 @@ def test_all_in_all_it_is_the_fastest_there_is():
     budget = 4700
     best = searched(budget, TRUTH)[0].run()
     every = [(SAVE, AGAIN, AGAIN), (SAVE, SAVE, AGAIN), (SAVE, AGAIN, SAVE), (SAVE, SAVE, SAVE)]
-    plans = [own((one,) * first + (two,) * (6 - first)) for first in range(7) for one in every for two in every]
-    fits = [one.seconds for one in plans if predicted(TRUTH, one.loads) <= budget]
+    plans = [own((early,) * first + (late,) * (6 - first)) for first in range(7) for early in every for late in every]
+    fits = [candidate.seconds for candidate in plans if predicted(TRUTH, candidate.loads) <= budget]
     assert best.candidate.seconds <= min(fits) + WORTH
 
 
 def test_off_is_compiled_alone_where_it_surely_fits():
     search, asked = searched(20_000, STACK)
-    assert search.run().candidate.name == "off" and [[one.name for one in batch] for batch in asked] == [["off"]]
+    assert search.run().candidate.name == "off" and [[candidate.name for candidate in batch] for batch in asked] == [["off"]]
 
 
 def test_what_must_not_be_run_is_not_returned():
-    search, _ = searched(20_000, STACK, sound=lambda one: one.name != "off")
+    search, _ = searched(20_000, STACK, sound=lambda candidate: candidate.name != "off")
     best = search.run()
     assert best.candidate.name != "off" and best.candidate.seconds == 0
 
@@ -150,7 +153,7 @@ def test_nothing_fits():
     search, asked = searched(2000, TRUTH)
     assert search.run() is None
     assert search.fit.smallest.compiled.device_bytes == 1700 + 600 + 500 + 280
-    assert any(one.name == "full" for batch in asked for one in batch)
+    assert any(candidate.name == "full" for batch in asked for candidate in batch)
 
 
 def test_the_host_budget_is_kept():
@@ -168,12 +171,12 @@ def test_a_compiler_that_jumps_is_survived():
     budget = 5200
 
     def compile_them(candidates):
-        found = []
-        for one in candidates:
-            size = predicted(TRUTH, one.loads)
-            share = sum(load.saved for load in one.loads) / 4800
-            found.append(Compiled(round(size + (900 if 0.6 < share < 0.8 else 0)), 0))
-        return found
+        compiled = []
+        for candidate in candidates:
+            size = predicted(TRUTH, candidate.loads)
+            share = sum(load.saved for load in candidate.loads) / 4800
+            compiled.append(Compiled(round(size + (900 if 0.6 < share < 0.8 else 0)), 0))
+        return compiled
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(budget, able, compile_them)
@@ -185,7 +188,10 @@ def test_a_named_policy_that_needs_less_than_predicted_is_not_passed_over():
     needs = predicted(TRUTH, dots.loads)
 
     def compile_them(candidates):
-        return [Compiled(round(predicted(TRUTH, one.loads) * (0.93 if one.name == "dots" else 1)), 0) for one in candidates]
+        return [
+            Compiled(round(predicted(TRUTH, candidate.loads) * (0.93 if candidate.name == "dots" else 1)), 0)
+            for candidate in candidates
+        ]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(0.95 * needs, able, compile_them)
@@ -200,7 +206,10 @@ def test_a_named_policy_that_might_fit_is_compiled_however_large_it_is_predicted
     assert sum(load.saved for load in dots.loads) < budget < predicted(STACK, dots.loads)
 
     def compile_them(candidates):
-        return [Compiled(round(predicted(TRUTH, one.loads) * (shrinks if one.name == "dots" else 1)), 0) for one in candidates]
+        return [
+            Compiled(round(predicted(TRUTH, candidate.loads) * (shrinks if candidate.name == "dots" else 1)), 0)
+            for candidate in candidates
+        ]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(budget, able, compile_them, most_compiled=8)
@@ -211,7 +220,7 @@ def test_a_named_policy_that_might_fit_is_compiled_however_large_it_is_predicted
 def test_what_cannot_fit_by_what_it_keeps_is_not_compiled():
     search, _ = searched(3200, TRUTH, arguments=900.0)
     best = search.run()
-    assert {one.candidate.name for one in search.fit.tried}.isdisjoint({"off", "everything", "dots"})
+    assert {step.candidate.name for step in search.fit.tried}.isdisjoint({"off", "everything", "dots"})
     assert search.proposals.unknown(best) == []
 
 
@@ -222,7 +231,7 @@ def test_what_was_not_shown_is_known(monkeypatch):
     monkeypatch.setattr("remat_jax.planning.search_plans.MORE_COMPILED", 0)
     short, _ = searched(4700, TRUTH, most_compiled=2)
     best = short.run()
-    assert not short.proposals.is_maximal(best) and [one.name for one in short.proposals.unknown(best)] == ["dots"]
+    assert not short.proposals.is_maximal(best) and [candidate.name for candidate in short.proposals.unknown(best)] == ["dots"]
 
 
 def test_an_optimizers_state_on_the_host_counts_against_its_budget():
@@ -231,7 +240,7 @@ def test_an_optimizers_state_on_the_host_counts_against_its_budget():
     stack = replace(STACK, link=link, blocks=(replace(LAYER, fetched_share=0.0),))
 
     def compile_them(candidates):
-        return [Compiled(round(predicted(stack, one.loads)), one.host_bytes + 500) for one in candidates]
+        return [Compiled(round(predicted(stack, candidate.loads)), candidate.host_bytes + 500) for candidate in candidates]
 
     search = Searched(3000, [own((NAMED["full"],) * 6, stack, "full")], compile_them, host=1400.0, stack=stack)
     best = search.run()
@@ -272,10 +281,10 @@ def test_the_leanest_is_compiled_before_nothing_is_said_to_fit():
     full = own((NAMED["full"],) * 6, name="full")
 
     def compile_them(candidates):
-        sizes = [round(predicted(STACK, one.loads)) for one in candidates]
+        sizes = [round(predicted(STACK, candidate.loads)) for candidate in candidates]
         return [
-            Compiled(size if one.loads == full.loads else max(6001, size), 0)
-            for one, size in zip(candidates, sizes, strict=True)
+            Compiled(size if candidate.loads == full.loads else max(6001, size), 0)
+            for candidate, size in zip(candidates, sizes, strict=True)
         ]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
@@ -287,13 +296,14 @@ def test_a_plan_that_cannot_be_compiled_is_not_the_last_one():
     failed = []
 
     def compile_them(candidates):
-        found = [Compiled(round(predicted(TRUTH, one.loads)), 0) for one in candidates]
+        compiled = [Compiled(round(predicted(TRUTH, candidate.loads)), 0) for candidate in candidates]
         if not failed:
-            failed.extend(one for one in candidates if not one.name)
-            found = [
-                Compiled(FAILED, 0, sound=False) if one in failed else seen for one, seen in zip(candidates, found, strict=True)
+            failed.extend(candidate for candidate in candidates if not candidate.name)
+            compiled = [
+                Compiled(FAILED, 0, sound=False) if candidate in failed else seen
+                for candidate, seen in zip(candidates, compiled, strict=True)
             ]
-        return found
+        return compiled
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     best = Searched(4700, able, compile_them, stack=TRUTH).run()
@@ -313,30 +323,35 @@ def test_while_much_is_left_more_is_compiled_until_nothing_is_worth_it():
     stack = replace(STACK, blocks=(replace(LAYER, working_bytes=1500.0),))
     search, asked = searched(4900, truth, stack=stack, most_compiled=2)
     best = search.run()
-    assert len(asked[0]) == 2 and all(len(one) == 1 for one in asked[1:])
-    first = max(one.compiled.device_bytes for one in search.fit.tried[:2])
+    assert len(asked[0]) == 2 and all(len(batch) == 1 for batch in asked[1:])
+    first = max(step.compiled.device_bytes for step in search.fit.tried[:2])
     assert first < 0.99 * 4900 and first < best.compiled.device_bytes <= 4900
     assert 2 < len(search.fit.tried) <= 2 + MORE_COMPILED
     every = [(SAVE, AGAIN, AGAIN), (SAVE, SAVE, AGAIN), (SAVE, SAVE, SAVE)]
-    plans = [own((one,) * first + (two,) * (6 - first), stack) for first in range(7) for one in every for two in every]
+    plans = [own((early,) * first + (late,) * (6 - first), stack) for first in range(7) for early in every for late in every]
     # A step that is not worth its compilation does not correct the next prediction either.
-    assert best.candidate.seconds <= min(one.seconds for one in plans if predicted(truth, one.loads) <= 4900) + 2 * WORTH
+    assert (
+        best.candidate.seconds
+        <= min(candidate.seconds for candidate in plans if predicted(truth, candidate.loads) <= 4900) + 2 * WORTH
+    )
 
 
 def test_where_cutting_a_scan_costs_memory_a_plan_for_all_layers_is_found():
-    def runs(one):
-        return sum(a != b for a, b in zip(one.loads, one.loads[1:], strict=False))
+    def runs(candidate):
+        return sum(a != b for a, b in zip(candidate.loads, candidate.loads[1:], strict=False))
 
     def compile_them(candidates):
-        return [Compiled(round(predicted(STACK, one.loads)) + 6000 * min(1, runs(one)), 0) for one in candidates]
+        return [
+            Compiled(round(predicted(STACK, candidate.loads)) + 6000 * min(1, runs(candidate)), 0) for candidate in candidates
+        ]
 
     able = [own((NAMED[name],) * 6, name=name) for name in ("off", "full")]
-    found = {}
+    chosen = {}
     for scanned in (True, False):
         search = Searched(5600, able, compile_them, scanned=scanned)
-        found[scanned] = search.run().candidate
-    assert runs(found[True]) == 0 and found[True].choices == ((SAVE, SAVE, AGAIN),) * 6
-    assert found[True].seconds == pytest.approx(0.3) and found[True].seconds < found[False].seconds
+        chosen[scanned] = search.run().candidate
+    assert runs(chosen[True]) == 0 and chosen[True].choices == ((SAVE, SAVE, AGAIN),) * 6
+    assert chosen[True].seconds == pytest.approx(0.3) and chosen[True].seconds < chosen[False].seconds
 
 
 def test_what_could_not_be_compiled_shows_nothing(monkeypatch):
@@ -346,7 +361,7 @@ def test_what_could_not_be_compiled_shows_nothing(monkeypatch):
 
     def compile_them(candidates):
         asked.extend(candidates)
-        sizes = [round(predicted(truth, one.loads)) + (0 if one.name else 300) for one in candidates]
+        sizes = [round(predicted(truth, candidate.loads)) + (0 if candidate.name else 300) for candidate in candidates]
         late = [len(asked) - len(candidates) + index >= 5 for index in range(len(candidates))]
         return [Compiled(FAILED, 0, sound=False) if no else Compiled(size, 0) for size, no in zip(sizes, late, strict=True)]
 
@@ -361,8 +376,8 @@ def test_what_is_surely_over_the_budget_is_not_compiled(monkeypatch, budget, com
     search, _ = searched(budget, TRUTH)
     best = search.run()
     assert search.fit.missed < 0.005 * budget and search.proposals.is_maximal(best) and len(search.fit.tried) == 5
-    for one in search.proposals.one_more(best.candidate):
-        assert predicted(TRUTH, one.loads) > budget or one.seconds > best.candidate.seconds - WORTH
+    for candidate in search.proposals.one_more(best.candidate):
+        assert predicted(TRUTH, candidate.loads) > budget or candidate.seconds > best.candidate.seconds - WORTH
     monkeypatch.setattr(Fit, "missed", math.inf)  # no prediction is trusted: more is compiled, and nothing is gained
     doubting, _ = searched(budget, TRUTH)
     assert doubting.run().candidate.seconds == best.candidate.seconds and len(doubting.fit.tried) == compiled
@@ -379,7 +394,7 @@ def test_where_a_named_policy_is_best_the_last_compilation_is_not_kept():
 
 def test_a_host_budget_below_what_is_there_anyway_is_infeasible():
     def compile_them(candidates):
-        return [Compiled(round(predicted(STACK, one.loads)), 32 + one.host_bytes) for one in candidates]
+        return [Compiled(round(predicted(STACK, candidate.loads)), 32 + candidate.host_bytes) for candidate in candidates]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(10_000, able, compile_them, host=10)
@@ -392,7 +407,7 @@ def test_an_empty_answer_ends_the_search():
 
     def compile_them(candidates):
         asked.append(candidates)
-        return [Compiled(round(predicted(TRUTH, one.loads)), 0) for one in candidates] if len(asked) == 1 else []
+        return [Compiled(round(predicted(TRUTH, candidate.loads)), 0) for candidate in candidates] if len(asked) == 1 else []
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(4700, able, compile_them)

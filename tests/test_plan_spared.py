@@ -35,12 +35,12 @@ def with_link(rate, stack, **shares):
 @pytest.mark.parametrize("rate", [500.0, 1000.0])
 def test_more_host_memory_is_never_slower(rate, budget):
     """The first guess is a seventh of what the compiler needs for fetched arrays."""
-    stack, truth = (with_link(rate, one, **shares) for one, shares in ((STACK, {"fetched_share": 0.3}), (TRUTH, {})))
-    found = []
+    stack, truth = (with_link(rate, base, **shares) for base, shares in ((STACK, {"fetched_share": 0.3}), (TRUTH, {})))
+    seconds = []
     for host in (0.0, 700.0, math.inf):
         best = searched(budget, truth, stack=stack, host=host)[0].run()
-        found.append(math.inf if best is None else best.candidate.seconds)
-    assert found[2] <= found[1] + WORTH and found[1] <= found[0] + WORTH and found[2] < 3
+        seconds.append(math.inf if best is None else best.candidate.seconds)
+    assert seconds[2] <= seconds[1] + WORTH and seconds[1] <= seconds[0] + WORTH and seconds[2] < 3
 
 
 def test_beside_a_plan_that_offloads_the_fastest_without_the_host_is_asked_for():
@@ -49,7 +49,9 @@ def test_beside_a_plan_that_offloads_the_fastest_without_the_host_is_asked_for()
     search, _ = searched(3500, stack, stack=stack)
     priced = search.proposals.own
     assert search.proposals.solve(stack, 3500).host_bytes > 0
-    search.proposals.own = lambda done: replace(found := priced(done), seconds=found.seconds + (3 if found.host_bytes else 0))
+    search.proposals.own = lambda done: replace(
+        candidate := priced(done), seconds=candidate.seconds + (3 if candidate.host_bytes else 0)
+    )
     assert search.proposals.solve(stack, 3500) == searched(3500, stack, stack=stack, host=0.0)[0].proposals.solve(stack, 3500)
 
 
@@ -64,12 +66,12 @@ def test_the_fastest_plan_without_the_host_is_compiled_too_if_a_step_offloads():
     making = SimpleNamespace(
         fit=search.fit, proposals=search.proposals, budget=3500, compiler=SimpleNamespace(is_over=False, compile=compile_them)
     )
-    search.fit.tried = [one for one in search.fit.tried if not one.candidate.is_same(here)]
+    search.fit.tried = [step for step in search.fit.tried if not step.candidate.is_same(here)]
     further = make_plan._Planner._without_copies(making, best)
     assert further == [here] and here.host_bytes == 0
     assert make_plan._Planner._with(making, further, best) is best and search.fit.known(here) is not None
     assert asked[-1] == [here] and make_plan._Planner._without_copies(making, best) == []
-    search.fit.tried = [one for one in search.fit.tried if not one.candidate.host_bytes and one.candidate is not here]
+    search.fit.tried = [step for step in search.fit.tried if not step.candidate.host_bytes and step.candidate is not here]
     assert make_plan._Planner._without_copies(making, best) == []  # nothing that fits offloads
 
 
@@ -149,27 +151,27 @@ def test_a_plan_offloads_only_what_does_not_fit_without(spares):
     """
     stack = with_link(2000.0, TRUTH, fetched_share=1.0)
 
-    def needs(one):
-        left = tuple(Load(load.saved + load.offloaded, load.recomputed, 0) for load in one.loads)
-        return round(predicted(stack, left) - (spares if one.host_bytes else 0))
+    def needs(candidate):
+        left = tuple(Load(load.saved + load.offloaded, load.recomputed, 0) for load in candidate.loads)
+        return round(predicted(stack, left) - (spares if candidate.host_bytes else 0))
 
     search, _ = searched(4500, TRUTH, stack=stack)
-    search.compile_them = lambda asked: [Compiled(needs(one), one.host_bytes) for one in asked]
+    search.compile_them = lambda asked: [Compiled(needs(candidate), candidate.host_bytes) for candidate in asked]
     best = search.run()
     here = search.proposals.without_host(best.candidate)
     assert here is None or (spares > 0 and search.fit.known(here).compiled.device_bytes > 4500)
-    assert best.candidate.seconds < 1.85 and any(one.candidate.host_bytes for one in search.fit.tried)
+    assert best.candidate.seconds < 1.85 and any(step.candidate.host_bytes for step in search.fit.tried)
 
 
 @pytest.mark.parametrize(("over", "asked"), [(1.05, True), (1.2, False)])
 def test_whether_an_offload_has_to_be_is_asked_where_it_may_not(over, asked, monkeypatch):
     stack = with_link(2000.0, TRUTH, fetched_share=1.0)
-    away, left = (own((*[(SAVE, what, AGAIN)] * 5, NAMED["dots"]), stack) for what in (OFFLOAD, SAVE))
+    away, left = (own((*[(SAVE, action, AGAIN)] * 5, NAMED["dots"]), stack) for action in (OFFLOAD, SAVE))
     budget, named = predicted(stack, left.loads) / over, {"full": NAMED["full"]}
     search, _ = searched(budget, stack, stack=stack, named=named, most_compiled=1)
     search.learn([away])
     (best,) = search.fit.tried
-    assert [one.loads for one in search.search.unmoved(best)] == [left.loads] * asked
+    assert [candidate.loads for candidate in search.search.unmoved(best)] == [left.loads] * asked
     # The question is asked even if no further residual fits, and beside the compilations for the rest.
     monkeypatch.setattr(search.proposals, "is_maximal", lambda best: True)
     assert search.search._limit == 1 + asked
@@ -181,18 +183,20 @@ def test_whether_an_offload_has_to_be_is_asked_where_it_may_not(over, asked, mon
 
 def test_what_may_not_be_saved_has_no_plan_without_the_host():
     search, _ = searched(4500, STACK, stack=with_link(2000.0, STACK))
-    found = search.proposals.own((*[(SAVE, OFFLOAD, AGAIN)] * 5, NAMED["dots"]))
-    here = search.proposals.without_host(found)
+    away = search.proposals.own((*[(SAVE, OFFLOAD, AGAIN)] * 5, NAMED["dots"]))
+    here = search.proposals.without_host(away)
     assert here is not None and search.proposals.without_host(here) is None
     kept = replace(search.fit.guess.blocks[0], residuals=(X, replace(LAYER.residuals[1], may_save=False), LAYER.residuals[2]))
     search.fit.guess = replace(search.fit.guess, blocks=(kept,))
-    assert search.proposals.without_host(found) is None
+    assert search.proposals.without_host(away) is None
 
 
 def test_what_was_not_compiled_is_shown_by_the_compiled_step_of_the_nearest_size():
     """This compiler needs at most 5000 bytes: exact if everything is kept; a prediction is far off if little is."""
     search, _ = searched(6000, TRUTH)
-    search.compile_them = lambda asked: [Compiled(round(min(5000, predicted(TRUTH, one.loads))), 0) for one in asked]
+    search.compile_them = lambda asked: [
+        Compiled(round(min(5000, predicted(TRUTH, candidate.loads))), 0) for candidate in asked
+    ]
     full = own((NAMED["full"],) * 6, name="full")
     search.learn([full, own((NAMED["everything"],) * 6)])
     near = own((*[NAMED["full"]] * 5, NAMED["dots"]))
@@ -205,13 +209,16 @@ def test_what_was_not_compiled_is_shown_by_the_compiled_step_of_the_nearest_size
 
 def test_a_fit_finds_a_share_that_its_first_guess_hides():
     """By the guess the second step's peak is in its last block, which offloads nothing; in truth it is in the block before."""
-    stack, truth = (with_link(1000.0, one, **shares) for one, shares in ((STACK, {"fetched_share": 0.3}), (TRUTH, {})))
+    stack, truth = (with_link(1000.0, base, **shares) for base, shares in ((STACK, {"fetched_share": 0.3}), (TRUTH, {})))
     away = (SAVE, OFFLOAD, OFFLOAD)
-    steps = [own(one, stack).loads for one in ((NAMED["full"],) * 6, (*[away] * 5, NAMED["off"]), (*[away] * 5, NAMED["dots"]))]
-    found = fitted(stack, [(one, round(predicted(truth, one))) for one in steps], 3200.0)
-    assert found.blocks[0].fetched_share == pytest.approx(2.0, rel=0.25)
-    other = own((*[away] * 5, NAMED["full"]), stack).loads
-    assert predicted(found, other) == pytest.approx(predicted(truth, other), rel=0.02)
+    steps = [
+        own(choices, stack).loads
+        for choices in ((NAMED["full"],) * 6, (*[away] * 5, NAMED["off"]), (*[away] * 5, NAMED["dots"]))
+    ]
+    corrected = fitted(stack, [(loads, round(predicted(truth, loads))) for loads in steps], 3200.0)
+    assert corrected.blocks[0].fetched_share == pytest.approx(2.0, rel=0.25)
+    next_loads = own((*[away] * 5, NAMED["full"]), stack).loads
+    assert predicted(corrected, next_loads) == pytest.approx(predicted(truth, next_loads), rel=0.02)
 
 
 def test_what_offloads_comes_first_and_what_keeps_most_last():
@@ -227,7 +234,7 @@ def test_what_offloads_comes_first_and_what_keeps_most_last():
 
 def test_a_residual_that_is_offloaded_may_be_saved_as_well():
     stack = with_link(1000.0, STACK)
-    changed = {one[0] for one in one_residual_more(stack, ((SAVE, OFFLOAD, AGAIN),) * 6)}
+    changed = {choices[0] for choices in one_residual_more(stack, ((SAVE, OFFLOAD, AGAIN),) * 6)}
     assert changed == {(SAVE, SAVE, AGAIN), (SAVE, OFFLOAD, SAVE)}
 
 
@@ -238,7 +245,9 @@ def test_a_step_that_needed_less_than_was_predicted_lets_the_next_one_dare_more(
     stack = replace(STACK, blocks=(replace(LAYER, residuals=(X, *many), repeats=3, working_bytes=100.0),))
 
     def compile_them(candidates):
-        sizes = (predicted(stack, one.loads) - share * sum(load.saved for load in one.loads) for one in candidates)
+        sizes = (
+            predicted(stack, candidate.loads) - share * sum(load.saved for load in candidate.loads) for candidate in candidates
+        )
         return [Compiled(round(size), 0) for size in sizes]
 
     full = own(((SAVE, *[AGAIN] * 16),) * 3, stack, "full")
@@ -250,7 +259,10 @@ def test_what_keeps_everything_may_fit_though_its_kept_bytes_alone_do_not():
     """XLA recomputes what is cheap: `off` is compiled before the search ends."""
 
     def compile_them(candidates):
-        return [Compiled(round((0.6 if one.name == "off" else 1) * predicted(TRUTH, one.loads)), 0) for one in candidates]
+        return [
+            Compiled(round((0.6 if candidate.name == "off" else 1) * predicted(TRUTH, candidate.loads)), 0)
+            for candidate in candidates
+        ]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     off = able[0]

@@ -29,12 +29,12 @@ class Attends(nn.Module):
 
 
 def attends(length: int) -> rj.Workload:
-    x, one = jax.ShapeDtypeStruct((2, length, WIDTH), jnp.float32), Attends()
-    params = [jax.eval_shape(one.init, jax.random.key(0), x) for _ in range(2)]
+    x, layer = jax.ShapeDtypeStruct((2, length, WIDTH), jnp.float32), Attends()
+    params = [jax.eval_shape(layer.init, jax.random.key(0), x) for _ in range(2)]
 
     def loss(params: Any, x: Any) -> Any:
         for each in params:
-            x = one.apply(each, x)
+            x = layer.apply(each, x)
         return jnp.sum(jnp.square(x))
 
     return rj.Workload(loss, params, (x,), Attends)
@@ -42,8 +42,8 @@ def attends(length: int) -> rj.Workload:
 
 def test_what_a_checkpoint_in_a_loop_computes_again_for_itself_is_not_its_result() -> None:
     job, rows, product = attends(12), 2 * 12, 2 * 2 * 12 * 12 * WIDTH
-    found, everything = describe(job, "h200"), step_flops(job, "everything")
-    again = {policy: recompute_flops(found, policy) for policy in ("full", "save: *:reshape#6", "everything")}
+    described, everything = describe(job, "h200"), step_flops(job, "everything")
+    again = {policy: recompute_flops(described, policy) for policy in ("full", "save: *:reshape#6", "everything")}
     assert again == {policy: step_flops(job, policy) - everything for policy in again}
     projections, result = 3 * 2 * rows * WIDTH**2, 2 * product
     # Keeping its result saves both products of the attention; the scores are recomputed once more in either case.
@@ -53,7 +53,7 @@ def test_what_a_checkpoint_in_a_loop_computes_again_for_itself_is_not_its_result
 
 def test_what_a_checkpoint_in_a_loop_is_there_to_drop_makes_nothing_else_small() -> None:
     block = describe(attends(512), "h200").stack.blocks[-1]
-    by_name = {one.name: one for one in block.residuals}
+    by_name = {residual.name: residual for residual in block.residuals}
     scores, result = by_name["Attends/softmax:exp#0"], by_name["Attends:reshape#6"]
     assert result.bytes == 4 * 2 * 512 * WIDTH < 0.01 * scores.bytes
     assert result.needed and result.may_save and result.may_offload
@@ -91,17 +91,17 @@ class Loops(nn.Module):
     "kind", ["more than its checkpoint", "keeps what it computes", "read by the backward pass alone", "plain"]
 )
 def test_a_loop_is_counted_as_jax_runs_it(kind: str) -> None:
-    x, one = jax.ShapeDtypeStruct((12, 8, WIDTH), jnp.float32), Loops(kind)
-    params = [jax.eval_shape(one.init, jax.random.key(0), x) for _ in range(2)]
+    x, layer = jax.ShapeDtypeStruct((12, 8, WIDTH), jnp.float32), Loops(kind)
+    params = [jax.eval_shape(layer.init, jax.random.key(0), x) for _ in range(2)]
 
     def loss(params: Any, x: Any) -> Any:
         for each in params:
-            x = one.apply(each, x)
+            x = layer.apply(each, x)
         return jnp.sum(jnp.square(x))
 
     job = rj.Workload(loss, params, (x,), Loops)
-    told = recompute_flops(describe(job, "h200"), "full")
-    assert told == step_flops(job, "full") - step_flops(job, "everything") > 0
+    flops = recompute_flops(describe(job, "h200"), "full")
+    assert flops == step_flops(job, "full") - step_flops(job, "everything") > 0
 
 
 class Twice(nn.Module):
@@ -127,16 +127,16 @@ def twice_job(rows: int, *, inner: bool = True) -> rj.Workload:
 def test_without_a_policy_a_checkpoint_of_the_blocks_own_drops_what_it_drops() -> None:
     rows = 64
     job, wide = twice_job(rows), 4 * rows * 4 * WIDTH
-    found = describe(job, "h200")
-    off, everything = (named_candidate(found, name) for name in ("off", "everything"))
+    described = describe(job, "h200")
+    off, everything = (named_candidate(described, name) for name in ("off", "everything"))
     # The first layer's argument of the sine and its result, recomputed by one product.
     assert [b.saved - a.saved for a, b in zip(off.loads, everything.loads, strict=True)] == [2 * wide] * 3
     again = 3 * 2 * rows * WIDTH * 4 * WIDTH
-    assert recompute_flops(found, "off") == again == step_flops(job, "off") - step_flops(job, "everything")
+    assert recompute_flops(described, "off") == again == step_flops(job, "off") - step_flops(job, "everything")
     assert off.seconds > 0
-    rows_of_a_layer = parts_of(found, found.stack, off)[0].rows
+    rows_of_a_layer = parts_of(described, described.stack, off)[0].rows
     assert sum(row.bytes for row in rows_of_a_layer if row.action == "recompute") == 2 * wide
     # Code outside the blocks does not count.
     plain = describe(twice_job(rows, inner=False), "h200")
-    assert found.base_seconds == pytest.approx(plain.base_seconds, rel=1e-6)
-    assert found.stack.fixed_bytes == plain.stack.fixed_bytes
+    assert described.base_seconds == pytest.approx(plain.base_seconds, rel=1e-6)
+    assert described.stack.fixed_bytes == plain.stack.fixed_bytes

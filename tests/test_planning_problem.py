@@ -24,7 +24,7 @@ from tests.planning_models import RATES, ROWS, WIDTH, Layer, decoder, mlp, step_
 
 
 def test_the_residuals_of_a_layer_by_hand():
-    (kind,), (block,) = (found := describe(mlp(), "h200", rates=RATES)).kinds, found.stack.blocks
+    (kind,), (block,) = (described := describe(mlp(), "h200", rates=RATES)).kinds, described.stack.blocks
     size, product = 4 * ROWS * WIDTH, 2 * ROWS * WIDTH * 4 * WIDTH / 1e9
     x, up, both = block.residuals
     assert kind.residuals == ("layers_0:input#0", "layers_0/up:dot_general#0", "layers_0:sin#0")
@@ -38,36 +38,38 @@ def test_the_residuals_of_a_layer_by_hand():
     assert both.seconds == pytest.approx((2 * 4 * size) / 1e8)
     assert (x.kept_seconds, up.kept_seconds, both.kept_seconds) == (0, 0, pytest.approx(4 * size / 1e8))
     assert (block.repeats, kind.layers, kind.paths) == (3, range(3), ("layers_0", "layers_1", "layers_2"))
-    assert found.stack.link == solver.HostLink(1e6, 2e6, 0.5, 1e8)
+    assert described.stack.link == solver.HostLink(1e6, 2e6, 0.5, 1e8)
 
 
 def test_seconds_of_the_passes_by_hand():
-    found = describe(mlp(), "h200", rates=RATES)
-    (block,) = found.stack.blocks
+    described = describe(mlp(), "h200", rates=RATES)
+    (block,) = described.stack.blocks
     wide, narrow, weights = 4 * ROWS * 4 * WIDTH, 4 * ROWS * WIDTH, 4 * 4 * WIDTH**2
     product = narrow + wide + weights
     # Forward: up, sine, down, add.
     assert block.forward_seconds == pytest.approx((2 * product + 2 * wide + 3 * narrow) / 1e8)
     # Backward: two products for each, the product with the cosine, the sum of both cotangents.
     assert block.backward_seconds == pytest.approx((4 * product + 3 * wide + 3 * narrow) / 1e8)
-    assert found.outside_seconds > 0
-    assert found.base_seconds == pytest.approx(3 * (block.forward_seconds + block.backward_seconds) + found.outside_seconds)
+    assert described.outside_seconds > 0
+    assert described.base_seconds == pytest.approx(
+        3 * (block.forward_seconds + block.backward_seconds) + described.outside_seconds
+    )
 
 
 def test_a_scan_and_its_unrolled_twin_are_the_same_problem():
     for make in (mlp, decoder):
         unrolled, scanned = (describe(make(scan=scan), "h200") for scan in (False, True))
-        (one,), (other,) = unrolled.stack.blocks, scanned.stack.blocks
+        (unrolled_block,), (scanned_block,) = unrolled.stack.blocks, scanned.stack.blocks
         strip = lambda name, path: name.removeprefix(path)  # noqa: E731
-        assert [(strip(r.name, "layers_0"), r.bytes, r.seconds, r.needed) for r in one.residuals] == [
-            (strip(r.name, "layers"), r.bytes, r.seconds, r.needed) for r in other.residuals
+        assert [(strip(r.name, "layers_0"), r.bytes, r.seconds, r.needed) for r in unrolled_block.residuals] == [
+            (strip(r.name, "layers"), r.bytes, r.seconds, r.needed) for r in scanned_block.residuals
         ]
-        same = [(kind.repeats, kind.forward_seconds, kind.backward_seconds) for kind in (one, other)]
+        same = [(kind.repeats, kind.forward_seconds, kind.backward_seconds) for kind in (unrolled_block, scanned_block)]
         assert same[0] == same[1]
         # In a scan a kept array is stacked: keeping costs three more passes over it.
         rate = Rates.of(target("h200")).hbm_bytes_per_s
-        stacked = [r.kept_seconds + 3 * r.bytes / rate for r in one.residuals]
-        assert [r.kept_seconds for r in other.residuals] == pytest.approx(stacked)
+        stacked = [r.kept_seconds + 3 * r.bytes / rate for r in unrolled_block.residuals]
+        assert [r.kept_seconds for r in scanned_block.residuals] == pytest.approx(stacked)
         assert [kind.scanned for kind in (*unrolled.kinds, *scanned.kinds)] == [False, True]
         assert set(scanned.kinds[0].paths) == {"layers"}
 
@@ -76,33 +78,35 @@ def choices(block: solver.Block, seed: int) -> solver.BlockPolicy:
     """A random legal choice."""
     draw, chosen = random.Random(seed), {}
     for index in block.order:
-        one = block.residuals[index]
-        allowed = ["save"] * one.may_save + ["offload"] * one.may_offload + ["unused"] * (not one.needed)
-        if one.seconds is not None and all(chosen[parent] != "unused" for parent in one.parents):
+        residual = block.residuals[index]
+        allowed = ["save"] * residual.may_save + ["offload"] * residual.may_offload + ["unused"] * (not residual.needed)
+        if residual.seconds is not None and all(chosen[parent] != "unused" for parent in residual.parents):
             allowed += ["recompute"] * 2
-        chosen[one.name] = draw.choice(allowed)
-    return solver.BlockPolicy(block, tuple(chosen[one.name] for one in block.residuals))
+        chosen[residual.name] = draw.choice(allowed)
+    return solver.BlockPolicy(block, tuple(chosen[residual.name] for residual in block.residuals))
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_what_a_solver_chooses_is_what_its_policy_does(scan):
     """The price of the policy is the solver's, minus arrays that it keeps or computes without use."""
     job = decoder(scan=scan)
-    found = describe(job, "h200")
-    (kind,), (block,) = found.kinds, found.stack.blocks
+    described = describe(job, "h200")
+    (kind,), (block,) = described.kinds, described.stack.blocks
     for seed in range(12):
         choice = choices(block, seed)
         policy = policy_of(kind, choice)
         saved, offloaded = kind.program.names(policy)
         chosen = list(zip(kind.members, choice.choices, strict=True))
         away, kept = (
-            {name for names, one in chosen if one.value == action for name in names} for action in ("offload", "save")
+            {name for names, taken in chosen if taken.value == action for name in names} for action in ("offload", "save")
         )
         assert set(offloaded) == away and set(saved) == kept - {f"{kind.paths[0]}:input#0"}
         price = kind.program.price(policy)
         assert price.seconds <= choice.recompute_seconds * (1 + 1e-9)
         assert price.saved_bytes <= choice.saved_bytes + sum(
-            one.bytes for one in block.residuals if one.seconds is None and choice.of[one.name].value == "unused"
+            residual.bytes
+            for residual in block.residuals
+            if residual.seconds is None and choice.of[residual.name].value == "unused"
         )
         assert price.host_bytes <= choice.host_bytes
 
@@ -110,29 +114,34 @@ def test_what_a_solver_chooses_is_what_its_policy_does(scan):
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_plan_s_policies_can_be_traced_and_cost_what_the_plan_says(scan):
     job = decoder(scan=scan)
-    found = describe(job, "h200", working=0.0)
-    (kind,) = found.kinds
-    most = peak_bytes(found.stack, [solver.BlockPolicy(one, _saved(one)) for one in found.stack.positions()])
-    stack = solver.Stack(found.stack.blocks, None, found.stack.fixed_bytes)
-    plan = solver.solve(stack, found.stack.fixed_bytes + 0.8 * (most - found.stack.fixed_bytes))
+    described = describe(job, "h200", working=0.0)
+    (kind,) = described.kinds
+    most = peak_bytes(described.stack, [solver.BlockPolicy(block, _saved(block)) for block in described.stack.positions()])
+    stack = solver.Stack(described.stack.blocks, None, described.stack.fixed_bytes)
+    plan = solver.solve(stack, described.stack.fixed_bytes + 0.8 * (most - described.stack.fixed_bytes))
     policies = [policy_of(kind, policy) for policy in plan.policies]
-    assert extra_seconds(found, policies) == pytest.approx(plan.extra_seconds)
+    assert extra_seconds(described, policies) == pytest.approx(plan.extra_seconds)
     for policy in dict.fromkeys(policies):
-        assert step_flops(job, policy) - step_flops(job, "everything") == recompute_flops(found, policy)
+        assert step_flops(job, policy) - step_flops(job, "everything") == recompute_flops(described, policy)
 
 
 def _saved(block: solver.Block) -> tuple[str, ...]:
-    return tuple("save" if one.may_save and one.needed else "recompute" if one.needed else "unused" for one in block.residuals)
+    return tuple(
+        "save" if residual.may_save and residual.needed else "recompute" if residual.needed else "unused"
+        for residual in block.residuals
+    )
 
 
 def test_the_price_of_named_policies():
-    found = describe(mlp(), "h200", rates=RATES)
-    (block,) = found.stack.blocks
+    described = describe(mlp(), "h200", rates=RATES)
+    (block,) = described.stack.blocks
     x, up, both = block.residuals
     # Without a checkpoint XLA recomputes the cosine by itself.
-    assert extra_seconds(found, "everything") == pytest.approx(3 * both.kept_seconds) and extra_seconds(found, "off") == 0
-    assert extra_seconds(found, "full") == pytest.approx(3 * (up.seconds + both.seconds))
-    assert extra_seconds(found, "dots") == pytest.approx(3 * both.seconds)
+    assert (
+        extra_seconds(described, "everything") == pytest.approx(3 * both.kept_seconds) and extra_seconds(described, "off") == 0
+    )
+    assert extra_seconds(described, "full") == pytest.approx(3 * (up.seconds + both.seconds))
+    assert extra_seconds(described, "dots") == pytest.approx(3 * both.seconds)
     copied = 2 * x.bytes / 1e8
     again = up.seconds + both.seconds + copied
     out = x.bytes / 1e6 - 0.5 * block.forward_seconds
@@ -140,16 +149,16 @@ def test_the_price_of_named_policies():
     assert min(out, back) > 0
     # No compute runs beside the last block's copies back.
     expected = 3 * (again + out + back) + 0.5 * (block.backward_seconds + again)
-    assert extra_seconds(found, "offload_inputs") == pytest.approx(expected)
-    assert kept_bytes(found, "offload_inputs") == (0, 3 * x.bytes)
+    assert extra_seconds(described, "offload_inputs") == pytest.approx(expected)
+    assert kept_bytes(described, "offload_inputs") == (0, 3 * x.bytes)
     mixed = ["full", "everything", "dots"]
     by_layer = rj.LayerPolicies.of(mixed)
-    assert extra_seconds(found, by_layer) == extra_seconds(found, str(by_layer)) == extra_seconds(found, mixed)
+    assert extra_seconds(described, by_layer) == extra_seconds(described, str(by_layer)) == extra_seconds(described, mixed)
     expected = up.seconds + 2 * both.seconds + both.kept_seconds
-    assert extra_seconds(found, mixed) == extra_seconds(found, {Layer: by_layer}) == pytest.approx(expected)
-    assert recompute_flops(found, mixed) == 2 * ROWS * WIDTH * 4 * WIDTH
+    assert extra_seconds(described, mixed) == extra_seconds(described, {Layer: by_layer}) == pytest.approx(expected)
+    assert recompute_flops(described, mixed) == 2 * ROWS * WIDTH * 4 * WIDTH
     # A name of one layer applies to that layer only.
-    assert kept_bytes(found, "save: layers_1/up:dot_general#0") == (3 * x.bytes + up.bytes, 0)
+    assert kept_bytes(described, "save: layers_1/up:dot_general#0") == (3 * x.bytes + up.bytes, 0)
 
 
 class Attending(nn.Module):
@@ -225,7 +234,7 @@ def test_several_calls_in_a_round_take_turns():
         (Layer, range(1, 11, 2)),
     ]
     parts = parts_of(described, described.stack, named_candidate(described, "full"))
-    assert [one.where for one in parts] == ["Layer 0–8, one in 2", "Attending 0–4", "Layer 1–9, one in 2"]
+    assert [part.where for part in parts] == ["Layer 0–8, one in 2", "Attending 0–4", "Layer 1–9, one in 2"]
     assert recompute_flops(describe(job, "h200"), "full") == step_flops(job, "full") - step_flops(job, "everything")
 
 
@@ -236,20 +245,20 @@ def test_blocks_traced_once_for_many_calls_and_frozen_parameters():
     params = [jax.eval_shape(layer.init, jax.random.key(0), x) for _ in range(3)]
 
     def loss(params: Any, x: Any) -> Any:
-        for one in params:
-            x = run(one, x)
+        for weights in params:
+            x = run(weights, x)
         return x.sum()
 
     job = rj.Workload(loss, params, (x,), Layer)
     assert [kind.layers for kind in describe(job, "h200").kinds] == [range(1), range(1, 3)]
     # Nothing before the second block is differentiated, and the third has no gradient of its own.
     frozen = rj.Workload(loss, params, (x,), Layer, trainable="1/*")
-    found = describe(frozen, "h200")
-    assert [len(block.residuals) for block in found.stack.blocks] == [0, 3, 2]
-    assert found.stack.blocks[0].backward_seconds == 0
+    described = describe(frozen, "h200")
+    assert [len(block.residuals) for block in described.stack.blocks] == [0, 3, 2]
+    assert described.stack.blocks[0].backward_seconds == 0
     for policy in ("full", "dots", ["everything", "full", "full"]):
         same = policy if isinstance(policy, str) else "full"
-        assert recompute_flops(found, policy) == step_flops(frozen, same) - step_flops(frozen, "everything")
+        assert recompute_flops(described, policy) == step_flops(frozen, same) - step_flops(frozen, "everything")
 
 
 def test_nnx_blocks():
@@ -275,10 +284,10 @@ def test_nnx_blocks():
     job = rj.Workload.from_nnx(
         model, lambda m, x: (m(x) ** 2).sum(), (jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),), Block
     )
-    found = describe(job, "h200")
-    assert [kind.layers for kind in found.kinds] == [range(2)]
+    described = describe(job, "h200")
+    assert [kind.layers for kind in described.kinds] == [range(2)]
     for policy in ("full", "dots", "save: *:sin*"):
-        assert recompute_flops(found, policy) == step_flops(job, policy) - step_flops(job, "everything")
+        assert recompute_flops(described, policy) == step_flops(job, policy) - step_flops(job, "everything")
 
 
 def test_working_bytes_may_be_given():
@@ -311,17 +320,17 @@ def test_what_cannot_be_described():
 
 
 def test_what_cannot_be_priced():
-    found: Described = describe(mlp(), "cpu")
-    assert found.stack.link is None
+    described: Described = describe(mlp(), "cpu")
+    assert described.stack.link is None
     with pytest.raises(PlanningError, match="2 layers, but there are 3"):
-        extra_seconds(found, ["full", "dots"])
+        extra_seconds(described, ["full", "dots"])
     with pytest.raises(PlanningError, match="not blocks of the workload"):
-        extra_seconds(found, {Attending: "full"})
+        extra_seconds(described, {Attending: "full"})
     with pytest.raises(PlanningError, match="JAX policy object"):
-        extra_seconds(found, jax.checkpoint_policies.dots_saveable)
-    other = solver.Block("other", (solver.ResidualCosts("x", 1.0),), 1.0, 1.0)
+        extra_seconds(described, jax.checkpoint_policies.dots_saveable)
+    foreign = solver.Block("other", (solver.ResidualCosts("x", 1.0),), 1.0, 1.0)
     with pytest.raises(PlanningError, match="the choice is for a block of"):
-        policy_of(found.kinds[0], solver.BlockPolicy(other, ("save",)))
+        policy_of(described.kinds[0], solver.BlockPolicy(foreign, ("save",)))
 
 
 class Named(nn.Module):
@@ -347,19 +356,21 @@ def of_layers(make: Any) -> Any:
 def test_arrays_of_one_name_are_decided_on_together():
     model, params, x = of_layers(lambda x: Named(name="b")(Named(name="a")(x)))
     job = rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), params, (x,), Named)
-    found = describe(job, "h200")
-    (kind,), (block,) = found.kinds, found.stack.blocks
-    names = [one.name for one in block.residuals]
+    described = describe(job, "h200")
+    (kind,), (block,) = described.kinds, described.stack.blocks
+    names = [residual.name for residual in block.residuals]
     assert len(set(names)) == len(names) and "mine" in names
-    assert next(one for one in block.residuals if one.name == "mine").bytes >= 2 * 4 * ROWS * WIDTH
+    assert next(residual for residual in block.residuals if residual.name == "mine").bytes >= 2 * 4 * ROWS * WIDTH
     for seed in range(6):
         policy = policy_of(kind, choices(block, seed))
-        assert recompute_flops(found, policy) == step_flops(job, policy) - step_flops(job, "everything")
+        assert recompute_flops(described, policy) == step_flops(job, policy) - step_flops(job, "everything")
 
 
 def test_a_layer_behind_a_scan_of_its_kind_has_its_own_name():
     def make(x: Any) -> Any:
-        layers = nn.scan(lambda one, x, _: (one(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        layers = nn.scan(
+            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
         return Layer(name="last")(layers(Layer(name="layers"), x, None)[0])
 
     model, params, x = of_layers(make)
@@ -375,7 +386,7 @@ def test_blocks_under_vmaps_are_those_of_the_whole_batch(policy):
     """Two `vmap`s of sizes two and three: kept and recomputed arrays are six times as large."""
     model, params, x = of_layers(lambda x: Layer(name="b")(Layer(name="a")(x)))
     batch = jax.ShapeDtypeStruct((2, 3, *x.shape), x.dtype)
-    of_each = lambda params, x: jax.vmap(jax.vmap(lambda one: model.apply(params, one).sum()))(x).sum()  # noqa: E731
+    of_each = lambda params, x: jax.vmap(jax.vmap(lambda sample: model.apply(params, sample).sum()))(x).sum()  # noqa: E731
     job = rj.Workload(of_each, params, (batch,), Layer)
     described = describe(job, "h200")
     more = rj.residuals(job, policy).device_bytes - rj.residuals(job, "full").device_bytes
@@ -394,4 +405,4 @@ def test_what_is_empty_is_not_offloaded():
     model, params, x = of_layers(lambda x: Empty(name="a")(x, x[:0]))
     job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Empty)
     (block,) = describe(job, "h200").stack.blocks
-    assert [one.name for one in block.residuals if one.may_offload and not one.bytes] == []
+    assert [residual.name for residual in block.residuals if residual.may_offload and not residual.bytes] == []

@@ -17,9 +17,9 @@ from remat_jax.policy import NAMED
 from tests.planning_models import ROWS, WIDTH, decoder, mlp, step_flops
 
 
-def drawn(found: Described, count: int) -> list[str]:
+def drawn(described: Described, count: int) -> list[str]:
     """Policies that save a random part of the arrays that backward reads or that lead to them, and offload another part."""
-    program, draw = found.kinds[0].program, random.Random(0)
+    program, draw = described.kinds[0].program, random.Random(0)
     needed = {name for array in program.needed for name in array.names}
     made = [array for array in program.arrays if array not in program.free and array not in program.flat.inputs]
     names = [name for array in made for name in array.names]
@@ -45,9 +45,9 @@ def test_every_policy_recomputes_what_the_model_says(make, count):
     job = make()
     described = describe(job, "h200")
     base = step_flops(job, "everything")
-    told = {policy: recompute_flops(described, policy) for policy in [*NAMED, *drawn(described, count)]}
-    assert told == {policy: step_flops(job, policy) - base for policy in told}
-    assert len(set(told.values())) >= 2
+    flops = {policy: recompute_flops(described, policy) for policy in [*NAMED, *drawn(described, count)]}
+    assert flops == {policy: step_flops(job, policy) - base for policy in flops}
+    assert len(set(flops.values())) >= 2
 
 
 @pytest.mark.parametrize(("scan", "count"), [(False, 0), (True, 1)])
@@ -116,8 +116,8 @@ def test_odd_blocks_recompute_what_the_model_says(kind):
     # The numbers that Flax folds into each layer's keys make no separate kinds.
     assert [found_kind.layers for found_kind in described.kinds] == [range(2)]
     base = step_flops(job, "everything")
-    own = {"named": "save: mine", "custom_vjp": "save: *:cos*, *custom_vjp_call*, *reduce_sum*"}.get(kind, "save: *:sin#0")
-    for policy in ("full", "everything", own):
+    specific = {"named": "save: mine", "custom_vjp": "save: *:cos*, *custom_vjp_call*, *reduce_sum*"}.get(kind, "save: *:sin#0")
+    for policy in ("full", "everything", specific):
         assert recompute_flops(described, policy) == step_flops(job, policy) - base, policy
 
 
@@ -125,9 +125,9 @@ def test_odd_blocks_recompute_what_the_model_says(kind):
 def test_what_keeps_everything_costs_the_traced_step(make) -> None:
     """Work inside and outside the blocks, and the writes of kept arrays: each once."""
     job = make()
-    found, step = describe(job, "h200"), job.step("off")
-    traced = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(found.rates)
-    assert found.base_seconds + extra_seconds(found, "everything") == pytest.approx(traced, rel=1e-6)
+    described, step = describe(job, "h200"), job.step("off")
+    traced = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(described.rates)
+    assert described.base_seconds + extra_seconds(described, "everything") == pytest.approx(traced, rel=1e-6)
 
 
 class Wide(nn.Module):
@@ -149,7 +149,7 @@ def test_two_equal_blocks_and_another_in_a_round_are_three_kinds() -> None:
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x, None)
     job = rj.Workload(lambda p, x: jnp.square(model.apply(p, x, None)[0]).sum(), params, (x,), Wide)
-    found = describe(job, "h200")
+    described = describe(job, "h200")
     # The first two, together, are not every layer of a range.
-    assert [kind.layers for kind in found.kinds] == [range(0, 15, 3), range(1, 16, 3), range(2, 17, 3)]
-    assert recompute_flops(found, "full") == step_flops(job, "full") - step_flops(job, "everything") > 0
+    assert [kind.layers for kind in described.kinds] == [range(0, 15, 3), range(1, 16, 3), range(2, 17, 3)]
+    assert recompute_flops(described, "full") == step_flops(job, "full") - step_flops(job, "everything") > 0

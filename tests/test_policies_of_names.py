@@ -52,19 +52,19 @@ def made(policy: Any = None) -> tuple[Any, Any, jax.Array]:
     return loss, model.init(jax.random.key(0), x), x
 
 
-@pytest.mark.parametrize("own", [None, NAMES.save_only_these_names("another")], ids=["plain", "own checkpoints"])
+@pytest.mark.parametrize("model_policy", [None, NAMES.save_only_these_names("another")], ids=["plain", "own checkpoints"])
 @pytest.mark.parametrize(
     "policy",
     [NAMES.save_only_these_names("hiden", "other"), offloading("hiden"), "save: hiden"],
     ids=["save_only", "offload_only", "text"],
 )
-def test_names_that_the_model_does_not_give_are_an_error(policy: Any, own: Any) -> None:
-    loss, params, x = made(own)
+def test_names_that_the_model_does_not_give_are_an_error(policy: Any, model_policy: Any) -> None:
+    loss, params, x = made(model_policy)
     with pytest.raises(NoEffectError, match=r"block_0.*Did you mean '[^']*hidden'"):
         rj.residuals(rj.Workload(loss, params, (x,), Block), policy)
     with pytest.raises(NoEffectError, match="hidden"):
         jax.grad(rj.checkpoint_blocks(loss, {Block: policy}))(params, x)
-    if own is not None:
+    if model_policy is not None:
         with pytest.raises(NoEffectError, match="hidden"):
             jax.grad(rj.replan(loss, policy))(params, x)
 

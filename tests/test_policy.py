@@ -160,9 +160,9 @@ def test_the_first_match_wins(policy: Policy, candidate: Candidate) -> None:
 
 @given(policies(), st.lists(candidates, max_size=4))
 def test_unmatched_asks_each_selector_by_itself(policy: Policy, seen: list[Candidate]) -> None:
-    alone = [oracle(f"save: {one}", each) == "save" for one in policy.selectors for each in seen]
+    alone = [oracle(f"save: {selector}", each) == "save" for selector in policy.selectors for each in seen]
     rows = [alone[i * len(seen) : (i + 1) * len(seen)] for i in range(len(policy.selectors))]
-    expected = tuple(one for one, row in zip(policy.selectors, rows, strict=True) if not any(row))
+    expected = tuple(selector for selector, row in zip(policy.selectors, rows, strict=True) if not any(row))
     assert policy.unmatched(iter(seen)) == expected
 
 

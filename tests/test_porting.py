@@ -208,9 +208,9 @@ def test_gradients_are_pulled_back_and_pushed_forward(stacked: bool) -> None:
 
 def test_gradients_of_tied_tensors_add_up_unless_they_are_one() -> None:
     text = "a -> params/a\ntie: a = b"
-    one, other = np.array([1.0], np.float32), np.array([2.0], np.float32)
-    for given, total in (({"a": one, "b": other}, 3), ({"a": one, "b": one}, 1), ({"b": other}, 2), ({"a": one}, 1)):
-        assert porting.gradients_from_torch(given, {"params": {"a": one}}, text)["params"]["a"].tolist() == [total]
+    first, second = np.array([1.0], np.float32), np.array([2.0], np.float32)
+    for given, total in (({"a": first, "b": second}, 3), ({"a": first, "b": first}, 1), ({"b": second}, 2), ({"a": first}, 1)):
+        assert porting.gradients_from_torch(given, {"params": {"a": first}}, text)["params"]["a"].tolist() == [total]
 
 
 def test_tied_values_must_be_equal_and_one_is_enough() -> None:

@@ -134,7 +134,7 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, suffix: str, name: str,
     (tmp_path / f"folder{suffix}").mkdir()
     with pytest.raises(PortingError, match=message):
         porting.save(tmp_path / f"{name}{suffix}", state)
-    assert [one.name for one in tmp_path.iterdir()] == [f"folder{suffix}"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"folder{suffix}"]
 
 
 def test_safetensors_hold_texts_alone_beside_the_arrays(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def test_angles_of_bfloat16_are_not_rounded_to_it() -> None:
 def test_slow_frequencies_are_stretched() -> None:
     """Frequencies of 8 turns stay, half a turn is divided by 4, and 2.5 turns, halfway between, get the mean of both."""
     turns = np.array([8.0, 2.5, 0.5])
-    found = RopeScaling(factor=4.0, low=1.0, high=4.0, length=100).apply(turns * 2 * np.pi / 100) * 100 / (2 * np.pi)
-    assert np.allclose(found, [8.0, 2.5 * (1 + 1 / 4) / 2, 0.5 / 4])
+    stretched = RopeScaling(factor=4.0, low=1.0, high=4.0, length=100).apply(turns * 2 * np.pi / 100) * 100 / (2 * np.pi)
+    assert np.allclose(stretched, [8.0, 2.5 * (1 + 1 / 4) / 2, 0.5 / 4])
 
 
 def test_the_padding_token_is_looked_up_but_not_trained() -> None:

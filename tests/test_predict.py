@@ -57,18 +57,20 @@ def on_h200(job):
 
 @needs_gpu_compiler
 def test_random_policies_are_predicted_without_compiling_them(job, on_h200):
-    policies = [one for one in random_policies(job, 5, seed=7) if not on_h200.predict(one).compiled]
+    policies = [policy for policy in random_policies(job, 5, seed=7) if not on_h200.predict(policy).compiled]
     sizes = compile_policies(job, policies, target("h200"))
-    errors = [abs(on_h200.predict(one).temp_bytes - sizes[one].temp) / sizes[one].temp for one in policies]
+    errors = [abs(on_h200.predict(policy).temp_bytes - sizes[policy].temp) / sizes[policy].temp for policy in policies]
     assert len(policies) >= 4 and np.median(errors) < 0.03 and max(errors) < 0.12, errors
     # Figures that do not depend on the schedule are exact.
-    for one in policies:
-        prediction = on_h200.predict(one)
-        assert prediction.host_bytes == sizes[one].host_temp
-        assert prediction.device_bytes - prediction.temp_bytes == sizes[one].device - sizes[one].temp
+    for policy in policies:
+        prediction = on_h200.predict(policy)
+        assert prediction.host_bytes == sizes[policy].host_temp
+        assert prediction.device_bytes - prediction.temp_bytes == sizes[policy].device - sizes[policy].temp
     # They are small beside the differences between the policies, whichever residuals a version names from the seed.
-    temps = [sizes[one].temp for one in policies]
-    assert max(temps) - min(temps) > 5 * max(abs(on_h200.predict(one).temp_bytes - sizes[one].temp) for one in policies)
+    temps = [sizes[policy].temp for policy in policies]
+    assert max(temps) - min(temps) > 5 * max(
+        abs(on_h200.predict(policy).temp_bytes - sizes[policy].temp) for policy in policies
+    )
 
 
 @needs_gpu_compiler
@@ -98,22 +100,22 @@ def test_three_points_on_a_plane_give_the_plane_back(job, monkeypatch):
     """A made-up compiler: 5 + kept + 2 × a layer's saved bytes + 3 × its offloaded bytes."""
 
     def made_up(workload, policies, described, **_):
-        found = {}
+        sizes = {}
         for policy in policies:
             table = rj.residuals(workload, policy)
             of = {action: sum(r.bytes for r in table if r.action == action) for action in ("save", "offload")}
             layer = {action: sum(r.bytes for r in table if r.action == action and r.scanned) // LAYERS for action in of}
             temp = 5 + of["save"] + 2 * layer["save"] + 3 * layer["offload"]
-            found[policy] = type("Sizes", (), {"temp": temp, "device": temp + 7})
-        return found
+            sizes[policy] = type("Sizes", (), {"temp": temp, "device": temp + 7})
+        return sizes
 
     monkeypatch.setattr("benchmarks.predictor.compile_policies", made_up)
     predictor = Predictor(job, "h200", ["full", "everything", "dots", "offload: *mul*, *up*, *norm*", "offload: @dots"])
     for policy in ("save: *norm*", "offload: *norm*; save: *up:dot*"):
         wanted = made_up(job, [policy], None)[policy].temp
-        found = predictor.predict(policy)
-        assert not found.compiled and found.device_bytes - found.temp_bytes == 7
-        assert abs(found.temp_bytes - wanted) <= 1e-4 * wanted
+        prediction = predictor.predict(policy)
+        assert not prediction.compiled and prediction.device_bytes - prediction.temp_bytes == 7
+        assert abs(prediction.temp_bytes - wanted) <= 1e-4 * wanted
 
 
 def test_one_odd_policy_does_not_move_the_others():

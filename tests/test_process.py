@@ -54,8 +54,8 @@ def program(layers: int = 1, name: str = "cpu") -> ExportedProgram:
     return export_step("full", TrainingStep(step, (struct(64, 32),), ()), target(name))
 
 
-def compiled(one: ExportedProgram, name: str = "cpu", timeout: float = 120) -> Sizes:
-    return compile_programs([one], target(name), timeout=timeout)[one.key]
+def compiled(exported: ExportedProgram, name: str = "cpu", timeout: float = 120) -> Sizes:
+    return compile_programs([exported], target(name), timeout=timeout)[exported.key]
 
 
 def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script: str) -> None:
@@ -100,11 +100,11 @@ def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script:
 def test_a_compiler_that_dies_is_an_error_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script: str, message: str
 ) -> None:
-    one = program()
+    exported = program()
     with monkeypatch.context() as patched:
         other_child(patched, tmp_path, script)
         with pytest.raises(CompileError, match=message) as caught:
-            compiled(one)
+            compiled(exported)
     assert str(caught.value).startswith("compiling for target='cpu': ")
 
 
@@ -113,13 +113,13 @@ def children() -> set[int]:
 
 
 def test_a_compiler_killed_from_outside_is_an_error_and_the_next_call_works() -> None:
-    long, found, before = program(layers=400), [], children()
+    long, errors, before = program(layers=400), [], children()
 
     def call() -> None:
         try:
             compiled(long, timeout=200)
         except CompileError as error:
-            found.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
@@ -129,7 +129,7 @@ def test_a_compiler_killed_from_outside_is_an_error_and_the_next_call_works() ->
     time.sleep(2)
     os.kill(child, signal.SIGKILL)
     thread.join(timeout=30)  # compiling all of it takes longer
-    (error,) = found
+    (error,) = errors
     assert "the compile process ended with signal SIGKILL at policy='full'" in str(error)
     assert compiled(program()).argument == 64 * 32 * 4
 
@@ -145,24 +145,24 @@ COMPILE
 @needs_gpu_compiler
 def test_a_compiler_without_memory_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """2 GiB of address space, partly occupied: as if a larger program had taken it by then."""
-    one = program(name="h200")
+    exported = program(name="h200")
     with monkeypatch.context() as patched:
         other_child(patched, tmp_path, LIMITED.format(held=1200))
         with pytest.raises(
             CompileError, match=r"(?s)for target='h200': .*policy='?full.*(ran out of memory|reached a memory limit)"
         ):
-            compiled(one, "h200")
-    assert compiled(one, "h200").argument == 64 * 32 * 4
+            compiled(exported, "h200")
+    assert compiled(exported, "h200").argument == 64 * 32 * 4
 
 
 # --- it does not come to an end ---------------------------------------------------------------------------------------
 
 
 def test_a_slow_compiler_is_stopped_and_the_next_call_works() -> None:
-    one = program()
+    exported = program()
     with pytest.raises(CompileError, match="not done after timeout=0.05 s, stopped at policy='full'. Give a longer timeout"):
-        compiled(one, timeout=0.05)
-    assert compiled(one).argument == 64 * 32 * 4
+        compiled(exported, timeout=0.05)
+    assert compiled(exported).argument == 64 * 32 * 4
 
 
 def test_a_compiler_that_hangs_is_stopped_with_what_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -310,13 +310,13 @@ def test_a_program_that_the_compiler_refuses_reports_its_error() -> None:
 
 
 def test_without_the_gpu_compiler_the_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = program()
+    exported = program()
     monkeypatch.setattr(compat.xla, "gpu_compiler_installed", lambda: False)
     with pytest.raises(UnsupportedError, match=r"pip install 'remat-jax\[gpu-compile\]'.*or use target='cpu'"):
-        compiled(one, "h200")
+        compiled(exported, "h200")
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(UnsupportedError, match="published for Linux only; use target='cpu' here"):
-        compiled(one, "h200")
+        compiled(exported, "h200")
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

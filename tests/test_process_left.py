@@ -84,13 +84,13 @@ def seconds_of_work(pid: int) -> float:
 def test_what_runs_on_a_device_ends_with_a_caller_that_is_killed() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     caller = subprocess.Popen([sys.executable, "-c", CALLER], env=environment)
-    found: list[int] = []
+    children: list[int] = []
     try:
-        while not found and caller.poll() is None:
+        while not children and caller.poll() is None:
             time.sleep(0.05)
             lists = pathlib.Path(f"/proc/{caller.pid}/task").glob("*/children")
-            found = [int(pid) for one in lists for pid in one.read_text().split()]
-        (child,) = found
+            children = [int(pid) for listing in lists for pid in listing.read_text().split()]
+        (child,) = children
         while seconds_of_work(child) < 4 and is_running(child):  # JAX is imported, and the step runs
             time.sleep(0.1)
         assert is_running(child)
@@ -103,7 +103,7 @@ def test_what_runs_on_a_device_ends_with_a_caller_that_is_killed() -> None:
     finally:
         caller.kill()
         caller.wait()
-        for pid in filter(is_running, found):
+        for pid in filter(is_running, children):
             os.kill(pid, signal.SIGKILL)
 
 

@@ -18,9 +18,9 @@ SECONDS = 400
 
 
 def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def run_both(address, folder, environment):
@@ -33,15 +33,19 @@ def run_both(address, folder, environment):
     ]
     try:
         ends = time.monotonic() + SECONDS
-        while time.monotonic() < ends and any(one.poll() is None for one in both) and not any(one.poll() for one in both):
+        while (
+            time.monotonic() < ends
+            and any(process.poll() is None for process in both)
+            and not any(process.poll() for process in both)
+        ):
             time.sleep(0.2)
     finally:
-        for one, log in zip(both, logs, strict=True):
-            one.kill()  # nothing happens to one that has ended
-            one.wait()
+        for process, log in zip(both, logs, strict=True):
+            process.kill()  # nothing happens to one that has ended
+            process.wait()
             log.close()
     output = "\n".join((folder / f"log_{rank}").read_text()[-3000:] for rank in range(2))
-    return [one.returncode for one in both], output
+    return [process.returncode for process in both], output
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +71,10 @@ def test_a_step_of_two_processes_is_that_of_one_device(results, policy):
     alone = {name.partition("/")[2]: value for name, value in first.items() if name.startswith("alone/")}
     assert len(alone) > 10
     for place, expected in alone.items():
-        found = first[f"{policy}/{place}"]
-        assert found.dtype == expected.dtype == np.float64
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
-        assert np.array_equal(found, second[f"{policy}/{place}"]), "both see the same array"
+        actual = first[f"{policy}/{place}"]
+        assert actual.dtype == expected.dtype == np.float64
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
+        assert np.array_equal(actual, second[f"{policy}/{place}"]), "both see the same array"
 
 
 def test_each_process_has_half_of_what_is_divided(results):

@@ -46,9 +46,9 @@ def test_a_layer_recomputed_as_a_whole_has_its_last_product_again() -> None:
 
 def test_every_second_layer_has_a_policy_of_its_own() -> None:
     work = workload(dataclasses.replace(SMALL, layers=4, unrolled=True, pairs=True), 1, 128)
-    kept, block = (next(one for one in work.blocks if one.__name__ == name) for name in ("Kept", "Block"))
+    kept, block = (next(cls for cls in work.blocks if cls.__name__ == name) for name in ("Kept", "Block"))
     table = rj.residuals(work, {block: "full", kept: SECOND["Kept"]})
-    paths = [one.name for one in table if one.action == "save"]
+    paths = [entry.name for entry in table if entry.action == "save"]
     assert any("second/down" in path or "second/up" in path for path in paths)
     assert not any("first/up" in path for path in paths)
 
@@ -83,9 +83,9 @@ def test_every_case_names_its_source_and_what_it_is_compared_with() -> None:
     assert all(case.told and ("/" in case.source or "arXiv" in case.source) for case in CASES)
     by_name = {case.name: case for case in CASES}
     for case in CASES:
-        other = by_name.get(case.beside)
-        assert bool(case.beside) == (other is not None)
-        assert case.ratio is not None or other is None or (case.seconds is not None and other.seconds is not None)
+        beside = by_name.get(case.beside)
+        assert bool(case.beside) == (beside is not None)
+        assert case.ratio is not None or beside is None or (case.seconds is not None and beside.seconds is not None)
     assert sum(bool(case.beside) for case in CASES) >= 7
 
 
@@ -96,7 +96,7 @@ def test_what_misses_is_told_and_a_sixth_may() -> None:
     assert missed([Row(cases[0], 1 - 1.1 * ABSOLUTE, 1.0), *good[1:]]) == {"0": "time -22 %"}
     beside = dataclasses.replace(cases[1], seconds=1.3, beside="0")
     pair = [Row(cases[0], 1.0, 1.0), Row(beside, 1.2, 1.2)]
-    assert [(told, seen) for _, told, seen in ratios(pair)] == [(1.3, 1.2)]
+    assert [(expected, seen) for _, expected, seen in ratios(pair)] == [(1.3, 1.2)]
     assert missed(pair) == {"1": "ratio 1.200, published 1.300"} and allowed(pair) == 0
     alone = [Row(dataclasses.replace(cases[0], seconds=None), 2.0, 2.0), pair[1]]
     alone[1] = Row(dataclasses.replace(beside, seconds=None, ratio=0.62), 1.2, 1.2)
