@@ -26,9 +26,9 @@ class Receipt:
       host_bytes: the bytes of the compiled step's temporary buffers in host memory, for one device.
       returned_bytes: how much more device memory the step needs if these residuals are saved; None if the step that saves them
         was not compiled.
-      warnings: failures of the offload, for example fewer bytes in host memory, for all devices together, than `offered_bytes`.
-        On a mesh this check can overlook a residual that is not in host memory: a replicated residual counts once per device in
-        the bytes in host memory, but only once in `offered_bytes`.
+      warnings: failures of the offload, for example that all devices together have fewer bytes in host memory than
+        `offered_bytes`. On a mesh this check can overlook a residual that is not in host memory: the bytes in host memory count
+        a replicated residual once per device, but `offered_bytes` counts it only once.
       shared: the offloaded inputs that stay on the device because several blocks read them; not in `offered_bytes`.
     """
 
