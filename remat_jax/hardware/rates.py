@@ -23,7 +23,7 @@ Large matmuls, PCIe copies and collectives commonly reach four fifths of a data 
 """
 LAUNCH_SECONDS, COPY_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 5e-6, 4e-6, 10e-6
 """The assumed latencies of a kernel launch, a copy to or from the host, a message inside a host, and one between hosts."""
-# Dtype → the dtype whose rate is used if the first has none. The map is followed until a dtype has a rate.
+# Maps a dtype to the dtype whose rate is used if it has no rate itself. The map is followed until a dtype has a rate.
 _FALLBACK = {
     **dict.fromkeys(("tensorfloat32", "complex64", "float64", "int32", "uint32", "int64", "uint64"), "float32"),
     **dict.fromkeys(("int16", "uint16", "bool"), "float32"),
@@ -71,9 +71,9 @@ class Links:
     def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1) -> float | None:
         """The seconds of one collective among `devices` on `hosts`; None if the network rate is needed but unknown.
 
-        `size`: the bytes on one device of the operand or of the result, whichever are more. The slowest link sets the rate. The
-        network between hosts has the combined rate of a host's participating devices. The latency is that of log₂ (devices of a
-        host) messages inside the host, one after another, and then log₂ (hosts) messages between hosts.
+        `size` is the bytes on one device of the operand or of the result, whichever are more. The slowest link sets the rate.
+        The network between hosts has the combined rate of a host's participating devices. The latency is that of log₂ (devices
+        of a host) messages inside the host, one after another, and then log₂ (hosts) messages between hosts.
         """
         if devices < 2:
             return 0.0
@@ -102,14 +102,15 @@ class Rates:
         launch_seconds: the latency of a kernel launch.
         copy_seconds: the latency of a copy to or from the host.
         cores: the number of multiprocessors that share a matmul's tiles; None if every matmul reaches the full rate.
-        products: measured operations per second, by dtype and by the side of a square matmul. Between these sizes rates are
-            interpolated; `cores` is not used for these dtypes.
+        products: measured operations per second, by dtype and by the side of a square matmul. Rates between the measured sizes
+            are interpolated; `cores` is not used for the measured dtypes.
         links: the links between devices; None if there are none or they are unknown.
         source: the origin of each figure, by attribute name.
         assumed_dtypes: the dtypes whose rate in `flops` is assumed, neither measured nor published.
 
     Raises:
-        TargetError: a rate is not a positive number, `flops` is empty, or `hidden_share` is not between 0 and 1.
+        TargetError: a rate is not a positive number, only one of the two host link rates is given, a latency is negative or at
+            least one second, `flops` is empty, or `hidden_share` is not between 0 and 1.
 
     >>> Rates({"float32": 10.0}, 4.0).seconds({"float32": 30.0}, 4.0)
     3.0
@@ -175,7 +176,7 @@ class Rates:
         return self.flops[self.fallback(dtype)]
 
     def fallback(self, dtype: str) -> str:
-        """The dtype whose rate is used for `dtype`: `dtype` itself if it has a rate, else the first substitute that has one.
+        """The dtype whose rate is used for `dtype`: `dtype` or its first fallback with a rate; `TargetError` if none has one.
 
         >>> Rates({"float32": 1.0}, 1.0).fallback("tensorfloat32")
         'float32'

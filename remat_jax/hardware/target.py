@@ -18,10 +18,10 @@ from remat_jax.reading import read_limited
 
 ATTACHED = "attached"
 ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "a100-80": "a100", "a100-sxm": "a100", "4090": "rtx4090"}
-# "8xh100" is eight GPUs in one host, "8x8xh200" eight hosts with eight GPUs each.
+# "8xh100" is eight GPUs in one host, and "8x8xh200" is eight hosts with eight GPUs each.
 _SEVERAL = re.compile(r"(?:(?P<hosts>\d{1,6})x)?(?P<each>\d{1,6})x(?P<one>(?!\d+x).+)", re.DOTALL)
 MOST_BYTES = 2**16
-"""The largest target file that is read."""
+"""The largest size of a target file in bytes; a larger file is refused."""
 MOST_LETTERS = 2_000
 """A file with a longer line is refused: parsing time is quadratic in the number of parts of a dotted key."""
 
@@ -98,9 +98,9 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """The target called ``name``, in any case.
+    """The target called ``name``; upper and lower case are equivalent.
 
-    ``8xh100`` means eight H100s in one host, ``8x8xh200`` eight hosts with eight H200s each. ``path/to/file.toml:name`` (or
+    ``8xh100`` is eight H100s in one host, ``8x8xh200`` is eight hosts with eight H200s each. ``path/to/file.toml:name`` (or
     ``:8xname``) is a target from a user's file in the form of this package's ``targets.toml``. ``attached`` is the GPU of this
     machine. JAX's or the driver's name for a device, such as ``NVIDIA H200``, works too.
 

@@ -152,7 +152,7 @@ class _Adviser:
             return
         is_state = ("argument", "optimizer state")
         without = self.timeline.peak(lambda buffer: 0 if (buffer.phase, buffer.module) == is_state else 1)
-        # The update streams the state: besides parameters and gradients, only a few state arrays are on the device at once.
+        # The update streams the state: only a few state arrays are on the device at a time, besides parameters and gradients.
         streamed = 3 * max(map(device_bytes, jax.tree.leaves(state)), default=0)
         updating = sum(map(device_bytes, [*self.parameters.values(), self.arguments["parameters"]])) + streamed
         saved = self.timeline.peak() - max(without, updating)
@@ -186,8 +186,8 @@ class _Adviser:
         arguments = [self.step.local_arguments[place] for place in undonated]
         twice = sum(map(device_bytes, arguments))
         elements = {math.prod(leaf.shape) for leaf in jax.tree.leaves(arguments)}
-        # XLA uses a result's buffer for temporary arrays until the result is written. With donation the result shares the old
-        # argument's buffer, which is occupied until then, so these temporary arrays need other memory.
+        # XLA uses a result's buffer for temporary arrays until the result is written. With donation the result shares the
+        # argument's buffer. The old value occupies it until the result is written, so the temporary arrays need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
         names = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]

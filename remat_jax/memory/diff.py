@@ -36,7 +36,7 @@ class Move:
     """A residual with different actions under the two policies; `bytes` is the size of all `count` arrays.
 
     `before` and `after` are the actions. `not kept` means that the backward pass would not read the array even if everything
-    were saved. An example is the output of a matmul: the backward pass reads the saved activation that is computed from it.
+    were saved. An example is the output of a matmul: the backward pass reads the saved activation computed from this output.
     """
 
     name: str
@@ -67,8 +67,8 @@ class PolicyDiff:
       moves: the residuals whose action changes, the largest first.
       recompute_flops: (before, after): the FLOPs of the matmuls that a step recomputes, without matmuls inside Pallas and cuDNN
         kernels. None if a loop of unknown length contains matmuls.
-      recomputed: a dict from module path to (before, after), the module's part of these FLOPs. Paths that differ only in a
-        layer's number have one entry. Empty if `recompute_flops` is None.
+      recomputed: a dict from module path to (before, after), the module's part of `recompute_flops`. Paths that differ
+        only in a layer's number have one entry. Empty if `recompute_flops` is None.
     """
 
     before: MemoryReport
@@ -181,7 +181,7 @@ def compare_policies(
 
 
 def _table(workload: Workload, policy: Any) -> ResidualTable:
-    """The residuals under `policy`. For `off`, whose residuals have no names, the residuals under `everything`."""
+    """The residuals under `policy`. If it is `off`, which names no residuals, the equal residuals under `everything`."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else policy
     return residuals(workload, "everything" if is_off(checked) else policy)
 

@@ -40,8 +40,9 @@ def measure(
     The receipt compares the two steps. Reports are cached as long as the workload object exists. Programs compiled for a GPU
     are also cached on disk (`remat_jax.memory.compile.cache`).
 
-    A workload with a mesh needs a target with as many devices (`"8x8xh200"`); the report's sizes are for one device. On the
-    target `"attached"`, the GPU of this machine, the step also runs once, on random numbers: `measured_peak_bytes` is its peak.
+    A workload with a mesh needs a target with as many devices as the mesh (`"8x8xh200"`); the report's sizes are for one
+    device. On the target `"attached"`, the GPU of this machine, the step also runs once, on random numbers:
+    `measured_peak_bytes` is the peak of this run.
 
     Args:
       policy: a policy, its name or text, a JAX policy object, policies by layer, or a mapping from block to any of these.
@@ -54,9 +55,10 @@ def measure(
 
     Raises:
       TargetError: the target is unknown, XLA cannot compile for it, or it is `"attached"` and this machine has no GPU.
-      ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is not an amount of
-        the target's memory, or is given for a CPU.
-      UnsupportedError: the target has several devices, but the workload has no mesh; or the target's compiler is not installed.
+      ArgumentError: the target and the workload's mesh differ in the number of devices; `memory_limit` is not an amount of the
+        target's memory, or is given for a CPU; or `timeout` is not a positive number.
+      UnsupportedError: the target has several devices, but the workload has no mesh; the workload has a mesh, but the target is
+        `"attached"`; or the target's compiler is not installed.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
       PolicyError, BlockError, NoEffectError: the policy is invalid, or has no effect on this workload.
 
@@ -82,7 +84,7 @@ def measure_many(
     *,
     memory_limit: Any = None,
 ) -> list[MemoryReport]:
-    """`measure` for several policies, compiled in parallel. `on_done` gets each compiled policy's text, in another thread."""
+    """`measure` for several policies, compiled in parallel. `on_done` gets each policy's text from another thread."""
     described = target if isinstance(target, Target) else target_named(target)
     limit = limit_bytes(memory_limit, described)
     check_devices(workload, described)
@@ -175,8 +177,8 @@ def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
     with silenced():  # the report has the same warning
         if not workload.has_loss:
             return None
-        # Recomputed residuals need a second trace. They show whether the model's own checkpoints overrule the policy, so they
-        # are needed only if the workload keeps these checkpoints.
+        # A second trace finds the recomputed residuals, which show whether the model's own checkpoints overrule the policy. The
+        # second trace is needed only if the workload keeps these checkpoints.
         return (residuals if workload.own.keeps else kept_residuals)(workload, _given(policy))
 
 

@@ -26,9 +26,9 @@ class Receipt:
       host_bytes: the bytes of the compiled step's temporary buffers in host memory, for one device.
       returned_bytes: how much more device memory the step needs if these residuals are saved; None if the step that saves them
         was not compiled.
-      warnings: failures of the offload. One is that all devices together have fewer bytes on the host than `offered_bytes`. On
-        a mesh this warning may be absent although a residual is missing on the host: the bytes on the host count a replicated
-        residual once per device, `offered_bytes` counts it once.
+      warnings: failures of the offload, for example that all devices together have fewer bytes in host memory than
+        `offered_bytes`. On a mesh this check can overlook a residual that is not in host memory: the bytes in host memory count
+        a replicated residual once per device, but `offered_bytes` counts it only once.
       shared: the offloaded inputs that stay on the device because several blocks read them; not in `offered_bytes`.
     """
 
@@ -64,13 +64,13 @@ class MemoryReport:
       collectives: the collectives of one step, by kind and phase; None for one device, and for the target `cpu`.
       host_warning: a warning if the hosts have too little memory; None if their memory suffices or is unknown.
       policy_warning: a warning if the model's own checkpoints overrule the policy; else None.
-      compiler_warning: what the compiler could not do without a GPU, and the effect on the figures; else None.
+      compiler_warning: a warning if a compilation on a GPU would differ, with the effect on the figures; else None.
       replaced_checkpoints: how many of the model's own checkpoints around blocks the policy replaced. A checkpoint in a scan
         counts once.
       memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
-      compiler_options: the options with which `jax.jit(step, compiler_options=…)` runs the step as it was measured:
-        `memory_limit`, unless XLA's own limit is lower; and, for a scan that offloads, the option without which its copies
-        overlap no compute on a GPU. Empty if neither is needed.
+      compiler_options: the options with which `jax.jit(step, compiler_options=…)` runs the step as it was measured: the memory
+        limit, if it is below XLA's own; and, for a scan that offloads, the option with which its copies overlap compute on a
+        GPU. Empty if neither is needed.
       seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
         target. None for the target `cpu`, and if a rate is unknown; `no_time` gives the reason.
       compute_seconds: the part of `seconds` in which compute runs. In the rest, compute waits for copies and collectives.
@@ -159,7 +159,7 @@ class MemoryReport:
         return dict(parts.most_common())
 
     def live_table(self, rows: int = 20) -> Any:
-        """A table of the live buffers at the peak, by module and phase. After `rows` lines, one line sums up the others."""
+        """A table of the live buffers at the peak, by module and phase. After `rows` lines, a last line sums up the rest."""
         parts = list(self.live_bytes_by_module.items())
         lines = [(module or "(elsewhere)", phase, format_bytes(nbytes)) for (module, phase), nbytes in parts[:rows]]
         if len(parts) > rows:

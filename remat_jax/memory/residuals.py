@@ -187,7 +187,7 @@ def kept_residuals(workload: Workload, policy: Any) -> ResidualTable:
 
 
 def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, set[tuple[str, Any]]]:
-    """The table of saved and offloaded residuals, and their further names as a set of pairs (name, range of layers)."""
+    """The table of saved and offloaded residuals, and a set of pairs (alias of a residual's name, range of layers)."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     workload.require_loss()
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
@@ -201,8 +201,8 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
 def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
     """At the end of this context, check the globs in `policies` that save or offload (`Policy.kept_globs`).
 
-    A glob raises `NoEffectError` if it keeps no array that the requested gradients need. For this check everything inside the
-    context is traced again. If no policy has such a glob, the context does nothing.
+    A glob that keeps no array needed for the requested gradients raises `NoEffectError`. For this check everything inside the
+    context is traced again, without JAX's cached traces. If no policy has such a glob, the context does nothing.
     """
     selecting: list[Policy] = []
     for policy in map(as_block_policy, policies):
@@ -250,7 +250,7 @@ def _every_name(policy: Any) -> Policy | LayerPolicies:
 
 
 def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple[list[Residual], set[tuple[str, Any]]]:
-    """Rows for the arrays that pass from the forward to the backward pass, and their further names as pairs (name, layers).
+    """Rows for the arrays that pass from the forward to the backward pass, and pairs (alias of a row's name, layers).
 
     `only_named` leaves out arrays that no policy can select: arrays made outside the blocks, and carries of a scan.
     """

@@ -1,4 +1,4 @@
-"""Charts of points and lines over two axes, with the names of points where there is room; the frontier of memory and time.
+"""Charts of points and lines over two axes, with names beside the points; the frontier of memory and time.
 
 The frontier is a line, named policies are points, the plan is a ring, and the budget is a dashed line.
 """

@@ -54,7 +54,7 @@ def html_table(
     )
     id_attribute = f' id="{name}"' if name else ""
     class_attribute = ' class="sortable"' if sortable else ""
-    # A table that is wider than the window scrolls separately. `tabindex` makes a table without buttons reachable by keyboard.
+    # A table wider than the window scrolls inside this region. `tabindex` makes a table without buttons reachable by keyboard.
     tabindex = "" if sortable else ' tabindex="0"'
     return (
         f'<div class="wide" role="region" aria-label="{escaped(label)}"{tabindex}><table{id_attribute}{class_attribute}>'

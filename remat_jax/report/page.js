@@ -32,7 +32,7 @@ if (filter) {
   failed.addEventListener("change", choose);
 }
 
-// The slider of a plan's page: the figures, the layers and the ring in the picture are those of one point of the frontier.
+// The slider of a plan's page selects a point of the frontier, and the page shows its figures, its layers and a ring around it.
 const slider = document.querySelector("#at");
 if (slider) {
   const points = document.querySelectorAll("[data-point]");

@@ -1,4 +1,4 @@
-"""Draws panels of stacked horizontal bars; and memory by module, or by other parts, with one bar for each policy."""
+"""Panels of stacked horizontal bars, in particular of memory by module or by other parts, with a bar for each policy."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ MOST_MODULES = len(_COLOURS)
 _ROW, _THICKNESS, _NAME = 36.0, 26.0, 16.0
 _TOP, _BELOW = 40.0, 56.0
 _LEAST_WIDTH = 600.0
-"""In pixels. Narrower pictures stack the panels, with the names above the bars. Wider pictures have the panels side by
-side, with the names at the left.
+"""Pictures with fewer pixels stack the panels, with the names above the bars. Wider pictures have the panels side by side, with
+the names at the left.
 """
 
 
@@ -124,16 +124,16 @@ def stacked_figure(
 
 
 def part_letters(bars: Mapping[str, Memory]) -> dict[str, str]:
-    """Part → letter, for all parts of the bars in order of appearance."""
+    """A dict from part to letter, for all parts of the bars in order of appearance."""
     parts = dict.fromkeys(part for bar in bars.values() for part, _ in bar)
     return dict(zip(parts, itertools.cycle(string.ascii_uppercase), strict=False))
 
 
 def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[str, str], int]]:
-    """Policy → a bar that maps (module or argument, `kept` or `working set`) to bytes.
+    """A dict from policy to its bar, which maps (module or argument, `kept` or `working set`) to bytes.
 
     Layers whose paths differ only in a number are merged into one module, and the arrays of an argument into one part. Then
-    modules are ranked by their largest share of any bar, and all after the first `modules` are merged into one part.
+    modules are ranked by their largest share of any bar. All modules after the first `modules` are merged into one part.
     """
     paths = dict.fromkeys(path for bar in memory.values() for path, phase in bar if _argument(path, phase) is None)
     names = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
@@ -159,7 +159,9 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
 
 
 def merged_layers(paths: Iterable[str]) -> list[str]:
-    """Each path with at most one number as `*`: the first number that varies among the paths with the same text before it.
+    """The paths, with the first varying number of each written as `*`.
+
+    A number varies if it differs among the paths with the same text before it.
 
     >>> merged_layers(["Net/block_0/Dense_0", "Net/block_0/Dense_1", "Net/block_1/Dense_0", "Net/head_0"])
     ['Net/block_*/Dense_0', 'Net/block_*/Dense_1', 'Net/block_*/Dense_0', 'Net/head_0']
@@ -180,7 +182,7 @@ def merged_layers(paths: Iterable[str]) -> list[str]:
 
 
 def without_common_root(paths: Sequence[str]) -> list[str]:
-    """The paths without the model's class: the first part of more than half of the paths (some paths lack the class).
+    """The paths without the model's class, which is the first part of more than half of the paths. Other paths may lack it.
 
     >>> without_common_root(["Net/ffn/up", "Net/head", "Net", "head"]), without_common_root(["a/x", "b/x"])
     (['ffn/up', 'head', 'Net', 'head'], ['a/x', 'b/x'])

@@ -34,7 +34,7 @@ Place = tuple[float, float]
 
 @dataclass(frozen=True)
 class AxisScale:
-    """Maps values from `low` to `high` to pixels from `start` to `end`; `binary` is a logarithmic scale to base 2.
+    """Maps values from `low` to `high` to pixels from `start` to `end`; if `binary`, on a logarithmic scale to base 2.
 
     >>> AxisScale(0, 10, 100, 200)(5), AxisScale(0, 10, 100, 200).ticks(5), AxisScale(3, 70, 0, 1, binary=True).ticks(9)
     (150.0, [0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [4.0, 8.0, 16.0, 32.0, 64.0])
@@ -122,7 +122,7 @@ class Picture:
         hatched: bool = False,
         tooltip: str = "",
     ) -> None:
-        """A rectangle, with a letter in its middle if it is wide enough."""
+        """A rectangle, with `letter` in its middle if the rectangle is wide enough."""
         self._rectangle(x, y, width, height, f'fill="{colour}" stroke="{WHITE}" stroke-width=".5"', _title(tooltip))
         # Stripes and letter ignore the pointer, so that it reaches the bar with the tooltip.
         through = 'pointer-events="none"'
@@ -231,7 +231,7 @@ def _flow(keys: Sequence[Key], width: float) -> list[Place]:
 def _stripes(x: float, y: float, width: float, height: float) -> str:
     """Diagonal stripes in a rectangle, as a path and not as an SVG pattern.
 
-    If several pictures of a page share a pattern, and the picture that defines it is hidden, the pattern disappears from all.
+    If several pictures of a page share a pattern, hiding the picture that defines the pattern removes it from all pictures.
     """
     inset = _STRIPE / 2
     x, y, width, height = x + inset, y + inset, max(0.0, width - _STRIPE), max(0.0, height - _STRIPE)

@@ -67,7 +67,7 @@ def table(
 
 
 def format_bytes(n: SupportsIndex | None, unit: str | None = None) -> str:
-    """A number of bytes with one decimal in `unit`, by default the smallest binary unit that keeps it below 1024.
+    """A number of bytes with one decimal in `unit`, by default the smallest binary unit that gives less than 1024.
 
     `n` may be a negative difference. `None` is written `n/a`.
 
@@ -193,7 +193,7 @@ class SafeConsole(Console):
     """A console that shows control characters in any name as escapes."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
-        """Rich's segments with control characters escaped; Rich also calls this for the parts of `renderable`."""
+        """Rich's segments with control characters escaped; Rich also calls this method for the parts of `renderable`."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 

@@ -1,8 +1,9 @@
 """Caches compiled results in memory and, for GPU targets, on disk. The key hashes everything that a result depends on.
 
 The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`). The environment variable
-`REMAT_JAX_CACHE` names another folder, or `off`. CPU results depend on the machine, so they are not on disk. A checksum detects
-damaged files but not forged files, so a folder that other users may write to causes a `RematWarning` and is not used.
+`REMAT_JAX_CACHE` names another folder; `off` disables the cache on disk. CPU results depend on the machine, so they are not on
+disk. A checksum detects damaged files but not forged files, so a folder that other users may write to causes a `RematWarning`
+and is not used.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def digest(program: ExportedProgram, target: Target, options: dict[str, Any], ch
 
 
 def read(key: str, target: Target, kind: type[Kept]) -> Kept | None:
-    """The value of type `kind` cached under `key`; None if there is none, or if its file was altered."""
+    """The value of type `kind` cached under `key`; None if there is none, or if its file is damaged."""
     if key not in _memory and (folder := _folder(target)) is not None:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             checksum, text = read_limited(folder / f"{key}.json", MOST_BYTES).decode("utf-8").split("\n", 1)
@@ -89,7 +90,7 @@ def write(key: str, target: Target, value: Any) -> None:
 
 
 def forget() -> None:
-    """Clear the cache in memory; the folder stays."""
+    """Clear the cache in memory, not the files on disk."""
     _memory.clear()
 
 

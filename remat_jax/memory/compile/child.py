@@ -1,10 +1,10 @@
 """The child process: compiles exported programs for a target, or runs one on the attached device, and prints the results.
 
 It runs as a script, by path, so that it imports JAX but not remat_jax. The CUDA plugin is loaded only here. If the compiler
-aborts, hangs or runs out of memory, only this process is affected. It prints one JSON object per program and flushes at once.
-After compiling it waits for more requests, because starting a process takes longer than compiling a small program. A process on
-the attached device runs only one program, compiles it before any array is on the device, and creates the arguments on the host.
-So the allocator's peak is that of the step alone.
+aborts, hangs or runs out of memory, only this process is affected. The process prints one JSON object per program and
+flushes at once. After compiling it waits for more requests, because starting a process takes longer than compiling a small
+program. A process on the attached device runs only one program, compiles it before any array is on the device, and creates the
+arguments on the host. So the allocator's peak is the peak of the step alone.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def devices(request: dict[str, Any]) -> list[Any]:
 
 
 class PinnedHost(jax.sharding.SingleDeviceSharding):
-    """A sharding in the host memory of a described device. JAX's own sharding class silently drops that memory kind."""
+    """A sharding in the host memory of a described device. JAX's `SingleDeviceSharding` silently drops this memory kind."""
 
     @property
     def memory_kind(self) -> str:

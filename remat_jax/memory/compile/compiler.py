@@ -54,7 +54,7 @@ class Sizes:
 
     Attributes:
       live, timeline: the device buffers at the peak, and over the whole schedule.
-      time: the modelled time of the compiled schedule; None if it is unknown. Then `no_time` has the reason.
+      time, no_time: the modelled time of the compiled schedule, and the reason if it is unknown (`time` is then None).
       miscompiled: whether a loop copies a wrong slot of a host buffer (`slots.py`); None if the step uses host memory but its
         copies cannot be checked.
       collectives: the collectives on a mesh; None for one device, or if the compiled text is unknown.
@@ -94,7 +94,7 @@ class Sizes:
 
     @property
     def compiler_options(self) -> dict[str, int | str]:
-        """The options for the `jax.jit` of the step with which it needs this memory and this time on a GPU."""
+        """The options for `jax.jit` with which the step needs this memory and this time on a GPU."""
         return {**self.limit_options, **(overlapping_options() if self.starts_slice_copies else {})}
 
     @property
@@ -136,8 +136,8 @@ def compile_programs(
     Args:
       timeout: the limit in seconds for all programs together.
       memory_limit: a device memory limit for XLA in bytes (`options.py`).
-      on_done: called with each key when its program is compiled.
-      kernels: the GPU kernels compiled by earlier calls for the same target with the same options, to reuse.
+      on_done: called with each key when its program is compiled, or found in the cache; perhaps in another thread.
+      kernels: compiled GPU kernels to reuse, from earlier calls for the same target with the same options.
       children: this call adds its processes to `children`, so that the caller can kill them. If this call runs several
         processes and one of them fails, all of `children` are killed.
     """
@@ -282,7 +282,7 @@ def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, targe
         with contextlib.suppress(UnsupportedError):
             miscompiled = None if played is None else scanned_offload_is_miscompiled(played)
     time, no_time = _step_time(played, target, program)
-    # A user's own choice of graphs stays.
+    # If XLA_FLAGS has the option `GRAPHS`, the user's choice is kept.
     slices = copied is not None and played is not None and GRAPHS not in compat.xla_flags() and starts_slice_copies(played)
     live, timeline = _live(module, dump, program) if module is not None else ((), None)
     return Sizes(

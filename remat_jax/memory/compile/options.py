@@ -1,4 +1,4 @@
-"""Compiler options: XLA's memory limit, copies outside CUDA graphs, a cache of GPU kernels, fewer passes for unrun programs.
+"""Compiler options: XLA's memory limit, copies outside CUDA graphs, a cache of GPU kernels, fewer passes for sizes alone.
 
 XLA:GPU schedules and rematerialises so that a step's temporary memory fits
 
@@ -9,9 +9,9 @@ the integer *factor*, 95 by default. On an attached GPU, XLA uses the size of JA
 75 % of device memory unless XLA_PYTHON_CLIENT_MEM_FRACTION changes this. XLA aims at the limit, but a step may need more.
 
 XLA:GPU records a step's operations in CUDA graphs, and the operations of a graph run one after the other. By default it also
-records the copies of slices, with which a scan offloads its residuals. These copies then overlap no compute, although the
-schedule starts them early. `overlapping_options` leaves them outside the graphs. On an H200 a scan with offload took 115 ms
-with the option and 138 ms without (`docs/notes/steps_on_a_gpu.md`).
+records the copies of slices, with which a scan offloads its residuals. Inside a graph these copies overlap no compute, although
+the schedule starts them early. `overlapping_options` leaves the copies outside the graphs. On an H200 a scan with offload took
+115 ms with the option and 138 ms without (`docs/notes/steps_on_a_gpu.md`).
 
 Steps under different policies share most kernels, and generating kernels takes most of the compile time. XLA assigns memory
 before it generates kernels, so cached or unoptimised kernels do not change the sizes (`docs/how/planner.md`).
@@ -43,10 +43,10 @@ _AVAILABLE_PERCENT = 80
 """On a GPU that is described but not attached, XLA takes this percentage of the memory as available."""
 
 WITHOUT_TRITON: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-"""The options for a step in which no matmul is Triton's.
+"""The options for a step without Triton matmuls.
 
-Without a GPU, XLA takes Triton for every matmul. A GPU takes the faster kernel, often cuBLAS's, into which XLA fuses less. A
-step then needed up to 9 % more memory (`docs/notes/steps_on_a_gpu.md`).
+Without a GPU, XLA uses Triton for every matmul. With a GPU, XLA uses the faster kernel, often cuBLAS's, and fuses less into
+cuBLAS's matmuls. A step then needed up to 9 % more memory (`docs/notes/steps_on_a_gpu.md`).
 """
 
 GRAPHS = "xla_gpu_enable_command_buffer"
@@ -70,7 +70,7 @@ def check_timeout(timeout: float) -> None:
 
 
 def limit_bytes(memory_limit: Any, target: Target) -> int | None:
-    """A user's `memory_limit`, written like a budget, in bytes on `target`; None for no limit."""
+    """`memory_limit`, written like a budget, in bytes; None for no limit. Raises ArgumentError if it is invalid."""
     if memory_limit is None:
         return None
     if target.kind != "gpu" or target.memory_bytes is None:

@@ -65,8 +65,8 @@ class Question:
         one JSON object for each of `keys`.
       keys: the keys of the programs to compile; for a request to the attached device, its one key.
       doing, who: words for error messages: the activity, and the program that refuses a key.
-      timeout, left: the limit in seconds for all keys together, and what is left of it in seconds; `left=None` means all of it.
-      again: whether the child waits for another question after it prints `{"done": true}`; starting a process is slow.
+      timeout, left: the limit in seconds for all keys together, and the seconds of it that remain; None if all remain.
+      again: whether the child waits for another question after it prints `{"done": true}`, because starting a process is slow.
     """
 
     child: Path
@@ -124,7 +124,7 @@ class Children:
 def ask(
     question: Question, on_done: Callable[[str], None] | None = None, children: Children | None = None
 ) -> dict[str, dict[str, Any]]:
-    """A dict from key to the child's answer. `on_done` gets each key when its answer comes; `children` can kill the child."""
+    """A dict from key to the child's answer. `on_done` gets each key when its answer arrives; `children` can kill the child."""
     child = _idle.take(question) or _Child(question)
     timer = threading.Timer(question.timeout if question.left is None else question.left, child.expire)
     timer.daemon = True
@@ -296,7 +296,7 @@ def _raise_for(question: Question, answers: dict[str, Any], failed: str, status:
         remedy = f". {compat.CUDNN_REMEDY}" if compat.wants_cudnn(failed) else _remedy(failed, status)
         raise CompileError(f"{question.doing}: {question.who} refused policy={failed[:2000]}{remedy}")
     if missing:
-        # An abort prints its reason before a long stack trace, an exception after it.
+        # An abort prints its reason before a long stack trace; an exception prints its reason after the trace.
         shortened = output if len(output) <= 1500 else f"{output[:500]}\n…\n{output[-1000:]}"
         reason = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
         raise CompileError(

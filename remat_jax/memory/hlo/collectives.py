@@ -41,7 +41,7 @@ class Collective:
 def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
     """The collectives that one execution of the compiled module `text` runs, by kind and phase.
 
-    A loop runs for the trip count that the compiler knows, else once. Every branch of a `conditional` counts.
+    A loop counts with its trip count, or once if the compiler does not know it. Every branch of a `conditional` counts.
 
     >>> read_collectives('''ENTRY %main (x: f32[2]) -> f32[8] {
     ...   %x = f32[2] parameter(0)
@@ -81,7 +81,7 @@ def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[
 
 
 def _sent(collective: Instruction) -> tuple[Instruction | None, ...]:
-    """The operands that a collective sends. A ragged all-to-all sends the first; the others are a buffer, offsets and sizes."""
+    """The operands that a collective sends: of a ragged all-to-all only the first, not the buffer, offsets and sizes."""
     return collective.inputs[:1] if collective.opcode.startswith("ragged-") else collective.inputs
 
 
@@ -104,10 +104,10 @@ def exchange_seconds(collective: Instruction, target: Target, links: Links | Non
 
 
 def largest_group(attributes: str, devices: int) -> list[int]:
-    """The device numbers in one group of a collective, by which the collective is timed.
+    """The device numbers of the group by which a collective is timed.
 
-    If the groups are tiled (`[2,4]<=[4,2]`), this is the first group; if they are listed, the group with the widest range of
-    numbers; if the text has no groups, all `devices`.
+    If the groups are tiled (`[2,4]<=[4,2]`), this is the first group. If they are listed, it is the group with the widest range
+    of numbers. If the text has no groups, it is all `devices`.
 
     >>> largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8), largest_group("replica_groups={}", 2)
     ([0, 2, 4, 6], [0, 1])

@@ -14,7 +14,7 @@ _NO_COPIES = FREE | {"while", "call", "conditional", "custom-call"}
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies in one direction between device and host. `StepTime.exchanges` (`schedule.py`) is a `Copies` of collectives.
+    """The copies in one direction between device and host. `StepTime.exchanges` describes collectives in this form.
 
     Attributes:
       count: the number of copies; a copy in a loop counts once per iteration.
@@ -39,8 +39,8 @@ class Copies:
     def coverable(self) -> float:
         """An upper bound of `covered`: `available_seconds` as a share of `seconds`, at most 1.
 
-        `Overlap.coverable` may be lower: it also considers that an array's copies can overlap only the compute between the
-        array's computation and the first read of the copy.
+        `Overlap.coverable` may be lower. It also considers that an array's copies can overlap only the compute that runs after
+        the array is computed and before the copy is first read.
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 
@@ -57,9 +57,9 @@ class Overlap:
       out, back: the copies from device to host and from host to device.
       compute_seconds: the time of compute alone.
       step_seconds: the time of compute and of its waits for copies and collectives. Use it to compare schedules.
-      coverable_seconds: an upper bound of the copy time that compute could cover in any schedule that starts the first copy of
-        each direction, and waits for its last copy, where this schedule does. An array can be copied out and back only between
-        its computation and the first read of the copy. For an array of the last block, hardly any compute runs in between.
+      coverable_seconds: an upper bound of the copy time that compute could cover. It holds for every schedule with the same
+        first start and the same last wait in each direction. An array can be copied out and back only after it is computed and
+        before the copy is first read. For an array of the last block, hardly any compute runs in between.
     """
 
     out: Copies
@@ -161,7 +161,7 @@ def round_trips(computation: Computation) -> Iterator[RoundTrip]:
 
 
 def _passed_on(instruction: Instruction, sources: list[Roots]) -> Roots:
-    """The names of the instructions that computed the result of `instruction`; `sources` has those of its operands."""
+    """The names of the instructions that computed the result of `instruction`; `sources` has such names for each operand."""
     if instruction.opcode == "get-tuple-element":
         whole = sources[0]
         return whole[instruction.index] if isinstance(whole, list) and instruction.index < len(whole) else instruction.name

@@ -113,7 +113,7 @@ def _device_bytes(instructions: Iterable[Instruction | None]) -> int:
 def _read(fusion: Computation) -> int:
     """The bytes that a fusion reads from its parameters: those of the elements on which its result depends.
 
-    A slice needs a part of its operand. An update in place needs nothing of the array that it updates.
+    A slice needs only a part of its operand. An update in place does not read the array that it updates.
     """
     in_place = _updates_in_place(fusion)
     needed = defaultdict[str, float](float, {fusion.root.name: 1.0})
@@ -125,7 +125,7 @@ def _read(fusion: Computation) -> int:
         for index, operand in enumerate(instruction.inputs):
             if operand is None or (index == 0 and instruction.name in in_place):
                 continue
-            # A part of a slice's operand has all elements of the slice; a part of a broadcast may have all of its operand.
+            # A slice reads as many bytes as it returns, and a part of a broadcast's result may depend on the whole operand.
             sized = instruction.opcode == "broadcast" or (index == 0 and instruction.opcode in _PARTS)
             ratio = _device_bytes([instruction]) / max(1, _device_bytes([operand])) if sized else 1.0
             needed[operand.name] += share * ratio
@@ -133,9 +133,9 @@ def _read(fusion: Computation) -> int:
 
 
 def _updates_in_place(fusion: Computation) -> set[str]:
-    """The names of the `dynamic-update-slice`s that update a parameter in place, if bitcasts are ignored.
+    """The names of the `dynamic-update-slice`s that update a parameter of the fusion in place.
 
-    Such an update is a result of the fusion, and no other instruction computes the array that it updates.
+    Such an update is a result of the fusion, and its first operand is the parameter. Bitcasts before and after it are skipped.
     """
     results, updates = [fusion.root], set[str]()
     while results:
@@ -163,8 +163,8 @@ def _written(root: Instruction) -> int:
 def _product(instruction: Instruction) -> Product | None:
     """The matrix product that a dot, a matmul call or a convolution computes; None for other instructions.
 
-    A convolution counts as the product of two matrices: the windows of its input, one row for each output position, and its
-    filter. Float32 runs as tensorfloat32 unless the program requests the highest precision.
+    A convolution counts as the product of two matrices: its filter, and the windows of its input with one row for each output
+    position. Float32 runs as tensorfloat32 unless the program requests the highest precision.
     """
     lhs, rhs = instruction.input(0), instruction.input(1)
     if lhs is None or rhs is None or not (lhs.arrays and rhs.arrays and instruction.arrays):
@@ -236,5 +236,5 @@ def _called_target(instruction: Instruction) -> str:
 
 
 def _units(dtype: str) -> str:
-    """The dtype, as `Rates` names it, at whose rate matmuls of an HLO dtype run; int8 for integers and unknown dtypes."""
+    """The dtype in `Rates` whose rate applies to matmuls of an HLO dtype; int8 for integers and unknown dtypes."""
     return _DTYPES.get(dtype, "int8")

@@ -38,7 +38,7 @@ _STRUCTURE = re.compile(
 
 @dataclass(frozen=True)
 class LiveBuffer:
-    """A buffer that is alive at the peak.
+    """A device buffer of a compiled step, alive at the peak or, in a `Timeline`, at another time.
 
     Attributes:
       name: `module/path:primitive`, like a residual's name, or the argument's name.
@@ -60,9 +60,9 @@ class LiveBuffer:
 
 
 _Value = tuple[str, str]
-"""An instruction's name, and an index into its nested tuple of results, as a text that XLA writes, such as `1,0`."""
+"""An instruction's name, and the index of an element of its nested result in XLA's text form, such as `1,0`."""
 _Places = tuple[int, ...]
-"""An index into a nested tuple, as numbers: `(1, 0)`."""
+"""The index of an element of a nested tuple, as numbers: `(1, 0)`."""
 
 
 def _traced(
@@ -142,7 +142,7 @@ class Schedule:
         peak = max(totals, key=lambda moment: (totals[moment], -moment), default=0)
         # A loop's state has one name outside the loop and another inside. Values that share a place are the same buffer.
         alive = {self.places[value]: value for value, (start, end) in self.ranges.items() if start <= peak <= end}
-        # A collective may refer to a place by any of its names.
+        # A collective may refer to a place in memory by any of the values that share this place.
         kinds = {
             self.places[value]: kind
             for value, kind in self._exchanged().items()

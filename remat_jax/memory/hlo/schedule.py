@@ -2,8 +2,8 @@
 
 XLA:GPU writes its schedule into the module: one line starts a copy or a collective, a later line waits for it, and the lines in
 between may overlap it. Compute runs line by line on one stream, copies to the host on a second, copies back on a third,
-collectives on a fourth. A copy or a collective starts when its line is reached and its stream is free. Compute stops at a line
-that waits until the copy or the collective is done.
+collectives on a fourth. A copy or a collective starts when its line is reached and its stream is free. At a line that waits,
+compute stops until the copy or the collective is done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StepTime:
       seconds, compute_seconds: the time of the step, and the part in which compute runs. In the rest, compute waits for copies
         to and from the host, and for collectives.
       overlap, exchanges: the copies to and from the host, and the collectives.
-      untimed: opcodes and `custom_call_target`s whose arithmetic is unknown here. Their time is that of the bytes they move.
+      untimed: opcodes and `custom_call_target`s whose arithmetic is unknown here. They are timed by the bytes that they move.
       assumed: the names (in `Rates`) of rates that were used and are neither measured nor published. Assumed latencies are
         listed if they make up at least 5 % of `seconds`.
     """
@@ -54,9 +54,9 @@ def step_time(
 ) -> StepTime:
     """The modelled time of the compiled module `text` on one device of `target`, at the target's rates or at `rates`.
 
-    A kernel takes its launch time, plus its compute time or its memory time, whichever is longer. A loop runs for the trip
-    count that the compiler knows, else once. A `conditional` runs its longest branch; if some branches start copies or
-    collectives, it runs the longest of these. `kernels` maps the name of a Pallas kernel to the FLOPs of one call.
+    A kernel takes its launch time, plus its compute time or its memory time, whichever is longer. A loop runs for its trip
+    count, or once if the compiler does not know it. A `conditional` runs its longest branch; if some branches start copies or
+    collectives, it runs the longest of these branches. `kernels` maps the name of a Pallas kernel to the FLOPs of one call.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
@@ -111,8 +111,8 @@ class _Player:
         self.now = self.compute = 0.0
         self.busy: list[tuple[float, float]] = []
         self.streams: dict[Lane, _Stream] = {"out": _Stream(), "back": _Stream(), "exchange": _Stream()}
-        # By instruction name: the step's compute time up to the instruction's start and up to its end, and the duration of the
-        # copy that it starts.
+        # Dicts from instruction name to the step's compute time up to the instruction's start and up to its end, and to the
+        # duration of the copy that the instruction starts.
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.copying: dict[str, float] = {}
@@ -238,9 +238,9 @@ class _Player:
         return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
 
     def _coverable(self, out: Copies, back: Copies) -> float:
-        # An array's two copies can overlap only the compute between the array's computation and the first read of the copy.
-        # `together` has, by the name of the copy out, the seconds by which the two copies exceed this compute. `alone` has, by
-        # direction and name, the seconds by which one copy exceeds it. Of several copies back, the largest number counts.
+        # An array's two copies can overlap only the compute that runs after the array is computed and before the copy is first
+        # read. `together` maps a copy out to the seconds by which it and its copy back exceed this compute. `alone` maps each
+        # copy to the seconds by which it alone exceeds this compute. With several copies back, the largest excess counts.
         together: dict[str, float] = {}
         alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
         for trip in round_trips(self.entry):

@@ -133,6 +133,6 @@ def _value(instruction: Instruction, counters: dict[int, int], parameter: Callab
     if opcode in ("fusion", "call") and instruction.bodies:
         return _value(instruction.bodies[0].root, {}, of)
     raise UnsupportedError(
-        f"instruction {instruction.name!r} ({opcode}) of {instruction.home.name!r}: the index of a baked-in copy "
-        "cannot be traced through this instruction, so the copy cannot be checked"
+        f"instruction {instruction.name!r} ({opcode}) of {instruction.home.name!r}: the index of a copy with a "
+        "constant address cannot be traced through this instruction, so the copy cannot be checked"
     )

@@ -29,7 +29,7 @@ COLLECTIVES = (
 )
 """Collective opcodes. The opcode of an asynchronous collective also has the suffix `-start`."""
 _BODIES = {"while": ("body",), "call": ("to_apply", "calls"), "async-start": ("calls",), "fusion": ("calls",)}
-"""By opcode, the attributes that may name the computation that an instruction runs; the first that is present counts."""
+"""By opcode, the attributes that may name the computation that an instruction runs; the first one present is used."""
 
 
 @dataclass(frozen=True)
