@@ -2,9 +2,11 @@
 
 `gradient_checkpoint_forward` runs a block in one of three modes: off, checkpoint, offload. `selective_checkpoint` runs
 a block under any policy of `remat_jax`, `checkpoint_blocks` applies policies to a finished model, and `shard_blocks` adds
-FSDP2. `faithful` has DiffSynth-Studio's version of `gradient_checkpoint_forward`. The other functions measure: `receipt`
-counts the bytes that an offload moved, `saved_for_backward` the bytes that the graph keeps after the forward pass,
-`count_matmuls` and `count_calls` the executions, and `peak_bytes` the memory of a training step on fake tensors.
+FSDP2. `faithful` has DiffSynth-Studio's version of `gradient_checkpoint_forward`. `doctor` reports known mistakes.
+
+Other functions measure. `receipt` counts the bytes that an offload moved, and `saved_for_backward` the bytes that the graph
+keeps after the forward pass. `count_matmuls` and `count_calls` count executed matmuls and block calls. `peak_bytes` predicts
+the peak memory of a training step on fake tensors; `allocated_bytes` measures it on a GPU.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class AllocatedBytes:
         peak_bytes: the largest sum of live tensors, each rounded up to 512 bytes (`max_memory_allocated`).
         reserved_bytes: the most memory that the allocator took from the driver, including gaps between tensors
             (`max_memory_reserved`). The GPU must have this memory free in addition to the CUDA context.
-        before_bytes: the memory of all tensors before the step: parameters, gradients, optimizer state, batch and others.
+        before_bytes: the memory of all tensors before the step: parameters, gradients, optimizer state, batch and any other.
 
     >>> told = AllocatedBytes(peak_bytes=3 << 20, reserved_bytes=4 << 20, before_bytes=1 << 20)
     >>> told.peak_bytes - told.before_bytes  # what the step itself added

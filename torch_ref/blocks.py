@@ -250,7 +250,7 @@ class _Forward:
         return made
 
     def _noting_starts(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, with each start noted except the first, which hooks count as a call of the module."""
+        """Wrap `run` to call `note_start` at each start after the first; module hooks count the first start."""
         starts = itertools.count()
 
         def noted(*args: Any, **kwargs: Any) -> Any:

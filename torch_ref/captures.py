@@ -55,7 +55,7 @@ def _plain_function(function: Any) -> types.FunctionType | None:
 
 
 def captured(function: types.FunctionType | None) -> dict[str, Any]:
-    """Name → value of the closure variables and globals that a function reads and does not assign."""
+    """The values, by name, of the closure variables and globals that a function reads and does not assign."""
     if function is None:
         return {}
     global_reads, assigned = _names(function.__code__)

@@ -65,7 +65,7 @@ class MatmulCount:
 
     @property
     def per_operator(self) -> dict[str, int]:
-        """Operator → number of its matrix multiplications."""
+        """The number of matrix multiplications of each operator."""
         return dict(Counter(matmul.operator for matmul in self.executed))
 
     @property
@@ -112,7 +112,7 @@ class CallCount:
     """How often each watched block was started.
 
     Attributes:
-        per_module: module → number of its calls.
+        per_module: the number of calls of each module.
 
     >>> import torch, torch_ref
     >>> layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
@@ -126,12 +126,12 @@ class CallCount:
 
     @property
     def total(self) -> int:
-        """The calls of all watched modules."""
+        """The number of calls of all watched modules."""
         return sum(self.per_module.values())
 
     @property
     def per_class(self) -> dict[str, int]:
-        """Class name → number of calls of its modules."""
+        """For each class name: the number of calls of all modules of the class."""
         by_class: Counter[str] = Counter()
         for module, calls in self.per_module.items():
             by_class[type(module).__name__] += calls
@@ -142,8 +142,8 @@ class CallCount:
 def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
     """Count how often modules start in the `with` block; for a class, all modules of the class are counted.
 
-    Recomputation counts too. Starts are counted because a recomputation stops once backward has the tensors it needs, and may
-    never reach the end of the block, where forward hooks run.
+    Starts are counted, also during recomputation. Ends are not counted: a recomputation stops once backward has the tensors
+    it needs, and may never reach the end of the block, where forward hooks run.
 
     Raises:
         InvalidArgumentError: if a block is neither a module nor a class of modules, or if no block is given.

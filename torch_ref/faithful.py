@@ -12,11 +12,11 @@ It is written from the behaviour of `diffsynth/core/gradient/gradient_checkpoint
 Consequences: only *positional, top-level* tensors go to the host, with a separate copy for each use. A call that passes
 everything by keyword offloads nothing and does not restore the device's random state. Keywords of
 `torch.utils.checkpoint.checkpoint` (`debug`, `early_stop`, ...) never reach the block, and `use_reentrant` and `function`
-raise an error. A captured loop variable silently gives wrong gradients. Flags count by their truth value: 1 is True, 0 and
-None are False. If a flag is forgotten, the truth value of the block's first argument is used in its place.
+raise an error. A captured loop variable silently gives wrong gradients. Flags may be any values and are tested for truth:
+1 counts as True, 0 and None as False. A forgotten flag is replaced by the truth value of the block's first argument.
 
 There is one difference from the original: on the CPU, the original's `save_on_cpu` keeps the tensor itself. Here the tensor
-is copied, as from a GPU, so that a machine without a GPU shows the same bytes.
+is copied, as from a GPU, so that receipts show the same bytes on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def gradient_checkpoint_forward(
 ) -> Any:
     """Call `model(*args, **kwargs)` like DiffSynth-Studio's function of this name; this module's docstring lists its quirks.
 
-    Flags count by their truth value: 1, 0 and None are valid. `torch_ref.gradient_checkpoint_forward` accepts only bools.
+    Flags are tested for truth: 1, 0 and None are valid. `torch_ref.gradient_checkpoint_forward` accepts only bools.
 
     Raises:
         InvalidArgumentError: if `model` cannot be called.

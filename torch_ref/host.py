@@ -66,7 +66,7 @@ class HostCopy:
             self._ahead = fetch(self.tensor, self.device, self._copied)
 
     def view(self, back: torch.Tensor, layout: Layout | None, requires_grad: bool) -> torch.Tensor:
-        """`back`, a result of `bring_back`, as a tensor of `layout`, which this copy covers."""
+        """View `back`, a result of `bring_back`, with `layout`, which this copy must cover."""
         back = back if requires_grad else back.detach()
         if self.layout is None or layout is None:
             return back
@@ -106,8 +106,8 @@ def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
     """Copy a tensor to host memory, or find a copy that covers it; also return whether a copy was made.
 
     Tensors share a copy if they are the same view of a storage at the same version, or if they are views of a range that was
-    copied whole. So copy the largest tensor first. Writes that bypass the version counter (through `.data` or a NumPy alias)
-    are not noticed; autograd does not notice them either.
+    copied whole. Of several tensors, copy the largest first. Writes that bypass the version counter (through `.data` or a
+    NumPy alias) are not noticed; autograd does not notice them either.
     """
     version = version_of(source)
     if version is None or is_opaque(source):
@@ -124,7 +124,7 @@ def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
 
 
 def owner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which `tensor` is a view, and with which it shares a version counter; `tensor` itself if it is no view."""
+    """The base of a view, whose version counter the view shares; for a tensor that is no view, the tensor itself."""
     return tensor if tensor._base is None else tensor._base
 
 

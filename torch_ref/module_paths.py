@@ -84,7 +84,7 @@ def _use(change: int) -> None:
     with _lock:
         _users += change
         if _users and not _hooks:
-            # Call the hook after exceptions too: backward ends a recomputation by an exception once it has its tensors.
+            # Call the hook after exceptions too: an exception ends a recomputation once backward has the tensors it needs.
             _hooks.extend([register_module_forward_pre_hook(_started), register_module_forward_hook(_ended, always_call=True)])
         while _hooks and not _users:
             _hooks.pop().remove()

@@ -1,4 +1,4 @@
-"""A function that is recomputed in backward from inputs that an offload keeps in host memory."""
+"""`OffloadFunction`: recompute a function in backward from arguments that were kept in host memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class OffloadFunction:
     It handles the cases that hand-written `torch.autograd.Function`s of this name often get wrong. Outputs and gradients
     equal those of `function`, for any number of tensors anywhere in the arguments, for keywords and arguments that are no
     tensors, and for parameters that `function` captures. The recomputation uses forward's autocast and random state. If an
-    argument is a view inside another argument, both share one copy. On CUDA the copies are pinned and asynchronous: to the
-    host while the function runs, and back while the next call in forward order runs backward. Because the checkpoint is
-    non-reentrant, `torch.autograd.grad`, second derivatives and arguments without gradient work.
+    argument is a view inside another argument, both share one copy. On CUDA the copies are pinned and asynchronous. The copy
+    to the host runs alongside the function, the copy back alongside the backward pass of the call after this one. Because
+    the checkpoint is non-reentrant, `torch.autograd.grad`, second derivatives and arguments without gradient work.
 
     Args:
         function: a module or a function; captured tensors and parameters stay on the device.
@@ -32,8 +32,8 @@ class OffloadFunction:
         InvalidArgumentError: if `function` cannot be called, or `min_bytes` is not an integer of at least 0.
         NothingToOffloadError: in a call, if no argument can be moved.
         MutatedTensorError, ReboundVariableError: as in `gradient_checkpoint_forward`. MutatedTensorError is also raised in
-            forward if `function` changes an argument in place and the copy could miss the change: on CUDA, or if
-            arguments overlap.
+            forward if `function` changes an argument in place and the recomputation could start from other values: on CUDA,
+            where the copy may still be running, or if arguments overlap.
 
     >>> import torch, torch_ref
     >>> doubled = torch_ref.OffloadFunction(lambda x, factor: x * factor)

@@ -32,7 +32,7 @@ PRIMITIVES = {
     "bitwise_not": "not",
 }
 _BATCHED = frozenset({"bmm", "baddbmm"})
-# The result is a view although the schema does not declare it.
+# Operators whose result is a view, although their schema does not declare it.
 _VIEWS = frozenset({"_unsafe_view"})
 
 

@@ -38,7 +38,7 @@ class TrainingStep:
 
     Attributes:
         model: the module with the parameters.
-        loss: a function from `*batch` to a scalar tensor, often a method of the model or a function that calls it.
+        loss: a function from `*batch` to a scalar tensor, often a method of the model or a function that calls the model.
         batch: the arguments of `loss`.
         optimizer: the optimizer whose update ends the step; without an optimizer the step ends with the gradients.
 
@@ -66,11 +66,11 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class PeakBytes:
-    """Memory of a training step at the peak of its device memory.
+    """Peak memory of a training step, on the device and in host copies.
 
     Attributes:
         device_bytes: bytes on the device at the peak, without host copies.
-        breakdown: these bytes by category: parameters, buffers, gradients, optimizer_state, activations, temp, batch.
+        breakdown: `device_bytes` by category: parameters, buffers, gradients, optimizer_state, activations, temp, batch.
         host_bytes: the largest number of bytes in host copies at any time of the step.
         tracked_bytes: the peak that `MemTracker` reports, which counts host copies as device memory.
 

@@ -98,7 +98,7 @@ class Policy:
         """Read a policy's text or name; a `Policy` is returned unchanged.
 
         Raises:
-            PolicyError: if it is malformed; the message names `argument`, the wrong part, and the expected form.
+            PolicyError: if the text is malformed; the message names `argument`, the wrong part, and the expected form.
         """
         if isinstance(text, Policy):
             return text
@@ -176,7 +176,7 @@ def is_catch_all(selector: str) -> bool:
 
 
 def choices() -> str:
-    """A sentence for error messages that lists the valid policies."""
+    """For error messages: a sentence that lists the valid policies."""
     return f"Give one of {', '.join(NAMED)} (also {', '.join(ALIASES)}), or write {_GRAMMAR}."
 
 

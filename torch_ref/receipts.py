@@ -147,10 +147,10 @@ class Receipt:
 
 @contextmanager
 def receipt() -> Iterator[Receipt]:
-    """Record the bytes that `gradient_checkpoint_forward` (both forms), `OffloadFunction` and policies move in the block.
+    """Record the bytes that `gradient_checkpoint_forward` (both forms), `OffloadFunction` and policies move.
 
-    Calls of all threads are recorded. Calls during a recomputation (nested checkpoints) are recorded if the backward pass
-    also runs inside the `with` block.
+    Calls inside the `with` block are recorded, on all threads. Calls during a recomputation (nested checkpoints) are recorded
+    if the backward pass also runs inside the block.
 
     >>> import torch, torch_ref
     >>> layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)

@@ -79,7 +79,7 @@ class Region:
         self._now.set(name, action)
 
     def check_repeats(self, name: str, index: int) -> None:
-        """Raise an error if the recomputation differs from the forward pass: wrong operators would get the saved arrays."""
+        """Raise an error if the recomputation differs from forward: saved arrays would replace wrong operators' results."""
         expected = self.candidates[index].name if index < len(self.candidates) else "nothing"
         if name != expected:
             raise ChangedRecomputationError(
@@ -116,7 +116,7 @@ class Region:
         self._offloaded[self._now.name] = pytree.tree_map_only(torch.Tensor, self._put, output)
 
     def fetch(self) -> Any:
-        """Copy the current operator's output of the forward pass back from the host."""
+        """Copy back from the host the output that the current operator had in the forward pass."""
         return pytree.tree_map_only(_Put, lambda put: put.fetch(), self._offloaded[self._now.name])
 
     def _put(self, tensor: torch.Tensor) -> _Put:
@@ -155,7 +155,7 @@ class _Naming(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_copying_to_host():  # by a nested offload, which may copy in only one of the passes: do not name its operators
+        if is_copying_to_host():  # a nested offload may copy in only one of the passes: do not name its operators
             with _pop_mode_temporarily():
                 return func(*args, **kwargs)
         region, operator = self._region, Operator.of(func)
@@ -200,7 +200,7 @@ class _Moving(TorchDispatchMode):
 
 
 class _Put:
-    """A tensor on the host. Scalars, which are not worth a copy, and empty tensors stay on the device."""
+    """An offloaded tensor: a host copy; a scalar or an empty tensor is not worth a copy and stays on the device."""
 
     def __init__(self, tensor: torch.Tensor, entry: CallEntry) -> None:
         self._entry = entry

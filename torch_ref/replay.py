@@ -68,7 +68,7 @@ class Replay:
         if not large and not any(isinstance(leaf, torch.Tensor) and not leaf.numel() for leaf in self._kept):
             raise NothingToOffloadError(_nothing_to_offload(entry, tensors, min_bytes))
         entry.offered(tensors)
-        # The largest first, so that smaller views of the same storage can use its copy.
+        # Copy the largest tensor first, so that smaller views of its storage share the copy.
         moved = {id(tensor): OffloadedArgument(tensor, entry) for tensor in sorted(large, key=_stretch, reverse=True)}
         self._kept = [moved.get(id(leaf), leaf) for leaf in self._kept]
         self._copies = [weakref.ref(argument.copy) for argument in moved.values()]
@@ -92,7 +92,7 @@ class Replay:
         return kept
 
     def __call__(self, *kept: Any) -> Any:
-        """Run the block: first with the caller's arguments, later with `kept` after fetching the offloaded ones."""
+        """Run the block: first with the caller's arguments, later with `kept`, whose offloaded arguments are fetched."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
             output = self._run(*args, **kwargs)
@@ -127,7 +127,7 @@ class OffloadedArgument:
     def __init__(self, source: torch.Tensor, entry: CallEntry) -> None:
         self.copy, made = to_host(source)
         self._layout = None if is_opaque(source) else Layout.of(source)
-        # Refer to the tensor whose version counter a view shares: that tensor lives longer than the view.
+        # For a view, refer to its base, which shares the view's version counter and lives longer.
         self._source = TensorWeakRef(owner_of(source))
         self._requires_grad = source.requires_grad
         self._entry = entry
@@ -152,10 +152,10 @@ class OffloadedArgument:
             )
 
     def fetch(self, fetched: dict[HostCopy, torch.Tensor]) -> torch.Tensor:
-        """The argument on the device. `fetched`: host copy → its content, if this recomputation has fetched it already.
+        """The argument on the device. `fetched` holds, by host copy, the contents that this recomputation has fetched so far.
 
         Raises:
-            MutatedTensorError: if the original tensor is alive and was changed in place. Without offload, autograd would raise.
+            MutatedTensorError: if the original tensor is alive and was changed in place; without offload, autograd raises.
         """
         source = self._source()
         if source is not None and version_of(source) != self.copy.version:

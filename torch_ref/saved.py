@@ -24,7 +24,7 @@ class SavedEntry:
 
     Attributes:
         nbytes: size of the storage.
-        place: `device`, `host`, or `input`: an argument of the function that is on the device.
+        place: `device`; `host`; or `input`, for an argument of the function that is on the device.
         operator: the operator that made the storage, such as `aten.addmm.default`.
         shape: shape of the first tensor on the storage.
         dtype: data type of the first tensor on the storage.
@@ -128,7 +128,7 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Sav
 class _StorageWatch(TorchDispatchMode):
     """Remembers every storage that operators return, and the first operator that returned it.
 
-    A view of an existing tensor returns a storage that outlives the graph, and is therefore not counted.
+    The storage of a tensor that existed before outlives the graph, so it is not counted if an operator returns a view of it.
     """
 
     def __init__(self, paths: ModulePaths) -> None:

@@ -37,8 +37,8 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
     - The recomputation runs all operators whose results are not saved or offloaded, in order, until backward has the tensors
       it needs; JAX leaves out operators whose results are not read.
     - A view, an in-place change and a constant are no arrays of their own: they have no names and cannot be offloaded.
-    - Operators that draw from the random state (`native_dropout`) are always recomputed: if one were skipped, the next would
-      get its random state. A `save` or `offload` selector that matches only such operators raises an error.
+    - Operators that draw from the random state (`native_dropout`) are always recomputed: if one of them were skipped, the
+      next of them would get its random state. A `save` or `offload` selector that matches only such operators raises an error.
     - `everything` saves the arrays that the block computes. In JAX it saves the arrays that backward reads, which include
       arrays that only derivative rules compute.
     - `torch.einsum` and 3-D matmuls that PyTorch turns into `bmm` have batch dimensions even where JAX's have none.

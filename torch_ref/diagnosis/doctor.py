@@ -45,7 +45,7 @@ class Diagnosis:
 
 
 def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosis:
-    """Run `module(*args, **kwargs)` once, and report mistakes in its gradient checkpointing with place and remedy.
+    """Run `module(*args, **kwargs)` once, and report mistakes in its gradient checkpointing, each with place and remedy.
 
     | trap | what it does |
     | --- | --- |
@@ -59,7 +59,7 @@ def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosi
 
     The module runs forward only, with gradients, in its current training or evaluation mode. Buffers such as batch
     statistics and the random state change as in any call. All calls of `torch.utils.checkpoint.checkpoint` are recorded,
-    under whatever name the model imports it.
+    whatever name the model imports the function under.
 
     Raises:
         InvalidArgumentError: if `module` cannot be called, or a profiler written in C is active.
@@ -79,7 +79,7 @@ def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosi
         raise InvalidArgumentError(f"module is a {type(module).__name__}, expected a module or a function.")
     root = module if isinstance(module, nn.Module) else None
     with warnings.catch_warnings():
-        # A finding reports the same as this warning of a reentrant checkpoint.
+        # PyTorch's warning about a reentrant checkpoint would only repeat a finding.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         with torch.enable_grad(), watched_flags(root, kwargs) as flags, Watch(root) as watch:
             output = module(*args, **kwargs)

@@ -78,7 +78,7 @@ class Region:
         arguments: the region's tensor arguments.
         is_random: whether an operator in the region drew random numbers.
         mutated_inside: the arguments that were changed in place while the region ran.
-        captures: the captured variables, one entry for each function among the block and the functions that it captures.
+        captures: the captured variables of the block's function and of each function that it captures.
     """
 
     block: str
@@ -223,7 +223,7 @@ def _is_trainable(value: Any) -> bool:
 
 
 def _place(frame: types.FrameType) -> str:
-    """The line that calls `checkpoint`, which is often in a helper, and the line that calls this helper."""
+    """The line that calls `checkpoint`, often in a helper function, and the line that calls this helper."""
     lines: list[str] = []
     at = frame.f_back
     while at is not None and len(lines) < 2:
