@@ -38,7 +38,7 @@ def job() -> Workload:
 
 
 def tensor_job() -> Workload:
-    """Return the same on a mesh of 8 × 8, with the layers' matrices partitioned by heads and hidden features.
+    """Return the same workload on a mesh of 8 × 8, with the layers' matrices partitioned by heads and hidden features.
 
     >>> tensor_job().mesh.axis_names
     ('fsdp', 'tensor')
@@ -77,11 +77,11 @@ def decoder_job(
 
 
 def dividing(devices: int) -> Callable[[str, Any], P]:
-    """Partition every parameter over so many devices: a matrix along its contracted dimension, others along their last.
+    """Partition every parameter over `devices`: a matrix along its contracted dimension, other arrays along their last.
 
-    If `devices` does not divide this dimension, the last dimension that it divides is partitioned. If a matrix were partitioned
-    along its output dimension, it would be gathered in another order than its memory order: XLA would copy the whole stack into
-    that order, and keep both until the step ends.
+    If `devices` does not divide this dimension, the last dimension that it divides is partitioned. A matrix partitioned
+    along its output dimension would be gathered in another order than its memory order. XLA would copy the whole stack
+    into that order, and keep both copies until the step ends.
 
     >>> head = jax.ShapeDtypeStruct((8192, 128256), jnp.bfloat16)
     >>> [tuple(dividing(devices)(name, head)) for devices, name in [(64, "lm_head/kernel"), (64, "embed"), (512, "embed")]]

@@ -3,8 +3,8 @@
     remat-jax measure examples/moe_235b.py:job --target 8x8xh200 --policy full
 
 The shapes are those of Qwen3-235B-A22B. The experts are partitioned over the GPUs of a host, so that tokens stay within the
-host, and their matrices also over the hosts. Other parameters and the batch are partitioned over all GPUs, and the optimizer's
-state like the parameters. Nothing is allocated.
+host, and their matrices also over the hosts. Other parameters and the batch are partitioned over all GPUs. The optimizer's
+state is partitioned like the parameters. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def job_on(hosts: int, config: moe.MoeConfig | None = None, length: int = LENGTH
 
 
 def by_expert(devices: int) -> Callable[[str, Any], P]:
-    """Experts over the GPUs of a host, their last dimension over the hosts; other parameters over all devices."""
+    """Partition experts over the GPUs of a host and their last dimension over the hosts; others over all devices."""
     others = dividing(devices)
 
     def spec(path: str, leaf: Any) -> P:

@@ -1,7 +1,7 @@
 """`python examples/pi0.py`: π0 trained on photographs in PyTorch and in Flax, with and without checkpoints and offload.
 
-Prints the losses, the kept bytes and the executed products of every form, and what the doctor says of OpenPI's own
-checkpoints. `--adaptive` trains π0.5; `--json` prints one JSON object instead.
+Prints the losses, the kept bytes and the executed matrix products of every form, and the findings of `torch_ref.doctor` on
+OpenPI's own checkpoints. `--adaptive` trains π0.5; `--json` prints one JSON object instead.
 """
 
 from __future__ import annotations

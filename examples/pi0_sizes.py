@@ -1,4 +1,4 @@
-"""The sizes and the inputs of π0 and π0.5, and the check that the inputs have these sizes: for both frameworks."""
+"""The sizes and the inputs of π0 and π0.5 for both frameworks, and a check of the inputs' shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Pi0Config:
         depth, num_heads, num_kv_heads, head_dim: the sizes that both have in common.
         num_images: the number of cameras, each with `image_size` × `image_size` pixels.
         horizon: the number of actions that are predicted at once.
-        adaptive: π0.5: the time conditions the expert's norms, and there is no state token (the state is in the prompt).
+        adaptive: whether the model is π0.5, where the time conditions the expert's norms and the state is in the prompt, not
+            in a token of its own.
 
     Raises:
         ValueError: if a size is too small, or does not divide another as it must.

@@ -35,8 +35,8 @@ def demo_pictures(rows: Iterable[Any], folder: str | Path) -> list[str]:
     A row is a mapping or a dataclass instance with the keys `framework`, `model`, `mode`, `residual_device_bytes`,
     `residual_host_bytes`, `peak_bytes` (by `torch`, `cpu`, `h200`) and `relative_time`; a value of `None` is drawn as
     missing, never as zero. Creates `folder` if it does not exist. Models differ in size, so each model has its own pictures;
-    with several models their file names end in the model's name (`memory-decoder.svg`). No trade-off is drawn without a row
-    that has both figures.
+    with several models their file names end in the model's name (`memory-decoder.svg`). The trade-off is drawn only
+    if a row has both residual bytes and a time.
 
     Raises `ValueError` for rows that cannot be drawn.
 
@@ -72,7 +72,7 @@ def memory_picture(rows: Iterable[Any]) -> Picture:
     rows = plain_rows(rows)
     keys = [Key("on the device", BLUE), Key("on the host", SKY, hatched=True)]
     frameworks = group(rows, "framework")
-    # A kind that no row of a framework has is left out; a kind that only some rows lack is drawn as missing.
+    # A kind of peak that no row of a framework has is left out; a kind that only some rows lack is drawn as missing.
     kinds = {
         name: [kind for kind in PEAK_KINDS if any(peak(row, kind) is not None for row in its_rows)]
         for name, its_rows in frameworks.items()
@@ -121,7 +121,7 @@ def trade_off_picture(rows: Iterable[Any]) -> Picture:
         ordered = sorted(its_rows, key=lambda row: (row["relative_time"], row["residual_device_bytes"]))
         places = [place for row in ordered if (place := _place(row, unit))]
         hollow, names = [bool(row["residual_host_bytes"]) for row in ordered], [mode_label(row) for row in ordered]
-        # Frameworks often agree to the byte: later points are smaller and on top, so that all show.
+        # Frameworks often agree to the byte: later points are smaller and on top, so that all are visible.
         look = {"shape": SHAPES[(number + 1) % len(SHAPES)], "size": max(3.5, 8 * 0.68**number), "faint": True}
         series.append(Series(framework, colours[framework], places, places, hollow, names, **look))
     lost = ", ".join(f"{row['framework']} {mode_label(row)}" for row in rows if row not in drawn)

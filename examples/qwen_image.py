@@ -4,7 +4,7 @@ Prints losses and kept bytes. The published model at its true size, as shapes on
 
     remat-jax measure examples/qwen_image.py:job --target h200 --policy full --policy offload_inputs
 
-On one GPU only adapters are trained, and the model is frozen: `lora_job`, and `edit_lora_job` for Qwen-Image-Edit.
+For one GPU, `lora_job` trains only adapters of the frozen model, and `edit_lora_job` those of Qwen-Image-Edit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def lora_job() -> Any:
 
 
 def edit_lora_job() -> Any:
-    """Return the same for an image made from an image of 1024², whose tokens follow those of the noisy image.
+    """Return the same step for Qwen-Image-Edit: the tokens of a source image of 1024² follow those of the noisy image.
 
     >>> edit_lora_job().batch[0].shape
     (1, 10985, 64)

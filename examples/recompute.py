@@ -1,6 +1,6 @@
 """`python examples/recompute.py`: one decoder layer trained with recomputation, in every form of PyTorch and JAX.
 
-Prints losses, kept bytes and executed products of each. `--json` prints one JSON object instead.
+Prints losses, kept bytes and executed matrix products of each form. `--json` prints one JSON object instead.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def train_torch(run: Torch, data: list[tuple[np.ndarray, np.ndarray]]) -> dict[s
 
 
 def train_jax(policy: str, data: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-    """Train the Linen layer under a policy; returns the same fields."""
+    """Train the Linen layer under a policy; returns the fields of `train_torch`."""
     model, kind = linen.DecoderLayer(WIDTH, HEADS), "DecoderLayer"
     params = weights.from_torch(initial(), kind, scan=False)
     optimizer = optax.adam(LEARNING_RATE)

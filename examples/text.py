@@ -45,10 +45,10 @@ MODULES = (
 def corpus(modules: tuple[str, ...] = MODULES, folder: Path | None = None) -> np.ndarray:
     """Return the bytes of the modules' source, joined in sorted order: uint8, 1.6 MB, the same on every call.
 
-    `folder` is the standard library unless given. Modules that it does not have are left out.
+    `folder` is the standard library unless given. Modules that the folder does not have are left out.
 
     Raises:
-        FileNotFoundError: when none of them is there, as in a Python whose standard library is zipped.
+        FileNotFoundError: when the folder has none of the modules, as in a Python whose standard library is zipped.
 
     >>> corpus(("textwrap",))[:16].tobytes()
     b'\"\"\"Text wrapping'

@@ -1,4 +1,4 @@
-"""`python examples/train_anywhere.py`: one training script for a GPU, eight, or several hosts.
+"""`python examples/train_anywhere.py`: one training script for one GPU, eight GPUs, or several hosts.
 
 A decoder learns the source of Python's standard library, byte by byte, under any policy of remat_jax. All devices that JAX sees
 take part, and the losses are the same on each mesh and under each policy:
@@ -6,7 +6,7 @@ take part, and the losses are the same on each mesh and under each policy:
     python examples/train_anywhere.py --checkpoint run                                one process, all its devices on fsdp
     python examples/train_anywhere.py --checkpoint run --mesh data=2,fsdp=4           eight GPUs, parameters divided by four
     python examples/train_anywhere.py --checkpoint run --policy offload_inputs        blocks' inputs in host memory
-    JAX_NUM_CPU_DEVICES=8 python examples/train_anywhere.py --layers 2 --width 64 --batch 8 --length 64   eight pieces of a CPU
+    JAX_NUM_CPU_DEVICES=8 python examples/train_anywhere.py --layers 2 --width 64 --batch 8 --length 64   eight devices on a CPU
 
 On several hosts, run the same command on each with its own `--process-id`; Slurm and Open MPI need only `--distributed`:
 
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def job() -> Any:
-    """Return the training step as a workload, for the arguments in TRAIN_ANYWHERE; without a mesh there, for one device.
+    """Return the training step as a workload, for the arguments in TRAIN_ANYWHERE, by default for one device.
 
     >>> job().batch[0].shape
     (32, 256)

@@ -4,7 +4,7 @@ Prints losses and kept bytes. The published model of 14 billion parameters, as s
 
     remat-jax measure examples/wan.py:job --target h200 --policy full --policy offload_inputs
 
-On one GPU only adapters are trained, and the model is frozen: `lora_job` and `lora_job_720p`.
+For one GPU, `lora_job` and `lora_job_720p` train only adapters of the frozen model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NEEDED = {"torch": "remat_jax[torch]", "diffusers": "diffusers", "sklearn": "scikit-learn"}
-FRAMES, WORDS = 21, 512  # frames of latents, of 81 frames of video; tokens of the prompt
+FRAMES, WORDS = 21, 512  # frames of latents for 81 frames of video; tokens of the prompt
 RANK = 32
 ADAPTED = ("*_attention/*", "*/mlp/fc?")
 
@@ -48,7 +48,7 @@ def job() -> Any:
 
 
 def job_720p() -> Any:
-    """Return the same at 1280 x 720: 21 x 45 x 80 = 75600 tokens.
+    """Return the same step at 1280 x 720: 21 x 45 x 80 = 75600 tokens.
 
     >>> job_720p().batch[0].shape
     (1, 21, 90, 160, 16)
@@ -68,7 +68,7 @@ def lora_job() -> Any:
 
 
 def lora_job_720p() -> Any:
-    """Return the same at 1280 x 720.
+    """Return the same step at 1280 x 720.
 
     >>> lora_job_720p().name
     'Wan 14B, LoRA, 720p'

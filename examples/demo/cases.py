@@ -29,7 +29,7 @@ TorchLoss = Callable[..., torch.Tensor]
 class JaxJob(NamedTuple):
     """A Flax model as a workload, with values for the arrays that the workload describes by shape.
 
-    `extra` are the arguments of the loss between the parameters and the batch; `to_torch` turns a gradient into PyTorch's
+    `extra` are the arguments of the loss between the parameters and the batch; `to_torch` converts a gradient to PyTorch's
     names and shapes.
     """
 
@@ -47,7 +47,7 @@ class Case(ABC):
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        # Drawn once, because all threads share PyTorch's generator.
+        # The weights are drawn only once, because all threads share PyTorch's generator.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setting.seed)
             self.state = self.module().state_dict()
@@ -98,7 +98,7 @@ class Case(ABC):
         return {name: weights.as_numpy(tensor).astype(dtype) for name, tensor in self.state.items()}
 
     def _begins_layer(self, eqn: Any) -> bool:
-        # Queries, keys and values are one product. In neither pass has another product the shape (batch, length, 3·d_model).
+        # Queries, keys and values are one product. No other product, in either pass, has the shape (batch, length, 3·d_model).
         size = self.setting
         shape = (size.batch, size.length, 3 * size.d_model)
         return eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.shape == shape
@@ -250,7 +250,7 @@ class ToyModel(_Regression):
 
 
 class Weighted(torch.nn.Module):
-    """An element-wise weight, and a model that takes the two flags after it."""
+    """An element-wise weight, followed by a model that takes the two flags."""
 
     def __init__(self, inner: torch.nn.Module, d_model: int) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def gradients_in_float64(evidence: Sequence[Evidence]) -> Check:
 
 
 def gradients_in_float32(evidence: Sequence[Evidence]) -> Check:
-    """In float32 no row is farther from float64 than a few times PyTorch's own error."""
+    """In float32 no row's error against float64 exceeds a few times PyTorch's own error."""
     ratios = {}
     for one in evidence:
         plain = reference_of(evidence, one.model)

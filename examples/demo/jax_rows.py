@@ -60,7 +60,7 @@ def measure(case: Case, form: Form, asked: Asked, trainer: JaxTrainer) -> Eviden
         offloads=asked.offloads,
         residual_device_bytes=kept.device_bytes,
         residual_host_bytes=kept.host_bytes,
-        # XLA's CPU compiler says nothing about unrolled layers: its scheduler ignores memory.
+        # For unrolled layers the memory on a CPU has no meaning, because XLA's CPU scheduler ignores memory.
         peak_bytes={"torch": None, "cpu": trainer.cpu_bytes() if form.scan else None, "h200": None},
     )
 

@@ -16,8 +16,9 @@ class Setting:
       length, batch: a batch is `batch` windows of `length` bytes.
       steps: steps of training in every mode. The losses of the first 20 at most are compared.
       rounds: timed steps in every mode; the modes take turns.
-      learning_rate, seed: of Adam, and of weights and data. Where a gradient is almost 0, Adam turns its rounding error into a
-        step as large as the learning rate, so a high rate makes two correct trainings diverge.
+      learning_rate: Adam's. Where a gradient is almost 0, Adam turns its rounding error into a step as large as the learning
+        rate, so a high rate makes two correct trainings diverge.
+      seed: of weights and data.
       models: which of `ByteDecoder`, `DecoderStack` and `ToyModel` take part.
       frameworks: which of `JAX Linen`, `JAX NNX` and `JAX Linen, unrolled` are compared with PyTorch.
       target: the GPU that the JAX steps are compiled for; None compiles for no GPU.
@@ -96,7 +97,7 @@ THREE_MODES = tuple(Asked(mode, mode, BLOCK_RUNS[mode], mode == "offload") for m
 
 # Save the products with weights, but offload the widest of them: no policy of JAX's own can express this.
 COMPOSED = "offload: *ffn/up:dot_general#0; save: @dots_with_no_batch_dims"
-# All of these keep a block's first product, so that it is not computed twice.
+# All of these policies keep a block's first product, so that it is not computed twice.
 POLICIES = (
     Asked("dots", "dots", 1, False),
     Asked("offload_dot_with_no_batch_dims", "offload_dot_with_no_batch_dims", 1, True),

@@ -9,7 +9,7 @@ from typing import Protocol
 from .cases import Batch
 
 # On the CPU XLA removes the barriers of `jax.checkpoint` and merges the recomputation with the forward pass: an unrolled form
-# would take no longer than the plain form, and save nothing. Without the compiler pass below, the step runs as written.
+# would take no longer than the plain form, and save nothing. With the compiler pass below disabled, the step runs as written.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 MOST_ROUNDS = 100
 ENOUGH_SECONDS = 1.0

@@ -72,7 +72,7 @@ def flax_model_fn(
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
 ) -> jax.Array:
-    """The same for the bound port, line by line: `nn.apply(flax_model_fn, model)(variables, …)`."""
+    """`torch_model_fn` for the bound Flax port, line by line: `nn.apply(flax_model_fn, model)(variables, …)`."""
     image, text, conditioning, (rotation, bias) = model.embed(latents, text, time, tuple(grids), mask)
     for block in model.layers:
         image, text = rj.gradient_checkpoint_forward(

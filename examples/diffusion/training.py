@@ -46,7 +46,7 @@ class Pair:
 
 
 def train_torch(pair: Pair, mode: str, checkpoint_forward: Callable[..., Any], batches: Sequence[Batch]) -> dict[str, Any]:
-    """Train in PyTorch; returns the losses, and what a step keeps between its passes."""
+    """Train in PyTorch; returns the losses, the bytes offered to an offload, and the bytes kept between the passes."""
     model = pair.make_torch()
     loss_of = pair.torch_loss(model, checkpoint_forward, torch_ref.mode_flags(mode))
     # Parameters that the loss does not reach, such as the text stream after the last attention, have no gradient here, and
@@ -69,7 +69,7 @@ def train_torch(pair: Pair, mode: str, checkpoint_forward: Callable[..., Any], b
 
 
 def train_jax(pair: Pair, mode: str, batches: Sequence[Batch]) -> dict[str, Any]:
-    """Train the port; returns the same fields."""
+    """Train the port; returns the fields of `train_torch`."""
     loss_of = pair.flax_loss(torch_ref.mode_flags(mode))
     variables = porting.from_torch(pair.make_torch().state_dict(), pair.shapes, pair.rules)
     optimizer = optax.adam(LEARNING_RATE)

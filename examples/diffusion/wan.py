@@ -76,7 +76,7 @@ def flax_model_fn(
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
 ) -> jax.Array:
-    """The same for the bound port on videos (B, F, H, W, C): `nn.apply(flax_model_fn, model)(variables, …)`."""
+    """`torch_model_fn` for the bound Flax port, on videos (B, F, H, W, C): `nn.apply(flax_model_fn, model)(variables, …)`."""
     x, text, conditioning, modulation, rotation = model.embed(latents, text, time)
     for block in model.layers:
         x = rj.gradient_checkpoint_forward(

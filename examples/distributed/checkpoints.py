@@ -31,7 +31,7 @@ from .setting import differences
 
 Tell = Callable[[str], None]
 _LATE = (0.1, 0.5, 1.0, 2.0, 4.0)
-"""Seconds between looks for a file that another host writes."""
+"""Seconds between checks for a file that another host writes."""
 
 
 class CheckpointError(RematError, RuntimeError):
@@ -69,7 +69,8 @@ class Checkpoints:
     def restore(self, structs: Any, tell: Tell) -> tuple[int, Any] | None:
         """The newest readable state, sharded like `structs`, and its step; None if there are no checkpoints.
 
-        `tell` receives a sentence about each unreadable checkpoint. These are put aside, because their steps are repeated.
+        `tell` receives a sentence about each unreadable checkpoint. Such checkpoints are
+        renamed, because their steps are repeated.
 
         Raises:
           ArgumentError: the newest checkpoint whose description can be read is of another setting.
@@ -118,12 +119,12 @@ class Checkpoints:
         if steps and jax.process_index() == 0:
             for step in steps:
                 (self._folder / str(step)).rename(_free(self._folder / f"{step}.damaged"))
-        if steps and all_agree(True):  # nobody looks before they are gone
+        if steps and all_agree(True):  # no process goes on before they are renamed
             self._manager.reload()
 
 
 def _check_folder(folder: Path) -> None:
-    """Make the folder; refuse different folders in different processes, which would wait for files that are elsewhere."""
+    """Make the folder; refuse different folders in different processes: each would wait for files that are elsewhere."""
     token = int(multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32)))
     file, why = folder.absolute() / f".process-0-was-here-{token}", ""
     try:
@@ -169,12 +170,12 @@ def _digest(about: Mapping[str, Any]) -> str:
 
 
 def _is_whole(about: Any) -> bool:
-    """Whether the data is what was saved, by its own digest."""
+    """Whether the data matches the digest that was saved with it."""
     return isinstance(about, dict) and about.get("digest") == _digest({name: about[name] for name in about if name != "digest"})
 
 
 def _ignore_leftovers() -> None:
-    """Suppress what orbax logs if reading an array fails: a page for each other array, which would hide the warning."""
+    """Suppress what orbax's coroutines print if an array cannot be read: a page per other array, hiding the warning."""
     before = sys.unraisablehook
 
     def told(about: Any) -> None:
@@ -194,8 +195,8 @@ def _free(path: Path) -> Path:
 def checksums(state: Any) -> dict[str, int]:
     """A number for each array, which changes with any of the array's elements and does not depend on the mesh.
 
-    Each element's bits and place are mixed by the finalizer of MurmurHash3, a bijection, and summed modulo 2³². A sum of
-    integers does not depend on its order. Several changes at once go unseen with a probability of 2⁻³².
+    Each element's bits and position are mixed by the finalizer of MurmurHash3, a bijection, and summed modulo 2³². A sum of
+    integers does not depend on its order. Several changes at once are missed with a probability of 2⁻³².
 
     >>> one, other = (checksums({"x": jnp.array(x)}) for x in ([1.0, 2.0], [2.0, 1.0]))
     >>> one, one == other
@@ -208,7 +209,7 @@ def checksums(state: Any) -> dict[str, int]:
 
 
 def _checksum(array: jax.Array) -> jax.Array:
-    if is_on_host(array):  # rj.offload_optimizer keeps a state there; nothing is computed there
+    if is_on_host(array):  # as under rj.offload_optimizer; sums are computed on the device
         array = jax.device_put(array, jax.memory.Space.Device)
     width = array.dtype.itemsize
     # An element of eight bytes becomes two numbers, in a new dimension.

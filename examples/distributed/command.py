@@ -31,20 +31,20 @@ class TrainingError(RematError, RuntimeError):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command-line arguments. Those of `Setting` have its defaults."""
+    """The command-line arguments. The arguments for `Setting` have its defaults."""
     made = argparse.ArgumentParser(
         prog="train_anywhere.py",
         description="Train a decoder on the source of Python's standard library, on whatever devices there are. The same "
         "command again goes on from the newest checkpoint, on the same mesh or on another one.",
     )
-    _add_setting(made.add_argument_group("what is trained", "a checkpoint is only taken up by the same"))
+    _add_setting(made.add_argument_group("what is trained", "training goes on from a checkpoint only with the same values"))
     how = made.add_argument_group("how")
     how.add_argument("--steps", type=int, default=200, help="steps in all, those of earlier runs included (default 200)")
     how.add_argument(
         "--policy", default="full", help="a policy's name or text, or a plan's file ending in .json (default full)"
     )
     how.add_argument("--mesh", help="sizes of the axes data and fsdp, as in data=2,fsdp=4 (default: all devices on fsdp)")
-    how.add_argument("--checkpoint", type=Path, metavar="DIR", help="where checkpoints are, for all processes the same folder")
+    how.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder of the checkpoints, the same for all processes")
     how.add_argument(
         "--save-every", type=int, default=50, metavar="N", help="save after every N steps (default 50), and at the end"
     )
@@ -57,10 +57,10 @@ def parser() -> argparse.ArgumentParser:
     several.add_argument("--num-processes", type=int, metavar="N")
     several.add_argument("--process-id", type=int, metavar="I", help="0 to N - 1")
     several.add_argument(
-        "--distributed", action="store_true", help="let JAX find the others: Slurm, Open MPI, Kubernetes, Cloud TPU"
+        "--distributed", action="store_true", help="let JAX find the other processes: Slurm, Open MPI, Kubernetes, Cloud TPU"
     )
     several.add_argument(
-        "--heartbeat", type=int, default=60, metavar="SECONDS", help="end when a process is silent for so long (default 60)"
+        "--heartbeat", type=int, default=60, metavar="SECONDS", help="end when a process is silent for this long (default 60)"
     )
     return made
 
@@ -249,7 +249,7 @@ def _end_alone(error: Exception) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit at once: a normal exit of JAX waits for the other processes, which are dead, or wait for this one."""
+    """Exit at once: a normal exit of JAX waits for the other processes, which are dead or wait for this process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

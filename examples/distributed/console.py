@@ -23,7 +23,7 @@ class Metrics:
 
     Args:
       first, last: the steps to come are those from `first` up to `last`, which is excluded.
-      every: the number of steps for which one row is written.
+      every: the number of steps per row.
       tokens: the number of tokens in one step.
       path: a file to which a line is added for every step, `{"step": 3, "loss": 5.1, "tokens_per_second": 120000.0}`. A step
         that was lost with a killed run has two lines; the later line counts.

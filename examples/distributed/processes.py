@@ -54,9 +54,10 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
 
 
 class Ending:
-    """Whether the run was asked to end (by SIGTERM, as schedulers do before they kill): the same answer in every process.
+    """Whether the run was asked to end, the same answer in every process.
 
-    JAX handles the signal of joined processes; a single process handles it itself, inside the `with` block.
+    Schedulers ask by SIGTERM before they kill a job. JAX handles the signal for joined processes; a single process
+    handles it itself, inside the `with` block.
 
     Args:
       step: the number of steps done before.
@@ -91,7 +92,7 @@ def parsed_mesh(written: str) -> dict[str, int]:
     """The sizes of a mesh by axis, from `data=2,fsdp=4`.
 
     Raises:
-      ArgumentError: it is not of this form, or an axis is unknown.
+      ArgumentError: the text is not of this form, or an axis is unknown.
 
     >>> parsed_mesh("data=2,fsdp=4")
     {'data': 2, 'fsdp': 4}

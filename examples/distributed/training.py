@@ -59,7 +59,7 @@ def workload(setting: Setting, mesh: Any) -> rj.Workload:
 
 
 def initial_params(setting: Setting) -> Callable[[], Any]:
-    """A function that draws the parameters: the same on every mesh, because JAX's random numbers do not depend on it."""
+    """A function that draws the parameters: the same on every mesh, because JAX's random numbers do not depend on the mesh."""
     # Sharding constraints on activations need a mesh, and there is none yet.
     model = _model(setting, activations=None)
     return lambda: model.init(jax.random.key(setting.seed), jnp.zeros((1, setting.length), jnp.int32))["params"]

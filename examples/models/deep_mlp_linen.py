@@ -69,7 +69,7 @@ class DeepMLP(nn.Module):
         def body(layer: MlpLayer, carry: jax.Array, _: None) -> tuple[jax.Array, None]:
             return layer(carry), None
 
-        # Without an axis for them, `nn.scan` drops captured intermediates.
+        # `nn.scan` drops captured intermediates unless they have an axis.
         axes = {"params": 0, "intermediates": 0}
         scanned = nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=hidden)
         return [first, lambda x: scanned(MlpLayer(**fields, name="layers"), x, None)[0], head]

@@ -1,4 +1,4 @@
-"""The forward pass of the scanned deep perceptron in segments: a scan over segments, in it a scan over layers."""
+"""The forward pass of the scanned deep perceptron in segments: a scan over segments, which contains a scan over layers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def unfold_layers(tree: Mapping[str, Any]) -> dict[str, Any]:
 def nested_scan(params: Mapping[str, Any], x: jax.Array, *, policy: Any = "full") -> jax.Array:
     """The output of `DeepMLP`, (B, in_features) → (B, out_features), for its parameters after `fold_layers`.
 
-    The hidden layers run in a scan over segments, each segment a block under `policy` with a scan over its layers. One segment
-    is compiled, once. Unlike in `checkpoint_sequential`, the last segment is checkpointed too, and the first layer and the
+    The hidden layers run in a scan over segments, each segment a block under `policy` with a scan over its layers. Only one
+    segment is compiled. Unlike in `checkpoint_sequential`, the last segment is checkpointed too, and the first layer and the
     head are in no segment, because the iterations of a scan must be equal.
 
     >>> layer = {"kernel": jnp.eye(2), "bias": jnp.zeros(2)}

@@ -92,7 +92,7 @@ def grid_positions(grid: Grid, first: tuple[int, int, int] = (0, 0, 0)) -> jax.A
 def axis_rotations(positions: jax.Array, axes: tuple[int, ...], theta: float, dtype: Dtype) -> Rotation:
     """Return cosine and sine for positions (axes, T), each (1, T, 1, D/2), in `dtype` but at least float32.
 
-    Of a head's D dimensions the first `axes[0]` turn with the first position, the next `axes[1]` with the second, and so on.
+    The first `axes[0]` of a head's D dimensions rotate with the first position, the next `axes[1]` with the second, and so on.
     """
     parts = [rotations(each[None], size, theta, wide(dtype)) for each, size in zip(positions, axes, strict=True)]
     cos, sin = (jnp.concatenate(each, axis=-1) for each in zip(*parts, strict=True))

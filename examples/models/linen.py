@@ -92,7 +92,7 @@ def run_layers(num_layers: int, x: jax.Array, *, scan: bool, deterministic: bool
     def body(layer: DecoderLayer, carry: jax.Array, _: None) -> tuple[jax.Array, None]:
         return layer(x=carry, deterministic=deterministic), None
 
-    # Without an axis for them, `nn.scan` drops captured intermediates.
+    # `nn.scan` drops captured intermediates unless they have an axis.
     scanned = nn.scan(
         body,
         variable_axes={"params": 0, "intermediates": 0},

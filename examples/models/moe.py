@@ -52,11 +52,11 @@ class MoeConfig(LlamaConfig):
 
 
 def route(logits: jax.Array, config: MoeConfig) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Each token's experts, its place in each, its weights, and the imbalance of the routing.
+    """Each token's experts, its place among the tokens of each, its weights, and the imbalance of the routing.
 
-    Shapes: `logits` (B, T, num_experts); the first three are (B, T, num_active). A place at or beyond the
-    capacity means that the expert has no room. The last is the scalar Σ fraction · mean probability · num_experts of the Switch
-    Transformer, which is 1 if all experts get equally many tokens.
+    Shapes: `logits` (B, T, num_experts); the first three results are (B, T, num_active). A place at or beyond the capacity
+    means that the expert has no room. The last result is the scalar Σ fraction · mean probability · num_experts of the
+    Switch Transformer, which is 1 if all experts get equally many tokens.
 
     >>> experts, places, weights, balance = route(jnp.zeros((1, 2, 4)), MoeConfig(num_experts=4, num_active=1))
     >>> experts.tolist(), places.tolist(), weights.tolist(), float(balance)
@@ -111,9 +111,9 @@ class Experts(nn.Module):
 
 
 # These functions handle one row. Under `vmap`, rows are batch dimensions of the scatter and the gather, so the partitioner sees
-# that devices with their own rows exchange nothing. If the row were an index array, a policy might save the indices, and XLA
-# would no longer know that they are rows: it gathered all tokens of all devices, 17 GB per layer and pass for
-# `examples/moe_235b.py`.
+# that devices with their own rows need no communication. If the row were an index array, a policy might save the indices, and
+# XLA would no longer know that they are rows. For `examples/moe_235b.py` it then gathered the tokens of all devices, 17 GB per
+# layer and pass.
 
 
 def _sort(room: jax.Array, experts: jax.Array, places: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -182,7 +182,7 @@ class Pi0(nn.Module):
 def flow_matching_loss(
     model: nn.Module, params: Any, observation: Observation, actions: jax.Array, noise: jax.Array, time: jax.Array
 ) -> jax.Array:
-    """Return the mean squared error of the velocity at time · noise + (1 − time) · actions; the true one is noise − actions."""
+    """Return the mean squared error of the velocity at time · noise + (1 − time) · actions; the target is noise − actions."""
     at = time[:, None, None]
     velocity = model.apply({"params": params}, observation, at * noise + (1 - at) * actions, time)
     return jnp.mean(jnp.square(velocity.astype(actions.dtype) - (noise - actions)))

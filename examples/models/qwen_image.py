@@ -163,7 +163,7 @@ class QwenImage(nn.Module):
 
     `text` (B, T, text_width) are the prompt's embeddings, `time` (B,) the noise's share from 0 to 1, `mask` (B, T) is true
     for tokens of the text and false for padding. `grids` has the frames, rows and columns of each image, in the order of the
-    tokens: the image that is made, then the images that it is made from. `scan` stacks the layers' parameters on axis 0.
+    tokens: the generated image, then its source images. `scan` stacks the layers' parameters on axis 0.
 
     Raises:
         ValueError: when a shape does not fit the configuration, the other arguments or the grids.
@@ -245,8 +245,8 @@ def check_shapes(
 def qwen_rotations(grids: tuple[Grid, ...], words: int, axes: tuple[int, int, int], dtype: Dtype) -> tuple[Rotation, Rotation]:
     """Return the rotations of the images' tokens and of the text's.
 
-    Rows and columns are counted from the image's middle, and the first axis counts images. Words are on the diagonal, beyond
-    all images.
+    Rows and columns are counted from the image's middle, and the first axis counts images. Words are on the diagonal (equal on
+    all axes), beyond all images.
     """
     positions = [
         grid_positions(grid, (index, -(grid[1] - grid[1] // 2), -(grid[2] - grid[2] // 2))) for index, grid in enumerate(grids)

@@ -61,7 +61,7 @@ def scan_block(block: nn.Module, num_layers: int, x: Any, *shared: Any, spread: 
 
 
 def embed(table: nn.Embed, tokens: jax.Array, padding: int | None) -> jax.Array:
-    """Look tokens up, (B, T) → (B, T, E); the token `padding` gives no gradient, as with PyTorch's `padding_idx`."""
+    """Look tokens up, (B, T) → (B, T, E); the token `padding` gets no gradient, as with PyTorch's `padding_idx`."""
     x = table(tokens)
     if padding is None:
         return x
@@ -196,7 +196,7 @@ def rotations(
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate each pair (x[i], x[i + D/2]) of (B, T, H, D) by its angle; the papers' pairs are (x[2i], x[2i + 1])."""
+    """Rotate each pair (x[i], x[i + D/2]) of (B, T, H, D) by its angle; the paper's pairs are (x[2i], x[2i + 1])."""
     cos, sin = rotation
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -25,8 +25,8 @@ Tree = dict[str, Any]
 class Entry(NamedTuple):
     """One line of the map: a PyTorch tensor, its Flax path, the transform, and that transform's adjoint.
 
-    The adjoint pulls a Flax gradient back into PyTorch's shape. Each transform here is a permutation, so it is also
-    the transform's inverse, and the transform itself carries gradients from PyTorch to Flax.
+    The adjoint pulls a Flax gradient back into PyTorch's shape. Each transform here is a permutation, so its adjoint
+    is also its inverse, and the transform itself carries gradients from PyTorch to Flax.
     """
 
     torch: str
@@ -68,7 +68,7 @@ AROUND: tuple[Entry, ...] = (
 class Model(NamedTuple):
     """The map of one model: its entries outside the layers, those of each layer, and PyTorch's name of layer {}.
 
-    `ends` are the entries of the first and of the last layer, where Flax numbers only the layers between them.
+    `ends` are the entries of the first and of the last layer, if Flax numbers only the layers between them.
     """
 
     around: tuple[Entry, ...] = ()
@@ -96,7 +96,7 @@ def from_torch(state_dict: Mapping[str, Any], model_kind: str, *, scan: bool = F
     `state_dict` maps names to NumPy arrays or tensors; `model_kind` is a key of `MODELS`; `scan` stacks the layers on
     axis 0. Every tensor is used exactly once and every parameter filled. With `like` (the model's own parameters, arrays or
     `jax.ShapeDtypeStruct`), paths and shapes are checked; only this check finds that the *last* layer is missing.
-    The leaves are NumPy arrays: `jnp.asarray` makes float64 into float32 unless x64 is on.
+    The leaves are NumPy arrays: `jnp.asarray` converts float64 to float32 unless x64 is on.
 
     Raises:
         ValueError: the message names every missing or unexpected tensor and, with `like`, every misshapen tensor.
@@ -125,7 +125,7 @@ def gradients_from_torch(named_gradients: Mapping[str, Any], model_kind: str, *,
     """Return PyTorch gradients, name → gradient, under Flax's paths and in Flax's shapes.
 
     Gradients are converted by the inverse of the adjoint. Every transform of this table is a permutation, for which this
-    inverse is the transform itself; for a scaled entry the two would differ.
+    inverse is the transform itself; for a scaling it would not be.
 
     Raises:
         ValueError: as `from_torch`; a parameter whose gradient is None counts as missing.
@@ -208,7 +208,7 @@ def _stack(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             numbered.setdefault(f"layers/{match[2]}", {})[int(match[1])] = leaf
         else:
             result[path] = leaf
-    # By number and not by name, where layers_10 comes before layers_2.
+    # Sort by number: by name, layers_10 comes before layers_2.
     return result | {path: np.stack([leaves[i] for i in sorted(leaves)]) for path, leaves in numbered.items()}
 
 
@@ -218,8 +218,8 @@ def load_nnx(model: nnx.Module, tree: Mapping[str, Any]) -> nnx.Module:
     The model may be abstract (`nnx.eval_shape`), so that it is never initialised; the parameters may be traced.
 
     Raises:
-        ValueError: naming every parameter that the model or the tree lacks, or whose shape differs; and where JAX
-            would make float64 into float32, x64 being off.
+        ValueError: naming every parameter that the model or the tree lacks, or whose shape differs; or if JAX
+            would convert float64 to float32 because x64 is off.
     """
     _raise(_differences(nnx_tree(nnx.state(model, nnx.Param)), tree), type(model).__name__)
     flat = flatten_dict(dict(tree), sep="/")

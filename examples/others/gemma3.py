@@ -5,7 +5,7 @@
     PYTHONPATH=.:gemma python -m examples.others.gemma3
     PYTHONPATH=.:gemma remat-jax measure examples/others/gemma3.py:job --target h200
 
-Gemma's blocks have no checkpoint of their own; its 34 layers are unrolled, five with local attention for each with global.
+Gemma's blocks have no checkpoint of their own. Its 34 layers are unrolled: five with local attention, then one with global.
 
 Printed by commit 7691fd4 (24 July 2026) with JAX 0.10.2:
 
@@ -19,7 +19,7 @@ Printed by commit 7691fd4 (24 July 2026) with JAX 0.10.2:
     a step of a small one under full: loss 6.187500, parameters changed by 0.000318
     a step of a small one under its plan, Block in runs of 5 and 1: loss 6.187500, parameters changed by 0.000318
 
-The plan is `dots_with_no_batch_dims`; its runs are those of the model's layers, local and global. On two cores one compilation
+The plan is `dots_with_no_batch_dims`; its runs follow the model's local and global layers. On two cores one compilation
 of the unrolled layers takes a minute, so the search ends at its timeout of 300 s. On busy cores it ended before this policy was
 compiled.
 """

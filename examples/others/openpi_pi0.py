@@ -6,7 +6,7 @@
     PYTHONPATH=.:openpi/src remat-jax measure examples/others/openpi_pi0.py:job --target h200
 
 OpenPI's model is NNX around Linen modules, with `nn.remat` around the layers of Gemma and SigLIP; the policy given here
-takes the place of these. Printed by commit 15a9616 (16 June 2026) with JAX 0.10.2:
+takes the place of these checkpoints. Printed by commit 15a9616 (16 June 2026) with JAX 0.10.2:
 
     as written: 55.0 GiB, 914 ms
     full: 55.0 GiB, 914 ms

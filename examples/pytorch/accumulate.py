@@ -17,7 +17,7 @@ Loss = Callable[..., tuple[torch.Tensor, Any]]
 
 @dataclass(frozen=True)
 class Accumulated:
-    """The results of accumulation beside the gradients.
+    """The results of `accumulate_gradients` besides the gradients.
 
     Attributes:
         loss: mean loss over all targets.

@@ -89,7 +89,7 @@ class Offloaded:
         self._version = self.parameter._version
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load `state` into the CPU optimizer, and mark the parameter's current values as known."""
+        """Load `state` into the CPU optimizer, and treat the parameter's current values as those of the master."""
         plain = self.optimizer.state_dict()
         plain["state"] = {0: state} if state else {}
         self.optimizer.load_state_dict(plain)

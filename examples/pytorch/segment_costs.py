@@ -52,8 +52,8 @@ def deep_mlp_cost(
       its input.
     - peak_bytes: parameters, batch, 2 · itemsize for the loss and its cotangent, and the largest sum of activations *and*
       the gradients made so far, each as large as its parameters. When the ReLU of layer i of segment j runs backward, with
-      n activations of that segment alive, the sum is (j − 1 + n + 2) · a and the gradients of all layers after i. It is
-      linear within a segment, so the maximum is at the first or the last ReLU of a segment, or at the end, with all
+      n activations of that segment alive, the sum is (j − 1 + n + 2) · a plus the gradients of all layers after i. The sum
+      is linear within a segment, so the maximum is at the first or the last ReLU of a segment, or at the end, with all
       gradients and one cotangent. If a layer has more parameters than its activation has elements
       (batch < hidden_size + 1), the maximum is at the end, and no cut lowers it.
     - executions = L + (L − r): every checkpointed layer runs twice.
@@ -76,7 +76,7 @@ def deep_mlp_cost(
         (rows + 1) * columns * itemsize
         for rows, columns in ((in_features, hidden_size), (hidden_size, hidden_size), (hidden_size, out_features))
     )
-    # The head has no ReLU, so a last segment that is only the head adds no moment.
+    # The head has no ReLU, so a last segment with only the head adds no moment.
     relus = [*zip(edges[:-2], edges[1:-1], strict=True), *([(edges[-2], num_layers - 1)] if edges[-2] < num_layers - 1 else [])]
     moments = [
         (index + relu - start + 1 + 2) * activation + (num_layers - 2 - relu) * hidden + head

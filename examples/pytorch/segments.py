@@ -67,8 +67,8 @@ def most_activations(layers: int, boundaries: Sequence[int]) -> int:
 
     Let segment j (counted from 1) have s layers. While it runs backward, the inputs of segments 2 to j are alive; later
     inputs are freed already. The recomputed outputs of its s layers are alive too; the last of them is the input of the
-    next segment. The last segment has s − 1. The result is the maximum of j − 1 + s over the segments, where s − 1
-    replaces s for the last segment.
+    next segment. For the last segment only s − 1 outputs are alive. The result is the maximum of j − 1 + s over the
+    segments, where s − 1 replaces s for the last segment.
     With `checkpoint_sequential`'s rule it equals `kept_activations`, because no segment is longer than the last.
 
     Raises:

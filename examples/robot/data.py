@@ -75,7 +75,7 @@ def _batch(config: Pi0Config, random: np.random.Generator, batch: int) -> Batch:
 
 
 def sample_time(random: np.random.Generator, batch: int) -> np.ndarray:
-    """Return times of the flow, Beta(1.5, 1) · 0.999 + 0.001: more often nearer to the noise (1), and never 0, the actions.
+    """Return times of the flow, Beta(1.5, 1) · 0.999 + 0.001: more often near 1 (the noise), and never 0 (the actions).
 
     >>> bool(abs(sample_time(np.random.default_rng(0), 100_000).mean() - (0.6 * 0.999 + 0.001)) < 0.003)
     True

@@ -29,7 +29,7 @@ from .data import Batch
 BLOCKS = (pi0.JointLayer, SiglipBlock)
 POLICIES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
 FAITHFUL = "OpenPI's own"
-# Epsilon is above the rounding of a gradient, which a step multiplies by learning rate / epsilon.
+# Adam's epsilon exceeds the rounding error of a gradient, which a step multiplies by learning rate / epsilon.
 LEARNING_RATE, EPSILON = 2e-3, 1e-4
 
 
@@ -39,7 +39,7 @@ class Row:
 
     Attributes:
         losses: of each step of training.
-        held_out: the loss on a batch that is not trained on, before and after.
+        held_out: the loss on a batch that is not trained on, before and after training.
         device_bytes, host_bytes: kept between the passes; parameters and batch left out.
         matmuls: matrix multiplications of a step.
         layer_runs: how often a joint layer and a layer of the tower are executed in a step, at most; PyTorch only.

@@ -84,7 +84,7 @@ def run(setting: Setting, tell: Tell) -> dict[str, Any]:
         times = {}
         for framework, its_steppers in steppers.items():
             next_part(f"{framework}: step times")
-            # The timing calls the reference `off`.
+            # `relative_times` calls the reference `off`.
             in_turn = {"off" if name == "plain" else name: one for name, one in its_steppers.items()}
             times[framework] = relative_times(in_turn, [()], setting.rounds)
         rows = [_timed(row, times[row.framework], steppers[row.framework][row.form]) for row in rows]

@@ -36,7 +36,7 @@ def kept_at(setting: Setting, num_layers: int) -> dict[str, dict[str, int]]:
             measured = torch_ref.saved_for_backward(lambda x, segments=segments: model(x, segments=segments), x).device_bytes
             expected = pytorch.deep_mlp_cost(num_layers, cut, batch=setting.batch, **setting.widths).saved_bytes
             found[f"PyTorch, {short(name)}"] = {"measured": measured, "closed_form": expected}
-    # A scan needs equal rounds: it covers the layers between the first and the head, which can be cut evenly.
+    # A scan needs equal iterations: it covers the layers between the first and the head, which can be cut evenly.
     for name, form in jax_forms.forms(setting, num_layers + 2).items():
         if form.stacked:
             measured = jax_forms.saved_bytes(setting, form, num_layers + 2)

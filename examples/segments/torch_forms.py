@@ -29,7 +29,7 @@ def model_of(setting: Setting, num_layers: int | None = None) -> pytorch.DeepMLP
 
 
 def segments_of(name: str, boundaries: Sequence[int]) -> Segments:
-    """The argument of `DeepMLP` for a cut: PyTorch's own function makes the uniform ones."""
+    """The argument of `DeepMLP` for a cut: PyTorch's own function makes the uniform cuts."""
     if name.startswith("by hand"):
         return tuple(boundaries)
     return len(boundaries) + 1 if boundaries else None

@@ -11,8 +11,8 @@ What it does:
 4. They also detach at the end of every segment and recompute nothing: the gradient is cut, all segments but the last learn
    nothing, and each interior is freed because backward never reaches it.
 5. The "peak" is read after the forward pass. The real peak comes later, with cotangents and gradients.
-6. The plain model is read before its first backward pass, the checkpointed model after an optimizer step that leaves the
-   gradients: only the second reading includes gradients and Adam's two moments.
+6. The plain model's memory is read before its first backward pass, the checkpointed model's after an optimizer step that
+   leaves the gradients: only the second reading includes gradients and Adam's two moments.
 
 The original's `self.layersx` and `model.layersx` do not exist; they are read as `self.layers[-1](x)` and `model.layers[j](x)`.
 """

@@ -9,9 +9,9 @@ Written from the behaviour of `models_pytorch/pi0_pytorch.py`, `gemma_pytorch.py
 3. In training the inner model *sets* the expert's flag if it is not set. After `gradient_checkpointing_disable` the
    layers are therefore still checkpointed; only the outer parts are not.
 4. Checkpoints are nested: the outer model checkpoints the whole transformer, and each layer inside is checkpointed again.
-   A layer runs three times (the last layer twice, because its recomputation ends early). The streams are a list, which
-   `torch.utils.checkpoint` holds where the outer checkpoint does not see it: the outputs of all layers stay alive although
-   the whole transformer is checkpointed.
+   A layer runs three times (the last layer twice, because its recomputation ends early). The streams are a list. The
+   inner checkpoint holds a list where the outer checkpoint does not see its tensors: the outputs of all layers stay alive
+   although the whole transformer is checkpointed.
 5. The random state is not restored: the gradient of a layer with dropout would use a different mask than its output.
 6. The training script checks `hasattr(model, "gradient_checkpointing_enable")`, and trains without checkpointing if false.
 

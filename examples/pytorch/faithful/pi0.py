@@ -28,7 +28,7 @@ from .openpi import Switched, TransformerWithExpert
 
 
 class PaliGemmaWithExpertModel(TransformerWithExpert):
-    """The inner model: joint layers and final norms, with positions and masks by position and the conditions in a list."""
+    """The inner model: joint layers and final norms; positions and masks are passed by position, the conditions in a list."""
 
     def __init__(self, model: Pi0) -> None:
         super().__init__(model.layers, torch.nn.ModuleList([model.prefix_norm, model.suffix_norm]))
