@@ -30,7 +30,7 @@ MODES = torch_ref.MODES  # the equivalent policies of `remat_jax`
 DTYPES = ("float64", "float32")
 LEARNING_RATE = 1e-2
 # Adam divides a gradient by its own size. Some gradients are zero up to rounding (attention does not depend on the bias of its
-# keys). With the default epsilon of 1e-8 this rounding would become steps: 1e-11 off in float64, and as large as a real step
+# keys). With the default epsilon of 1e-8 this rounding would become steps: 1e-11 in float64, and as large as a real step
 # in float32.
 ADAM_EPSILON = 1e-4
 

@@ -39,7 +39,7 @@ def image(model: Any, x: Any) -> Any:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Gemma's: 1 + weight."""
+    """Gemma's norm, which multiplies by 1 + weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + self.weight, 1e-6)
@@ -88,7 +88,7 @@ class Recurrent(nn.Module):
 
 
 class GPT2Attention(torch.nn.Module):
-    """GPT-2's: one weight for q, k and v, stored as (in, out), and an output stored the same way."""
+    """GPT-2's attention: one weight for q, k and v, stored as (in, out), and an output stored the same way."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import torch_ref
 from examples import pytorch
 
-# Under the model's own flags, gradient_checkpoint_forward wraps each sharded block; the others are policies inside it.
+# Under the model's own flags, gradient_checkpoint_forward wraps each sharded block; a policy applies inside it.
 FLAGS = torch_ref.MODES
 POLICIES = (
     "off",
@@ -70,7 +70,7 @@ def made(given: dict[str, Any]) -> pytorch.ByteDecoder:
 
 
 def refused(given: dict[str, Any], mesh: DeviceMesh) -> str:
-    """The error of a policy around a sharded block, which must be inside."""
+    """The error of a policy around a sharded block; a policy must be inside."""
     stack = pytorch.DecoderStack(2, given["sizes"]["d_model"], given["sizes"]["nhead"]).double()
     torch_ref.shard_blocks(stack, mesh)
     x = torch.ones(1, 3, given["sizes"]["d_model"], dtype=torch.float64, requires_grad=True)

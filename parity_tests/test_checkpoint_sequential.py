@@ -32,13 +32,13 @@ def runs_of_torch(layers: int, segments: int, weights: np.ndarray, x: np.ndarray
 
 
 def runs_of_jax(layers: int, segments: int, weights: np.ndarray, x: np.ndarray) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """The same; a layer's runs are its tanh equations in the jaxpr after dead-code elimination."""
+    """The same in JAX; a layer's runs are counted by an added tan, in the jaxpr after dead-code elimination."""
     from remat_jax.cost.count import count
 
     def loss(weights, x, *, seen=None):
         fns = [lambda x, i=i: jnp.tanh(x @ weights[i]) for i in range(layers)]
         if seen is not None:
-            # The wanted layer is the only one with a sine, which is not differentiated.
+            # Only the counted layer has a tan, whose derivative needs no second tan.
             fns[seen] = lambda x: jnp.tanh(x @ weights[seen]) * jnp.tan(jnp.tanh(x @ weights[seen]))
         return rj.checkpoint_sequential(fns, segments, x).sum()
 

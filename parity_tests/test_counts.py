@@ -5,9 +5,9 @@ Backward takes two for each, one per operand. Mode off therefore executes 6 + 12
 12 + 12 = 24: the layer runs twice. The decoder's head adds 1 + 2 outside the blocks. The toy has none; its sigmoid is
 counted as the block execution.
 
-Where the frameworks may differ is the end of a recomputation. A block whose last product is its output recomputes it for
-nothing: backward reads its operands, not its value. PyTorch's `early_stop` ends the recomputation as soon as the last
-tensor that backward saved is there. JAX removes every recomputed equation that backward does not read, wherever it stands.
+Where the frameworks may differ is the end of a recomputation. If a block's last product is its output, there is no need to
+recompute it: backward reads its operands, not its value. PyTorch's `early_stop` ends the recomputation as soon as the last
+tensor that autograd saved is recomputed. JAX removes every recomputed equation that backward does not read, wherever it stands.
 
 | block | forward | backward | checkpoint, all again | PyTorch with `early_stop` | JAX |
 | --- | --- | --- | --- | --- | --- |
@@ -15,7 +15,7 @@ tensor that backward saved is there. JAX removes every recomputed equation that 
 | W₂ relu(W₁x) + V₂ relu(V₁x) | 4 | 8 | 16 | 15 (V₂; W₂ is before relu(V₁x)) | 14 (W₂ and V₂) |
 | norm(W₁x) | 1 | 2 | 4 | 4 (the norm saves last) | 4 (its statistics need W₁x) |
 
-The decoder layer ends in a norm, as the third: nothing is saved by either, and the counts are the same number.
+The decoder layer ends in a norm, like the third block: neither framework saves a product, and the counts are equal.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def test_the_value_of_the_loss_costs_the_head_s_product() -> None:
 
 @pytest.mark.parametrize(("ends_on_relu", "again"), [(True, 2), (False, 1)])
 def test_a_segment_that_ends_on_a_product_does_not_repeat_it(ends_on_relu: bool, again: int) -> None:
-    """Dead-code elimination in JAX and stopping early in PyTorch save no product here; the tutorial's cut saves one this
-    way.
+    """Dead-code elimination in JAX and stopping early in PyTorch save no product here; with the
+    tutorial's cut they save one.
     """
 
     def segment(relu: Callable[[Any], Any], w: Any, x: Any) -> Any:

@@ -58,7 +58,7 @@ def test_the_page_on_parity() -> None:
 
 
 def test_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first at its size, the second with `measure` replaced, because its compilations take minutes."""
+    """The first note runs as it is; in the second `measure` is replaced, because its compilations take minutes."""
     assert run(text_of("docs/notes/segments.md"), "segments.md", {}) == 1
     assert capsys.readouterr().out == "47\n59\n"
     text = text_of("docs/notes/unrolled_offload.md").replace("rj.measure(", "only_bind(rj.measure)(")
@@ -121,13 +121,13 @@ def taken_for_granted() -> dict[str, Any]:
 
 
 def only_bind(function: Any) -> Any:
-    """Replaces a function by the binding of its signature: its own example runs what costs many compilations."""
+    """Replaces a function by a check of its arguments: its own example runs the many compilations."""
     return inspect.signature(function).bind
 
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all its compilations: the figures are those of the whole search."""
+    """The README runs with all compilations: its figures are those of the whole search."""
     monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", ALL_COMPILED)
     assert run(text_of("README.md"), "README.md", {"__name__": "readme"}) == 1
 

@@ -174,7 +174,7 @@ class Gemma(torch.nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         x = x + self.attn(x, x, x, need_weights=False)[0].float()
-        # As Gemma does: in float32, whatever comes.
+        # As in Gemma: in float32, whatever the input's dtype.
         normed = torch.nn.functional.rms_norm(x.float(), (8,), 1 + self.norm.weight, 1e-6)
         return self.lm_head(normed.type_as(x))
 

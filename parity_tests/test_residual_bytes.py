@@ -1,8 +1,8 @@
 """Bytes that the graph keeps between the passes: JAX under scan and PyTorch side by side.
 
-PyTorch: the storages that the graph holds, parameters excluded, an argument that it keeps included: its first block keeps
-the batch itself, where a scan stacks a copy of it with the inputs of the other layers. JAX: the arrays that leave the
-forward pass for the backward pass, parameters and batch excluded.
+PyTorch: the storages that the graph holds, without parameters, but with an argument that the graph keeps. PyTorch's first
+block keeps the batch itself; a scan stacks a copy of the batch with the inputs of the other layers. JAX: the arrays that
+leave the forward pass for the backward pass, without parameters and batch.
 """
 
 from __future__ import annotations

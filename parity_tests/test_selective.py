@@ -1,8 +1,8 @@
 """One policy text in both frameworks, on the decoder: the same recomputed products, kept bytes and gradients.
 
-Products and bytes are counted in units of one layer, and both frameworks are held to the same closed form. What `remat_jax`
-knows as `@dots` and `@dots_with_no_batch_dims` are the six and the four products of a layer: q/k/v in one (three times the
-layer's width), scores, values, output; and the two of the feed-forward network (four times and once the width).
+Products and bytes are counted in units of one layer, and both frameworks are held to the same closed form. `@dots`
+selects the six products of a layer: q/k/v in one (three times the layer's width), scores, values, output; and the two of the
+feed-forward network (four times and once the width). `@dots_with_no_batch_dims` leaves out scores and values.
 """
 
 from __future__ import annotations

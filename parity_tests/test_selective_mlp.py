@@ -1,8 +1,8 @@
 """One policy text in both frameworks, on the deep perceptron: the same recomputed products, kept bytes and gradients.
 
-A block is a product and its ReLU. What backward needs of it is its input and its product, so that every policy is one of four
-cases, times where the two are. The head is outside the blocks; it keeps its input, and the loss the difference for the mean
-square. PyTorch's first block keeps the batch itself, which is no residual: it is not counted on either side.
+A block is a product and its ReLU; its backward pass needs its input and its product. Policies differ only in whether they keep
+the product, and where they keep the two. The head is outside the blocks; it keeps its input, and the loss the difference for
+the mean square. PyTorch's first block keeps the batch itself, which is no residual: it is not counted on either side.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Comparisons in tests compile without XLA's optimisations: fast code would not pay here."""
+"""Comparisons in tests compile without XLA's optimisations: optimising would take longer than it saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: each is a clear error, or a report that does not pass."""
+"""Bad input gives a clear error, or a report that does not pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Right pairs that a comparison once called wrong, each beside a wrong pair of the same kind, which is named."""
+"""Right pairs that a comparison once called wrong. Beside each is a similar wrong pair, whose fault must be named."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class BucketsTorch(torch.nn.Module):
 
 
 class Buckets(nn.Module):
-    """The same with distances in float32; with `after`, the learnt numbers are cast too."""
+    """`BucketsTorch` with distances in float32; with `after`, the learnt numbers are cast too."""
 
     after: bool = False
 

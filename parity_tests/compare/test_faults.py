@@ -62,7 +62,7 @@ def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
 
 
 def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's checkpoint draws again, and the model refuses to be inspected; the report still says that it draws again."""
+    """The report says that PyTorch's checkpoint draws again, even for a model that refuses to be inspected."""
     layer, random = torch.nn.Linear(3, 3), np.random.default_rng(0)
 
     class Block(torch.nn.Module):

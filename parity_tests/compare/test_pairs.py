@@ -88,8 +88,7 @@ def test_what_only_one_framework_keeps_is_the_whole_difference(stack: ParityRepo
             if row.mode == mode
         }
         assert rest["PyTorch"] == rest["JAX"]
-    # Only the loss differs: JAX keeps the distance that it squares, PyTorch keeps that too and one array less in a layer's
-    # norm.
+    # Only the loss differs. Both keep the difference that it squares, but PyTorch keeps one array less in a layer's norm.
     names = {residual.name for residual in stack.kept_alone if residual.mode == "off" and residual.framework == "JAX"}
     assert any(name.startswith("DecoderStack/layers_1/norm2:") for name in names), names
     assert "Kept by only one framework" in str(stack)
@@ -115,7 +114,7 @@ def test_both_frameworks_peaks_are_told_in_every_mode(stack: ParityReport) -> No
 
 
 def test_pytorchs_peak_is_that_of_its_mode() -> None:
-    """A batch so large that the peak is in the last layer; with a smaller one it is at the end, where all gradients are
+    """A batch so large that the peak is in the last layer; with a smaller batch the peak is at the end, where all gradients are
     alive.
     """
     options = {name: parameter.default for name, parameter in inspect.signature(compare).parameters.items()}

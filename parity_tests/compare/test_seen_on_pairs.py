@@ -1,4 +1,4 @@
-"""Finds of the pairs of others' models (docs/notes/pairs.md), each in a few lines: false alarms, and wrong names."""
+"""Bugs found on pairs of others' models (docs/notes/pairs.md), each in a few lines: false alarms, and wrong names."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_table_inside_one_of_two_and_a_convolution_of_one_are_matched() -> Non
 
 
 class SomeGELU(torch.nn.Module):
-    """By tanh, whatever its name is."""
+    """GELU by the tanh formula, under another name."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 0.5 * x * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))

@@ -1,4 +1,4 @@
-"""Faults that were once found and not named: each is named by its module, or at the root by its tensor."""
+"""Faults that a comparison once found but did not name: each is named by its module, or at the root by its tensor."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Bias(nn.Module):
 
 
 class Biased(nn.Module):
-    """The same; with other numbers its norm or its bias is wrong."""
+    """`BiasedTorch` in Flax; another `epsilon` makes the norm wrong, another `scale` the bias."""
 
     epsilon: float = 1e-5
     scale: float = 1.0
@@ -76,7 +76,7 @@ BIAS = """
 
 @pytest.mark.parametrize(("wrong", "named"), [({}, None), ({"epsilon": 1e-3}, "norm"), ({"scale": 0.999}, "bias")])
 def test_a_mask_of_the_least_number_hides_no_fault(wrong: dict[str, float], named: str | None) -> None:
-    """Errors are not measured relative to its own size or another tensor's."""
+    """Errors are not measured relative to the size of the mask or of another tensor."""
     report = run({"torch_module": BiasedTorch(), "flax_module": Biased(**wrong), "inputs": X, "rules": BIAS, **FLOAT64})
     assert report.passed == (not wrong), str(report)
     divergence = report.divergences.get("forward")
@@ -136,7 +136,7 @@ MASK = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
     ],
 )
 def test_a_fault_at_the_root_is_named_by_its_tensor(wrong: dict[str, Any], what: str | None) -> None:
-    """Not reported as other inputs: keywords are paired by their names."""
+    """The report does not blame the inputs: keywords are paired by their names."""
     case = {"torch_module": RootTorch(), "flax_module": Root(**wrong), "inputs": {"tokens": TOKENS, "mask": MASK}}
     report = run(case, rules=ROOT, **FLOAT64)
     assert report.passed == (not wrong), str(report)

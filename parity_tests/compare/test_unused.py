@@ -1,4 +1,4 @@
-"""Weights that neither model uses are listed with a note; a gradient that is 0 by chance shows nothing, and fails."""
+"""Weights that neither model uses are listed with a note; a gradient that is 0 by chance proves nothing, and fails."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_where_all_weights_are_unused_nothing_is_proved() -> None:
 def test_a_map_is_proposed_for_it_where_only_one_is_possible() -> None:
     with pytest.warns(RematWarning, match="mask_token: the outputs do not depend on it, so its place follows from name, shape"):
         assert "mask_token -> params/mask_token" in str(porting.propose(Torch(), Flax(), X))
-    report = run(Flax(), rules="auto")  # the report says it
+    report = run(Flax(), rules="auto")  # the report says that the token is not compared
     assert report.passed and "not compared: mask_token" in gradients(report).found
 
 

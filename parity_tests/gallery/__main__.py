@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _in_a_process(name: str, folder: str) -> list[Row]:
-    """The rows of a model's process; empty if it failed, which it prints itself."""
+    """The rows that a model's process prints; empty if the process fails and prints the error itself."""
     path = os.pathsep.join(filter(None, (str(ROOT), folder, os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-W", "ignore", "-m", "parity_tests.gallery", "--one", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
@@ -104,7 +104,7 @@ def _version(name: str, folder: str) -> str:
 def _one(name: str) -> None:
     """Check one model in this process, and print its rows as JSON."""
     example = EXAMPLES[name]
-    # LLVM's passes alone: OpenPI's gradient takes more than 27 minutes to compile with them, and 16 seconds without.
+    # This disables LLVM's passes alone. OpenPI's gradient takes 27 minutes and more to compile with them, 16 seconds without.
     jax.config.update("jax_disable_most_optimizations", True)
     print(json.dumps([row.to_dict() for row in check(example.workload(), example.again, example.deviation)]))
 

@@ -27,12 +27,12 @@ class Row:
 
     Attributes:
       policy: its name, or `plan` with its text.
-      error64: the largest relative error of a gradient in float64, and `tensor64` whose it is.
-      ratio: the largest error in the model's own dtypes in times of that of the model as written, by the parity rule, and
-        `tensor` whose it is; infinite where the rule does not hold for another reason.
-      again: matrix products that a step computes again; `expected` how many the policy must, as text.
-      again_is_right: whether it does.
-      table: device and host bytes by the residual table; `kept` those of the arrays that a run kept between the passes.
+      error64, tensor64: the largest relative error of a gradient in float64, and the tensor that has it.
+      ratio, tensor: the largest error in the model's own dtypes, as a multiple of the error of the model as written, by the
+        parity rule, and the tensor that has it; infinite where the rule does not hold for another reason.
+      again, expected: the number of matrix products that a step recomputes, and the required number as text.
+      again_is_right: whether `again` is as required.
+      table, kept: device and host bytes by the residual table, and of the arrays that a run kept between the passes.
     """
 
     policy: str
@@ -96,7 +96,7 @@ def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any)
     copies.
 
     The table counts a transposed or cast parameter as an argument, and an array that enters several inner `jit`s once; without
-    compilation each is a separate array. A constant is the same with `others` instead of `arguments`.
+    compilation each is a separate array. A constant has the same values for `others` as for `arguments`.
     """
     kept, given = step.kept(arguments), jax.tree.leaves(arguments)
     in_table = Counter(dict.fromkeys(map(_kind, kept), 0))
@@ -215,6 +215,6 @@ def check(workload: rj.Workload, again: Mapping[str, int], deviation: float = DE
 
 
 def plan_of(workload: rj.Workload) -> rj.Plan:
-    """A plan between what `full` and keeping everything need on a processor."""
+    """A plan for the CPU, within the mean of the bytes that `full` and `everything` need."""
     full, kept = (rj.measure(workload, policy, "cpu").device_bytes for policy in ("full", "everything"))
     return rj.plan(workload, (full + kept) // 2, "cpu")

@@ -23,10 +23,10 @@ class Example:
     """One file of `examples/others`.
 
     Attributes:
-      module: its name there; it has `small()`.
-      package: what it is a model of, as a package that is imported.
-      full: the products that `full` computes again, of all layers together.
-      dots: those that the two `dots` policies compute again.
+      module: the file's name; the module has `small()`.
+      package: the imported package that has the model.
+      full: the number of products that `full` recomputes, in all layers together.
+      dots: the number of products that the two `dots` policies recompute.
       deviation: the standard deviation of random parameters and inputs, small enough for right digits in bfloat16.
     """
 

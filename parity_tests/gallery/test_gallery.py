@@ -81,7 +81,7 @@ def test_a_plan_passes_where_it_computes_again_what_it_says(beside: Beside) -> N
 
 
 class TestFaults:
-    """Each planted in one policy."""
+    """Faults, each planted in one policy."""
 
     def test_a_wrong_gradient(self, beside: Beside) -> None:
         wrong = beside.workload.with_loss(lambda params, x: toy().loss(params, x) * (1 + 2**-20))

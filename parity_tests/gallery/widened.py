@@ -28,7 +28,7 @@ _CALLS = {
 
 
 def widened(jaxpr: Any) -> Callable[..., list[Any]]:
-    """The closed `jaxpr` as a function in which every floating-point number is a float64, and every complex one of two.
+    """The closed `jaxpr` as a function in which every floating-point number is a float64, every complex number a complex128.
 
     Casts to narrower dtypes do nothing, so that only the mathematics of the program is left. Differentiate before tracing, and
     call it with 64-bit types enabled. Unlike `keep_jax_float64` it takes loops whose carry begins in float32, and parameters of

@@ -23,7 +23,7 @@ def changed(tree: Any, path: str, change: Any) -> Any:
 
 
 def of_port(port: Port, *, scan: bool = False, mode: str = "off", variables: Any = None, **options: Any) -> Divergences:
-    """The divergences between an original and its port in its present state, with these weights or the right ones."""
+    """The divergences between an original and its port as it is now, with the given weights or the right ones."""
     model = p.make_torch(port, "float64")
     with jax.enable_x64(True):
         variables = p.variables(port, scan, "float64") if variables is None else variables

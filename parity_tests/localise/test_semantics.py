@@ -67,7 +67,7 @@ class Small(nn.Module):
 
 
 class Theirs(torch.nn.Module):
-    """The same."""
+    """`Small` in PyTorch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_nnx() -> None:
 
 
 def test_without_exciting_a_missing_bias_is_missed() -> None:
-    """Zero biases hide it; excited ones do not, in either framework's tree."""
+    """Zero biases hide the fault; excited biases do not, in either framework's tree."""
     plain = {"head.bias": torch.zeros(4), "head.weight": torch.arange(4.0)}
     made = excite({**plain, "tied": plain["head.bias"]}, seed=3)
     assert made["head.bias"].std() > 0.05 and made["tied"] is made["head.bias"]

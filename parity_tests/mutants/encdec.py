@@ -43,7 +43,7 @@ def texts() -> dict[str, np.ndarray]:
 
 
 class TorchRelative(torch.nn.Module):
-    """A bias for each head and pair of places: (heads, length, length)."""
+    """A bias for each head and pair of positions: (heads, length, length)."""
 
     def __init__(self) -> None:
         super().__init__()

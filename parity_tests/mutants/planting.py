@@ -138,7 +138,7 @@ def swapped_queries_and_keys(fused: jax.Array) -> jax.Array:
 def noise_of_the_host(torch_path: str, path: str) -> Plant:
     """A module's output times noise from a generator on the host, which a step seeds: a recomputation draws again.
 
-    In PyTorch it is always the noise that a step draws first.
+    In PyTorch the noise is always the first that a step draws, also in a recomputation.
     """
     random = np.random.default_rng(0)
 

@@ -51,7 +51,7 @@ def interleaved(right: Any) -> Any:
 
 
 def inverted_bias(right: Any) -> Any:
-    """Masked entries are seen, and the others are masked."""
+    """Masked entries become visible, and visible entries masked."""
 
     def attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
         return right(query, key, value, bias.min() - bias)
@@ -308,7 +308,7 @@ def report_of(mutant: Mutant) -> ParityReport:
 def test_a_fault_is_found_and_named(fault: str, mutant: Mutant) -> None:
     report = report_of(mutant)
     assert not report.passed and report.proves, report.verdict()
-    # Found by its value: another shape or dtype would be found without any arithmetic.
+    # A fault must be found by its value: another shape or dtype would be found without any arithmetic.
     assert all(" off in float64" in problem for row in report.failed_rows for problem in row.problems)
     assert any(row.kind == "output" for row in report.failed_rows) == (
         mutant.where == FORWARD and "afterwards" not in mutant.what

@@ -1,4 +1,4 @@
-"""One pair: its comparison, and that of every fault planted in it."""
+"""One pair: its comparison, and a comparison for every fault planted in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRONG = {"mistral": "model/layers/0/self_attn"}
 
 @dataclass(frozen=True)
 class Planted:
-    """The result of a fault: the pass and the module that must be named, and the named ones."""
+    """The result of a fault: the pass and the module that must be named, and those that the report names."""
 
     name: str
     expected: str
@@ -48,7 +48,7 @@ class Result:
 
 
 def examine(name: str) -> Result:
-    """Compare a pair by the default call; then, for the six pairs with faults, with every fault, in float64 alone."""
+    """Compare a pair by the default call. Compare the six pairs with faults again with every fault, in float64 alone."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)  # machine code that runs once

@@ -16,7 +16,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class Fault(NamedTuple):
-    """A fault, the pass, and the modules of PyTorch's of which one must be named.
+    """A fault, the pass, and PyTorch's modules, one of which must be named.
 
     There are two modules if the fault is between a module and an inner module that gets a wrong input.
     """

@@ -54,13 +54,13 @@ LLAMA = """
 
 
 class Pair(NamedTuple):
-    """Two classes of transformers and what both are made and called with.
+    """Two classes of transformers, with the configuration and the inputs of both.
 
     Attributes:
         torch: the name of PyTorch's class; Flax's is `Flax`, this name and `Module`.
-        config: what the class of its configuration is given.
-        inputs: what both are called with.
-        outputs: the names of what is compared.
+        config: the arguments of the configuration's class.
+        inputs: the arguments of both calls.
+        outputs: the names of the compared outputs.
         options: further arguments of `compare`.
         torch_only: further keywords of PyTorch's call.
         flax_only: a function of the inputs to further keywords of Flax's call.

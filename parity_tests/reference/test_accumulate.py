@@ -55,7 +55,7 @@ def error(gradient: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_it_is_the_whole_batchs_gradient() -> None:
     accumulating = model()
-    list(accumulating.parameters())[0].grad = torch.ones(8, 4, dtype=torch.float64)  # an older one is dropped
+    list(accumulating.parameters())[0].grad = torch.ones(8, 4, dtype=torch.float64)  # an older gradient is dropped
     accumulated = accumulate_gradients(summed(accumulating), data(), accumulating.parameters())
     loss, expected = whole_batch()
     assert accumulated.targets == sum(COUNTS) and abs(accumulated.loss - loss) <= 1e-12

@@ -133,7 +133,7 @@ def test_disabling_does_not_disable(caplog):
         "Gemma expert model has gradient_checkpointing attr: True",
         "Gemma expert model gradient_checkpointing value: True",
     ]
-    # Checkpoints that were never enabled run too. The correct switch is off when it is off.
+    # In the original, checkpoints run even if they were never enabled. With the correct switch off, none runs.
     assert run(openpi(model, enable=False), model.layers)[1] == [2] * LAYERS
     torch_ref.gradient_checkpointing_enable(model)
     assert run(model, model.layers)[1] == [2] * LAYERS

@@ -49,8 +49,8 @@ def test_every_mode_lowers_the_device_peak(peaks):
 
 def test_offload_moves_the_peak_to_the_other_end(peaks):
     # With checkpoints the peak is in the backward pass of the last block: the inputs of all blocks and the output are alive,
-    # and no gradient of an earlier block. With offload it is in that of the first block: one input was fetched, and the
-    # gradients of all later blocks are alive.
+    # and no gradient of an earlier block. With offload the peak is in that of the first block: one input was fetched,
+    # and the gradients of all later blocks are alive.
     later_gradients = (L - 1) * PARAMETERS // L
     assert peaks["checkpoint"].device_bytes - peaks["offload"].device_bytes == L * ACTIVATION - later_gradients
     assert peaks["offload"].breakdown["gradients"] - peaks["checkpoint"].breakdown["gradients"] == later_gradients

@@ -55,8 +55,8 @@ def test_the_switch_does_the_same_from_outside(config):
 
 @variants
 def test_how_often_openpi_runs_each_part(config):
-    """Each layer but the last runs three times, because the outer checkpoint ends one recomputation early; a layer of the
-    tower twice per camera.
+    """Each layer but the last runs three times, because the outer checkpoint ends one recomputation early. A layer of
+    the tower runs twice per camera.
     """
     model = p.make_torch(config)
     counts = executions(model, p.faithful(model, "enabled").loss)

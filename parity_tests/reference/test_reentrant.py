@@ -82,7 +82,7 @@ def test_tensors_in_containers():
     assert x.grad.tolist() == [8.0] * 3
     with pytest.warns(UserWarning, match="None of the inputs"):
         assert not run(True, product, [x, x * 2])["product"].requires_grad
-    # With a tensor beside the dict it is silently lost.
+    # If an input requires a gradient, the graph of the dict is lost without a warning.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not run(True, lambda x: {"square": x * x}, x)["square"].requires_grad
@@ -92,7 +92,7 @@ def test_tensors_in_containers():
 def test_a_region_that_changes_its_input_in_place_is_refused(reentrant, message):
     with pytest.raises(RuntimeError, match=message):
         run(reentrant, lambda x: x.mul_(3).exp(), leaf() * 1).sum().backward()
-    # In the reference's offload the copy on the host does not change with it.
+    # In the reference's offload, the change does not reach the copy on the host.
     x = leaf()
     torch_ref.gradient_checkpoint_forward(lambda x: x.mul_(3).exp(), False, True, x * 1).sum().backward()
     assert x.grad.tolist() == pytest.approx([3 * math.exp(6)] * 3, rel=1e-14)

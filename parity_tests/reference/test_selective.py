@@ -102,7 +102,7 @@ def parse(policy: str) -> torch_ref.Policy:
 
 @pytest.mark.parametrize(("policy", "products", "kept"), [("MUST_SAVE", 18, 10 * S + SCORES), ("MUST_CPU_OFFLOAD", 24, 0)])
 def test_pytorch_recomputes_what_it_is_asked_to_offload(policy, products, kept):
-    """The reason for our own copies. If this fails, PyTorch supports it."""
+    """The reason for our own copies. If this test fails, PyTorch has begun to support offload."""
     block, x = layer()
     dots = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")]
 
@@ -281,7 +281,7 @@ def test_backward_on_another_thread():
 
 @pytest.mark.gpu
 def test_on_a_gpu_gradients_agree_and_the_device_gives_back_what_is_moved():
-    """Autograd recomputes on its own thread there; the copies are pinned and run beside the computation."""
+    """On a GPU autograd recomputes on its own thread; the copies are pinned and run beside the computation."""
     block, x = layer(dropout=0.4)
     block, x = block.cuda(), x.detach().cuda().requires_grad_()
     for policy in [*POLICIES, "everything", "offload: *"]:

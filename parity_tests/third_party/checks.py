@@ -32,7 +32,7 @@ CASES = [
     *(Case(form, mode, "bfloat16") for form, mode in (("unrolled", "off"), ("scan", "checkpoint"), ("scan", "offload"))),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
-# For models with slow compilations: one of each kind in the working dtypes.
+# For models with slow compilations: all of float64, and of the other dtypes only offload.
 FEWER = [case for case in CASES if case.dtype == "float64" or case.mode == "offload"]
 fewer_cases = pytest.mark.parametrize("case", FEWER, ids=str)
 
@@ -141,12 +141,11 @@ def _jax_kept(port: Port, mode: str, config: Any, scan: bool) -> rj.ResidualTabl
 
 
 def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str]:
-    """One more layer keeps its input under a checkpoint, in both frameworks, or the same on the host under an offload, and
-    nothing else.
+    """In both frameworks one more layer keeps only its input: on the device under a checkpoint, on the host under an offload.
 
-    What stands around the layers differs (PyTorch's fused layer norm keeps its input where JAX keeps what it made of it):
-    arrays that one framework alone keeps, which are the same for any number of layers. Without them both keep the same bytes.
-    Of what layers share, JAX puts a copy on the host for each, unless scanned.
+    Around the layers the frameworks keep different arrays (PyTorch's fused layer norm its input, JAX an intermediate array).
+    The arrays that only one framework keeps are the same for any number of layers; without them both keep the same bytes.
+    Of an array that layers share, JAX puts one copy per layer on the host, unless the layers are scanned.
     """
     wrong = []
     for mode, jax_form in (("checkpoint", "unrolled"), ("offload", "scan")):

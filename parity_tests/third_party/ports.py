@@ -25,7 +25,7 @@ from remat_jax.parity.compiling import compile_options
 MODES = torch_ref.MODES
 POLICIES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
 # PyTorch's default decay; optax has another. The epsilon is above the rounding of float32 gradients, which the step multiplies
-# by learning rate / epsilon: with 1e-4 a correct port had up to 3 times PyTorch's error after it.
+# by learning rate / epsilon: with 1e-4 a correct port had up to 3 times PyTorch's error after a step.
 ADAMW = {"weight_decay": 1e-2, "eps": 1e-3}
 LEARNING_RATE = 1e-2
 IGNORED = -100  # an ignored label
@@ -44,11 +44,10 @@ class Port:
         torch_block, block: the classes that are checkpointed.
         rules: gives the weight map of a configuration: `rules(config, scan)`.
         inputs: the original's keyword arguments.
-        constants: those that are no arrays.
-        targets: the output's name → integer labels, or an array for the mean squared error.
+        constants: the keyword arguments that are no arrays.
+        targets: for each output's name, in the port's order, integer labels or an array for the mean squared error.
         arguments: the port's positional arguments, made of the inputs.
-        outputs: the port's outputs by the original's names, in order.
-        published: configuration → the number of parameters of the published model.
+        published: for each published configuration, the model's number of parameters.
         paper: gives the inputs of a published model, as arrays of any strides; by default those of the tests.
         carried: how many tokens go from layer to layer; by default those of the first output.
     """

@@ -20,7 +20,7 @@ def use(path: str, folder: str, needs: Iterable[str], spared: Iterable[str]) -> 
 
     Args:
         needs: packages that must be installed.
-        spared: packages of which placeholders are imported where they are not installed.
+        spared: packages that placeholders replace if they are not installed.
 
     Raises:
         CheckoutError: there is no such folder, or packages are not installed.

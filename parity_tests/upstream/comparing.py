@@ -41,14 +41,14 @@ class Pair:
         name: what the table calls it.
         original: gives the original's step in a mode and a dtype.
         modes: the modes that the original has a switch for.
-        dtypes: those that the original computes in.
+        dtypes: the dtypes that the original computes in.
         tensors: the original's weights in float32, by its names.
         make_flax: gives the port: `make_flax(scan=…, param_dtype=…)`.
         blocks: the classes that are checkpointed in the port.
         rules: gives the weight map: `rules(scan)`.
-        arguments: what the port is given behind its variables, in any floating dtype.
-        loss: the output, in the original's order of axes, and the loss of what the port returns.
-        limits: other than `LIMITS` where the original itself is further off than these.
+        arguments: the port's arguments after its variables, in any floating dtype.
+        loss: maps the port's result to the output, in the original's order of axes, and to the loss.
+        limits: `LIMITS`, or others if the original itself has larger errors.
         everywhere: whether all modes are compared, or `off` alone.
     """
 
@@ -98,9 +98,9 @@ class Row(NamedTuple):
 
     Attributes:
         tensor: the largest error of a tensor of the gradient.
-        name: that tensor's.
-        original, port: how far each of them is from the step in float64; None in float64.
-        ratio: the largest of a tensor by the parity rule, which allows 4; infinite where the rule cannot judge one.
+        name: this tensor's name.
+        original, port: the errors of each relative to the step in float64; None in float64.
+        ratio: a tensor's largest ratio by the parity rule, which allows 4; infinite where the rule cannot judge a tensor.
     """
 
     pair: str

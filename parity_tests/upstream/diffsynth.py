@@ -30,8 +30,8 @@ QWEN_IMAGE = qwen_image.QwenImageConfig(activation="quick_gelu")
 # Heads of 20: the original takes a third of a head, which must be even.
 WAN = wan.WanConfig(hidden_size=40, channels=4)
 WORDS, GRID, VIDEO = 7, (3, 5), (2, 4, 6)
-# In thousandths. PyTorch rounds the last bit of two of Qwen-Image's 128 frequencies differently, which changes features at 500
-# by 1e-5; the port's features are as near to float64 as the original's.
+# In thousandths. PyTorch rounds the last bit of two of Qwen-Image's 128 frequencies differently, which changes features at a
+# time of 500 by 1e-5; the port's features are as near to float64 as the original's.
 EARLY, LATE, WAN_TIMES = 62.5, 500.0, (900.0, 312.0)
 LATE_NAME = f"Qwen-Image of DiffSynth-Studio, time {LATE:.0f}"
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]

@@ -1,8 +1,8 @@
 """OpenPI's π0 and π0.5: its JAX model under our switch, and its PyTorch model under its own.
 
 OpenPI fixes the size of the images and of the vision tower; the test replaces them by small ones. Its JAX model fixes the
-dtype of the rotations, and so has no float64. It rounds the angles of the time in float32, by 1e-4 late in the flow: here it
-draws early times.
+dtype of the rotations, and so has no float64. It rounds the angles of the time in float32, by 1e-4 late in the flow;
+the comparison therefore draws early times.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def config_of(adaptive: bool) -> Any:
 
 
 def inputs() -> tuple[Observation, np.ndarray]:
-    """An observation of two with a missing camera and padding, and actions."""
+    """A batch of two observations, with a missing camera and padding, and their actions."""
     random = np.random.default_rng(0)
     images = random.uniform(-1, 1, size=(2, SIZES.num_images, SIZES.image_size, SIZES.image_size, 3)).astype(np.float32)
     prompt = random.integers(0, SIZES.vocab_size, size=(2, SIZES.prompt_length)).astype(np.int32)
