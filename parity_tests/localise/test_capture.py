@@ -157,7 +157,7 @@ def test_a_function_that_was_jitted_and_traced_before_is_seen_again() -> None:
 
 
 class Looped(nn.Module):
-    """x times a number from a loop over x that adds the slope until the sum is at least 9; no gradient passes through the loop."""
+    """x times a number from a loop over x that adds the slope until the sum is 9 or more; the loop has no gradient."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
