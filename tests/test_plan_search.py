@@ -38,6 +38,11 @@ def own(choices, stack=STACK, name=""):
     return StepCandidate(name, loads, stack_plan(stack, policies).extra_seconds, None if name else choices)
 
 
+def compiled(truth, candidates, changed=lambda size, candidate: size):
+    """The candidates' steps as compiled, if `truth` determines the compiler's memory and `changed` modifies it."""
+    return [Compiled(round(changed(predicted(truth, step.loads), step)), step.host_bytes) for step in candidates]
+
+
 class Searched:
     """A search with its compiler."""
 
@@ -64,10 +69,8 @@ def searched(budget, truth, *, host=math.inf, stack=STACK, named=NAMED, sound=la
 
     def compile_them(candidates):
         asked.append(list(candidates))
-        return [
-            Compiled(round(predicted(truth, candidate.loads)), candidate.host_bytes, sound(candidate))
-            for candidate in candidates
-        ]
+        steps = zip(compiled(truth, candidates), candidates, strict=True)
+        return [replace(step, sound=sound(candidate)) for step, candidate in steps]
 
     able = [own((choices,) * 6, stack, name) for name, choices in named.items()]
     search = Searched(budget, able, compile_them, host=host, stack=stack, **options)
@@ -171,12 +174,11 @@ def test_a_compiler_that_jumps_is_survived():
     budget = 5200
 
     def compile_them(candidates):
-        compiled = []
-        for candidate in candidates:
-            size = predicted(TRUTH, candidate.loads)
+        def more(size, candidate):
             share = sum(load.saved for load in candidate.loads) / 4800
-            compiled.append(Compiled(round(size + (900 if 0.6 < share < 0.8 else 0)), 0))
-        return compiled
+            return size + (900 if 0.6 < share < 0.8 else 0)
+
+        return compiled(TRUTH, candidates, more)
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(budget, able, compile_them)
@@ -188,10 +190,7 @@ def test_a_named_policy_that_needs_less_than_predicted_is_not_passed_over():
     needs = predicted(TRUTH, dots.loads)
 
     def compile_them(candidates):
-        return [
-            Compiled(round(predicted(TRUTH, candidate.loads) * (0.93 if candidate.name == "dots" else 1)), 0)
-            for candidate in candidates
-        ]
+        return compiled(TRUTH, candidates, lambda size, candidate: size * (0.93 if candidate.name == "dots" else 1))
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(0.95 * needs, able, compile_them)
@@ -206,10 +205,7 @@ def test_a_named_policy_that_might_fit_is_compiled_however_large_it_is_predicted
     assert sum(load.saved for load in dots.loads) < budget < predicted(STACK, dots.loads)
 
     def compile_them(candidates):
-        return [
-            Compiled(round(predicted(TRUTH, candidate.loads) * (shrinks if candidate.name == "dots" else 1)), 0)
-            for candidate in candidates
-        ]
+        return compiled(TRUTH, candidates, lambda size, candidate: size * (shrinks if candidate.name == "dots" else 1))
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(budget, able, compile_them, most_compiled=8)
@@ -240,7 +236,7 @@ def test_an_optimizers_state_on_the_host_counts_against_its_budget():
     stack = replace(STACK, link=link, blocks=(replace(LAYER, fetched_share=0.0),))
 
     def compile_them(candidates):
-        return [Compiled(round(predicted(stack, candidate.loads)), candidate.host_bytes + 500) for candidate in candidates]
+        return [replace(step, host_bytes=step.host_bytes + 500) for step in compiled(stack, candidates)]
 
     search = Searched(3000, [own((NAMED["full"],) * 6, stack, "full")], compile_them, host=1400.0, stack=stack)
     best = search.run()
@@ -281,11 +277,7 @@ def test_the_leanest_is_compiled_before_nothing_is_said_to_fit():
     full = own((NAMED["full"],) * 6, name="full")
 
     def compile_them(candidates):
-        sizes = [round(predicted(STACK, candidate.loads)) for candidate in candidates]
-        return [
-            Compiled(size if candidate.loads == full.loads else max(6001, size), 0)
-            for candidate, size in zip(candidates, sizes, strict=True)
-        ]
+        return compiled(STACK, candidates, lambda size, step: size if step.loads == full.loads else max(6001, size))
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(6000, able, compile_them)
@@ -296,14 +288,12 @@ def test_a_plan_that_cannot_be_compiled_is_not_the_last_one():
     failed = []
 
     def compile_them(candidates):
-        compiled = [Compiled(round(predicted(TRUTH, candidate.loads)), 0) for candidate in candidates]
+        steps = compiled(TRUTH, candidates)
         if not failed:
             failed.extend(candidate for candidate in candidates if not candidate.name)
-            compiled = [
-                Compiled(FAILED, 0, sound=False) if candidate in failed else seen
-                for candidate, seen in zip(candidates, compiled, strict=True)
-            ]
-        return compiled
+            pairs = zip(candidates, steps, strict=True)
+            return [Compiled(FAILED, 0, sound=False) if candidate in failed else step for candidate, step in pairs]
+        return steps
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     best = Searched(4700, able, compile_them, stack=TRUTH).run()
@@ -330,10 +320,8 @@ def test_while_much_is_left_more_is_compiled_until_nothing_is_worth_it():
     every = [(SAVE, AGAIN, AGAIN), (SAVE, SAVE, AGAIN), (SAVE, SAVE, SAVE)]
     plans = [own((early,) * first + (late,) * (6 - first), stack) for first in range(7) for early in every for late in every]
     # A step that is not worth its compilation does not correct the next prediction either.
-    assert (
-        best.candidate.seconds
-        <= min(candidate.seconds for candidate in plans if predicted(truth, candidate.loads) <= 4900) + 2 * WORTH
-    )
+    fits = [candidate.seconds for candidate in plans if predicted(truth, candidate.loads) <= 4900]
+    assert best.candidate.seconds <= min(fits) + 2 * WORTH
 
 
 def test_where_cutting_a_scan_costs_memory_a_plan_for_all_layers_is_found():
@@ -341,9 +329,7 @@ def test_where_cutting_a_scan_costs_memory_a_plan_for_all_layers_is_found():
         return sum(a != b for a, b in zip(candidate.loads, candidate.loads[1:], strict=False))
 
     def compile_them(candidates):
-        return [
-            Compiled(round(predicted(STACK, candidate.loads)) + 6000 * min(1, runs(candidate)), 0) for candidate in candidates
-        ]
+        return compiled(STACK, candidates, lambda size, candidate: size + 6000 * min(1, runs(candidate)))
 
     able = [own((NAMED[name],) * 6, name=name) for name in ("off", "full")]
     chosen = {}
@@ -394,7 +380,7 @@ def test_where_a_named_policy_is_best_the_last_compilation_is_not_kept():
 
 def test_a_host_budget_below_what_is_there_anyway_is_infeasible():
     def compile_them(candidates):
-        return [Compiled(round(predicted(STACK, candidate.loads)), 32 + candidate.host_bytes) for candidate in candidates]
+        return [replace(step, host_bytes=step.host_bytes + 32) for step in compiled(STACK, candidates)]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(10_000, able, compile_them, host=10)
@@ -407,7 +393,7 @@ def test_an_empty_answer_ends_the_search():
 
     def compile_them(candidates):
         asked.append(candidates)
-        return [Compiled(round(predicted(TRUTH, candidate.loads)), 0) for candidate in candidates] if len(asked) == 1 else []
+        return compiled(TRUTH, candidates) if len(asked) == 1 else []
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Searched(4700, able, compile_them)

@@ -51,9 +51,8 @@ def test_seconds_of_the_passes_by_hand():
     # Backward: two products for each, the product with the cosine, the sum of both cotangents.
     assert block.backward_seconds == pytest.approx((4 * product + 3 * wide + 3 * narrow) / 1e8)
     assert described.outside_seconds > 0
-    assert described.base_seconds == pytest.approx(
-        3 * (block.forward_seconds + block.backward_seconds) + described.outside_seconds
-    )
+    layers_seconds = 3 * (block.forward_seconds + block.backward_seconds)
+    assert described.base_seconds == pytest.approx(layers_seconds + described.outside_seconds)
 
 
 def test_a_scan_and_its_unrolled_twin_are_the_same_problem():
@@ -104,9 +103,7 @@ def test_what_a_solver_chooses_is_what_its_policy_does(scan):
         price = kind.program.price(policy)
         assert price.seconds <= choice.recompute_seconds * (1 + 1e-9)
         assert price.saved_bytes <= choice.saved_bytes + sum(
-            residual.bytes
-            for residual in block.residuals
-            if residual.seconds is None and choice.of[residual.name].value == "unused"
+            array.bytes for array in block.residuals if array.seconds is None and choice.of[array.name].value == "unused"
         )
         assert price.host_bytes <= choice.host_bytes
 
@@ -126,10 +123,7 @@ def test_a_plan_s_policies_can_be_traced_and_cost_what_the_plan_says(scan):
 
 
 def _saved(block: solver.Block) -> tuple[str, ...]:
-    return tuple(
-        "save" if residual.may_save and residual.needed else "recompute" if residual.needed else "unused"
-        for residual in block.residuals
-    )
+    return tuple("unused" if not r.needed else "save" if r.may_save else "recompute" for r in block.residuals)
 
 
 def test_the_price_of_named_policies():
@@ -137,9 +131,8 @@ def test_the_price_of_named_policies():
     (block,) = described.stack.blocks
     x, up, both = block.residuals
     # Without a checkpoint XLA recomputes the cosine by itself.
-    assert (
-        extra_seconds(described, "everything") == pytest.approx(3 * both.kept_seconds) and extra_seconds(described, "off") == 0
-    )
+    assert extra_seconds(described, "everything") == pytest.approx(3 * both.kept_seconds)
+    assert extra_seconds(described, "off") == 0
     assert extra_seconds(described, "full") == pytest.approx(3 * (up.seconds + both.seconds))
     assert extra_seconds(described, "dots") == pytest.approx(3 * both.seconds)
     copied = 2 * x.bytes / 1e8
@@ -368,9 +361,8 @@ def test_arrays_of_one_name_are_decided_on_together():
 
 def test_a_layer_behind_a_scan_of_its_kind_has_its_own_name():
     def make(x: Any) -> Any:
-        layers = nn.scan(
-            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-        )
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        layers = nn.scan(lambda layer, x, _: (layer(x), None), **axes, length=3)
         return Layer(name="last")(layers(Layer(name="layers"), x, None)[0])
 
     model, params, x = of_layers(make)
