@@ -1,6 +1,9 @@
-"""Kernels that are cached between compilations: who has which file, and that sizes do not depend on the cache."""
+"""The code of kernels, cached or left out: who has which file, and that sizes do not depend on the code."""
 
 from __future__ import annotations
+
+import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +11,9 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.errors import CompileError
 from remat_jax.hardware import target
-from remat_jax.memory.compile import cache, compiler
+from remat_jax.memory.compile import cache, compiler, process, toolkit
 from remat_jax.memory.compile import options as of_kernels
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.memory.compile.options import Kernels
@@ -55,6 +59,7 @@ for one in request["programs"]:
         sizes = dict.fromkeys(("argument", "output", "alias", "temp", "host_argument", "host_output", "host_alias"), 0)
         print(json.dumps({{"key": one["key"], "untiled": False, "sizes": sizes | {{"host_temp": len(kept)}}}}), flush=True)
 """
+XLAS_DEFAULT = "./cuda_sdk_lib"
 FILE, APART = "xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism"
 
 
@@ -118,17 +123,40 @@ def test_sizes_are_the_same_with_the_kernels_of_another_step_and_with_a_file_tha
         assert sizes(3, kernels) == alone and len(asked) == 2
 
 
+def small_program(policy, name, *, scanned=False):
+    loss, params, x = make_loss(Attention, scanned=scanned)
+    return export_step(policy, rj.Workload(loss, params, (x,), Attention).step(policy), target(name))
+
+
+@needs_gpu_compiler
+def test_a_compilation_needs_nothing_of_an_installed_toolkit(monkeypatch, tmp_path):
+    monkeypatch.setattr(cache, "_memory", {})
+    monkeypatch.setenv(cache.VARIABLE, "off")
+    program, called, installed = small_program("off", "h200"), tmp_path / "called", tmp_path / "bin" / "ptxas"
+    installed.parent.mkdir()
+    installed.write_text(f"#!/bin/sh\necho installed >> {called}\n")
+    installed.chmod(0o700)
+    monkeypatch.setenv("PATH", str(installed.parent), prepend=os.pathsep)
+    monkeypatch.setattr(toolkit, "_PROGRAM", f"{toolkit._PROGRAM}echo substitute >> {called}\n")
+    process.end_idle()  # they have another PATH
+    assert compile_programs([program], target("h200"), timeout=300)["off"].temp > 0
+    assert set(called.read_text().split()) == {"substitute"}
+    cache.forget()
+    monkeypatch.setattr(toolkit, "_LIBDEVICE", "no module")
+    with pytest.raises(CompileError, match="libdevice"):
+        compile_programs([program], target("h200"), timeout=300)
+
+
 @pytest.mark.parametrize("name", ["cpu", pytest.param("h200", marks=needs_gpu_compiler)])
 @pytest.mark.parametrize("policy", ["off", "dots"])
 def test_sizes_are_those_of_a_step_whose_code_is_optimised(monkeypatch, name, policy):
-    """By default code that never runs is not optimised, which takes half the time of a compilation."""
+    """Code that never runs is not optimised and not assembled; this takes more than half of the time of a compilation."""
     monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setenv(cache.VARIABLE, "off")
-    loss, params, x = make_loss(Attention, scanned=policy == "dots")
-    job = rj.Workload(loss, params, (x,), Attention)
-    program = export_step(policy, job.step(policy), target(name))
+    program = small_program(policy, name, scanned=policy == "dots")
     optimised = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-    optimised |= {"xla_gpu_disable_gpuasm_optimizations": False} if name == "h200" else {}
+    if name == "h200" and shutil.which("ptxas"):
+        optimised[toolkit.TOOLKIT] = XLAS_DEFAULT  # the installed toolkit
     plain, given = (
         compile_programs([program], target(name), timeout=300, compiler_options=options)[policy]
         for options in (None, optimised)

@@ -19,14 +19,15 @@ from remat_jax.memory.compile.exporting import ExportedProgram as ExportedProgra
 from remat_jax.memory.compile.exporting import export_step as export_step
 from remat_jax.memory.compile.options import (
     GRAPHS,
+    NEVER_RUN,
     Kernels,
     kernel_options,
     limit_options,
-    never_run_options,
     overlapping_options,
     refuse,
 )
 from remat_jax.memory.compile.process import Children, Question, ask, compiler_environment, scratch
+from remat_jax.memory.compile.toolkit import toolkit_options
 from remat_jax.memory.hlo.collectives import Collective, read_collectives
 from remat_jax.memory.hlo.copies import Overlap, starts_slice_copies
 from remat_jax.memory.hlo.live import LiveBuffer, Schedule, Timeline, named_arguments
@@ -209,7 +210,7 @@ def _entry(folder: Path, program: ExportedProgram, target: Target, options: dict
     folder.mkdir()
     path = folder / "program.jaxexport"
     path.write_bytes(program.blob)
-    options = never_run_options(target.kind) | options
+    options = NEVER_RUN | options
     entry = {"key": program.key, "path": str(path), "donated": program.donated, "mesh": program.mesh}
     if target.kind != "gpu":
         return entry | {"compiler_options": options}
@@ -229,12 +230,13 @@ def _answers(
 ) -> dict[str, dict[str, Any]]:
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
     environment = compiler_environment(target)
+    toolkit = toolkit_options(folder / "toolkit") if target.kind == "gpu" else {}
     ends = time.monotonic() + timeout
     running = children or Children()
 
     def asked(part: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         left = min(timeout, max(1.0, ends - time.monotonic()))
-        programs = [entry | {"compiler_options": {**options, **entry["compiler_options"]}} for entry in part]
+        programs = [entry | {"compiler_options": {**toolkit, **options, **entry["compiler_options"]}} for entry in part]
         request = {"programs": programs, "compiler_description": target.compiler_description, "devices": target.devices}
         request |= {"hosts": target.hosts, "folder": str(folder)}
         doing, keys = f"compiling for target={target.name!r}", [entry["key"] for entry in part]

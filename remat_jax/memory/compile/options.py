@@ -49,6 +49,9 @@ Without a GPU, XLA uses Triton for every matmul. With a GPU, XLA uses the faster
 cuBLAS's matmuls. A step then needed up to 9 % more memory (`docs/notes/steps_on_a_gpu.md`).
 """
 
+NEVER_RUN: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""The options for a program that is compiled only for its sizes."""
+
 GRAPHS = "xla_gpu_enable_command_buffer"
 """The option that lists the kinds of operation in CUDA graphs."""
 KINDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"
@@ -106,12 +109,6 @@ def overlapping_options() -> dict[str, str]:
     """The compiler option that leaves copies of slices outside CUDA graphs; empty if this XLA refuses the option."""
     lists = (f"{KINDS},COLLECTIVES_KERNEL", KINDS)
     return next(({GRAPHS: kinds} for kinds in lists if compat.accepts_option(GRAPHS, kinds)), {})
-
-
-def never_run_options(kind: str) -> dict[str, Any]:
-    """The options for a program that is compiled only for its sizes; `kind` is the target's kind."""
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return options | ({"xla_gpu_disable_gpuasm_optimizations": True} if kind == "gpu" else {})
 
 
 class Kernels:
