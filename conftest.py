@@ -220,7 +220,7 @@ def kernels_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         # Both cores run a test worker already: a second compile process would only load the compiler again.
         patched.setattr(compiler, "MOST_CHILDREN", 1)
         # Starting a compile process takes longer than most compilations, so keep it while other files run.
-        patched.setattr(sys.modules["remat_jax.memory.compile.process"], "IDLE_SECONDS", 55.0)
+        patched.setattr(sys.modules["remat_jax.memory.compile.process"], "IDLE_SECONDS", 600.0)
         yield
 
 

@@ -135,7 +135,7 @@ def test_the_limit_is_the_one_that_xla_says(tmp_path: Path) -> None:
     request["folder"] = str(tmp_path)
     environment = compiler_environment(H200) | {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_rematerialization=1"}
     command = [sys.executable, "-P", str(compiler.CHILD)]
-    given = json.dumps(request | {"parent": os.getpid()})
+    given = json.dumps(request | {"parent": os.getpid(), "idle_seconds": 60.0})
     done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=300, check=True)
     logged = re.search(r"already fits within the given memory limit \((\d+)\)", done.stderr)
     assert logged is not None, done.stderr[-2000:]

@@ -280,11 +280,15 @@ for place, line in enumerate(sys.stdin):
 
 
 def test_a_process_that_nobody_asks_again_leaves(tmp_path: pathlib.Path) -> None:
-    soon = (
-        f"import runpy; main = runpy.run_path({str(compiler.CHILD)!r})['main']; main.__globals__['IDLE_SECONDS'] = 1.0; main()"
-    )
-    request = {"programs": [], "compiler_description": None, "folder": str(tmp_path), "parent": os.getpid()}
-    with subprocess.Popen([sys.executable, "-c", soon], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    request = {
+        "programs": [],
+        "compiler_description": None,
+        "folder": str(tmp_path),
+        "parent": os.getpid(),
+        "idle_seconds": 1.0,
+    }
+    command = [sys.executable, str(compiler.CHILD)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
         child.stdin.write(json.dumps(request) + "\n")
         child.stdin.flush()

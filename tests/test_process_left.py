@@ -44,7 +44,7 @@ def test_a_caller_that_is_gone_when_the_child_has_started_is_seen(tmp_path: path
     program = {"key": "k", "path": str(path), "donated": [], "mesh": None, "compiler_options": {}}
     request = {"key": "k", "platform": "cpu", "compiler_description": None, "folder": str(tmp_path)}
     request |= {"program": program} if work == "run" else {"programs": [program]}
-    none_such = {"parent": 0}  # as where the parent has died: the child's is another one then
+    none_such = {"parent": 0, "idle_seconds": 60.0}  # as where the parent has died: the child's is another one then
     done = subprocess.run(
         [sys.executable, "-P", str(compiler.CHILD)],
         input=json.dumps(request | none_such),

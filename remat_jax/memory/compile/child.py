@@ -27,8 +27,6 @@ NO_TILES = ("Couldn't find output tile sizes", "No supported config found for HL
 """XLA's errors for a matmul that fits no Triton tile. On a GPU, XLA would try other kernels."""
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 SIZES = ("temp", "argument", "output", "alias", "host_temp", "host_argument", "host_output", "host_alias")
-IDLE_SECONDS = 60.0
-"""The process exits after this time without a request; the parent process stops using it earlier."""
 TILE = np.random.default_rng(0).standard_normal(65_536, np.float32) * 0.02
 
 _busy = threading.Event()
@@ -204,10 +202,10 @@ def peak(program: dict[str, Any], device: Any) -> int:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def end_with(parent: int) -> None:
-    """Exit when the parent process has ended (perhaps during the import of JAX), or after `IDLE_SECONDS` without a request."""
+def end_with(parent: int, idle_seconds: float) -> None:
+    """Exit when the parent process has ended (perhaps during the import of JAX), or after `idle_seconds` without a request."""
     idle = 0.0
-    while os.getppid() == parent and idle < IDLE_SECONDS:
+    while os.getppid() == parent and idle < idle_seconds:
         time.sleep(1.0)
         idle = 0.0 if _busy.is_set() else idle + 1.0
     os._exit(1)
@@ -220,7 +218,7 @@ def main() -> None:
         request = json.loads(line)
         _busy.set()
         if not watched:
-            threading.Thread(target=end_with, args=(request["parent"],), daemon=True).start()
+            threading.Thread(target=end_with, args=(request["parent"], request["idle_seconds"]), daemon=True).start()
             watched = True
         (compile_programs if "programs" in request else run_program)(request)
         _busy.clear()

@@ -37,7 +37,7 @@ ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_")
 """The prefixes of environment variables that affect the compiled result."""
 
 IDLE_SECONDS, MOST_IDLE = 30.0, 4
-"""How many seconds a child waits for another question, and how many children may wait; each uses about 500 MB of memory."""
+"""How many seconds a child may wait for another question, and how many children may wait; each uses about 500 MB of memory."""
 
 _OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
@@ -61,8 +61,8 @@ class Question:
     """A question to a child process.
 
     Attributes:
-      child: the script. It reads `request` as a line of JSON on standard input, with this process's id as `parent`, and prints
-        one JSON object for each of `keys`.
+      child: the script. It reads `request` as a line of JSON on standard input, with `parent`, this process's id, and
+        `idle_seconds`, and prints one JSON object for each of `keys`.
       keys: the keys of the programs to compile; for a request to the attached device, its one key.
       doing, who: words for error messages: the activity, and the program that refuses a key.
       timeout, left: the limit in seconds for all keys together, and the seconds of it that remain; None if all remain.
@@ -154,7 +154,9 @@ def _converse(
     assert source is not None and sink is not None
     # A broken pipe means that the child ended at once; its exit status has the reason.
     with contextlib.suppress(BrokenPipeError):
-        sink.write(json.dumps(question.request | {"parent": os.getpid()}) + "\n")
+        # The child exits by itself later than this process stops using it.
+        common = {"parent": os.getpid(), "idle_seconds": IDLE_SECONDS + 30.0}
+        sink.write(json.dumps(question.request | common) + "\n")
         sink.flush()
         if not question.again:
             sink.close()
@@ -241,7 +243,6 @@ class _Idle:
             return None
         earliest = time.monotonic() - IDLE_SECONDS
         with self._lock:
-            # A child exits by itself only after a longer time than IDLE_SECONDS, so the child taken here is alive.
             for child in list(self._waiting):
                 if child.waits_since < earliest or child.process.poll() is not None:
                     self._waiting.remove(child)
