@@ -99,6 +99,12 @@ def pytest_configure() -> None:
         jax.devices()  # XLA reads its flags once, as it starts
 
 
+def pytest_collection_finish() -> None:
+    """Exempt what the imports made from garbage collection: millions of objects that stay alive until the end."""
+    gc.collect()
+    gc.freeze()
+
+
 LOWERED_TOGETHER = 200
 
 
