@@ -137,12 +137,12 @@ def test_the_limit_is_the_one_that_xla_says(tmp_path: Path) -> None:
     command = [sys.executable, "-P", str(compiler.CHILD)]
     given = json.dumps(request | {"parent": os.getpid(), "idle_seconds": 60.0})
     done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=300, check=True)
-    logged = re.search(r"already fits within the given memory limit \((\d+)\)", done.stderr)
-    assert logged is not None, done.stderr[-2000:]
+    # From JAX 0.11 on XLA compiles the fused matmuls first, each as a program of its own with a limit of its own.
+    *_, logged = re.findall(r"already fits within the given memory limit \((\d+)\)", done.stderr)
     # XLA also counts the table of results: a pointer for each kernel's and bias's gradient, and for the loss.
     available = MEMORY * 80 // 100 - program.held_bytes - 8 * (4 * LAYERS + 1)
-    assert int(logged[1]) == available * options[OPTION] // 100
-    assert 0 <= 40 * GIB - program.held_bytes - int(logged[1]) < available / 100
+    assert int(logged) == available * options[OPTION] // 100
+    assert 0 <= 40 * GIB - program.held_bytes - int(logged) < available / 100
 
 
 @needs_gpu_compiler
@@ -155,7 +155,8 @@ def test_xla_recomputes_to_stay_within_the_limit() -> None:
     # The layers' hidden arrays alone need 3 GiB.
     assert free.device_bytes > LAYERS * ROWS * HIDDEN * 4 == 3 * GIB > limited.device_bytes
     assert free.seconds is not None and limited.seconds is not None and full.seconds is not None
-    assert free.seconds < limited.seconds < full.seconds, "what it recomputes takes time"
+    assert free.seconds < limited.seconds, "what it recomputes takes time"
+    assert limited.seconds < full.seconds or compat.JAX_VERSION >= (0, 12), "from 0.12 on XLA recomputes more here"
     assert limited.to_dict()["memory_limit"] == 3 * GIB and limited.to_dict()["compiler_options"] == {OPTION: 2}
     assert "memory limit" in str(limited) and "memory limit" not in str(free)
     # A limit above XLA's own gives the same program and the same result.
