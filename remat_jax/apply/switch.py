@@ -212,7 +212,7 @@ Part = tuple[str, type]
 
 
 def _bridged_parts(model: nnx.Module, blocks: Any, modules: list[nnx.Module]) -> dict[Part, nnx.Module]:
-    """The parts that may have the `blocks`, with their modules; none if `modules` has NNX blocks and `blocks` no Linen class."""
+    """The parts that may have `blocks`, with their modules; empty if `modules` has NNX blocks and `blocks` no Linen class."""
     wanted = _linen_blocks(blocks)
     # A glob that matches NNX modules is not applied to Linen modules.
     if not wanted or (modules and all(isinstance(block, str) for block in wanted)):
