@@ -69,7 +69,7 @@ def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Ca
 def named_scopes(parts: Collection[tuple[str, Any]]) -> Iterator[None]:
     """Inside this context each module of `parts`, pairs `(path, module)`, runs in a scope named by its path.
 
-    The path is relative to the module that calls it.
+    The path is relative to the enclosing module of `parts` that is running.
     """
     names, around = {id(module): path for path, module in parts}, ContextVar("around", default="")
 

@@ -28,13 +28,13 @@ def gradient_checkpoint_forward(
       model: a bound Linen module, an NNX module, or a function.
       use_gradient_checkpointing: True for policy `full`: keep the block's inputs and recompute everything else.
       use_gradient_checkpointing_offload: True for policy `offload_inputs`: keep the inputs (the arrays anywhere in `args` and
-        `kwargs`) in host memory and recompute everything else. This flag has precedence over
+        `kwargs`) in host memory and recompute everything else. This flag overrides
         `use_gradient_checkpointing`. If both flags are False, no checkpoint is made.
       args, kwargs: the arguments of `model`.
 
     Raises:
       ArgumentError: a flag is not a bool; in modes checkpoint and offload, `model` is not a bound Linen module, an NNX module
-        or a function; or `model` has an argument named `model` or named as a flag, and `args` do not pass it by position.
+        or a function; or `model` takes an argument with a flag's name, or named `model`, that `args` do not pass by position.
       NoEffectError: in mode offload, if the arguments hold no array of rank 1 or more.
 
     >>> import jax, jax.numpy as jnp

@@ -39,9 +39,9 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
       policy: a policy, its name or text.
       blocks: a module class, a glob on module paths, or a tuple of them. A Linen model needs `blocks`, because it has no
         submodules before it is called. The default for an NNX model is every module in a list of two or more modules of one
-        class; of nested lists only the outermost counts. If there is no such list, the default is the
-        checkpoint regions of the Linen modules inside the NNX model (`nnx.bridge.ToNNX`, as in OpenPI). To select blocks in
-        these Linen modules, name Linen classes, or globs on paths inside the modules.
+        class; of nested lists only the outermost counts. If there is no such list, the default is the checkpoint regions of the
+        Linen modules inside the NNX model (`nnx.bridge.ToNNX`, as in OpenPI). To select blocks in these Linen modules, name
+        Linen classes, or globs on paths inside the modules.
       own_checkpoints: by default `policy` replaces the model's own checkpoints around the blocks, as in `checkpoint_blocks`.
         `"keep"` keeps them, with a `RematWarning`.
 

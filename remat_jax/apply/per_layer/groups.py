@@ -114,8 +114,8 @@ def _torn(block: Block, group: range) -> UnsupportedError:
 def _overlapping(groups: Sequence[tuple[Block, range]]) -> str:
     named = sorted({f"{name_of(block)} {layers_text(group)}" for block, group in groups})
     return (
-        f"groups of layers of several blocks overlap: {'; '.join(named[:6])}. Where blocks alternate, give all of them groups "
-        "of the same calls, or give groups to only one of them."
+        f"groups of layers of several blocks overlap: {'; '.join(named[:6])}. If blocks alternate, give each of them groups of "
+        "the same calls, or give groups to only one block."
     )
 
 

@@ -6,7 +6,7 @@ A scan is also cut at `LayerPolicies.cuts`. Iterations in groups become a scan o
 
 Slices of stacked parameters would be copies that are alive during the whole step. So a block reads its parameters from the
 whole stack, by the iteration's index and inside its own checkpoint (`core.stack_rows`). The scan still takes slices, so that
-gradients flow through them; their values are never read, so the compiler drops them.
+gradients flow through them; nothing reads the values of the slices, so the compiler drops them.
 """
 
 from __future__ import annotations
