@@ -66,7 +66,7 @@ __all__ = [
     "save_report",
 ]
 
-# The module of each name, imported at the name's first use: all modules, with Flax and Optax, take longer to import than JAX.
+# The module of each name. It is imported when the name is first used: all modules together import slower than JAX itself.
 _HOMES = {
     "apply.blocks": ("checkpoint_blocks",),
     "apply.jax_policies": ("jax_policy",),

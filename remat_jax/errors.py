@@ -34,7 +34,7 @@ class UnknownPolicyError(PolicyError):
 
 
 class BlockError(RematError, ValueError):
-    """Raised when a function or model lacks a block, or calls a block more or less often than it has policies by layer."""
+    """Raised when a function or model lacks a block, or if a block has more or fewer calls than policies by layer."""
 
 
 class NoEffectError(PolicyError):

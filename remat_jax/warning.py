@@ -47,7 +47,7 @@ def warn(messages: str | Iterable[str] | None) -> None:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """In this context `warn` does nothing, because the caller reports the messages itself. Also a decorator."""
+    """In this context `warn` does nothing, because the caller reports the messages itself. It is also a decorator."""
     token = _silenced.set(True)
     try:
         yield

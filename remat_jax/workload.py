@@ -197,7 +197,7 @@ class Workload:
         of_params.__name__ = getattr(loss, "__name__", "loss")
         _check_batch(batch)
         if options.get("mesh") is not None and options.get("shardings") is not None:
-            # Check here, so that an error numbers the batch's arguments as the caller does. The other state is replicated.
+            # Check here, so that an error numbers the batch's arguments as the caller does. Other state is replicated.
             described = structs(params, "params"), structs(batch, "batch")
             of_state, *of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
             options["shardings"] = (of_state, None, *of_batch)
@@ -312,7 +312,7 @@ class Workload:
         return self._placed(TrainingStep(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
     def step_with_residuals(self, policy: Any) -> tuple[TrainingStep, Callable[..., Any]]:
-        """A step on the mesh that returns (residuals, gradients), and a function of its arguments that returns residuals."""
+        """A step on the mesh that returns (residuals, gradients), and a function from the same arguments to residuals."""
         loss, trained, frozen = self.split_loss(policy)
         of_trained, of_frozen = self._parted(self.shardings[0])
 

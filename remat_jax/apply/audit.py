@@ -40,7 +40,7 @@ def _selections(
 ) -> list[_Selection]:
     """The effects, in one block, of the globs that save or offload (`Policy.kept_globs`).
 
-    `along` has the indices of the differentiated inputs (None: all). If not `whole` (`Audit.saw`), each `has_effect` is True.
+    `along` has the indices of the differentiated inputs (None: all). If not `whole` (`Audit.saw`), every `has_effect` is True.
     """
     assert isinstance(block.policy, Policy)
     selections = []
@@ -61,8 +61,8 @@ def _has_effect(selector: str, block: BlockUnderPolicy, chosen: Sequence[Candida
     # JAX keeps every input that is not offloaded.
     if any(candidate.is_input and block.policy.action(candidate) is not Action.OFFLOAD for candidate in chosen):
         return True
-    # If the policy also keeps an array that is computed from a chosen one, the backward pass may no longer need the chosen
-    # one. So the selector is also tested alone.
+    # The backward pass may not read a chosen array if the policy also keeps an array that is computed from it. So the
+    # selector is also tested alone.
     alone = replace(block, policy=Policy((PolicyRule(Action.SAVE, (selector,)),)))
     for variant in (block, alone) if chosen else ():
         kept = variant.kept(along)
@@ -76,7 +76,7 @@ class _TracedBlock:
     """What a policy selected in one block.
 
     Attributes:
-      candidates: name → an array that selectors can match.
+      candidates: the arrays that selectors can match, by name.
       moves: whether this block, or an earlier block under the same policy, moves an offloaded array.
       unmatched: the selectors that match nothing.
       given: the names that the model gives with `checkpoint_name`; empty unless the policy is a JAX policy of names.
@@ -138,10 +138,11 @@ class Audit:
     def check(self) -> None:
         """Raise if a selector matches no residual or keeps nothing, or if a policy that offloads moves no array.
 
-        Warns if a policy selects matmuls in blocks that have only convolutions.
+        Also raises if the model gives none of the names that a JAX policy keeps. Warns if a policy selects matmuls in blocks
+        that have only convolutions.
 
         Raises:
-          NoEffectError: names the policy, the selector, the blocks and their residuals.
+          NoEffectError: names the policy, the selector or names, the blocks, and their residuals or names.
         """
         for (policy, layers), blocks in self._blocks.items():
             if isinstance(policy, Policy):
@@ -165,7 +166,7 @@ def _given(block: BlockUnderPolicy, kept: frozenset[str]) -> frozenset[str]:
 def _check_names(policy: JaxPolicy, blocks: Sequence[_TracedBlock]) -> None:
     kept, names = compat.kept_names_in(policy), {name for block in blocks for name in block.given}
     if not kept or kept & names:
-        return  # a list of names may serve several models; `doctor` lists the names that are missing in this one
+        return  # a list of names may serve several models; `doctor` lists the names that this model lacks
     raise NoEffectError(
         f"policy={getattr(policy, '__qualname__', policy)}: no checkpoint_name in {_paths(blocks)} gives "
         f"{_some(sorted(map(repr, kept)), 8)}, so the policy keeps nothing. The names that are given: "

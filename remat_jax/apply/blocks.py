@@ -101,7 +101,7 @@ def replaced_text(replaced: int) -> str:
 
 
 class OwnCheckpoints:
-    """Counts a model's own checkpoints around its blocks. `choice` is the `own_checkpoints` of `checkpoint_blocks`."""
+    """Counts a model's own checkpoints around its blocks. `choice` is the argument `own_checkpoints` of `checkpoint_blocks`."""
 
     def __init__(self, choice: str) -> None:
         self.keeps, self.choice = check_choice(choice), choice

@@ -67,7 +67,10 @@ def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Ca
 
 @contextmanager
 def named_scopes(parts: Collection[tuple[str, Any]]) -> Iterator[None]:
-    """In this context each module of `parts` (path, module) runs in a scope named by its path from the calling module."""
+    """Inside this context each module of `parts`, pairs `(path, module)`, runs in a scope named by its path.
+
+    The path is relative to the enclosing module of `parts` that is running.
+    """
     names, around = {id(module): path for path, module in parts}, ContextVar("around", default="")
 
     def wrap(original: Call) -> Call:
@@ -94,7 +97,7 @@ def with_own_call(cls: Any) -> Iterable[type]:
         yield from with_own_call(subclass)
 
 
-# Held only while a class is changed. User code never runs under this lock, because user code may wait for other threads.
+# This lock is held only while a class is changed. User code never runs under it, because user code may wait for other threads.
 _patch_lock = threading.Lock()
 _patches: dict[type, _Patch] = {}
 # class → its wrapped `__call__` in this context. Other threads have their own contexts and wrapped calls.
@@ -122,8 +125,8 @@ class _Patch:
 
     Attributes:
       own: the `__call__` that the class itself defines; None if the class inherits its `__call__`.
-      original: the `__call__` for contexts that have not wrapped it.
-      users: how many contexts have wrapped it.
+      original: the `__call__` for contexts that have not wrapped the class.
+      users: the number of contexts that have wrapped the class.
     """
 
     def __init__(self, cls: Any) -> None:

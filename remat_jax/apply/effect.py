@@ -22,11 +22,11 @@ from remat_jax.errors import BlockError, RematError, UnsupportedError
 
 Function = Callable[..., Any]
 
-# (policies, code, signature) of functions whose policies had an effect in a trial trace. A function that is created again in
-# every step is found here, and needs no new trial.
+# (policies, code, signature) of each function whose policies had an effect in a trial trace. A function that is created again
+# in every step has the same key, so it needs no new trial.
 _proven: set[Hashable] = set()
 _MOST_PROVEN = 4096
-# policies → the blocks that any call under them reached. Used for functions that cannot be traced.
+# For each set of policies: the blocks that its calls have reached. Used for functions that cannot be traced.
 _ever_reached: dict[BlockPolicies, set[Block]] = {}
 
 
@@ -37,7 +37,7 @@ def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwar
         together = policies.over(outer)
         if not together.by_layer:
             return with_blocks(policies, fn, args, kwargs), record
-        # An enclosing call with policies by layer counts its own blocks.
+        # If an enclosing call has policies by layer, that call counts the blocks of its own policies.
         counted = policies if outer is not None and outer.by_layer else together
         return _by_layer(policies, frozenset(block for block, _ in counted.entries), fn, args, kwargs, record), record
 
@@ -154,7 +154,10 @@ def traced_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], k
 
 
 def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """A key for the trace of a call: its pytree structure, types of arrays and numbers, other values; None if not hashable."""
+    """A key for the trace of a call: the pytree structure, the types of arrays and numbers, and all other values.
+
+    None if a value is not hashable.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     kinds: list[Any] = []
     for leaf in leaves:

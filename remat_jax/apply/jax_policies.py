@@ -45,7 +45,7 @@ def jax_policy(policy: Any) -> JaxPolicy:
 
 @dataclass(frozen=True, repr=False)
 class _JaxPolicy:
-    """A policy as a function. Two such functions are equal if their policies are, so that JAX's caches hit."""
+    """A policy as a function. Functions with equal policies are equal, so that JAX's caches hit."""
 
     policy: Policy
 

@@ -230,7 +230,7 @@ def _modules_in(root: Any) -> list[tuple[str, nnx.Module]]:
 
 
 def known_paths(root: Any, prefix: str = "") -> AbstractContextManager[None]:
-    """Inside this context every module in `root` (a module, or a pytree of modules) is known by its path."""
+    """Inside this context `path_of` returns `prefix` and a path for each module in `root`, a module or a pytree of modules."""
     paths = {id(node): f"{prefix}/{path}".strip("/") or type(node).__name__ for path, node in _modules_in(root)}
     return compat.setting(_paths, _paths.get() | paths)
 

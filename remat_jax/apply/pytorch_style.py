@@ -28,13 +28,13 @@ def gradient_checkpoint_forward(
       model: a bound Linen module, an NNX module, or a function.
       use_gradient_checkpointing: True for policy `full`: keep the block's inputs and recompute everything else.
       use_gradient_checkpointing_offload: True for policy `offload_inputs`: keep the inputs (the arrays anywhere in `args` and
-        `kwargs`) in host memory and recompute everything else. This flag has precedence over the other. If both flags are
-        False, no checkpoint is made.
+        `kwargs`) in host memory and recompute everything else. This flag overrides
+        `use_gradient_checkpointing`. If both flags are False, no checkpoint is made.
       args, kwargs: the arguments of `model`.
 
     Raises:
       ArgumentError: a flag is not a bool; in modes checkpoint and offload, `model` is not a bound Linen module, an NNX module
-        or a function; or `model` has an argument named `model` or like a flag, and `args` do not pass it by position.
+        or a function; or `model` takes an argument with a flag's name, or named `model`, that `args` do not pass by position.
       NoEffectError: in mode offload, if the arguments hold no array of rank 1 or more.
 
     >>> import jax, jax.numpy as jnp
@@ -62,7 +62,10 @@ def _check_flags(checkpoint: Any, offload: Any) -> None:
 
 
 def _check_names(model: Any, args: tuple[Any, ...]) -> None:
-    """Raise if `model` has an argument named in `_OWN` that `args` do not pass by position; a keyword would not reach it."""
+    """Raise if `model` has an argument named in `_OWN` that `args` do not pass by position.
+
+    A keyword with this name would not reach the model.
+    """
     is_module = isinstance(model, linen.Module | nnx.Module)
     call = type(model).__call__ if is_module else model
     try:
@@ -83,7 +86,7 @@ def call_model(model: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kw
     """`model(*args, **kwargs)` as one checkpointed block; `model` is a bound Linen module, an NNX module or a function.
 
     Raises:
-      ArgumentError: the policy is not `off`, and `model` is none of these or a Linen module that is not bound.
+      ArgumentError: `model` is none of these, or is a Linen module that is not bound. Under `off` nothing is checked.
       NoEffectError: a selector matches no residual, or there is nothing to offload.
     """
     if is_off(policy):

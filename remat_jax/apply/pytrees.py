@@ -28,7 +28,8 @@ from remat_jax.errors import ArgumentError, nearest
 _NOT_TREES = (linen.Module, nnx.Module, functools.partial)
 F = TypeVar("F", bound=Callable[..., Any])
 
-# id of a callable pytree among the arguments → its attribute path; class → the paths of its instances there.
+# `_paths`: id of a callable pytree among the arguments → its attribute path. `_paths_of_class`: class → the paths of its
+# instances among the arguments.
 _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
 _paths_of_class: ContextVar[dict[type, frozenset[str]]] = ContextVar("paths_of_class", default={})  # noqa: B039 - the same
 
@@ -47,8 +48,8 @@ def call(module: Any, original: Call, policy: BlockPolicy, args: tuple[Any, ...]
 def path_of(module: Any) -> str:
     """The attribute path of `module` in the arguments.
 
-    A module that is not in the arguments (a row of a scanned stack, a cast copy) has the path of the only module of its class
-    there. If there is none, or several, it has the name of its class.
+    For a module that is not in the arguments (a row of a scanned stack, a cast copy): the path of the only module of its class
+    in the arguments. If the arguments contain no such module, or several: the name of the class.
     """
     alike = _paths_of_class.get().get(type(module), frozenset())
     return _paths.get().get(id(module), next(iter(alike)) if len(alike) == 1 else type(module).__name__)
@@ -72,7 +73,7 @@ def intercepting(policies: BlockPolicies, arguments: tuple[Any, ...]) -> Iterato
 
 @contextmanager
 def known_paths(*arguments: Any) -> Iterator[None]:
-    """Inside this context every callable pytree in one of the `arguments` is known by its attribute path."""
+    """Inside this context `path_of` returns the attribute path of each callable pytree in the `arguments`."""
     paths, of_class = dict(_paths.get()), dict(_paths_of_class.get())
     for argument in arguments:
         for path, node in callables(argument):
@@ -87,8 +88,8 @@ class ModelArrays:
 
     Attributes:
       arrays: the pytree, with None for each leaf that is no array.
-      trainable: `trainable(path, leaf)`: whether an array has a gradient (is floating-point). None unless a model has arrays
-        without one.
+      trainable: `trainable(path, leaf)` returns whether an array has a gradient (a floating-point or complex dtype). None
+        unless some array of a model has no gradient.
     """
 
     def __init__(self, params: Any) -> None:

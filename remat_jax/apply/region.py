@@ -39,10 +39,10 @@ def run_block(
     `parameters`, nor to arrays that the function closes over.
 
     Args:
-      path: the block's module path, with which the names of its residuals begin.
+      path: the block's module path, the prefix of its residuals' names.
       audit: records what the policy's selectors matched.
-      has_parameters: False while a model is initialised. The audit then does not judge selectors, because without parameters
-        the backward pass reads fewer residuals.
+      has_parameters: False while a model is initialised. The audit then assumes that each selector that matches an array has an
+        effect, because without parameters the backward pass reads fewer residuals.
     """
     if is_off(policy):
         return function(parameters, *args, **kwargs)
@@ -66,7 +66,7 @@ def run_jaxpr(
     has_parameters: bool = True,
     looped: bool | None = None,
 ) -> list[Any]:
-    """The closed `jaxpr` on `values` as one checkpointed block. `inputs` says which values `@inputs` selects.
+    """The closed `jaxpr` on `values` as one checkpointed block. `inputs` marks the values that `@inputs` selects.
 
     Args:
       looped: whether forward and backward pass run in separate loops around the block; None to ask JAX.
@@ -93,7 +93,7 @@ def traced(
 
     def array_outputs(*values: Any) -> list[Any]:
         outputs, structure = jax.tree.flatten(flat(*values))
-        # None replaces each array, so that the trace does not stay alive.
+        # None replaces each array: a stored tracer would keep the trace alive.
         traces.append(([None if compat.is_array(out) else out for out in outputs], structure))
         return [out for out in outputs if compat.is_array(out)]
 
@@ -113,10 +113,12 @@ def bind_block(
     apart: bool | None = None,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """Evaluate a block on `values`: under `jax.checkpoint`, and tied if it offloads outside every loop.
+    """Evaluate a block on `values` under `jax.checkpoint`.
+
+    Outside every loop, `run_tied` ties the block to its place in the schedule if it offloads or takes a link.
 
     If each pass has its own loop around the block, XLA cannot merge the recomputation with the forward pass. In every other
-    case it could, so `prevent_cse` is set. Two of these cases occur in loops: the gradient is taken inside the loop
+    case XLA could merge them, so `prevent_cse` is set. Two of these cases occur in loops: the gradient is taken inside the loop
     (micro-batches), or the loop runs once and XLA removes it. Blocks in loops are not tied:
     a tied block in a loop does not compile for a GPU (INTERNAL: shape mismatch after layout assignment).
 

@@ -1,4 +1,4 @@
-"""`replan`, and blocks `"checkpoints"`: another policy on the existing `jax.checkpoint` regions of a function."""
+"""`replan`, and the block `"checkpoints"`: another policy on the existing `jax.checkpoint` regions of a function."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _under(policy: BlockPolicy, audit: Audit, jaxpr: Any, values: Sequence[Any])
     return rewrite(jaxpr, values, run)
 
 
-# Function returned by `replan` → the function and the policy that `replan` was given.
+# For each function that `replan` returned: the function and the policy that `replan` was given.
 _replanned: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], Any]] = weakref.WeakKeyDictionary()
 
 

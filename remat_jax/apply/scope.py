@@ -136,7 +136,7 @@ class Record:
       modules: the modules that were called: path → class name.
       overruled: the blocks that an inner `checkpoint_blocks` ran under its own policies.
       replaced: how many of the model's own checkpoints the policies replaced; a scanned checkpoint counts once.
-      is_whole: whether the record is complete, also for a `jit` inside that was traced before.
+      is_whole: whether the record is complete even if a `jit` inside was traced before the call.
     """
 
     audit: Audit = field(default_factory=Audit)

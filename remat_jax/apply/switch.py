@@ -38,10 +38,10 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
       model: an NNX module, or a Linen module that is not bound.
       policy: a policy, its name or text.
       blocks: a module class, a glob on module paths, or a tuple of them. A Linen model needs `blocks`, because it has no
-        submodules before it is called. The default for an NNX model is the modules in every list of two or more modules, all
-        of the same class; if such lists are nested, only the outermost counts. If there is no such list, the default is the
-        checkpoint regions of the Linen modules inside the NNX model (`nnx.bridge.ToNNX`, as in OpenPI). To select blocks in
-        these Linen modules, name Linen classes, or globs on paths inside the modules.
+        submodules before it is called. The default for an NNX model is every module in a list of two or more modules of one
+        class; of nested lists only the outermost counts. If there is no such list, the default is the checkpoint regions of the
+        Linen modules inside the NNX model (`nnx.bridge.ToNNX`, as in OpenPI). To select blocks in these Linen modules, name
+        Linen classes, or globs on paths inside the modules.
       own_checkpoints: by default `policy` replaces the model's own checkpoints around the blocks, as in `checkpoint_blocks`.
         `"keep"` keeps them, with a `RematWarning`.
 
@@ -149,7 +149,7 @@ def _nnx_blocks(model: nnx.Module, blocks: Any) -> list[nnx.Module]:
 
 
 def repeated_modules(model: nnx.Module) -> list[nnx.Module]:
-    """The modules in every list of two or more modules, all of one class; if such lists are nested, only in the outermost."""
+    """Every module in a list of two or more modules of one class. Of nested lists only the outermost counts."""
     lists: dict[tuple[Any, ...], list[nnx.Module]] = defaultdict(list)
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module) and path and isinstance(path[-1], int):
@@ -212,7 +212,7 @@ Part = tuple[str, type]
 
 
 def _bridged_parts(model: nnx.Module, blocks: Any, modules: list[nnx.Module]) -> dict[Part, nnx.Module]:
-    """Part that may have the `blocks` → its module; empty if `modules` has NNX blocks and `blocks` has no Linen class."""
+    """The parts that may have `blocks`, with their modules; empty if `modules` has NNX blocks and `blocks` no Linen class."""
     wanted = _linen_blocks(blocks)
     # A glob that matches NNX modules is not applied to Linen modules.
     if not wanted or (modules and all(isinstance(block, str) for block in wanted)):

@@ -170,7 +170,7 @@ def _exchanges(reports: Sequence[MemoryReport]) -> list[Any]:
         for policy, by_kind in sent.items()
     ]
     title = "Arrays that one device sends or receives in a step, and their bytes"
-    caption = "A policy's excess over off is the collectives that its recomputation repeats." if "off" in sent else None
+    caption = "Where a policy has more collectives than off, its recomputation repeats them." if "off" in sent else None
     return [table(title, ("policy", *kinds), rows, caption=caption)]
 
 

@@ -16,7 +16,7 @@ from remat_jax.parity.case import require_torch
 from remat_jax.parity.comparison import compare
 from remat_jax.parity.report import ParityReport
 
-_EXPECTED = "a dictionary of the arguments of remat_jax.parity.compare, or the report that it gave"
+_EXPECTED = "a dictionary of the arguments of remat_jax.parity.compare, or the report that it returned"
 
 
 def parity(
@@ -46,7 +46,7 @@ def parity(
 
 
 def parity_report(case: str, show_step: Any) -> ParityReport:
-    """The report that `case` names or returns. If it gives the arguments of `compare` instead, the comparison runs here."""
+    """The report that `case` names or returns. If `case` returns the arguments of `compare`, this function compares."""
     result = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
     if isinstance(result, ParityReport):
         return result

@@ -33,8 +33,8 @@ MeshOption = Annotated[
     typer.Option(
         "--mesh",
         metavar="AXIS=SIZE,…",
-        help="Use this mesh, such as data=8,fsdp=8, instead of the workload's own; its shardings stay. Without shardings, the "
-        "batch is partitioned over data and fsdp, and each parameter over fsdp.",
+        help="Use this mesh, such as data=8,fsdp=8, instead of the workload's own, with the same shardings. Without shardings, "
+        "the batch is partitioned over data and fsdp, and each parameter over fsdp.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""The cost of running a jaxpr, GPU kernel by GPU kernel. `docs/how/cost_model.md` says what forms a kernel."""
+"""The cost of running a jaxpr, GPU kernel by GPU kernel. `docs/how/cost_model.md` describes which equations form a kernel."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: Rates) -> d
     """Each equation's part of the time in seconds. The parts add up to `flat_cost(eqns, outputs).seconds(rates)`.
 
     A memory-bound kernel's time is divided in proportion to its equations' bytes, a compute-bound kernel's in proportion to
-    their operations. If several equations of a kernel read an array, its bytes count for the first equation. An array
-    that stays inside a kernel has no bytes.
+    their operations. If several equations of a kernel read an array, the array's bytes count for the first of them.
+    An array that stays inside a kernel has no bytes.
     """
     result = dict.fromkeys(eqns, 0.0)
     for kernel in _kernels(eqns, outputs):

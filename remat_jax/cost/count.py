@@ -55,7 +55,7 @@ def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
 
 
 def over_bodies(eqn: Any, count_body: Callable[[Any], int]) -> int:
-    """`count_body` summed over the jaxprs inside `eqn`: a scan's body counts per iteration, a `cond` as its largest branch."""
+    """`count_body` summed over the jaxprs inside `eqn`. A scan's body counts per iteration; a `cond`, its costliest branch."""
     counted = list(map(count_body, bodies(eqn)))
     if eqn.primitive.name == "cond":
         return max(counted)

@@ -16,14 +16,19 @@ from remat_jax.cost.flat import Array, FlatEqn
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one GPU kernel: operations by the dtype at whose rate they run; bytes of device memory read and written."""
+    """The work of one GPU kernel.
+
+    Attributes:
+      flops: a dict from dtype to the number of operations that run at the rate of this dtype.
+      bytes: the bytes of device memory that are read and written.
+    """
 
     flops: Mapping[str, float] = field(default_factory=dict)
     bytes: float = 0.0
 
 
 def own_kernel(eqn: FlatEqn) -> Work:
-    """The work of an equation that does not fuse, on one device. Only the bytes of an unknown primitive are counted."""
+    """The work of an equation that does not fuse, on one device. For an unknown primitive only bytes are counted."""
     special = _SPECIAL.get(eqn.primitive)
     if special is not None:
         work = special(eqn)
@@ -126,7 +131,7 @@ def _pallas_flops(eqn: Any) -> float:
 
 
 def named_kernels(jaxpr: Any) -> dict[str, float]:
-    """A dict from Pallas kernel name to operations per call. A name is left out if its kernels have different numbers."""
+    """A dict from Pallas kernel name to operations per call. A name is left out if its kernels differ in operations."""
     flops_by_name: dict[str, set[float]] = {}
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "pallas_call":
@@ -137,8 +142,8 @@ def named_kernels(jaxpr: Any) -> dict[str, float]:
 def kernel_flops(jaxpr: Any) -> int:
     """The operations of the matmuls in the body of a Pallas kernel, for one program of its grid.
 
-    A loop of unknown length is assumed to run until it has read its arrays once. It is assumed to stop halfway if its bounds
-    depend on the program's index in the grid, as in causal attention.
+    A loop of unknown length is assumed to run until it has read its arrays once. If its bounds depend
+    on the program's index in the grid, as in causal attention, it is assumed to run half of these iterations.
     """
     total = 0
     varying: set[Any] = set()

@@ -61,8 +61,8 @@ def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list
     """The order in which to compute an optimizer's outputs `(updates, state)`, as indices, parameter by parameter.
 
     A parameter's state comes before its update, which reads the state. Parameters come in the order in which the backward pass
-    computes their gradients, so no gradient waits for another parameter's update. `made` has each gradient's place in the
-    trace (`_made_at`). Parameters with equal places come in reverse order of their paths.
+    computes their gradients, so no gradient waits for another parameter's update. `made` has each gradient's position in
+    the trace (`_made_at`). Parameters with equal positions come in reverse order of their paths.
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []
@@ -122,7 +122,7 @@ class StatePlacement:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the state that stay on the device."""
+        """Bytes of the state in device memory."""
         return sum(leaf.nbytes for leaf in self.leaves if not leaf.on_host)
 
 
@@ -135,7 +135,7 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
     def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """`(params, state)` after one step: `update` and `optax.apply_updates` in one, parameter by parameter.
 
-        This needs less memory than the two calls, for which XLA applies the updates late and keeps all of them to the end.
+        Two separate calls need more memory, because XLA applies the updates late and keeps all of them until the end.
         """
 
         def applied(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
@@ -209,7 +209,7 @@ def _traced_init(tx: Any, fraction: float, params: Any) -> tuple[FlatTrace, set[
 
 
 def _init(tx: Any, fraction: float, params: Any) -> Any:
-    # `optax.tree_map_params` calls `init` with a placeholder without arrays to find the parameters' parts of the state.
+    # `optax.tree_map_params` calls `init` with a placeholder without arrays, to find the state that belongs to parameters.
     is_placeholder = not jax.tree.leaves(params) and not isinstance(params, dict | list | tuple)
     if is_placeholder or not fraction:
         return tx.init(params)
@@ -261,9 +261,9 @@ def _checked(tx: Any, fraction: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _moved(paths: Iterable[Path], avals: Iterable[Any], fraction: float) -> set[Path]:
-    """The paths of the leaves to keep on the host. Largest first, a leaf is taken if it still fits.
+    """The paths of the leaves to keep on the host: the largest leaves first, then smaller leaves that still fit.
 
-    All taken leaves have at most `fraction` of the bytes of the leaves that can move (rank 1 or more, no random keys).
+    Together they have at most `fraction` of the bytes of the leaves that can move (rank 1 or more, no random keys).
     """
     sizes = {
         path: compat.tree_bytes(aval)

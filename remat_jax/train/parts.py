@@ -155,8 +155,8 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
     """`fn`, which sums along an axis, run in `n` chunks of this axis with the memory of one chunk.
 
     Use it for a model's output head (the matmul that computes the logits) with its loss: only 1/n of the logits, and of their
-    gradient, is in memory at a time. Each chunk is a checkpoint: the backward pass recomputes its logits. For any `n` this
-    costs one more forward pass of the head. Values and gradients are those of `fn`, up to the order of additions.
+    gradient, is in memory at a time. Each chunk is a checkpoint: the backward pass recomputes its logits. For any `n` above 1
+    this costs one more forward pass of the head. Values and gradients are those of `fn`, up to the order of additions.
 
         def head_loss(params, hidden, targets):  # a sum, and the number of its terms
             losses = optax.softmax_cross_entropy_with_integer_labels(hidden @ params["head"], targets)
@@ -180,7 +180,7 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
       n: the number of chunks; it divides the axis. With 1 the result is `fn(…)`, without a checkpoint.
       axis: the axis to split in every array of every argument; or a tuple with an entry for each argument in the order of
         `fn`'s signature: an axis, or None for an argument that every chunk gets whole. With a tuple, keyword-only arguments are
-        whole. A random key that is passed whole draws the same numbers in every chunk.
+        not split. A random key that is passed whole draws the same numbers in every chunk.
 
     Returns:
       A function with the arguments and results of `fn`.

@@ -39,7 +39,7 @@ class FlatTrace:
 
 
 def trace(function: Callable[..., Any], *args: Any) -> FlatTrace:
-    """`function(*args)` traced with every array in device memory; other leaves (strings, functions) stay as they are."""
+    """`function(*args)` traced with every array in device memory; other leaves (strings, functions) are passed unchanged."""
     with_paths, treedef = jax.tree.flatten_with_path(args)
     paths, leaves = [path for path, _ in with_paths], [leaf for _, leaf in with_paths]
     places = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
@@ -68,8 +68,8 @@ class Stream:
 
     Inputs are fetched from the host one by one. Outputs are copied to the host as soon as they are computed. An equation runs
     when the next output of `order` needs it. `tree.map` interleaves the equations of all leaves, so in the jaxpr's own
-    order all leaves would be on the device before the first is done. Under `jit` an `optimization_barrier` makes each fetch
-    wait for the outputs finished before it; otherwise XLA would start all fetches at once.
+    order all leaves would be on the device before the first leaf is finished. Under `jit` an `optimization_barrier` makes each
+    fetch wait for the outputs finished before it; otherwise XLA would start all fetches at once.
 
     Args:
       from_host: for each input, whether to fetch it to the device.
@@ -201,7 +201,7 @@ def _is_literal(atom: Any) -> bool:
 
 
 def inlined(jaxpr: Any, selects: Callable[[Any], bool]) -> Any:
-    """The closed `jaxpr` in which each call that `selects` chooses is replaced by its body, also inside such bodies."""
+    """The closed `jaxpr` with each call that `selects` chooses replaced by its body. Calls inside these bodies are included."""
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if not selects(eqn):

@@ -35,7 +35,7 @@ class EquationGroup:
     """A group of layers whose blocks are equations of one jaxpr.
 
     Attributes:
-      eqns: the blocks, and the equations between them that depend on them.
+      eqns: the group's blocks, and the equations between them that depend on a block of the group.
       inputs: the variables that the group reads.
       outputs: the variables of the group that later equations read, or that are outputs of the jaxpr.
       groups: the group's block and layers; one entry for each block if blocks of several classes alternate.
@@ -60,7 +60,7 @@ def in_parts(
     the group. A group inside a single equation (a scan, a `jit`) is formed when that equation is evaluated.
 
     Args:
-      starts, counts: for each equation, block → how often the block is called before the equation, and in the equation.
+      starts, counts: for each equation, the number of calls of each block before the equation, and in the equation.
       policies: block → its policies by layer, for blocks whose policies have groups.
       applied: the groups that contain `jaxpr`; their checkpoints exist already.
 
@@ -114,8 +114,8 @@ def _torn(block: Block, group: range) -> UnsupportedError:
 def _overlapping(groups: Sequence[tuple[Block, range]]) -> str:
     named = sorted({f"{name_of(block)} {layers_text(group)}" for block, group in groups})
     return (
-        f"groups of layers of several blocks overlap: {'; '.join(named[:6])}. Where blocks alternate, give all of them groups "
-        "of the same calls, or give groups to only one of them."
+        f"groups of layers of several blocks overlap: {'; '.join(named[:6])}. If blocks alternate, give each of them groups of "
+        "the same calls, or give groups to only one block."
     )
 
 
@@ -220,13 +220,13 @@ class RoundGroups:
     def like(self, index: int) -> Any:
         """A key that is equal for two iterations if they may share a segment.
 
-        Their groups of iterations then have equal lengths (or both are in none), and the groups inside have the same calls.
+        Then both iterations are in groups of equal length (0 without a group), and the groups inside them have the same calls.
         """
         start, end = self.whole.get(index, (0, 0))
         return end - start, sorted(self.parts.get(index, ()))
 
     def of(self, first: int, end: int) -> tuple[int | None, Groups]:
-        """For iterations `first` to `end - 1`: how many form one group (None: no groups), and their groups of layers."""
+        """For iterations `first` to `end - 1`: the number that form one group (None without groups), and the layer groups."""
         if first not in self.whole:
             return None, frozenset()
         starts = {self.whole[index] for index in range(first, end)}

@@ -52,7 +52,7 @@ class _Surroundings:
       apart: whether forward and backward pass each have a loop of their own around the equation. False if XLA removes the loop
         (one iteration) or the gradient is taken inside it.
       rows: id of a value that is a row of a stack → the stack and the index.
-      spans: block → the layers that the scan runs in all its iterations together; empty outside scans.
+      spans: for each block, the layers of all iterations of the scan together; empty outside scans.
       idle: whether the equation is in a loop without iterations, whose blocks do not count as layers.
       groups: the groups of layers that contain the equation.
     """
@@ -69,13 +69,13 @@ class _Surroundings:
         return replace(self, looped=self.looped or looped, apart=self.apart or looped, rows={})
 
     def in_group(self, groups: Groups) -> _Surroundings:
-        """The surroundings inside `groups`. `apart` is False: one iteration recomputes a group and runs its backward pass."""
+        """The surroundings inside `groups`. `apart` is False: one iteration does a group's recomputation and backward pass."""
         return replace(self, apart=False, rows={}, groups=self.groups | groups)
 
 
 @dataclass(frozen=True)
 class _Resolver:
-    """Evaluates the marks of `blocks` under their policies; other marks stay. `grouped` has the policies that have groups."""
+    """Evaluates the marks of `blocks` under their policies; other marks are kept. `grouped` has the policies with groups."""
 
     blocks: frozenset[Block]
     audit: Audit

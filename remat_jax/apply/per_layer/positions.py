@@ -14,7 +14,7 @@ from remat_jax.policy import LayerPolicies
 Positions = Counter[Block]
 """For each block: the number of its calls before the current equation."""
 
-# JAX differentiates these by their rules, so a policy of a block inside has no effect.
+# JAX differentiates these calls by their custom rules, so the policy of a block inside such a call has no effect.
 _OPAQUE = ("custom_jvp_call", "custom_vjp_call")
 
 
@@ -82,7 +82,7 @@ def count_in(eqn: Any, blocks: frozenset[Block]) -> Counter[Block]:
     inside = [count(body, blocks) for body in bodies(eqn)]
     there = {block for counts in inside for block in counts}
     if eqn.primitive.name == "cond":
-        # Only one branch runs. Count the calls of the longest; a shorter branch leaves the remaining policies unused.
+        # Only one branch runs. Count the branch with the most calls; after a branch with fewer calls, policies remain unused.
         return Counter({block: max(counts[block] for counts in inside) for block in there})
     rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     return Counter({block: rounds * sum(counts[block] for counts in inside) for block in there})

@@ -6,7 +6,7 @@ A scan is also cut at `LayerPolicies.cuts`. Iterations in groups become a scan o
 
 Slices of stacked parameters would be copies that are alive during the whole step. So a block reads its parameters from the
 whole stack, by the iteration's index and inside its own checkpoint (`core.stack_rows`). The scan still takes slices, so that
-gradients flow through them; their values are never read, so the compiler drops them.
+gradients flow through them; nothing reads the values of the slices, so the compiler drops them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Segment:
 
     Attributes:
       at: how often each block was called before the first iteration.
-      is_loop: whether the compiler keeps the loop. It removes a loop of one iteration, also if unrolling leaves only one.
+      is_loop: whether the compiler keeps the loop. It removes a loop of one iteration, even one left by unrolling.
       group: the number of iterations that form one group; None without groups.
       groups: the groups that the segment's iterations form, each as its block and the range of its layers.
     """
@@ -56,7 +56,7 @@ RunRound = Callable[[list[Any], Segment, Mapping[int, StackRow], Spans], list[An
 class Cut:
     """A scan over blocks, and its segments in forward order.
 
-    `at` says how often each block was called before the scan; None if the scan is inside a loop without iterations. There are
+    `at` is the number of calls of each block before the scan; None if the scan is inside a loop without iterations. There are
     no segments if `at` is None or the scan has no iterations.
     """
 
@@ -98,7 +98,7 @@ class Cut:
         return segments
 
     def spans(self, segment: Segment, around: Spans) -> dict[Block, range]:
-        """Block → the layers of all iterations of a segment. The spans of an outer scan, `around`, take precedence."""
+        """For each block, the layers of all iterations of a segment. The spans of an outer scan, `around`, take precedence."""
         rounds = segment.end - segment.first
         layers = {block: range(segment.at[block], segment.at[block] + number * rounds) for block, number in self.each.items()}
         return layers | {block: outer for block, outer in around.items() if block in layers}
@@ -131,7 +131,7 @@ class Cut:
         """Run one segment. Returns its final carry and its stacked outputs.
 
         Args:
-          stacks: the scanned operands, each with the stack from which blocks read its rows (None: they read its slices).
+          stacks: the scanned operands, each with the stack from which blocks read rows (None: blocks read the scan's slices).
         """
         rounds, reverse = self.eqn.params["length"], self.eqn.params["reverse"]
         low, high = (rounds - segment.end, rounds - segment.first) if reverse else (segment.first, segment.end)
