@@ -14,13 +14,13 @@ from flax.linen.transforms import lift_direct_transform
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, entered, run_module
-from remat_jax.apply.region import BlockPolicy, run_block
+from remat_jax.apply.region import RegionPolicy, run_block
 
 
 def call(
     module: nn.Module,
     original: Call,
-    policy: BlockPolicy,
+    policy: RegionPolicy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     audit: Audit,
@@ -43,7 +43,7 @@ def call(
     return _lift(body, module, policy, args, kwargs, audit)
 
 
-def call_together(modules: Sequence[nn.Module], run: Callable[..., Any], policy: BlockPolicy, x: Any, audit: Audit) -> Any:
+def call_together(modules: Sequence[nn.Module], run: Callable[..., Any], policy: RegionPolicy, x: Any, audit: Audit) -> Any:
     """`run(modules, x)` of several bound modules as one checkpointed block."""
 
     def segment(first: nn.Module, others: tuple[nn.Module, ...], x: Any) -> Any:
@@ -55,7 +55,7 @@ def call_together(modules: Sequence[nn.Module], run: Callable[..., Any], policy:
 def _lift(
     body: Callable[..., Any],
     module: nn.Module,
-    policy: BlockPolicy,
+    policy: RegionPolicy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     audit: Audit,

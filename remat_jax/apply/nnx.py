@@ -19,7 +19,7 @@ from flax import nnx
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, dispatching, entered, named_scopes, patched, with_own_call
-from remat_jax.apply.region import BlockPolicy, run_block
+from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import UnsupportedError
 
@@ -32,7 +32,7 @@ _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B0
 def call(
     module: Any,
     original: Call,
-    policy: BlockPolicy,
+    policy: RegionPolicy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     audit: Audit,
@@ -54,7 +54,7 @@ def call(
     return write(run_block(pure, policy, path, state, arguments, {}, audit))
 
 
-def call_together(modules: Sequence[nnx.Module], run: Callable[..., Any], policy: BlockPolicy, x: Any, audit: Audit) -> Any:
+def call_together(modules: Sequence[nnx.Module], run: Callable[..., Any], policy: RegionPolicy, x: Any, audit: Audit) -> Any:
     """`run(modules, x)` of several modules as one checkpointed block."""
     return call(nnx.List(modules), lambda together, x: run(list(together), x), policy, (x,), {}, audit, path_of(modules[0]))
 

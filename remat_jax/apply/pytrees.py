@@ -21,7 +21,7 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, dispatching, entered, is_inside, named_scopes, patched, with_own_call
-from remat_jax.apply.region import BlockPolicy, run_block
+from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import ArgumentError, nearest
 
@@ -34,7 +34,7 @@ _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B0
 _paths_of_class: ContextVar[dict[type, frozenset[str]]] = ContextVar("paths_of_class", default={})  # noqa: B039 - the same
 
 
-def call(module: Any, original: Call, policy: BlockPolicy, args: tuple[Any, ...], kwargs: dict[str, Any], audit: Audit) -> Any:
+def call(module: Any, original: Call, policy: RegionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any], audit: Audit) -> Any:
     """`original(module, *args, **kwargs)` as one checkpointed block; the arrays in `module` are its parameters."""
 
     def pure(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,13 +18,13 @@ from remat_jax.core.tied_chain import run_tied, unlinked
 from remat_jax.core.walk import of_arrays
 from remat_jax.policy import JaxPolicy, Policy, is_off
 
-BlockPolicy = Policy | JaxPolicy | Marked
+RegionPolicy = Policy | JaxPolicy | Marked
 """The policy of a block. A `Marked` makes the block one equation (a mark), which `apply.per_layer` replaces later."""
 
 
 def run_block(
     function: Callable[..., Any],
-    policy: BlockPolicy,
+    policy: RegionPolicy,
     path: str,
     parameters: Any,
     args: Sequence[Any],
@@ -57,7 +57,7 @@ def run_block(
 
 def run_jaxpr(
     jaxpr: Any,
-    policy: BlockPolicy,
+    policy: RegionPolicy,
     path: str,
     inputs: Sequence[bool],
     values: Sequence[Any],

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.region import BlockPolicy, run_jaxpr, traced
+from remat_jax.apply.region import RegionPolicy, run_jaxpr, traced
 from remat_jax.core.marks import CHECKPOINTS
 from remat_jax.core.rewrite import count_regions, leaving_blocks, rewrite
 from remat_jax.core.walk import equations
@@ -93,7 +93,7 @@ def run_regions(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return outputs_of(_under(policy, record.audit, jaxpr, values))
 
 
-def _under(policy: BlockPolicy, audit: Audit, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+def _under(policy: RegionPolicy, audit: Audit, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """The closed `jaxpr` on `values`, with its regions under `policy`."""
 
     def run(body: Any, path: str, inputs: list[bool], values: list[Any], looped: bool) -> list[Any]:

@@ -55,7 +55,7 @@ def is_on_host(aval: Any, device: Any) -> bool:
 # --- compiling --------------------------------------------------------------------------------------------------------
 
 
-def compile_programs(request: dict[str, Any]) -> None:
+def compile_requested(request: dict[str, Any]) -> None:
     """Compile the programs one after another, and print the result or the error of each."""
     os.environ["TMPDIR"] = request["folder"]  # the parent process removes this folder, with the compiler's files
     described = devices(request)
@@ -143,7 +143,7 @@ def compiled(program: dict[str, Any], described: list[Any]) -> dict[str, Any]:
 # --- running on the attached device -----------------------------------------------------------------------------------
 
 
-def run_program(request: dict[str, Any]) -> None:
+def run_requested(request: dict[str, Any]) -> None:
     """Print the attached device's name and, if the request has a program, the allocator's peak after one step of it."""
     answer: dict[str, Any]
     try:
@@ -220,7 +220,7 @@ def main() -> None:
         if not watched:
             threading.Thread(target=end_with, args=(request["parent"], request["idle_seconds"]), daemon=True).start()
             watched = True
-        (compile_programs if "programs" in request else run_program)(request)
+        (compile_requested if "programs" in request else run_requested)(request)
         _busy.clear()
         print(json.dumps({"done": True}), flush=True)
 
