@@ -147,6 +147,14 @@ def test_a_compilation_needs_nothing_of_an_installed_toolkit(monkeypatch, tmp_pa
         compile_programs([program], target("h200"), timeout=300)
 
 
+def test_where_no_program_may_run_the_installed_toolkit_is_used(monkeypatch, tmp_path):
+    assert toolkit.toolkit_options(tmp_path / "a") == {toolkit.TOOLKIT: str(tmp_path / "a")}
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as on a file system mounted with noexec
+    assert toolkit.toolkit_options(tmp_path / "b") == {}
+    for missing in ("INTERNAL: libdevice not found at ./libdevice.10.bc", "Couldn't find a suitable version of ptxas."):
+        assert "noexec" in process._remedy(missing, 0) and "another folder in TMPDIR" in process._remedy(missing, 0)
+
+
 @pytest.mark.parametrize("name", ["cpu", pytest.param("h200", marks=needs_gpu_compiler)])
 @pytest.mark.parametrize("policy", ["off", "dots"])
 def test_sizes_are_those_of_a_step_whose_code_is_optimised(monkeypatch, name, policy):

@@ -313,6 +313,11 @@ def _remedy(output: str, status: int) -> str:
             f". The temporary folder {tempfile.gettempdir()!r} is full, or a file exceeds the size limit (ulimit -f): name "
             "another folder in TMPDIR"
         )
+    if "libdevice not found" in output or "version of ptxas" in output:
+        return (
+            f". The temporary folder {tempfile.gettempdir()!r} is on a file system that runs no programs (noexec), and no CUDA "
+            "toolkit is installed: name another folder in TMPDIR"
+        )
     if any(word in output for word in _OUT_OF_MEMORY):
         return (
             ". The process ran out of memory: give it more (ulimit -v, the container's limit), or compile fewer policies at "

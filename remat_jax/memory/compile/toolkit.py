@@ -9,10 +9,11 @@ without it.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 TOOLKIT = "xla_gpu_cuda_data_dir"
-"""The option that names the folder of the toolkit. If its programs cannot be run, XLA looks for them in PATH."""
+"""The option that names the folder of the toolkit."""
 
 # XLA parses the version, from which it takes the version of PTX.
 _PROGRAM = """\
@@ -27,12 +28,17 @@ _LIBDEVICE = 'target triple = "nvptx64-nvidia-cuda"\n'
 
 
 def toolkit_options(folder: Path) -> dict[str, str]:
-    """Write the substitute to `folder`, and return the compiler option with which XLA uses it."""
+    """Write the substitute to `folder`, and return the compiler option with which XLA uses it.
+
+    Returns no option if `folder` is on a file system that runs no programs; XLA then needs an installed toolkit.
+    """
     for name in ("ptxas", "nvlink"):
         program = folder / "bin" / name
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(_PROGRAM, encoding="utf-8")
         program.chmod(0o700)
+        if not os.access(program, os.X_OK):
+            return {}
     library = folder / "nvvm" / "libdevice" / "libdevice.10.bc"
     library.parent.mkdir(parents=True, exist_ok=True)
     library.write_text(_LIBDEVICE, encoding="utf-8")
