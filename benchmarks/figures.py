@@ -29,13 +29,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,7 @@ def digest_of(command: str) -> str:
     return content.hexdigest()[:12]
 
 
+@functools.cache
 def _code(source: str) -> str:
     """A module's lines without docstrings, comment lines and empty lines; independent of the Python version."""
     lines = dict(enumerate(source.splitlines(), 1))
@@ -189,23 +190,27 @@ def _sources(files: list[Path]) -> set[Path]:
         path = waiting.pop()
         if path not in sources and path != Path(__file__):  # this module changes no figure
             sources.add(path)
-            waiting += [file for name in _imported(path) if (file := _file(name)) is not None]
+            package = path.relative_to(ROOT).parent.parts
+            names = _imported(path.read_text(encoding="utf-8"), package)
+            waiting += [file for name in names if (file := _file(name)) is not None]
     return sources
 
 
-def _imported(path: Path) -> Iterator[str]:
-    package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@functools.cache
+def _imported(source: str, package: tuple[str, ...]) -> frozenset[str]:
+    """The modules that a file of `package` may import."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = (
                 ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
                 if node.level
                 else node.module
             )
-            yield base or ""
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            names |= {base or "", *(f"{base}.{alias.name}" for alias in node.names)}
+    return frozenset(names)
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ import remat_jax as rj
 import torch_ref
 from remat_jax.compat import keep_to_cpu_without_gpu
 from remat_jax.cost.count import matmuls
+from remat_jax.parity.torch_side import imports_frozen
 from remat_jax.report.tables import format_bytes, render, table
 
 from . import pytorch, text
@@ -138,7 +139,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: expected at least 1")
     keep_to_cpu_without_gpu()
-    rows = run_all(options.steps, lambda line: print(line, file=sys.stderr, flush=True))
+    with imports_frozen():  # counting kept bytes collects garbage, which takes long if much is imported
+        rows = run_all(options.steps, lambda line: print(line, file=sys.stderr, flush=True))
     if options.json:
         print(json.dumps({"steps": options.steps, "rows": rows}))
         return 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from remat_jax import compat
 from remat_jax.hardware import target
-from remat_jax.memory.compile.options import NEVER_RUN
+from remat_jax.memory.compile.options import NEVER_RUN, kernel_options
 from remat_jax.memory.compile.toolkit import toolkit_options
 
 _HEAD = """
@@ -51,8 +51,8 @@ class Compiled:
 
 def compile_for_h200(folder: pathlib.Path, script: str) -> dict[str, Compiled]:
     """The modules that `script` compiled with `keep(name, function, *structs)`, by name."""
-    # Text and sizes are final before kernels are made, and nothing runs.
-    options = f"options = {NEVER_RUN | toolkit_options(folder / 'toolkit')}\n"
+    # Text and sizes are final before kernels are made, and nothing runs. The script's modules share kernels.
+    options = f"options = {NEVER_RUN | toolkit_options(folder / 'toolkit') | kernel_options(folder / 'kernels')}\n"
     (folder / "script.py").write_text("import pathlib\n" + options + _HEAD + script)
     (folder / "h200.txt").write_text(target("h200").compiler_description or "")
     flags = compat.xla_flags(compat.GPU_COMPILER_FLAGS)

@@ -6,6 +6,7 @@ features; `sequence` the positions, whose keys and values every block gathers.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,12 +119,14 @@ class NnxModel(nnx.Module):
         return x
 
 
+@functools.cache
 def linen_case(kind: type) -> tuple[Any, Callable[[bool], Callable[..., Any]], type]:
     """The parameters; the model as a function of parameters and x, partitioned or not; the class of its blocks."""
-    params = kind().init(jax.random.key(0), jnp.zeros((1, LENGTH, WIDTH)))
+    params = jax.jit(kind().init)(jax.random.key(0), jnp.zeros((1, LENGTH, WIDTH)))
     return params, lambda divided: kind(divided).apply, Block
 
 
+@functools.cache
 def nnx_case() -> tuple[Any, Callable[[bool], Callable[..., Any]], type]:
     graphdef, params = nnx.split(NnxModel(nnx.Rngs(0)))
 
@@ -195,7 +198,7 @@ def constrained(mesh: Any, within: bool) -> tuple[Callable[..., Any], Any]:
             return (x**2).sum()
 
     x = jnp.ones((BATCH, WIDTH))
-    params = Model().init(jax.random.key(0), x)
+    params = jax.jit(Model().init)(jax.random.key(0), x)
     return rj.checkpoint_blocks(lambda params: Model().apply(params, x), {Wave: "offload_inputs"}), params
 
 

@@ -119,6 +119,6 @@ def test_output_that_is_no_table_is_fenced_and_variables_are_set(tmp_path, monke
 
 
 def test_a_command_that_fails_writes_nothing(tmp_path) -> None:
-    table = figures.Figures(tmp_path / "page.md", "python -m benchmarks.segments neither", "older", "| old |")
+    table = figures.Figures(tmp_path / "page.md", "python -m benchmarks.figures --neither", "older", "| old |")
     with pytest.raises(RuntimeError, match="ended with 2"):
         table.run()

@@ -201,12 +201,29 @@ def test_residuals_are_divided_as_what_they_are_made_from(shares):
     assert shares.of("unheard of") == shares.mean and 1 / 8 < shares.mean < 1 / 4
 
 
-def test_a_problem_is_that_of_one_device(shares, monkeypatch):
-    monkeypatch.setattr(problem, "residual_shares", lambda *_, **__: shares)
-    rates = Rates({"tensorfloat32": 1e9, "float32": 1e30}, 1e30, 1e9, 1e9)
-    on_eight, on_one = (
-        problem.describe(small_llama(mesh), name, rates=rates) for mesh, name in ((MESH, "8xcpu"), (None, "cpu"))
-    )
+class Asked(Shares):
+    """Shares that record the questions."""
+
+    names: ClassVar[set[str]] = set()
+
+    def of(self, name):
+        self.names.add(name)
+        return super().of(name)
+
+
+RATES = Rates({"tensorfloat32": 1e9, "float32": 1e30}, 1e30, 1e9, 1e9)
+
+
+@pytest.fixture(scope="module")
+def on_eight(shares):
+    """The problem on eight devices, described with shares that record the questions."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(problem, "residual_shares", lambda *_, **__: Asked(shares.by_name, shares.mean))
+        return problem.describe(small_llama(MESH), "8xcpu", rates=RATES)
+
+
+def test_a_problem_is_that_of_one_device(on_eight):
+    on_one = problem.describe(small_llama(), "cpu", rates=RATES)
     (block,), (whole,) = on_eight.stack.blocks, on_one.stack.blocks
     # Every product is partitioned by batch and by features: attention's by heads, the others by output or contracted features.
     assert block.forward_seconds == pytest.approx(whole.forward_seconds / 8, rel=1e-6)
@@ -220,20 +237,7 @@ def test_a_problem_is_that_of_one_device(shares, monkeypatch):
     assert seconds == pytest.approx(problem.extra_seconds(on_one, "full") / 8, rel=1e-6)
 
 
-class Asked(Shares):
-    """Shares that record the questions."""
-
-    names: ClassVar[set[str]] = set()
-
-    def of(self, name):
-        self.names.add(name)
-        return super().of(name)
-
-
-def test_what_is_kept_is_looked_for_by_the_names_that_the_shares_go_by(shares, monkeypatch):
-    asked = Asked(shares.by_name, shares.mean)
-    monkeypatch.setattr(problem, "residual_shares", lambda *_, **__: asked)
-    problem.describe(small_llama(MESH), "8xcpu", rates=Rates({"float32": 1e9}, 1e9, 1e9, 1e9))
+def test_what_is_kept_is_looked_for_by_the_names_that_the_shares_go_by(shares, on_eight):
     inside = {name for name in shares.by_name if name.startswith("layers") and not name.endswith("input#0")}
     assert inside and inside <= Asked.names
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import pathlib
 from typing import Any
 
 import jax
@@ -308,17 +307,36 @@ with overlap.unlinked():
     keep("alone", lambda *args: jax.grad(loss)(*args), *arguments)
 """
 
+DECODER = """
+from examples.models.linen import ByteDecoder, DecoderLayer
+
+model = ByteDecoder(d_model=512, nhead=8, num_layers=3, max_len=512)
+tokens = struct((16, 512), jnp.int32)
+params = jax.tree.map(lambda leaf: struct(leaf.shape, leaf.dtype), jax.eval_shape(model.init, jax.random.key(0), tokens))
+for name, policies in {
+    "dots": {DecoderLayer: "offload_dot_with_no_batch_dims"},
+    "last kept": {"*layers_2": "full", DecoderLayer: "offload_inputs"},
+}.items():
+    loss = rj.checkpoint_blocks(lambda p, x, y: model.apply(p, x, y, method="loss"), policies)
+    keep(name, jax.grad(loss), params, tokens, tokens)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+    """The modules of both scripts, which share the imports and the kernels of one process."""
+    return compile_for_h200(tmp_path_factory.mktemp("compiled"), SCRIPT + DECODER)
+
 
 def read(compiled: Compiled, hbm_bytes_per_s: float = math.inf, host_link_bytes_per_s: float = 50e9) -> Overlap:
     rates = {"flops_per_s": 790e12, "hbm_bytes_per_s": hbm_bytes_per_s, "host_link_bytes_per_s": host_link_bytes_per_s}
     return read_overlap(compiled.text, target("h200"), **rates)
 
 
-def test_compute_covers_all_of_the_copies_that_it_can(tmp_path: pathlib.Path) -> None:
-    compiled = compile_for_h200(tmp_path, SCRIPT)
-    overlaps = {name: read(module) for name, module in compiled.items()}
+def test_compute_covers_all_of_the_copies_that_it_can(compiled: dict[str, Compiled]) -> None:
+    overlaps = {name: read(compiled[name]) for name in ("linked", "alone")}
     copy = 2 * 16384 * 4096
-    assert {name: module.host_temp for name, module in compiled.items()} == dict.fromkeys(overlaps, 5 * copy)
+    assert {name: compiled[name].host_temp for name in overlaps} == dict.fromkeys(overlaps, 5 * copy)
     # One more copy is in flight.
     assert compiled["linked"].temp <= compiled["alone"].temp + copy + 2**16
     matmul = 2 * 16384 * 1024 * 4096 / 790e12
@@ -333,36 +351,19 @@ def test_compute_covers_all_of_the_copies_that_it_can(tmp_path: pathlib.Path) ->
     assert overlaps["alone"].back.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
 
 
-DECODER = """
-import remat_jax as rj
-from examples.models.linen import ByteDecoder, DecoderLayer
-
-model = ByteDecoder(d_model=512, nhead=8, num_layers=4, max_len=512)
-tokens = struct((16, 512), jnp.int32)
-params = jax.tree.map(lambda leaf: struct(leaf.shape, leaf.dtype), jax.eval_shape(model.init, jax.random.key(0), tokens))
-for name, policies in {
-    "dots": {DecoderLayer: "offload_dot_with_no_batch_dims"},
-    "last kept": {"*layers_[23]": "full", DecoderLayer: "offload_inputs"},
-}.items():
-    loss = rj.checkpoint_blocks(lambda p, x, y: model.apply(p, x, y, method="loss"), policies)
-    keep(name, jax.grad(loss), params, tokens, tokens)
-"""
-
-
-def test_a_decoders_copies_are_spread_over_its_compute(tmp_path: pathlib.Path) -> None:
-    compiled = compile_for_h200(tmp_path, DECODER)
-    overlaps = {name: read(module, 4.8e12) for name, module in compiled.items()}
+def test_a_decoders_copies_are_spread_over_its_compute(compiled: dict[str, Compiled]) -> None:
+    overlaps = {name: read(compiled[name], 4.8e12) for name in ("dots", "last kept")}
     x = 4 * 16 * 512 * 512
-    assert {name: module.host_temp for name, module in compiled.items()} == {"dots": 4 * 9 * x, "last kept": 2 * x}
+    assert {name: compiled[name].host_temp for name in overlaps} == {"dots": 3 * 9 * x, "last kept": 2 * x}
     # Four copies per block, which take longer than its compute: some copy always runs.
-    assert overlaps["dots"].back.count == 16
+    assert overlaps["dots"].back.count == 12
     assert overlaps["dots"].back.covered >= 0.99 * overlaps["dots"].back.coverable
     assert overlaps["dots"].out.covered >= 0.99 * overlaps["dots"].out.coverable
     # With a faster link compute covers each copy, except those of the last block.
-    assert read(compiled["dots"], 4.8e12, 400e9).back.covered == pytest.approx(3 / 4, rel=0.02)
-    # If the last blocks keep their residuals, their backward passes cover the first copy.
+    assert read(compiled["dots"], 4.8e12, 400e9).back.covered == pytest.approx(2 / 3, rel=0.02)
+    # If the last block keeps its residuals, its backward pass covers the first copy.
     assert overlaps["last kept"].back.covered == pytest.approx(1)
-    # Their kept arrays and two copies in flight, and one block's working set: three attention matrices (not four), twice the
+    # Its kept arrays and two copies in flight, and one block's working set: three attention matrices (not four), twice the
     # inside of the feed-forward, and four arrays of the width.
     working_set = 3 * 8 * x + 2 * 4 * x + 4 * x
     assert compiled["last kept"].temp <= working_set + 4 * x

@@ -31,6 +31,7 @@ from remat_jax.memory.compile.options import OPTION
 from remat_jax.planning.model import Model
 
 ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "examples" / "train_anywhere.py"
 SMALL = ("--layers", "1", "--width", "16", "--heads", "2", "--length", "8", "--batch", "4")
 # In float64 two runs differ only by the order of their sums.
 EXACT = (*SMALL, "--dtype", "float64", "--log-every", "1")
@@ -67,11 +68,11 @@ def losses(path: Path) -> dict[int, list[float]]:
 
 
 @contextlib.contextmanager
-def started(log: Path, environment: dict[str, str], *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(log: Path, env: dict[str, str], *arguments: str, script: Path = SCRIPT) -> Iterator[subprocess.Popen[bytes]]:
     """The script in its own process, which ends with the test."""
     with log.open("wb") as output:
-        line = [sys.executable, str(ROOT / "examples" / "train_anywhere.py"), *EXACT, *arguments]
-        child = subprocess.Popen(line, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        line = [sys.executable, str(script), *EXACT, *arguments]
+        child = subprocess.Popen(line, env=env, stdout=output, stderr=subprocess.STDOUT)
         try:
             yield child
         finally:
@@ -97,7 +98,7 @@ def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path
     environment = in_a_hurry | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
     metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
     common = ("--metrics", str(metrics), "--checkpoint", str(saved), "--save-every", "3")
-    together = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--heartbeat", "10")
+    together = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--heartbeat", "5")
     first = (*common, *together, "--mesh", "data=2,fsdp=2", "--steps", "100000")
     with (
         started(tmp_path / "0.log", environment, *first, "--process-id", "0") as survivor,
@@ -108,8 +109,7 @@ def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path
         # By itself, or ended by JAX after the heartbeat if it waits for the other process outside a step.
         reasons = {command.FAILED: "most likely because another process has ended", -signal.SIGABRT: "another task died"}
         assert reasons[survivor.wait(120)] in (tmp_path / "0.log").read_text()
-    lost = losses(metrics)
-    steps = 1 + max(lost) + 3
+    steps = 1 + max(lost := losses(metrics)) + 3
     second = (*common, "--mesh", "fsdp=2", "--policy", "offload_inputs", "--steps", str(steps))
     with started(tmp_path / "again.log", environment, *second) as child:
         assert child.wait(240) == 0, (tmp_path / "again.log").read_text()

@@ -23,8 +23,21 @@ def together(rank: int, port: int) -> tuple[str, ...]:
     return (*address, "--process-id", str(rank))
 
 
+IMPATIENT = """
+import sys
+from examples import train_anywhere
+from examples.distributed import checkpoints
+checkpoints._LATE = (0.1, 0.1)
+sys.exit(train_anywhere.main())
+"""
+
+
 def test_a_folder_that_is_not_shared_is_refused_by_all(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:
-    """A relative path, and another working directory on each host: orbax would wait for files that are elsewhere."""
+    """A relative path, and another working directory on each host: orbax would wait for files that are elsewhere.
+
+    The processes do not wait seven seconds for a slow network file system.
+    """
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
     environment = in_a_hurry | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
     port = free_port()
     with contextlib.ExitStack() as running:
@@ -33,7 +46,8 @@ def test_a_folder_that_is_not_shared_is_refused_by_all(tmp_path: Path, in_a_hurr
             (tmp_path / f"host_{rank}").mkdir()
             with contextlib.chdir(tmp_path / f"host_{rank}"):
                 line = ("--checkpoint", "run", "--steps", "4", *together(rank, port))
-                children.append(running.enter_context(started(tmp_path / f"{rank}.log", environment, *line)))
+                process = started(tmp_path / f"{rank}.log", environment, *line, script=tmp_path / "impatient.py")
+                children.append(running.enter_context(process))
         codes = [child.wait(240) for child in children]
     logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
     refusal = "error: --checkpoint run: in processes 1 it is another folder than in process 0"

@@ -14,6 +14,7 @@ from remat_jax import compat
 from remat_jax.cli.output import console, finite, progress
 from remat_jax.errors import RematError
 from remat_jax.parity import TOLERANCES, float64_error
+from remat_jax.parity.torch_side import imports_frozen
 
 from ..demo.timing import relative_times
 from ..demo.torch_rows import one_thread
@@ -70,7 +71,8 @@ def run(setting: Setting, tell: Tell) -> dict[str, Any]:
         tell(what, done, parts)
         done += 1
 
-    with one_thread():
+    # Counting kept bytes collects garbage, which takes long if much is imported.
+    with one_thread(), imports_frozen():
         plain, state = torch_forms.gradients(setting, None), torch_forms.model_of(setting).state_dict()
         rows, steppers = [], {torch_forms.FRAMEWORK: {}, jax_forms.FRAMEWORK: {}}
         for name, cut in cuts(setting.num_layers).items():

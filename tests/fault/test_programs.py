@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -102,9 +101,9 @@ print(tally.checked, len(jax.devices()))
 """
 
 
-def test_constraints_over_two_devices_keep_values_and_gradients() -> None:
+def test_constraints_over_two_devices_keep_values_and_gradients(in_a_hurry: dict[str, str]) -> None:
     root = pathlib.Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    environment = in_a_hurry | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", TWO_DEVICES], cwd=root, env=environment, capture_output=True, text=True)
     assert done.stdout == "3 2\n", done.stderr[-2000:]
 
