@@ -84,7 +84,7 @@ def _precision() -> list[Difference]:
 
 
 def _masks(case: Case, torch_model: Any, dtype: str, step: TracedPass) -> Iterator[Difference]:
-    """The masks among the inputs that show a position in one framework and hide it in the other."""
+    """The input masks by which one framework shows a position and the other hides the same position."""
     import torch
 
     shows = {name: _shows(array) for name, array in case.inputs.arrays.items()}

@@ -47,8 +47,8 @@ def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors
     err = ‖x − x₆₄‖ (Euclidean, summed in float64), and g is the norm of all tensors of `reference64` together. Judge one kind
     of quantity at a time (all gradients, or all outputs). All arguments are name → array; the candidates' arrays are in
     `dtype`. Every name gets a row. A tensor fails if it is missing, unexpected, of a different shape or dtype, or not finite on
-    any side. It also fails if PyTorch's error exceeds 0.1 · g: that is no rounding error, and a bound made from it
-    would accept anything.
+    any side. It also fails if PyTorch's error exceeds 0.1 · g: such an error is not rounding, and a bound derived
+    from it would accept anything.
 
     Raises:
         ArgumentError: `reference64` is empty (nothing would be compared), or `dtype` has no ε in `TOLERANCES`.
