@@ -2,8 +2,7 @@
 
 The model's output head (the matmul that computes the logits) and its attentions are changed in the traced loss, in
 which the blocks are still marked (`core.marks`), so a policy reaches the changed blocks. The changed loss computes other
-values. But its arrays have the shapes that they would have if the user made the change, so it needs the same memory. There are
-two such changes:
+values, but its arrays have the same shapes as after the user's change, so it needs the same memory. There are two such changes:
 
 - **head**: the head runs in chunks (`in_chunks`) with optax's cross entropy, which replaces everything that the loss computes
   from the logits.
