@@ -37,9 +37,9 @@ def compare(
 
     In float64, every Flax tensor of every mode is compared with a single PyTorch run. This run has no checkpoints, and casts to
     float32 are suppressed. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own error in
-    the dtype. Faults are planted in the gradients in every dtype. The report fails if a fault is missed in a gradient whose norm
-    is over twice the permitted error. Neither model is changed. Active dropout raises an error, because random results cannot
-    be compared.
+    the dtype. Faults are planted in the gradients in every dtype. The report fails if a fault is missed in a gradient whose
+    norm is over twice the permitted error. Neither model is changed. Active dropout raises an error, because random results
+    cannot be compared.
 
     Args:
         torch_module: the PyTorch model, set to training or evaluation mode, or a function that builds it. With a function,

@@ -61,9 +61,9 @@ class MatchedModule:
 def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping: Any = None) -> dict[str, str]:
     """PyTorch path → Flax path, one to one; both sequences are in the order of execution.
 
-    Leaves are matched first, by type (`sort_of`), size, name and order; then the modules that call the same leaves. `mapping` is
-    a dict from PyTorch paths to Flax paths, or the path of a JSON file with such a dict. It takes precedence; None as a Flax
-    path means that a module has no counterpart.
+    Leaves are matched first, by type (`sort_of`), size, name and order; then the modules that call the same leaves. `mapping`
+    is a dict from PyTorch paths to Flax paths, or the path of a JSON file with such a dict. `mapping` takes precedence; None as
+    a Flax path means that a module has no counterpart.
 
     Raises:
         ArgumentError: `mapping` contains a path that no module has.

@@ -163,7 +163,7 @@ def _convolution(module: Any) -> Facts:
 
 
 def _precision(precision: Any) -> str:
-    """JAX's name of a matmul precision or algorithm; for a pair (one precision per operand) both names, or one name if equal."""
+    """JAX's name of a matmul precision or algorithm; for a pair (one precision per operand), both names or, if equal, one."""
     if type(precision) is tuple:
         return " and ".join(dict.fromkeys(map(_precision, precision)))
     try:
