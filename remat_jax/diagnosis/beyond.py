@@ -354,8 +354,8 @@ def _as_heads(
 
     The last dimension in the argument `batch` becomes the heads; its other dimensions become the batch. Rows are positions in
     the sequence. If `rows` is None, they are the unlisted dimension of size `length`, or else the largest unlisted dimension.
-    The remaining unlisted dimensions are the others (for queries: the query heads that share one key head). If `features` is
-    None, these dimensions are the features instead, and others has size 1.
+    `others` are the remaining unlisted dimensions (for queries: the query heads that share one key head). If `features` is
+    None, these dimensions are the features instead, and `others` has size 1.
     """
     rest = [dim for dim in range(array.ndim) if dim not in (*batch, *(rows or ()), *(features or ()))]
     if rows is None:

@@ -56,7 +56,7 @@ def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, t
 
 
 def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
-    """A checkpoint around all others, which runs everything three times without lowering the peak memory.
+    """A checkpoint that encloses all others: everything runs three times, and the peak memory is the same.
 
     The backward pass of the outer checkpoint first recomputes everything that the inner checkpoints save. So the outer
     checkpoint reduces memory only while the code after it runs. The trap is reported if the residuals outside the outer

@@ -103,7 +103,7 @@ class Region:
         return dict(_makers(linearised, [index < primals for index in range(len(linearised.in_avals))]))
 
     def finding(self, trap: str, problem: str, remedy: str, *, eqn: Any = None) -> Finding:
-        """A finding about the region, at the source line of `eqn` if that is known, else at the region's line."""
+        """A finding about the region, at the source line of `eqn` if the line is known, else at the region's line."""
         return Finding(trap, some(self.paths), (compat.source_line(eqn) if eqn else "") or self.place, problem, remedy)
 
     @property

@@ -173,7 +173,7 @@ class _Asked:
 
 
 def _usual(gathered: Gathered, tell: Progress) -> list[str]:
-    """The default policies that have an effect on this workload; records in `left_out` why the rest is left out."""
+    """The default policies that have an effect on this workload; `left_out` gets the reasons for the other policies."""
     workload, able = gathered.workload, []
     for name in USUAL:
         if NAMED[name].offloads and gathered.target.kind == "cpu":

@@ -19,7 +19,7 @@ Instance = tuple[int, tuple[int, ...]]
 """Identifies a Flax call: its index in `Recorder.calls` (`recorder.py`), and the iteration of each loop, outermost first."""
 
 LOSS = "loss"
-"""The path of the loss, which is recorded like a module that follows the model."""
+"""The path of the loss; the loss is recorded like a module that follows the model."""
 
 
 @dataclass(eq=False)

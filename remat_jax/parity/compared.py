@@ -95,8 +95,8 @@ def compared(
 ) -> list[TensorPair]:
     """The pairs of calls of matched modules, in the order in which PyTorch's calls ended; the last pair is the loss.
 
-    `gradients` are Flax's gradients, which a weight map has converted to PyTorch's names and shapes. If None, gradients of equal
-    names are compared.
+    `gradients` are Flax's gradients, which a weight map has converted to PyTorch's names and shapes. If None, gradients of
+    equal names are compared.
     """
     floors = _floors(torch)
     flax_calls = {(call.path, call.number): call for call in flax.calls}

@@ -88,7 +88,7 @@ class MemoryRow:
     """The bytes of a framework's residuals in a mode, without parameters and inputs, and its peak memory.
 
     `peak_bytes` is the peak device memory of both passes, including parameters, inputs and gradients but no optimizer.
-    `peak_from` names the source of this figure, or the reason for a None. docs/memory.md explains which figures are comparable.
+    `peak_from` is the figure's source, or the reason why it is None. docs/memory.md explains which figures are comparable.
 
     >>> MemoryRow("offload", "flax", device_bytes=0, host_bytes=4096).peak_bytes is None  # no peak was asked for
     True

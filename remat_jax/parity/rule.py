@@ -24,8 +24,8 @@ class Row:
     """The verdict on one tensor.
 
     `ratio` is err_jax / max(err_torch, ε·g), with ε and g as in `judge`. A row passes if its ratio is at most 4 and its
-    `problem` is empty. `problem` says why the tensor cannot be judged: it is missing, of the wrong shape or dtype, or not
-    finite, or PyTorch's error is too large.
+    `problem` is empty. `problem` is the reason why the tensor cannot be judged: it is missing, of the wrong shape or dtype,
+    or not finite, or PyTorch's error is too large.
 
     >>> row = Row("kernel", err_jax=2e-7, err_torch=1e-7, bound=4e-7, ratio=2.0, passed=True)
     >>> row.passed is (row.err_jax <= row.bound)

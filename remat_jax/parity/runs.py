@@ -258,7 +258,7 @@ def _updates(after: Any, before: Any, dtype: str) -> Arrays:
 
 
 def _tensors(run: Run, kind: str) -> Arrays:
-    """The tensors of one kind, which are judged together. Outputs include the loss; gradients include those of inputs."""
+    """The tensors of one kind, which are judged together. Outputs include the loss; gradients include the inputs' gradients."""
     if kind == "state":
         return run.state
     if kind == "update":
