@@ -2,8 +2,7 @@
 
 The model's output head (the matmul that computes the logits) and its attentions are changed in the traced loss, in
 which the blocks are still marked (`core.marks`), so a policy reaches the changed blocks. The changed loss computes other
-values. But its arrays have the shapes that they would have if the user made the change, so it needs the same memory. There are
-two such changes:
+values, but its arrays have the same shapes as after the user's change, so it needs the same memory. There are two such changes:
 
 - **head**: the head runs in chunks (`in_chunks`) with optax's cross entropy, which replaces everything that the loss computes
   from the logits.
@@ -355,8 +354,8 @@ def _as_heads(
 
     The last dimension in the argument `batch` becomes the heads; its other dimensions become the batch. Rows are positions in
     the sequence. If `rows` is None, they are the unlisted dimension of size `length`, or else the largest unlisted dimension.
-    The remaining unlisted dimensions are the others (for queries: the query heads that share one key head). If `features` is
-    None, these dimensions are the features instead, and others has size 1.
+    `others` are the remaining unlisted dimensions (for queries: the query heads that share one key head). If `features` is
+    None, these dimensions are the features instead, and `others` has size 1.
     """
     rest = [dim for dim in range(array.ndim) if dim not in (*batch, *(rows or ()), *(features or ()))]
     if rows is None:

@@ -18,7 +18,7 @@ from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_st
 from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.report.tables import format_bytes, format_seconds
 
-# Both passes of the code after the last block take about this many times as long as its forward pass alone.
+# Both passes of the code after the last block take about this many times as long as that code's forward pass.
 _PASSES = 3
 
 
@@ -218,12 +218,12 @@ def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: T
 
 
 def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
-    """Copies that compute waits for although XLA's latency-hiding scheduler, which is off by default, would hide them."""
+    """Copies for which compute waits, if XLA's latency-hiding scheduler (off by default) would hide the copies."""
     waited = report.overlap
     if waited is None or _SCHEDULER_FLAG.search(compat.xla_flags()):
         return
     # Only compiling with the latency-hiding scheduler shows whether it hides the copies. `Overlap.coverable` does not: it
-    # bounds what compute could cover in the schedule that was compiled without that scheduler.
+    # is an upper bound for the schedule that was compiled without that scheduler.
     if waited.step_seconds - waited.compute_seconds < _LARGE * waited.step_seconds:
         return
     other = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": True})

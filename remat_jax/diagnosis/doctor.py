@@ -51,7 +51,7 @@ REFUSED = frozenset({"unmatched_name", "unreached_block", "offload_without_effec
 
 @silenced()  # the findings repeat the warnings
 def doctor(workload: Workload, policy: Any, target: str | Target | None = None, timeout: float = DEFAULT_TIMEOUT) -> Diagnosis:
-    """Name every known trap in `workload` under `policy`, where it is, what it does, and the remedy.
+    """Find every known trap in `workload` under `policy`: its place, its effect and its remedy.
 
     | trap | what it does |
     | --- | --- |

@@ -140,7 +140,7 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
 
 
 def _offloaded_by_name(region: Region) -> set[str]:
-    """The names that the model gives by `checkpoint_name` and the policy offloads by exact name. Globs do not count."""
+    """The names that the model gives by `checkpoint_name` and that the policy offloads by exact name. Globs do not count."""
     names = set(given_names(region.block.jaxpr))
     if isinstance(region.policy, Policy):
         exact = names & set(region.policy.selectors)
@@ -195,7 +195,7 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
 
 
 def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
-    """Follow the operand of the naming equation `name` back through cheap operations to the one kernel that it comes from.
+    """Follow the operand of the naming equation `name` back through cheap operations to the single kernel that computes it.
 
     Only kernels with several results count. None if the operand comes from several kernels, from a matmul, or from a variable
     that no equation in `made` computes. `made` maps each variable to the equation that computes it.
@@ -235,7 +235,7 @@ def _is_kernel(eqn: Any) -> bool:
 
 
 def _is_same(eqn: Any, again: Any) -> bool:
-    """Whether `again` recomputes `eqn`; it may lack results that are not read. A transpose of `eqn` does not count."""
+    """Whether `again` recomputes `eqn`; `again` may lack results that are not read. A transpose of `eqn` does not count."""
     first, second = ((each.primitive.name, compat.source_line(each), each.params.get("reverse")) for each in (eqn, again))
     avals = [str(var.aval) for var in eqn.outvars]
     return first == second and all(str(var.aval) in avals for var in again.outvars)
@@ -268,7 +268,7 @@ def _selectors(names: list[str]) -> str:
 
 
 def _copies_of_parameters(region: Region) -> dict[str, bool]:
-    """A dict: the name of each array that is a view or a cast of a parameter → whether it is a cast."""
+    """Name of an array that is a view or a cast of a parameter → whether the array is a cast."""
     jaxpr = region.block.named.jaxpr
     views = flagged(jaxpr, region.parameters, is_view)
     copies: dict[str, bool] = {}

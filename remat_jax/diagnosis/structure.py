@@ -56,7 +56,7 @@ def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, t
 
 
 def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
-    """A checkpoint around all others, which runs everything three times without lowering the peak memory.
+    """A checkpoint that encloses all others: everything runs three times, and the peak memory is the same.
 
     The backward pass of the outer checkpoint first recomputes everything that the inner checkpoints save. So the outer
     checkpoint reduces memory only while the code after it runs. The trap is reported if the residuals outside the outer
@@ -92,7 +92,7 @@ def _outside(observed: Observed, region: Region) -> float:
 
 
 def overruled_policy(observed: Observed) -> Iterator[Finding]:
-    """A checkpoint that the model itself puts around blocks, and that drops what the workload's policy saves in the blocks."""
+    """A checkpoint of the model itself that encloses blocks and drops the arrays that the workload's policy saves in them."""
     wanted = [kept for region in observed.regions if region.ours for kept in region.kept]
     wanted_bytes, names = sum(kept.nbytes for kept in wanted), {kept.name for kept in wanted}
     for region in observed.regions:
@@ -109,7 +109,7 @@ def overruled_policy(observed: Observed) -> Iterator[Finding]:
 
 
 def _count_blocks(jaxpr: Any) -> int:
-    """How many outermost blocks the closed `jaxpr` has."""
+    """The number of outermost blocks in the closed `jaxpr`."""
     return sum(1 if compat.is_block(eqn) else sum(map(_count_blocks, bodies(eqn))) for eqn in jaxpr.jaxpr.eqns)
 
 

@@ -56,8 +56,8 @@ class Region:
 
     Regions with the same code and policy are merged into one region with several module paths (`paths`). `place` is the user's
     source line. The policy None is JAX's default, which recomputes everything. `parameters` has a flag for each input of the
-    code. In a block it says whether the input is a parameter, constant or RNG key; in a user's own `jax.checkpoint`, whether
-    the input is an argument of the loss or a view of an argument. `looped` says whether the region is in a loop.
+    code. In a block, the flag marks parameters, constants and RNG keys; in a user's own `jax.checkpoint`, it marks arguments of
+    the loss and views of arguments. `looped` is True if the region is in a loop.
     """
 
     paths: tuple[str, ...]
@@ -103,7 +103,7 @@ class Region:
         return dict(_makers(linearised, [index < primals for index in range(len(linearised.in_avals))]))
 
     def finding(self, trap: str, problem: str, remedy: str, *, eqn: Any = None) -> Finding:
-        """A finding about the region, at the source line of `eqn` if that is known, else at the region's line."""
+        """A finding about the region, at the source line of `eqn` if the line is known, else at the region's line."""
         return Finding(trap, some(self.paths), (compat.source_line(eqn) if eqn else "") or self.place, problem, remedy)
 
     @property
@@ -189,10 +189,10 @@ def _inner(eqn: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class Observed:
-    """A workload traced under its policies (None for `off`), and the jaxpr of its loss, or of a step without a loss.
+    """A workload traced under its policies (None for `off`), and the jaxpr of its loss, or of its step if it has no loss.
 
     `regions` lists the regions of the workload's policies, then the user's own `jax.checkpoint` regions. `order` lists the
-    paths of the workload's blocks in the order of execution. `unreached`: block → the reason why its policy does not reach it.
+    paths of the workload's blocks in the order of execution. `unreached`: block → why the block's policy has no effect.
     """
 
     workload: Workload

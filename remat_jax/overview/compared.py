@@ -173,7 +173,7 @@ class _Asked:
 
 
 def _usual(gathered: Gathered, tell: Progress) -> list[str]:
-    """The default policies that have an effect on this workload; records in `left_out` why the rest is left out."""
+    """The default policies that have an effect on this workload; `left_out` gets the reasons for the other policies."""
     workload, able = gathered.workload, []
     for name in USUAL:
         if NAMED[name].offloads and gathered.target.kind == "cpu":
@@ -231,7 +231,7 @@ def _left(ends: float) -> float:
 
 
 def _as_compiled(policies: list[Compared]) -> list[Compared]:
-    """The policies with the times of their compiled schedules, if all are known. Extra times are then the excess over `off`."""
+    """If every compiled schedule's time is known, the policies with these times; extra times are then the excess over `off`."""
     times = [policy.memory.seconds for policy in policies]
     if None in times:
         return policies
@@ -259,7 +259,7 @@ def _estimated(
 
 
 def _with_names(policy: Any) -> Any:
-    """The policy whose residuals are listed: for `off`, `everything`, which saves the same arrays and names them."""
+    """`policy` with `everything` in place of `off`: `everything` saves the same arrays and gives them names."""
     if isinstance(policy, Mapping):
         return {block: _with_names(of_block) for block, of_block in policy.items()}
     return "everything" if _is_off(policy) else policy

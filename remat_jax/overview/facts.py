@@ -63,7 +63,7 @@ def _blocks(workload: Workload, described: Described | None) -> str:
 
 
 def _arguments(workload: Workload) -> list[tuple[str, str]]:
-    """The arguments of the step, for all devices together."""
+    """The arguments of the step, with sizes summed over all devices."""
     step = workload.step("off")
     pairs = []
     for name, tree in zip(step.names, step.arguments, strict=False):

@@ -40,7 +40,7 @@ _FOOTER = (
     "aliased + temp; it never includes host memory. Kept memory holds the residuals from the forward to the backward pass. "
     "Times are estimates from counted operations and bytes at the target's rates, "
 )
-_RUN = "not measurements. Each step was run once, for its measured peak of memory."
+_RUN = "not measurements. Each step was run once, to measure its peak memory."
 _OFFLOAD_COLUMNS = (
     Column("policy", "name"),
     Column("offered", "bytes"),
@@ -201,7 +201,7 @@ def modules(policies: Sequence[Compared]) -> str:
 
 
 def _by_module(policies: Sequence[Compared]) -> dict[str, Memory]:
-    """Policy name → bytes by module: of the arrays alive at the peak or, for a CPU, where these are unknown, of residuals."""
+    """Policy name → bytes by module of the arrays alive at the peak, or of the residuals if the peak's arrays are unknown."""
     alive: dict[str, Memory] = {policy.name: policy.memory.live_bytes_by_module for policy in policies if policy.memory.live}
     return alive or {policy.name: kept for policy in policies if (kept := _kept(policy))}
 
@@ -216,7 +216,7 @@ def _kept(policy: Compared) -> Memory:
 
 
 def _with_compiled(gathered: Gathered) -> Plan | None:
-    """The plan; its named policies have the bytes compiled for this page in place of predicted bytes."""
+    """The plan, in which the bytes compiled for this page replace the predicted bytes of its named policies."""
     compiled = {policy.name: policy.memory for policy in gathered.policies}
 
     def as_compiled(point: Point) -> Point:

@@ -48,8 +48,8 @@ def save_report(
       plan: a `Plan` for this workload and target, or a budget to plan within: bytes, a text (`"40GiB"`, `"80%"`), or a share of
         the target's memory (0.8). None for no plan.
       parity: the result of `remat_jax.parity.compare`. None leaves this section out.
-      timeout: a limit in seconds: one for compiling all policies together, one for the plan, and one for each compilation of
-        `doctor`.
+      timeout: the limit in seconds; it applies separately to the compilation of all policies, to the plan, and to each
+        compilation of `doctor`.
       progress: called with the current activity, the number of finished parts, and the number of all parts.
 
     Raises:

@@ -110,7 +110,7 @@ def hidden(x: np.ndarray) -> np.ndarray:
 
 
 def shown_norm(x: np.ndarray) -> float:
-    """The Euclidean norm of an array's finite elements, except those that hide a position."""
+    """The Euclidean norm of an array's finite elements, except elements that hide a position."""
     return norm(x[np.isfinite(x) & ~hidden(x)])
 
 

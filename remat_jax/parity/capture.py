@@ -19,7 +19,7 @@ Instance = tuple[int, tuple[int, ...]]
 """Identifies a Flax call: its index in `Recorder.calls` (`recorder.py`), and the iteration of each loop, outermost first."""
 
 LOSS = "loss"
-"""The path of the loss, which is recorded like a module that follows the model."""
+"""The path of the loss; the loss is recorded like a module that follows the model."""
 
 
 @dataclass(eq=False)
@@ -50,6 +50,7 @@ class ModuleCall:
         number: 0 for the first call of this module, 1 for its second, …
         started: the call's rank in the order in which calls began.
         parent: the index of the enclosing call in `Trace.calls`; None for the outermost call.
+        arrays: the inputs, outputs and written variables, by slot.
         gradients: the gradients of the module's own parameters, by the parameter's name in the module.
         state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
         instance: the `Instance` of a Flax call.
@@ -140,7 +141,7 @@ class Trace:
         hidden: paths of modules called where capture is impossible, such as inside a `while` loop.
         loss: the call of the loss; its inputs are the model's outputs.
         gradients: the gradients of all parameters, by parameter name in a PyTorch trace, by variable path in a Flax trace.
-        ties: each further name of a PyTorch parameter that has several names → the parameter's name in `named_parameters()`.
+        ties: for a PyTorch parameter with several names, each name that `named_parameters()` omits → the name that it lists.
     """
 
     calls: tuple[ModuleCall, ...]

@@ -58,8 +58,8 @@ def capture_flax(
     `inputs` is a tuple of arguments or a dict of keywords. The default loss is the sum of all outputs, weighted by fixed random
     numbers. `call(module, variables, *inputs)` replaces a Linen model's `module.apply`, for instance to set train mode, RNGs or
     mutable collections; an NNX model is run by `call(module, *inputs)`. `transform`, such as
-    `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`, is applied to the function of (variables, inputs) before it is
-    differentiated.
+    `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`, is applied to the function of (variables, inputs) before
+    differentiation.
 
     Layers in `nn.scan` or `nnx.scan` are listed one by one: `layers/0`, `layers/1`, …. A checkpointed module is listed once.
 
@@ -128,8 +128,8 @@ def _floating(outputs: Any) -> list[Any]:
 
 
 def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> Trace:
-    """Run a traced step; return its calls. `given` is as in `evaluate` (`tapped.py`)."""
-    # The step runs operation by operation: compiling a program that returns every intermediate takes many times longer.
+    """Run a traced step; return its calls. `given` is as in `tapped.evaluate`."""
+    # The step runs operation by operation: compiling a program that returns every intermediate value takes many times longer.
     outputs, values = evaluate(step.jaxpr, step.arguments, given or {})
     computed = [np.asarray(gradient) for gradient in outputs[1:]]
     tree = jax.tree.map(lambda number: computed[number] if number < len(computed) else None, step.numbers[0])

@@ -79,7 +79,7 @@ class _Recorder:
 
     @contextmanager
     def watching(self, module: Any) -> Iterator[None]:
-        """Hook every module of `module` inside the context."""
+        """Register hooks on every module of `module` while the context is open."""
         with ExitStack() as stack:
             for inner in module.modules():
                 stack.callback(inner.register_forward_pre_hook(self._before, with_kwargs=True).remove)
@@ -126,7 +126,7 @@ class _Recorder:
         return max((call for call in self.calls if call.module is module), key=fits, default=None)
 
     def _tap(self, values: Any, call: _HookedCall | None, role: str, named: Iterable[tuple[str, Any]] = ()) -> Any:
-        """`values` with an alias for every tensor that requires a gradient; an alias's cotangent is from this call alone."""
+        """`values` with an alias for every tensor that requires a gradient; the alias's cotangent excludes other uses."""
         import torch
 
         if call is None:
@@ -169,7 +169,7 @@ class _Recorder:
 
 
 def names_of_shared(module: Any) -> dict[str, str]:
-    """Each further name of a parameter that has several names → the parameter's name in `named_parameters()`."""
+    """For a parameter with several names, each name that `named_parameters()` omits → the name that it lists."""
     names: dict[int, str] = {}
     parameters = module.named_parameters(remove_duplicate=False)
     first = {name: names.setdefault(id(parameter), name) for name, parameter in parameters}

@@ -81,7 +81,7 @@ class Inputs:
         return [name for name, array in self.arrays.items() if is_floating(array)]
 
     def arguments(self, arrays: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments with the given arrays."""
+        """The positional and keyword arguments of a call; `arrays` replaces the stored arrays."""
         by_name = {**self.others, **arrays}
         if self.positional is None:
             return (), by_name
@@ -165,7 +165,7 @@ class Case:
         return nn.apply(self.flax_call, module, mutable=mutable)(variables, *args, **kwargs)
 
     def by_name(self, call: Call) -> Call:
-        """A function that runs `call` on a model and the input arrays (keywords); it adds the inputs that are no arrays."""
+        """`call` as a function of a model and the input arrays (keywords); the inputs that are not arrays are added."""
 
         def run(model: Any, **arrays: Any) -> Any:
             args, kwargs = self.inputs.arguments(arrays)

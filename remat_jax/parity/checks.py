@@ -122,8 +122,8 @@ def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[
     """Check that no gradient is 0 in PyTorch, because a gradient that is 0 in both frameworks proves nothing.
 
     `elsewhere(names)` gets the names of gradients that are 0 with the model's own weights. It gives both models random weights
-    and compares these gradients again. It returns the names whose gradients are then equal and not 0, and a text that says
-    what differs.
+    and compares these gradients again. It returns the names whose gradients are then equal and not 0, and a text that names
+    the tensor that differs.
     """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]

@@ -47,7 +47,7 @@ class Divergence:
 
 @dataclass(frozen=True, eq=False)
 class TensorPair:
-    """A PyTorch call and a Flax call that should compute the same.
+    """A PyTorch call and a Flax call that should compute the same values.
 
     Attributes:
         around: the pairs whose calls enclose both calls, innermost first.
@@ -93,9 +93,9 @@ def modules(trace: Trace) -> list[MatchedModule]:
 def compared(
     torch: Trace, flax: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray] | None = None
 ) -> list[TensorPair]:
-    """The pairs of calls of matched modules, in the order in which PyTorch's calls ended; the loss is the last.
+    """The pairs of calls of matched modules, in the order in which PyTorch's calls ended; the last pair is the loss.
 
-    `gradients` are Flax's gradients, which a weight map has converted to PyTorch's names and shapes. Without them, gradients of
+    `gradients` are Flax's gradients, which a weight map has converted to PyTorch's names and shapes. If None, gradients of
     equal names are compared.
     """
     floors = _floors(torch)
@@ -253,7 +253,7 @@ def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Dive
             return pair.divergence(*wrong)
     if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):
         return None
-    # Every module computes right gradients from its output cotangent, so a cotangent is lost between two modules.
+    # Every module computes correct gradients from its output cotangent, so a cotangent is lost between two modules.
     for pair in sound:
         wrong = pair.bad("output cotangent")
         if wrong and pair.around and not pair.around[0].bad("output cotangent"):

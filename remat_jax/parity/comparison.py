@@ -35,11 +35,11 @@ def compare(
 ) -> ParityReport:
     """Compare a Flax model with a PyTorch model: outputs, gradients, training, and residuals.
 
-    In float64, every Flax tensor is compared, in every mode, with a single PyTorch run, which has no checkpoints and in which
-    casts to float32 are suppressed. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own
-    error in the dtype. Faults are planted in the gradients in every dtype. The report fails if a fault is missed in a gradient
-    whose norm is over twice the permitted error. Neither model is changed. Active dropout raises an error, because random
-    results cannot be compared.
+    In float64, every Flax tensor of every mode is compared with a single PyTorch run. This run has no checkpoints, and casts to
+    float32 are suppressed. Each working dtype is then judged by the parity rule of `judge`, relative to PyTorch's own error in
+    the dtype. Faults are planted in the gradients in every dtype. The report fails if a fault is missed in a gradient whose
+    norm is over twice the permitted error. Neither model is changed. Active dropout raises an error, because random results
+    cannot be compared.
 
     Args:
         torch_module: the PyTorch model, set to training or evaluation mode, or a function that builds it. With a function,
@@ -59,7 +59,7 @@ def compare(
         dtypes: `float64` and the working dtypes: float32, bfloat16, float16.
         steps: the number of training steps with the optimizer.
         torch_call, flax_call: run a model by `call(model, *inputs)` instead of `model(*inputs)`.
-        excite: add noise to constant parameters, such as biases of 0, in both models, because constants hide faults.
+        excite: add noise to constant parameters and running statistics in both models: biases of 0, for example, hide faults.
         keep_float64: in float64 runs, prevent the Flax model's own casts to float32; by default, such a cast fails the report.
         memory: report the residuals and the peak memory of both frameworks.
         target: compile the JAX step for this target to report its peak memory there; slow. Implies `memory`.

@@ -52,7 +52,7 @@ def down_casts(jaxpr: Any) -> list[str]:
 def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list[bool]:
     """For each argument, whether outputs marked in `results` depend on it through floating-point arrays.
 
-    The casts on the way are entered in `casts`.
+    The casts from float64 on these paths are added to `casts`.
     """
     needed = {var for var, yes in zip(jaxpr.jaxpr.outvars, results, strict=True) if yes and is_floating(var.aval)}
     for eqn in reversed(jaxpr.jaxpr.eqns):

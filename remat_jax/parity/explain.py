@@ -84,7 +84,7 @@ def _precision() -> list[Difference]:
 
 
 def _masks(case: Case, torch_model: Any, dtype: str, step: TracedPass) -> Iterator[Difference]:
-    """The masks among the inputs that show a position in one framework and hide it in the other."""
+    """The input masks by which one framework shows a position and the other hides the same position."""
     import torch
 
     shows = {name: _shows(array) for name, array in case.inputs.arrays.items()}
@@ -158,7 +158,7 @@ def first_difference(
 def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
     """A text that names the PyTorch modules whose recomputation differs in a mode; "" if there are none.
 
-    If the modules cannot be found, the text says why.
+    If the modules cannot be found, the text gives the reason.
     """
     try:
         model, inputs = torch.make("float64"), _arguments(case, case.inputs.arrays)
@@ -175,7 +175,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
     """Compare the gradients named in `zero` again, in float64 with random weights; they are 0 with the model's own weights.
 
-    Returns the names in `zero` whose gradients are then equal and not 0, and a text that says what differs.
+    Returns the names in `zero` whose gradients are then equal and not 0, and a text that names the tensor that differs.
     """
     agreeing = set[str]()
     try:

@@ -64,8 +64,8 @@ class FlaxSide:
         sources: the path of a variable → the names of the PyTorch tensors that fill it.
         trained: the paths of the variables trained in both frameworks, except those that `set_aside` excluded.
         blocks: the classes to checkpoint; empty if there are none.
-        down_casts: a text for each cast from float64 on which a floating-point result of the float64 step in mode `off` depends
-            (`compiling.down_casts`); empty until that step is compiled.
+        down_casts: a text for each cast from float64 in the float64 step of mode `off` (`compiling.down_casts`); empty until
+            that step is compiled.
     """
 
     def __init__(self, case: Case, torch: Any, rules: Rules, structure: Callable[[str], tuple[Any, Any]]) -> None:

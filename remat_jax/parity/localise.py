@@ -91,10 +91,10 @@ def first_divergences(
 ) -> Divergences:
     """Run both models forward and backward in float64; name the first module that differs in each pass.
 
-    The innermost module whose inputs agree and whose outputs differ is named. If only the attention scores differ, for example,
-    this is the attention, not one of its projections. In the backward pass, a module is named only if its forward pass
-    agrees. `single_step` gives every Flax module PyTorch's inputs and cotangents, so no error propagates: `alone` lists all
-    modules that are wrong.
+    The named module is the innermost module whose inputs agree and whose outputs differ. If only the attention scores differ,
+    for example, the attention module is named, not one of its projections. In the backward pass, a module is named only if its
+    forward pass agrees. `single_step` gives every Flax module PyTorch's inputs and cotangents, so no error propagates: `alone`
+    lists all modules that are wrong.
 
     Args:
         torch_module: a PyTorch module; a float64 copy is run if its dtype is different.
@@ -103,15 +103,15 @@ def first_divergences(
         inputs: a tuple of arguments or a dict of keywords. `flax_inputs` are the Flax model's inputs if they differ.
         loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first; by default the
             sum of all outputs, weighted by fixed random numbers.
-        mapping: PyTorch module path → Flax module path, or None for no counterpart: a dict, or the path of a JSON file. Other
+        mapping: a dict or the path of a JSON file: PyTorch module path → Flax module path, or None for no counterpart. Other
             modules are matched by names, order and sizes.
-        rules: the weight map (`remat_jax.porting`), by which gradients are compared even if a PyTorch tensor is split into
-            several Flax arrays. Without rules, gradients are compared by name.
+        rules: the weight map (`remat_jax.porting`). It converts Flax's gradients to PyTorch's names and shapes, even if several
+            Flax arrays form one PyTorch tensor. Without rules, gradients are compared by name.
         torch_call, flax_call, transform: `call` of `capture_torch`, and `call` and `transform` of `capture_flax`.
 
     Raises:
-        ArgumentError: `mapping` contains a path that no module has, the outputs differ in shape, or the PyTorch module is in
-            train mode and has dropout.
+        ArgumentError: `mapping` contains a path that no module has, the outputs differ in shape, a model cannot be run on the
+            inputs, or the PyTorch module is in train mode and has dropout.
 
     >>> import flax.linen as nn, numpy as np, torch
     >>> theirs = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
@@ -225,7 +225,7 @@ def _each_alone(
 ) -> tuple[Divergence, ...]:
     """A divergence for every module that is wrong even with PyTorch's inputs and cotangents, in the order of execution.
 
-    A module is listed once: for its forward pass, or for its backward pass if only that is wrong.
+    A module is listed once: for its forward pass, or for its backward pass if only the backward pass is wrong.
     """
     of_modules = [pair for pair in plain if pair.flax is not ours.loss]
     trusted = [pair for pair in of_modules if not pair.bad("output") or all(outer.bad("output") for outer in pair.around)]

@@ -23,7 +23,7 @@ _SAME = {
     "ln": "norm", "layernorm": "norm", "rmsnorm": "norm", "batchnorm": "norm", "mlp": "ffn", "embeddings": "embed",
     "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
 }  # fmt: skip
-# (pattern of a class name, sort of layer); the first match counts. Used only for modules that call no other module.
+# (pattern of a class name, type of layer); the first match counts. Used only for modules that call no other module.
 _SORTS = (
     ("norm", "norm"),
     ("drop", "dropout"),
@@ -61,9 +61,9 @@ class MatchedModule:
 def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping: Any = None) -> dict[str, str]:
     """PyTorch path → Flax path, one to one; both sequences are in the order of execution.
 
-    Leaves are matched first, by `sort_of`, size, name and order; then the modules that call the same leaves. `mapping` is a
-    dict from PyTorch paths to Flax paths, or the path of a JSON file with such a dict. It takes precedence; None as a Flax
-    path means that a module has no counterpart.
+    Leaves are matched first, by type (`sort_of`), size, name and order; then the modules that call the same leaves. `mapping`
+    is a dict from PyTorch paths to Flax paths, or the path of a JSON file with such a dict. `mapping` takes precedence; None as
+    a Flax path means that a module has no counterpart.
 
     Raises:
         ArgumentError: `mapping` contains a path that no module has.
@@ -85,7 +85,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
         return theirs, [module for module in flax if module.path not in taken and fits(module)]
 
     def is_whole(module: MatchedModule) -> bool:
-        # A leaf of one model, such as an attention, may have inner modules in the other model, such as projections.
+        # A leaf of one model, such as an attention module, may have inner modules in the other model, such as projections.
         return not module.is_leaf or sort_of(module.kind) == "other"
 
     matched |= _assigned(*unmatched(lambda module: module.is_leaf), _same_sort)
@@ -93,7 +93,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
     weighted = [(leaf, other) for leaf, other in leaves if leaf.has_weights]
 
     def within(leaves: Sequence[Any], theirs: MatchedModule, ours: MatchedModule) -> tuple[set[str], set[str]]:
-        """The Flax paths of the matched leaves inside `theirs`, and of those inside `ours`."""
+        """The Flax paths of two sets of matched leaves: the leaves inside `theirs`, and the leaves inside `ours`."""
         inside = {other for leaf, other in leaves if _is_in(leaf.path, theirs.path)}
         return inside, {other for _, other in leaves if _is_in(other, ours.path)}
 
@@ -108,7 +108,7 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
     def nearly_same(theirs: MatchedModule, ours: MatchedModule) -> float | None:
         """`_MOVED` if the paths have equal words and most of the inner leaves with weights are shared, else None.
 
-        Only most, not all: a leaf that two modules call is listed under one path, so it counts as inside only one of them.
+        Sharing all leaves is not required: a leaf called by two modules has one path, so it counts as inside only one of them.
         """
         inside = within(weighted, theirs, ours)
         most = 2 * len(inside[0] & inside[1]) > len(inside[0] | inside[1])
@@ -138,7 +138,7 @@ def read_mapping(mapping: Any, torch: Sequence[MatchedModule], flax: Sequence[Ma
         return {}
     if not isinstance(mapping, Mapping):
         raise ArgumentError(
-            f"mapping={mapping!r:.400}: expected a dict of PyTorch path → Flax path, or the path of a JSON file with one"
+            f"mapping={mapping!r:.400}: expected a dict of PyTorch path → Flax path, or the path of a JSON file with a dict"
         )
     wrong = [path for path in mapping.values() if path is not None and not isinstance(path, str)]
     if wrong:
@@ -176,7 +176,7 @@ def _assigned(
 
 
 def similarity(one: str, other: str) -> float:
-    """How similar two module paths are, from 0 to 1.5: the share of common words, plus half this share for the last components.
+    """How similar two module paths are, from 0 to 1.5: the share of common words, plus half the share in the last components.
 
     >>> similarity("h/0/attn/c_proj", "layers_0/attention/c_proj"), similarity("h/0/attn/c_proj", "layers_1/mlp/c_proj")
     (1.5, 1.0)
@@ -197,7 +197,7 @@ def words(path: str) -> Counter[str]:
 
 
 def sort_of(kind: str) -> str:
-    """The sort of layer of a module, by the name of its class: "linear", "norm", …, or "other".
+    """The type of layer of a module, read from the name of its class: "linear", "norm", …, or "other".
 
     >>> sort_of("LlamaRMSNorm"), sort_of("Dense"), sort_of("Block")
     ('norm', 'linear', 'other')

@@ -31,8 +31,8 @@ def memory_of(
 def kept_alone(mode: str, saved: Any, residuals: Any) -> list[KeptAlone]:
     """The residuals without a counterpart in the other framework, largest first.
 
-    `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`. Residuals of equal size in the same place (device or
-    host) are paired, residuals of blocks first. A residual stacked by a scan counts once per layer.
+    `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`. Residuals of equal size in the same memory (device
+    or host) are paired, residuals of blocks first. A residual stacked by a scan counts once per layer.
     """
     theirs, ours = defaultdict[Any, list[KeptAlone]](list), defaultdict[Any, list[KeptAlone]](list)
     for side, arrays in ((theirs, _of_torch(mode, saved)), (ours, _of_jax(mode, residuals))):
@@ -48,7 +48,7 @@ def kept_alone(mode: str, saved: Any, residuals: Any) -> list[KeptAlone]:
 def _of_torch(mode: str, saved: Any) -> Iterator[KeptAlone]:
     for entry in saved.entries:
         if entry.place in ("device", "host"):
-            # Only the middle of aten.native_layer_norm.default is informative.
+            # Of aten.native_layer_norm.default, only native_layer_norm is informative.
             operator = entry.operator.split(".")[1] if entry.operator.count(".") > 1 else entry.operator
             yield KeptAlone(mode, "PyTorch", entry.place, f"{entry.module}:{operator}", entry.shape, 1, entry.nbytes)
 

@@ -94,7 +94,7 @@ class Recorder:
         return jax.tree.unflatten(treedef, [tapped.get(id(leaf), leaf) for leaf in leaves])
 
     def _tap_state(self, number: int, module: Any, before: Mapping[str, _Variable]) -> None:
-        """Tap the variables that a module wrote, and write the tapped values back: a loop would drop an unused tap."""
+        """Tap the variables that a module wrote, and write the tapped values back: a loop drops a tap with an unused result."""
         for name, (value, write) in _writable(module).items():
             if _is_tappable(value) and not (name in before and before[name].value is value):
                 write(tap(value, Label(number, "state", len(self.calls[number].state))))

@@ -37,7 +37,7 @@ class ParityReport:
         rows: a row for each output, gradient (of a parameter or an input), written variable and update of a parameter.
         checks: the precision of both frameworks, the modes of PyTorch, the planted faults, the training run, …
         memory: residual bytes and peak memory of both frameworks in every mode.
-        kept_alone: the residuals that only one framework saves; the bytes of all other residuals are equal in both.
+        kept_alone: the residuals that only one framework saves; every other residual has a counterpart of equal size.
         divergences: `forward` and `backward` → the first module that differs, or None. The dict is empty if every row passes; a
             failed `update` row does not count.
         hidden: Flax modules whose arrays cannot be captured, such as modules in a `while` loop; `divergences` cannot name these
@@ -285,8 +285,8 @@ def _memory(rows: Sequence[MemoryRow]) -> str:
         if row.peak_bytes is not None:
             peaks[name] = {("peak", "of both passes"): row.peak_bytes}
     return (
-        '<p class="hint">Residuals on the device and on the host, without parameters and inputs; the peak includes these, and '
-        "gradients, but no optimizer."
+        '<p class="hint">Residuals on the device and on the host, without parameters and inputs; the peak includes parameters, '
+        "inputs and gradients, but no optimizer."
         f"</p>{stacked_bars(kept, 'residuals', hatched={'on the host': 'on the host'})}{stacked_bars(peaks, 'peak memory')}"
     )
 

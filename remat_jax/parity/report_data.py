@@ -18,7 +18,7 @@ class TensorRow:
             `update` (in float64 the change in the optimizer's first step; in narrower dtypes the updated parameter).
         name: the PyTorch name; for `state` and `update`, the Flax path.
         flax: the Flax paths that the PyTorch tensor `name` fills, separated by commas; else "".
-        shape, norm: those of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
+        shape, norm: the shape and norm of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
         errors: mode → relative error in float64.
         ratios: dtype → mode → err_jax / max(err_torch, ε·g); by the parity rule (`judge`) it may be at most 4.
         caught: dtype → whether a sign flip and a doubling of this gradient would be detected.
@@ -88,7 +88,7 @@ class MemoryRow:
     """The bytes of a framework's residuals in a mode, without parameters and inputs, and its peak memory.
 
     `peak_bytes` is the peak device memory of both passes, including parameters, inputs and gradients but no optimizer.
-    `peak_from` names the source of this figure, or says why it is None. docs/memory.md explains which figures may be compared.
+    `peak_from` is the figure's source, or the reason why it is None. docs/memory.md explains which figures are comparable.
 
     >>> MemoryRow("offload", "flax", device_bytes=0, host_bytes=4096).peak_bytes is None  # no peak was asked for
     True

@@ -24,8 +24,8 @@ class Row:
     """The verdict on one tensor.
 
     `ratio` is err_jax / max(err_torch, ε·g), with ε and g as in `judge`. A row passes if its ratio is at most 4 and its
-    `problem` is empty. `problem` says why the tensor cannot be judged: it is missing, of the wrong shape or dtype, or not
-    finite, or PyTorch's error is too large.
+    `problem` is empty. `problem` is the reason why the tensor cannot be judged: it is missing, of the wrong shape or dtype,
+    or not finite, or PyTorch's error is too large.
 
     >>> row = Row("kernel", err_jax=2e-7, err_torch=1e-7, bound=4e-7, ratio=2.0, passed=True)
     >>> row.passed is (row.err_jax <= row.bound)
@@ -47,8 +47,8 @@ def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors
     err = ‖x − x₆₄‖ (Euclidean, summed in float64), and g is the norm of all tensors of `reference64` together. Judge one kind
     of quantity at a time (all gradients, or all outputs). All arguments are name → array; the candidates' arrays are in
     `dtype`. Every name gets a row. A tensor fails if it is missing, unexpected, of a different shape or dtype, or not finite on
-    any side. It also fails if PyTorch's error exceeds 0.1 · g: that is no rounding error, and a bound made from it
-    would accept anything.
+    any side. It also fails if PyTorch's error exceeds 0.1 · g: such an error is not rounding, and a bound derived
+    from it would accept anything.
 
     Raises:
         ArgumentError: `reference64` is empty (nothing would be compared), or `dtype` has no ε in `TOLERANCES`.

@@ -64,7 +64,7 @@ class Comparison:
             self.checks.append(gradients_check(self.reference, unused, elsewhere))
 
     def say(self, what: str) -> None:
-        """Tell the progress callback which stage begins."""
+        """Report to the progress callback that a stage begins."""
         self._tell(what, min(self._done, self._total), self._total)
         self._done += 1
 
@@ -129,7 +129,7 @@ class Comparison:
     def _proposed(self) -> porting.Rules:
         case = self.case
         try:
-            with silenced():  # the warning about unproven weights: the gradients check reports these weights
+            with silenced():  # no warning about unproven weights: the gradients check reports them
                 return porting.propose(
                     self.torch.make("float64"),
                     case.flax_module,
@@ -258,7 +258,7 @@ def _updates(after: Any, before: Any, dtype: str) -> Arrays:
 
 
 def _tensors(run: Run, kind: str) -> Arrays:
-    """The tensors of one kind, which are judged together. Outputs include the loss; gradients include those of inputs."""
+    """The tensors of one kind, which are judged together. Outputs include the loss; gradients include the inputs' gradients."""
     if kind == "state":
         return run.state
     if kind == "update":
@@ -288,7 +288,7 @@ def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
 
 @contextlib.contextmanager
 def _precision(dtype: str, widens: bool = False) -> Iterator[None]:
-    """Set full matmul precision, unless the user chose another; for float64, also enable 64-bit types.
+    """Set full matmul precision, unless the user chose another precision; for float64, also enable 64-bit types.
 
     If `widens`, also prevent the Flax model's casts from float64 to float32.
     """

@@ -62,7 +62,7 @@ def differences(
     entry in it are matched automatically. If you have run `first_divergences`, pass its result's `matched` as `mapping`: those
     modules were matched by running the models, which is more reliable.
 
-    Plain function calls in PyTorch, such as `torch.nn.functional.gelu`, are not seen.
+    Plain function calls in PyTorch, such as `torch.nn.functional.gelu`, are not compared.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, torch
     >>> theirs, ours = torch.nn.Sequential(torch.nn.LayerNorm(3)), nn.Sequential([nn.LayerNorm()])
@@ -87,7 +87,7 @@ def step_differences(torch_module: Any, step: TracedPass, mapping: Any = None) -
     outer = {path.rpartition("/")[0] for path in ours} | {""}
     others = [MatchedModule(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
     matched = match(listed, others, mapping)
-    # The class name tells the kind of layer only for a module without submodules: a ConvNet is not a convolution.
+    # The class name shows the type of layer only for a module without submodules: a ConvNet is not a convolution.
     leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
     differing: list[Difference] = []
     for path, other in matched.items():
@@ -163,7 +163,7 @@ def _convolution(module: Any) -> Facts:
 
 
 def _precision(precision: Any) -> str:
-    """JAX's name of a matmul precision or algorithm. A pair has a precision for each operand: both names, or one if equal."""
+    """JAX's name of a matmul precision or algorithm; for a pair (one precision per operand), both names or, if equal, one."""
     if type(precision) is tuple:
         return " and ".join(dict.fromkeys(map(_precision, precision)))
     try:
@@ -173,7 +173,10 @@ def _precision(precision: Any) -> str:
 
 
 def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
-    """Padding as pairs, or its name: "SAME" if the pairs depend on the input's size, and any name but "VALID" and "SAME"."""
+    """The padding as (low, high) pairs.
+
+    A name stays a name if it is "SAME" and the pairs depend on the input's size, or if it is neither "VALID" nor "SAME".
+    """
     if padding == "VALID":
         return tuple((0, 0) for _ in size)
     spans = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]

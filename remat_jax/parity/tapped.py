@@ -73,7 +73,7 @@ class TapVisit:
 
     Attributes:
         label, what: the array, and whether the tap is on its "value" or its "cotangent".
-        parts: the parts of the module's path, with None at the place of a loop's index.
+        parts: the parts of the module's path, with None in place of each loop index.
         index: the indices of the enclosing loops, outermost first.
     """
 

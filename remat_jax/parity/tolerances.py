@@ -60,7 +60,7 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         "loss": Tolerance(
             1e-5,
             f"relative difference of two training losses in float32 over {LOSS_STEPS} steps: ε(float32) = 1.2e-7, and each "
-            "step's rounding is carried into the next by the optimizer.",
+            "step's rounding enters the next step through the optimizer.",
         ),
         "epsilon_float64": Tolerance(2.0**-52, "distance from 1 to the next float64."),
         "epsilon_float32": Tolerance(2.0**-23, "distance from 1 to the next float32."),

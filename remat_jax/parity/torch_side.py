@@ -40,8 +40,8 @@ class TorchSide:
 
     Attributes:
         weights: the state dict from which every run starts, in float64.
-        trained: the names of the parameters that require a gradient; `Comparison` removes those that neither model uses.
-        ties: each further name of a parameter that has several names → the parameter's name in `named_parameters()`.
+        trained: the names of the parameters that require a gradient; `Comparison` removes parameters that neither model uses.
+        ties: for a parameter with several names, each name that `named_parameters()` omits → the name that it lists.
         blocks, block_paths: the classes to checkpoint, and the paths of their modules.
         shapes: output name → shape.
         targets: name of a floating-point output → its target in the default loss.
@@ -115,7 +115,7 @@ class TorchSide:
         return {name: as_torch(x.astype(dtype) if is_floating(x) else x) for name, x in arrays.items()}
 
     def loss(self, model: Any, inputs: Tensors, dtype: str) -> Any:
-        """The loss, with its graph."""
+        """The loss, with its autograd graph."""
         return self._loss(self._call(model, inputs), dtype)
 
     @contextlib.contextmanager

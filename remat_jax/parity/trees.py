@@ -15,7 +15,7 @@ from remat_jax.porting.tensors import as_numpy, as_torch, is_torch
 
 
 def is_floating(value: Any) -> bool:
-    """Whether a value is a NumPy or JAX array, or a shape, of floating-point numbers, including bfloat16."""
+    """Whether a value is a NumPy or JAX array, or its abstract value, of a floating-point dtype, including bfloat16."""
     return hasattr(value, "dtype") and bool(jnp.issubdtype(value.dtype, jnp.floating))
 
 
@@ -115,7 +115,7 @@ def default_loss(outputs: Mapping[str, Any], targets: Mapping[str, Any]) -> Any:
 def in_halves(x: Any) -> Any:
     """The sum of an array of either framework by pairwise summation.
 
-    XLA's sequential sum on a CPU has several times PyTorch's rounding error, which is no error of the port.
+    On a CPU, XLA's sequential sum has several times PyTorch's rounding error, although the port is correct.
 
     >>> float(in_halves(np.arange(7.0)))
     21.0
