@@ -96,11 +96,14 @@ def check_quiet(python: Path, wheel: Path) -> None:
     """Install the wheel's extra `gpu-compile`, and raise if a script that starts JAX then prints anything.
 
     The GPU compiler is a plugin of JAX that prints a traceback on machines without a GPU. The script runs in an empty folder,
-    so that the installed wheel is imported.
+    so that the installed wheel is imported. Then a step is compiled for a GPU.
     """
     subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", f"{wheel}[gpu-compile]"], check=True)
     with tempfile.TemporaryDirectory() as folder:
         done = ran(python, "-c", "import remat_jax, jax; jax.devices()", cwd=folder)
+        Path(folder, "train.py").write_text(USE)
+        measured = ("measure", "train.py:job", "--target", "h100", "--policy", "full", "--json")
+        assert '"device_bytes"' in output(python.with_name("remat-jax"), *measured, cwd=folder)
     if done.stdout or done.stderr:
         raise SystemExit(f"with the extra gpu-compile, starting JAX prints:\n{done.stdout}{done.stderr}")
 

@@ -111,8 +111,8 @@ def require_gpu_compiler() -> None:
         )
     if not gpu_compiler_installed():
         raise UnsupportedError(
-            "XLA's GPU compiler is not installed: pip install 'remat-jax[gpu-compile]' (jax-cuda13-plugin; no NVIDIA library "
-            "and no GPU is needed), or use target='cpu'"
+            "XLA's GPU compiler is not installed: pip install 'remat-jax[gpu-compile]' (jax-cuda13-plugin; neither a GPU "
+            "nor a CUDA toolkit is needed), or use target='cpu'"
         )
 
 

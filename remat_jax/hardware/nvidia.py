@@ -1,9 +1,9 @@
 """Lists this machine's NVIDIA GPUs, and silences JAX's CUDA plugin on a machine without a GPU.
 
-The extra `gpu-compile` installs the plugin without NVIDIA's libraries. When JAX starts, the plugin looks for these libraries,
-and JAX prints a traceback about cuDNN. A machine without a GPU does not need the libraries, so an environment variable skips
-the search. `quiet_without_gpu` sets this variable. For scripts that do not import this package, `remat_jax_quiet.pth` sets the
-variable in the same way: Python runs this file of the wheel at startup.
+The extra `gpu-compile` installs the plugin, but of NVIDIA's libraries only the CUDA runtime. When JAX starts, the plugin
+looks for the other libraries, and JAX prints a traceback about cuDNN. A machine without a GPU does not need the libraries, so
+an environment variable skips the search. `quiet_without_gpu` sets this variable. For scripts that do not import this package,
+`remat_jax_quiet.pth` sets the variable in the same way: Python runs this file of the wheel at startup.
 """
 
 from __future__ import annotations
