@@ -37,6 +37,13 @@ def test_jax_prints_nothing_after_our_import() -> None:
 
 
 @WITHOUT_GPU
+def test_the_cuda_runtime_is_that_of_the_extra() -> None:
+    """Where no CUDA runtime is found, the plugin prints a line for each of its libraries."""
+    code = "import jax; print({line.split()[-1] for line in open('/proc/self/maps') if 'libcudart' in line})"
+    assert output(code).count("/site-packages/nvidia/") == output(code).count("libcudart") == 1
+
+
+@WITHOUT_GPU
 def test_jax_prints_nothing_in_a_script_that_does_not_know_us(tmp_path: Path) -> None:
     """Python runs the `.pth` files of a site folder at its start, as `site.addsitedir` does here."""
     script = "import sys, jax; jax.devices(); assert 'remat_jax' not in sys.modules"
