@@ -15,7 +15,7 @@ from examples import pytorch, text
 from examples.models import linen
 from examples.models import nnx as nnx_models
 from examples.models import weights as w
-from remat_jax.core.products import MATMULS
+from remat_jax.core.matmuls import MATMULS
 from remat_jax.parity import TOLERANCES
 from remat_jax.parity.compiling import compile_options
 

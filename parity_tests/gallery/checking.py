@@ -15,7 +15,7 @@ import numpy as np
 import remat_jax as rj
 from parity_tests.gallery.models import DEVIATION, POLICIES
 from parity_tests.gallery.widened import widened
-from remat_jax.core.products import MATMULS, eqn_flops
+from remat_jax.core.matmuls import MATMULS, eqn_flops
 from remat_jax.cost.count import count
 from remat_jax.parity.rule import float64_error, judge
 from remat_jax.parity.tolerances import TOLERANCES

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.core.products import has_batch_dims
+from remat_jax.core.matmuls import has_batch_dims
 from remat_jax.errors import PolicyError
 from remat_jax.policy import Action, Candidate, JaxPolicy, Policy, as_policy
 

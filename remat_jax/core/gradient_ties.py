@@ -22,7 +22,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from remat_jax import compat
-from remat_jax.core.products import MATMULS, eqn_flops
+from remat_jax.core.matmuls import MATMULS, eqn_flops
 from remat_jax.core.walk import evaluate_equations, interpret, retrace, value_of, values_of_inputs, variables
 
 

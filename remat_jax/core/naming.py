@@ -36,7 +36,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.flow import all_inputs, flagged, has, inner_flags
-from remat_jax.core.products import has_batch_dims
+from remat_jax.core.matmuls import has_batch_dims
 from remat_jax.core.walk import bodies, interpret, rebind, retrace
 from remat_jax.policy import Candidate
 

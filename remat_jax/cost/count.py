@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.core.products import MATMULS, eqn_flops
+from remat_jax.core.matmuls import MATMULS, eqn_flops
 from remat_jax.core.walk import bodies
 from remat_jax.errors import UnsupportedError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.core.products import MATMULS, eqn_flops
+from remat_jax.core.matmuls import MATMULS, eqn_flops
 from remat_jax.core.walk import equations
 from remat_jax.cost.count import over_bodies
 from remat_jax.cost.flat import Array, FlatEqn

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.core.products import eqn_flops
+from remat_jax.core.matmuls import eqn_flops
 from remat_jax.core.walk import bodies
 from remat_jax.diagnosis.findings import Finding
 from remat_jax.diagnosis.watch import Observed, contains_live_region, is_region

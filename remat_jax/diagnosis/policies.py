@@ -11,8 +11,8 @@ from remat_jax import compat
 from remat_jax.apply.audit import closest
 from remat_jax.core.flow import CALLS, flagged
 from remat_jax.core.marks import name_of
+from remat_jax.core.matmuls import MATMULS
 from remat_jax.core.origins import origin
-from remat_jax.core.products import MATMULS
 from remat_jax.core.walk import bodies, equations, given_names, variables
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Kept, Observed, Region, is_view

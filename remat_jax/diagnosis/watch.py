@@ -17,8 +17,8 @@ from remat_jax.apply.scope import BlockPolicies
 from remat_jax.core import BlockUnderPolicy, block_under_policy, is_smooth
 from remat_jax.core.flow import CALLS, all_inputs, flagged, has, inner_flags
 from remat_jax.core.marks import Block
+from remat_jax.core.matmuls import eqn_flops
 from remat_jax.core.origins import is_on_host, origin
-from remat_jax.core.products import eqn_flops
 from remat_jax.core.rewrite import region_body
 from remat_jax.core.walk import bodies, equations, inner_jaxprs, of_some
 from remat_jax.cost.count import count

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.core.products import eqn_flops
+from remat_jax.core.matmuls import eqn_flops
 from remat_jax.core.walk import equations
 from remat_jax.cost import count
 from remat_jax.errors import UnsupportedError
