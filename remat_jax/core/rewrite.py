@@ -168,7 +168,7 @@ def established(jaxpr: ClosedJaxpr) -> Any:
         if name is not None and _is_new(eqn):
             with compat.eqn_context(eqn):
                 return [compat.named(inputs[0], name)]
-        # A function with a custom derivative is left unchanged: JAX traces its rule later, under that time's `jax_remat3`.
+        # A function with a custom derivative stays as it is: `jax_remat3` may have changed when JAX traces its rule.
         if eqn.primitive.name.startswith("custom_") or not bodies(eqn):
             return None
         return rebind(eqn, inputs, lambda _, body: established(body))
