@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -65,8 +67,7 @@ def round_trip_differs(port: Port) -> list[str]:
         state = {name: tensor.to(getattr(torch, dtype)) for name, tensor in p.weights(port).items()}
         rules = port.rules(port.config, scan)
         with jax.enable_x64(dtype == "float64"):
-            empty = p.shapes(port, port.make_flax(port.config, scan=scan), port.inputs)
-            back = porting.to_torch(porting.from_torch(state, empty, rules), rules)
+            back = porting.to_torch(porting.from_torch(state, p.empty(port, scan), rules), rules)
         wrong += [f"{name}: only on one side" for name in sorted(state.keys() ^ back.keys())]
         wrong += [f"{name}: other bits" for name in state.keys() & back.keys() if not _same_bits(state[name], back[name])]
     return wrong
@@ -148,6 +149,11 @@ def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str
     Of an array that layers share, JAX puts one copy per layer on the host, unless the layers are scanned.
     """
     wrong = []
+    # PyTorch first: each count collects garbage twice, which takes long among the objects of JAX's traces.
+    gc.collect()
+    gc.freeze()
+    for mode, layers in itertools.product(("checkpoint", "offload"), (few, many)):
+        arrays_kept(port, "torch", mode, layers)
     for mode, jax_form in (("checkpoint", "unrolled"), ("offload", "scan")):
         wrong += [f"{mode}: {text}" for text in _unexplained(port, jax_form, mode, few, many)]
         grown = {form: _growth(port, form, mode, few, many) for form in ("torch", jax_form)}

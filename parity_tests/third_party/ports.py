@@ -201,10 +201,16 @@ def shapes(port: Port, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     return jax.eval_shape(lambda x: model.init(jax.random.key(0), *port.arguments(x)), inputs)
 
 
+@functools.cache
+def empty(port: Port, scan: bool) -> Any:
+    """The shapes of the variables of the port's own configuration; nobody may change them."""
+    return shapes(port, port.make_flax(port.config, scan=scan), port.inputs)
+
+
+@functools.cache
 def variables(port: Port, scan: bool, dtype: str) -> Any:
-    """The port's variables with the weights of all tests."""
-    empty = shapes(port, port.make_flax(port.config, scan=scan), port.inputs)
-    return porting.from_torch(weights(port), empty, port.rules(port.config, scan), dtype=dtype)
+    """The port's variables with the weights of all tests; nobody may change them."""
+    return porting.from_torch(weights(port), empty(port, scan), port.rules(port.config, scan), dtype=dtype)
 
 
 def loss_of(port: Port, model: nn.Module) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
@@ -216,15 +222,24 @@ def loss_of(port: Port, model: nn.Module) -> Callable[..., tuple[jax.Array, dict
 
 
 @functools.cache
-def adamw_step() -> Callable[[Any, Any], Any]:
-    """The optimizer's step, compiled once for all modes of a port."""
+def _adamw() -> Callable[[Any, Any], Any]:
     optimizer = optax.adamw(LEARNING_RATE, **ADAMW)
 
-    def step(gradients: Any, variables: Any) -> Any:
+    def step(gradients: jax.Array, variables: jax.Array) -> jax.Array:
         updates, _ = optimizer.update(gradients, optimizer.init(variables), variables)
         return optax.apply_updates(variables, updates)
 
     return jax.jit(step, compiler_options=compile_options("float64"))
+
+
+def adamw_step(gradients: Any, variables: Any) -> Any:
+    """The optimizer's step. AdamW treats each number alone, so it runs on one vector of all arrays, which compiles quickly."""
+    arrays, structure = jax.tree.flatten(variables)
+    assert len({array.dtype for array in arrays}) == 1
+    joined = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (gradients, variables))
+    parts = np.split(np.asarray(_adamw()(*joined)), np.cumsum([array.size for array in arrays])[:-1])
+    after = [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    return jax.tree.unflatten(structure, after)
 
 
 def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any = None) -> Result:
@@ -237,7 +252,7 @@ def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any 
     with jax.enable_x64(case.dtype == "float64"):
         given = variables(port, scan, case.dtype) if given is None else given
         gradients, outputs = s.run(jax.grad(loss, has_aux=True), given, *batch(port, case.dtype))
-        after = adamw_step()(gradients, given)
+        after = adamw_step(gradients, given)
         rules = port.rules(port.config, scan)
         return Result(
             {name: np.asarray(x) for name, x in outputs.items()},
