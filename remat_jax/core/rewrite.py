@@ -88,7 +88,7 @@ def _rewritten(
 
 
 def _fixed_inside(eqn: JaxprEqn, key: str, inner: Any, same: list[bool] | None) -> list[bool] | None:
-    """Whether each input of `inner`, parameter `key` of `eqn`, is the same array in all iterations; None outside loops.
+    """For each input of `inner`, the jaxpr `eqn.params[key]`: whether it is the same in all iterations; None outside loops.
 
     The constants of a scan are the same array in all iterations; its carry and rows are not.
     """
@@ -168,7 +168,7 @@ def established(jaxpr: ClosedJaxpr) -> Any:
         if name is not None and _is_new(eqn):
             with compat.eqn_context(eqn):
                 return [compat.named(inputs[0], name)]
-        # A function with a custom derivative stays as it is: `jax_remat3` may have changed when JAX traces its rule.
+        # Leave functions with a custom derivative: JAX traces their rules later, perhaps with another value of `jax_remat3`.
         if eqn.primitive.name.startswith("custom_") or not bodies(eqn):
             return None
         return rebind(eqn, inputs, lambda _, body: established(body))

@@ -20,7 +20,7 @@ class TensorRow:
         flax: the Flax paths that the PyTorch tensor `name` fills, separated by commas; else "".
         shape, norm: the shape and norm of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
         errors: mode → relative error in float64.
-        ratios: dtype → mode → err_jax / max(err_torch, ε·g); by the parity rule (`judge`) it may be at most 4.
+        ratios: dtype → mode → err_jax / max(err_torch, ε·g), with ε and g as in `judge`; the row fails above 4.
         caught: dtype → whether a sign flip and a doubling of this gradient would be detected.
         problems: why the row fails; empty if it passes.
 
@@ -85,7 +85,7 @@ class Check:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The bytes of a framework's residuals in a mode, without parameters and inputs, and its peak memory.
+    """A framework's memory in one mode: the bytes of its residuals (no parameters, no inputs), and its peak memory.
 
     `peak_bytes` is the peak device memory of both passes, including parameters, inputs and gradients but no optimizer.
     `peak_from` is the figure's source, or the reason why it is None. docs/memory.md explains which figures are comparable.

@@ -78,7 +78,7 @@ class Transform:
         return self._to_torch("inverse", arrays, count)
 
     def adjoint(self, arrays: Arrays, count: int) -> Arrays:
-        """Convert Flax's gradients to those of the `count` PyTorch tensors, by the transpose of the linear part."""
+        """Convert Flax's gradients to those of the `count` PyTorch tensors, by the transpose of the transform's linear part."""
         return self._to_torch("adjoint", arrays, count)
 
     def _chain(self, after: list[Shape], count: int) -> list[list[Shape]]:

@@ -82,7 +82,7 @@ def count_in(eqn: Any, blocks: frozenset[Block]) -> Counter[Block]:
     inside = [count(body, blocks) for body in bodies(eqn)]
     there = {block for counts in inside for block in counts}
     if eqn.primitive.name == "cond":
-        # Only one branch runs. Count the branch with the most calls; after a branch with fewer calls, policies remain unused.
+        # The branch with the most calls of a block counts. If a branch with fewer calls runs, some policies stay unused.
         return Counter({block: max(counts[block] for counts in inside) for block in there})
     rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     return Counter({block: rounds * sum(counts[block] for counts in inside) for block in there})

@@ -61,7 +61,8 @@ class Sizes:
       collectives: the collectives on a mesh; None for one device, or if the compiled text is unknown.
       untiled: whether a matmul fits no Triton tile, so that all matmuls were compiled without Triton.
       limit_options: the memory limit of the compilation, as options for `jax.jit`; empty for XLA's own limit.
-      starts_slice_copies: whether a loop starts copies of slices to or from the host, and XLA would record them in CUDA graphs.
+      starts_slice_copies: whether a loop starts copies of slices to or from the host that XLA would record in CUDA graphs;
+        False if XLA_FLAGS has the option `GRAPHS`.
     """
 
     temp: int

@@ -28,8 +28,8 @@ class Collective:
       phase: `forward`, `recomputed`, `backward`, or `other`, from the operator's name. If both the recomputation and the
         gradient read the result, the collective runs once and counts in one of the two phases.
       count: the number of arrays; an array in a loop counts once per iteration.
-      bytes: the bytes on one device of the operands (for a reduce-scatter) or of the results (for an all-gather), whichever are
-        more.
+      bytes: the larger of two sizes on one device: the operands' bytes (larger in a reduce-scatter) and the results' bytes
+        (larger in an all-gather).
     """
 
     kind: str

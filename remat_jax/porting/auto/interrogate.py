@@ -148,7 +148,7 @@ class Space:
         return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
 
     def _modules(self, one_unit: int, other_unit: int) -> list[tuple[int, int]]:
-        """Pair the units of two modules: the outermost that contains `one_unit` but not `other_unit`, and its counterpart."""
+        """Pair the units of two modules: the outermost module with `one_unit` but not `other_unit`, and its counterpart."""
         first, second = (self.torch[unit].name.split(".") for unit in (one_unit, other_unit))
         depth = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
         prefixes = [".".join(parts[: depth + 1]) for parts in (first, second)]
@@ -160,7 +160,7 @@ class Space:
         return [(by_name[a], by_name[b]) for a, b in zip(inside, partners, strict=True)]
 
     def rules_out(self, answer: MapCandidate, unit: int, choice: int, gradients: Values) -> bool:
-        """Whether the gradients at symmetric matrices show that transposing the unit's matrix changes the model."""
+        """Whether `gradients`, computed with symmetric matrices, show that transposing the unit's matrix changes the model."""
         for rule, other in zip(self.way(answer, unit), self.ways(answer, unit)[choice], strict=True):
             if rule.transform == other.transform or len(rule.torch) != 1:
                 continue
