@@ -3,8 +3,7 @@
 XLA assigns a step's memory first. Then LLVM turns each kernel into PTX, with the mathematical functions of NVIDIA's file
 `libdevice`, and `ptxas` turns the PTX into machine code. XLA ends with an error if either is missing. But a step that is
 compiled only for its sizes never runs, so the substitute has a `libdevice` without functions, and a `ptxas` that writes empty
-files. Sizes are the same with the real toolkit (`tests/test_kernels.py`), and a compilation takes about a quarter less time
-without it.
+files. Sizes are the same with the real toolkit (`tests/test_kernels.py`), and compiling takes longer with it.
 """
 
 from __future__ import annotations
