@@ -153,7 +153,7 @@ def jax_result(case: Case, step: Step, executable: Any) -> Result:
     gradients, output = executable(*step.arguments)
     torch_gradients = w.gradients_to_torch(step.tree(gradients[0]), case.model)
     before = w.gradients_to_torch(step.tree(step.arguments[0]), case.model)
-    after = jax.tree.map(np.asarray, _adam_step()(torch_gradients, before)) if before else {}
+    after = s.on_one_vector(_adam_step(), torch_gradients, before) if before else {}
     inputs = {"input": np.asarray(gradients[1])} if len(gradients) == 2 else {}
     return Result({"output": np.asarray(output)}, torch_gradients | inputs, after)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,15 @@ ROW_KEYS = [
 
 
 @pytest.fixture(scope="module")
-def evidence() -> list[Evidence]:
+def timed_briefly() -> Iterator[None]:
+    """Time as few steps as the setting asks for: `test_step_times_are_medians_relative_to_off` reads the relative times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "ENOUGH_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def evidence(timed_briefly: None) -> list[Evidence]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setting, "FORMS", FORMS)
         return driver.collect(SMALL)[0]
@@ -150,6 +158,7 @@ def test_a_control_that_catches_nothing_fails(evidence: list[Evidence], monkeypa
     assert failing(evidence) == {"control"}
 
 
+@pytest.mark.usefixtures("timed_briefly")
 def test_planted_faults_end_the_command_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     faulty = (
         setting.THREE_MODES[0],
@@ -182,6 +191,7 @@ def test_planted_faults_end_the_command_with_1(monkeypatch: pytest.MonkeyPatch, 
 # The parts.
 
 
+@pytest.mark.usefixtures("timed_briefly")
 def test_the_other_models_hold_and_the_gpu_keeps_what_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     small = dataclasses.replace(SMALL, models=("ToyModel",), target="h200")
     evidence, notes = driver.collect(small)

@@ -20,6 +20,7 @@ import remat_jax as rj
 import torch_ref
 from examples import pytorch
 from parity_tests import support as s
+from remat_jax.memory.residuals import kept_residuals
 
 BATCH, TIME, WIDTH, LAYERS, VOCAB = 3, 64, 64, 4, 256
 SIZES = {"num_layers": LAYERS, "d_model": WIDTH, "nhead": 4}
@@ -76,7 +77,7 @@ def job(kind: str, framework: str, scan: bool) -> rj.Workload:
 
 
 def jax_kept(kind: str, framework: str, policy: str, scan: bool = True) -> Kept:
-    table = rj.residuals(job(kind, framework, scan), policy)
+    table = kept_residuals(job(kind, framework, scan), policy)
     return Kept(table.device_bytes, table.host_bytes)
 
 

@@ -117,14 +117,14 @@ def train_jax(config: Pi0Config, mode: str, data: list[Batch], held_out: Batch) 
 
 def _train_jax(plain: Any, model: Any, mode: str, params: Any, data: list[Batch], held_out: Batch) -> Row:
     loss_of, optimizer = functools.partial(pi0.flow_matching_loss, model), optax.adam(LEARNING_RATE, eps=EPSILON)
-    gradient = jax.value_and_grad(loss_of)
+    gradient = jax.jit(jax.value_and_grad(loss_of))  # jitted, so that the step and the count share one trace
 
     def step(params: Any, state: Any, *batch: Any) -> Any:
         loss, gradients = gradient(params, *batch)
         updates, state = optimizer.update(gradients, state)
         return optax.apply_updates(params, updates), state, loss
 
-    evaluate = _compile(functools.partial(pi0.flow_matching_loss, plain), params, *held_out)
+    evaluate = _evaluation(plain)
     before, state = float(evaluate(params, *held_out)), optimizer.init(params)
     job = rj.Workload(functools.partial(pi0.flow_matching_loss, plain), params, tuple(data[0]), BLOCKS)
     kept, executed = rj.residuals(job, POLICIES[mode]), matmuls(gradient, params, *data[0])
@@ -134,6 +134,12 @@ def _train_jax(plain: Any, model: Any, mode: str, params: Any, data: list[Batch]
         losses.append(float(loss))
     after = float(evaluate(params, *held_out))
     return Row("Flax", mode, losses, (before, after), kept.device_bytes, kept.host_bytes, executed)
+
+
+@functools.cache
+def _evaluation(plain: Any) -> Callable[..., Any]:
+    """The loss of the plain model, compiled once for all modes."""
+    return jax.jit(functools.partial(pi0.flow_matching_loss, plain), compiler_options=compile_options("float64"))
 
 
 def _compile(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:

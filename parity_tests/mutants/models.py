@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
+import flax.linen as nn
+import jax
 import numpy as np
 import torch
 
@@ -117,3 +120,12 @@ MODELS = {
     "gpt2": functools.partial(transformer, test_gpt2.PORT),
     "llama": functools.partial(transformer, LLAMA),
 }
+
+
+@functools.cache
+def variables(name: str) -> Any:
+    """The variables of a right Flax model, never allocated; every mutant of the model has the same."""
+    made = MODELS[name]()
+    inputs, call = made["inputs"], made.get("flax_call", operator.call)
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return jax.eval_shape(nn.init(call, made["flax_module"]), jax.random.key(0), *args, **kwargs)

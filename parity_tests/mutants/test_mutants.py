@@ -301,7 +301,8 @@ CASES = [pytest.param(fault, mutant, id=f"{fault}, {mutant.model}") for fault, s
 
 
 def report_of(mutant: Mutant) -> ParityReport:
-    return compare(**{**m.QUICK, **mutant.plant(m.MODELS[mutant.model]())})
+    # `init` makes the variables in `test_right_pairs`.
+    return compare(**{**m.QUICK, "variables": m.variables(mutant.model), **mutant.plant(m.MODELS[mutant.model]())})
 
 
 @pytest.mark.parametrize(("fault", "mutant"), CASES)

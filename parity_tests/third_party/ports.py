@@ -222,7 +222,8 @@ def loss_of(port: Port, model: nn.Module) -> Callable[..., tuple[jax.Array, dict
 
 
 @functools.cache
-def _adamw() -> Callable[[Any, Any], Any]:
+def adamw_step() -> Callable[[Any, Any], Any]:
+    """The optimizer's step on a vector of gradients and one of variables, compiled once for all modes of a port."""
     optimizer = optax.adamw(LEARNING_RATE, **ADAMW)
 
     def step(gradients: jax.Array, variables: jax.Array) -> jax.Array:
@@ -230,16 +231,6 @@ def _adamw() -> Callable[[Any, Any], Any]:
         return optax.apply_updates(variables, updates)
 
     return jax.jit(step, compiler_options=compile_options("float64"))
-
-
-def adamw_step(gradients: Any, variables: Any) -> Any:
-    """The optimizer's step. AdamW treats each number alone, so it runs on one vector of all arrays, which compiles quickly."""
-    arrays, structure = jax.tree.flatten(variables)
-    assert len({array.dtype for array in arrays}) == 1
-    joined = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (gradients, variables))
-    parts = np.split(np.asarray(_adamw()(*joined)), np.cumsum([array.size for array in arrays])[:-1])
-    after = [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
-    return jax.tree.unflatten(structure, after)
 
 
 def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any = None) -> Result:
@@ -252,7 +243,7 @@ def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any 
     with jax.enable_x64(case.dtype == "float64"):
         given = variables(port, scan, case.dtype) if given is None else given
         gradients, outputs = s.run(jax.grad(loss, has_aux=True), given, *batch(port, case.dtype))
-        after = adamw_step(gradients, given)
+        after = s.on_one_vector(adamw_step(), gradients, given)
         rules = port.rules(port.config, scan)
         return Result(
             {name: np.asarray(x) for name, x in outputs.items()},
