@@ -1,4 +1,4 @@
-"""Convert weights and their gradients between PyTorch and Flax by a weight map, strictly in both directions."""
+"""Convert weights and gradients between PyTorch and Flax, both ways, by a weight map; every mismatch is an error."""
 
 from __future__ import annotations
 

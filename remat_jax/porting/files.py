@@ -26,10 +26,11 @@ def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
 
     A safetensors file gives NumPy arrays and needs no PyTorch. A PyTorch file gives tensors on the CPU; a file that would run
     code is refused. `key` names the entry that is the state dict, if a PyTorch file has several entries. An index
-    (`model.safetensors.index.json`) loads all its shards; a folder loads the only model in it.
+    (`model.safetensors.index.json`) loads all its shards. In a folder, safetensors is preferred to PyTorch's formats.
 
     Raises:
-        PortingError: the path is no model file, shards and index disagree, there is no state dict, or `key` is no text.
+        PortingError: the path cannot be read, is no model file, or is a folder with no model or several; the file holds no
+            state dict, or float8 in safetensors; shards and index disagree; `key` is no text, or no entry of the file.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
@@ -53,9 +54,10 @@ def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
 
 
 def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a state dict, such as `to_torch` returns, to a `.safetensors` file or a file for `torch.load`, by the suffix.
+    """Write a state dict, such as `to_torch` returns, to a `.safetensors` file or a file for `torch.load`; the suffix decides.
 
-    `metadata` (text → text) is for the header of a safetensors file; `format: pt`, which Hugging Face needs, is always added.
+    `metadata` (text → text) goes into a safetensors file's header. Hugging Face needs `format: pt`, which is added if `format`
+    is absent.
 
     Raises:
         PortingError: the suffix is unknown, a value is no array or has a dtype that the file format lacks, the metadata is no

@@ -66,7 +66,7 @@ def _maker(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widened(value: Any) -> Any:
-    """Float64 for a narrower floating-point dtype; other values unchanged."""
+    """`value`, or float64 if `value` is a narrower floating-point dtype."""
     if isinstance(value, (str, type, np.dtype)):
         try:
             return np.dtype("float64") if np.dtype(value) in _NARROW else value
@@ -136,9 +136,9 @@ def keep_float64() -> Iterator[None]:
 def keep_jax_float64() -> Iterator[None]:
     """Make traced JAX code use float64 wherever a cast or a matmul requests float32, float16 or bfloat16.
 
-    Flax modules cast to float32 for a norm, a softmax or a position, which hides a port's faults below 1e-7. Trace both
-    passes in the context, with 64-bit types enabled. Tables that a model's own code makes with NumPy stay float64 too. An array
-    created in float32 without a cast keeps its rounding; JAX raises an error if a loop's carry starts as such an array.
+    Flax modules cast to float32 for a norm, a softmax or a position encoding, which hides a port's faults below 1e-7. Trace
+    both passes in the context, with 64-bit types enabled. Tables that a model's own code makes with NumPy stay float64 too. An
+    array created in float32 without a cast keeps its rounding; JAX raises an error if a loop's carry starts as such an array.
 
     >>> with jax.enable_x64(True):
     ...     x = jnp.ones(2, "float64")
@@ -198,7 +198,7 @@ def _mode() -> type:
 
 
 def _wide_like(value: Any, like: bool) -> Any:
-    """Float64 for a narrower dtype; with `like`, also a float64 copy for a narrower tensor; other values unchanged."""
+    """`value`, or float64 if `value` is a narrower dtype, or a float64 copy if `like` is true and `value` a narrower tensor."""
     import torch
 
     narrow = (torch.float32, torch.float16, torch.bfloat16)

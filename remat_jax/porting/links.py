@@ -145,7 +145,7 @@ def _used_twice(links: list[Link], tensors: Mapping[str, Shape], arrays: Mapping
 
 
 def _holes(links: list[Link], arrays: Mapping[str, Shape]) -> list[str]:
-    """A problem for every unfilled part of a stack that rules fill only in part."""
+    """A problem for each unfilled part of a partly filled stack, and for each stack whose places index different axes."""
     parts: dict[str, set[Place]] = {}
     for place in (place for link in links for place in link.flax):
         if place.path in arrays and place.inside(arrays[place.path]):

@@ -16,13 +16,13 @@ Shape = tuple[int, ...]
 
 # At most nine digits, so that every number fits into NumPy's integers.
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:\s*([+-])\s*(\d{1,9}))?\}")
-# The largest number of names in one text; the numbers of alternatives in several braces multiply.
+# The largest number of names that one text may expand to. The counts of alternatives in several braces multiply.
 _MOST_NAMES = 10_000
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name in which `{i}` matches any text without a dot or slash, and `{i+1}` or `{i-1}` a number at that offset from `i`.
+    """A name with placeholders: `{i}` matches any text without a dot or slash, and `{i+1}` matches the number `i` + 1.
 
     >>> Pattern("layers.{i}.q.weight").match("layers.10.q.weight")
     {'i': '10'}
@@ -71,7 +71,7 @@ class Pattern:
 class Place:
     """An array of the Flax model, or a part of a stacked array.
 
-    `index` has an entry for each leading axis: a number selects on the axis, None keeps the axis whole.
+    `index` has an entry for each leading axis: a number selects an entry of the axis, None keeps the whole axis.
     """
 
     path: str
@@ -191,7 +191,7 @@ def _indexed(path: object, index: Sequence[object]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(text: str) -> tuple[list[str], list[tuple[str, int | None]], re.Pattern[str]]:
-    """(texts around the placeholders, (placeholder, offset) of each, regular expression); with offset None any text matches."""
+    """The texts around the placeholders, each (placeholder, offset), and the regular expression; None as offset: any text."""
     pieces = _PLACEHOLDER.split(text)
     texts, names, signs, digits = (pieces[start::4] for start in range(4))
     offsets = [int(sign + number) if sign else None for sign, number in zip(signs, digits, strict=True)]

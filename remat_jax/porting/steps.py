@@ -27,7 +27,7 @@ class Step:
     """A step from arrays to arrays; the base class is the identity, and converts gradients like values.
 
     `before` returns the shapes of the step's inputs, given those of its results; `count` is the number of PyTorch tensors of
-    the whole transform. The other methods are as in `Transform`; they get the shapes of their results.
+    the whole transform. The other methods convert as in `Transform`; their second argument has the shapes of their results.
     """
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
@@ -142,7 +142,7 @@ class Split(Step):
 
 @dataclass(frozen=True)
 class Concat(Step):
-    """Concatenate several PyTorch tensors along `axis` into a Flax array; without `sizes` they have equal sizes."""
+    """Concatenate several PyTorch tensors along `axis` into a Flax array; without `sizes`, the tensors' sizes are equal."""
 
     axis: int
     sizes: tuple[int, ...] = ()
@@ -258,7 +258,7 @@ def _sum(arrays: Arrays) -> np.ndarray:
 class Rearrange(Step):
     """Split, permute and join the axes of each array: PyTorch's axes on the left, Flax's on the right.
 
-    A name is an axis, names in parentheses split a single axis (the last varies fastest), and `1` is an axis of size one.
+    A name is an axis, names in parentheses are factors of one axis (the last varies fastest), and `1` is an axis of size one.
     Sizes are read from Flax's shape; if a Flax axis joins several names, `sizes` must give all but one of their sizes.
 
     >>> Rearrange("(h d) e -> e h d").forward([np.arange(6).reshape(6, 1)], [(1, 2, 3)])[0]

@@ -21,7 +21,7 @@ def is_torch(value: Any) -> bool:
 def as_numpy(value: Any) -> np.ndarray:
     """A NumPy copy of a tensor or array with the same dtype, also for bfloat16 and float8.
 
-    It is never a view, which would change with the next optimizer step.
+    The copy shares no memory with `value`: a view would change with the next optimizer step.
 
     Raises:
         PortingError: the tensor has no data, or is not dense.
@@ -34,12 +34,12 @@ def as_numpy(value: Any) -> np.ndarray:
         return np.array(value)
     if value.is_meta or value.layout != _torch().strided or value.is_quantized:
         raise PortingError(
-            f"is a {value.dtype} tensor on {value.device} with layout {value.layout}; give a dense one with data"
+            f"is a {value.dtype} tensor on {value.device} with layout {value.layout}; give a dense tensor with data"
         )
     value = value.detach().cpu().resolve_conj().resolve_neg()
     name = str(value.dtype).removeprefix("torch.")
     if name.startswith(("bfloat16", "float8")):
-        # PyTorch converts these to NumPy only as integers.
+        # PyTorch cannot convert these dtypes to NumPy, so their bits are converted as integers.
         torch = _torch()
         integers = value.contiguous().view({1: torch.uint8, 2: torch.int16}[value.element_size()])
         return integers.numpy().view(getattr(ml_dtypes, name)).copy()

@@ -24,8 +24,9 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
 
     `state_dict` maps names to tensors or arrays. `variables` are arrays or `jax.ShapeDtypeStruct`: the result of a Linen
     module's `init`, an NNX State, or an NNX module; the returned tree has the same type. `rules` is a `Rules`, its text, or a
-    sequence of rules. The result's arrays are copies with the tensors' dtypes; floating-point arrays get `dtype` if it is
-    given. Each array has the NamedSharding, if any, of the array in `variables`.
+    sequence of rules. The result's arrays are copies with the tensors' dtypes. There are two exceptions: floating-point arrays
+    get `dtype` if it is given, and integers get the integer dtype of the array in `variables` if it holds their values. Each
+    array has the NamedSharding, if any, of the array in `variables`.
 
     Raises:
         PortingError: lists every tensor that is missing, extra, duplicated or of the wrong shape, and every array that is not
@@ -87,8 +88,8 @@ def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: An
 
     `gradients` maps the names of parameters to their gradients. Only the parameters in `variables` are used: the result is
     `{"params": …}` for Linen, and a State of parameters for NNX, as from `nnx.grad`. A parameter that the rules name as
-    missing has the gradient 0. The gradients of tied tensors are added, unless both names have the same gradient tensor:
-    it already is the sum. `scale(x)` multiplies a weight by x and divides its gradient by x.
+    missing has the gradient 0. The gradients of tied tensors are added, unless both names have the same gradient tensor,
+    which already is the sum. `scale(x)` multiplies a weight by x and divides its gradient by x.
 
     Raises:
         PortingError: in the cases of `from_torch`; a gradient that is None counts as missing.

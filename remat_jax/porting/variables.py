@@ -51,7 +51,7 @@ def _read_linen(tree: Any, trainable: bool) -> tuple[Entries, Rebuild]:
     if trainable and "params" in tree:
         tree = type(tree)({"params": tree["params"]})
     with_keys, treedef = jax.tree.flatten_with_path(tree)
-    # A box with metadata, such as nn.Partitioned, adds an attribute to the keys, which is no part of the path.
+    # A box with metadata, such as nn.Partitioned, adds an attribute to the keys; the path omits this attribute.
     names = [tuple(key for key in keys if not isinstance(key, jax.tree_util.GetAttrKey)) for keys, _ in with_keys]
     paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys in names]
     entries = [(path, leaf) for path, (_, leaf) in zip(paths, with_keys, strict=True)]

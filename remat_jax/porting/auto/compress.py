@@ -42,7 +42,7 @@ def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Sh
 
 
 def _globs(extra: Sequence[str], tensors: Mapping[str, Shape]) -> tuple[str, ...]:
-    """`extra`, with a glob in place of names that share their last part, unless a tensor outside `extra` has this part too."""
+    """`extra` with one glob for all names with the same last part, if no tensor outside `extra` has this last part."""
     globs = {name: f"*.{name.rpartition('.')[2]}" for name in extra if "." in name}
     for glob in set(globs.values()):
         alike = {name for name in tensors if fnmatchcase(name, glob)}
@@ -130,7 +130,7 @@ def _general(rules: Sequence[Rule]) -> Iterator[Rule]:
         flax = tuple(FlaxPattern.parse(path) for path in placed[count:])
         yield Rule(tuple(Pattern(name) for name in placed[:count]), flax, rules[0].transform)
         return
-    # Without a common placeholder, one varying number stays a number, with a rule for each value.
+    # No placeholders fit all rules, so one varying number stays a number, and each of its values gets rules of its own.
     parted = []
     for place in varying:
         parts: dict[str, list[Rule]] = {}

@@ -191,7 +191,7 @@ def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate
 
 
 def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
-    """The candidate under which the models agree if all exchangeable units have equal values (`uniform_choices`)."""
+    """The first of `uniform_choices` under which the models agree if all exchangeable units have equal values."""
     values = space.alike(pair.generic(1))
     errors = []
     for trial in space.uniform_choices(start):
@@ -241,7 +241,7 @@ def other_answers(pair: ModelPair, space: Space, answer: MapCandidate) -> list[M
 def unexercised(pair: ModelPair, space: Space, answer: MapCandidate) -> list[int]:
     """The units on which the outputs do not depend at all, so that nothing can be proved about them.
 
-    A gradient of 0 does not suffice: the outputs may depend on a frozen weight, which has no gradient.
+    A gradient of 0 does not prove independence: the outputs may depend on a frozen weight, which has no gradient.
     """
     values, other = pair.generic(5), pair.generic(6)
     gradients = pair.flax_gradients(space.rules(answer), values)

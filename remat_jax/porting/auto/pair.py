@@ -28,7 +28,7 @@ Values = dict[str, np.ndarray]
 LIMIT = 1e-9
 # Rounding to float32 inside a model explains errors up to this limit, about a hundred times float32's ε.
 FLOAT32_ERROR = 1e-5
-# A tensor's error is relative to its norm, or to this fraction of the norm of all tensors if that is larger, as for zeros.
+# A tensor's error is divided by the larger of its norm and this fraction of the norm of all tensors: a norm may be 0.
 FLOOR = 1e-3
 
 
@@ -126,7 +126,7 @@ class ModelPair:
         return values
 
     def disagreement(self, rules: Rules, values: Values, *, gradients: bool = True) -> tuple[float, str]:
-        """The largest relative error of Flax against PyTorch with these values, and its tensor's name."""
+        """The largest relative error of Flax against PyTorch with these values, and the name of the tensor that has it."""
         if self._last is None or self._last[0] is not values or (gradients and not self._last[1]):
             self._last = (values, gradients, self.run_torch(values, gradients=gradients))
         theirs, their_gradients = self._last[2]
@@ -196,7 +196,7 @@ class ModelPair:
             if hasattr(leaf, "__array__"):
                 continue
             if rules.allows_missing(path):
-                # Only Flax has this array. If it has random numbers, the models agree only if the array is not used.
+                # Only Flax has this array. Random numbers in it make the models disagree if the array is used.
                 leaves[path] = np.random.default_rng(7).normal(size=leaf.shape).astype(leaf.dtype)
             else:
                 problems.append(f"{path}: has no value")

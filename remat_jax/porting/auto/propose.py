@@ -41,13 +41,13 @@ def propose(
     `inputs` are arrays for both models: a tuple of positional arguments, or a dictionary of keywords. `torch_call` and
     `flax_call` replace `model(*inputs)` by `call(model, *inputs)`, for instance if only one model takes channels last.
     `torch_module` may be a function that builds the model; `flax_module` may be a function of a dtype, for modules with a fixed
-    dtype. `variables` are a Linen module's variables, if `init` cannot make them. `rules` decide for the tensors that they
-    match. `keep_float64` prevents casts to float32 inside the Flax model.
+    dtype. `variables` are a Linen module's variables, if `init` cannot make them. `rules` map the tensors that they match;
+    the other tensors are guessed. `keep_float64` prevents casts to float32 inside the Flax model.
 
     Raises:
         PortingError: no map fits the shapes; the models agree under no map, or under several, as in a model with a symmetry
             (the error lists the lines in which the maps differ; choose one map and give its lines as `rules`); or the outputs
-            do not depend on a weight whose name, shape and kind allow several rules, or whose two names are unlike.
+            do not depend on a weight whose name, shape and kind allow several rules, or whose names in both models are unlike.
 
     >>> import flax.linen as nn
     >>> import numpy as np
@@ -93,7 +93,7 @@ def _space(pair: ModelPair, rules: Rules) -> tuple[Space, MapCandidate]:
 
 
 def _fitting(pair: ModelPair, rules: Rules) -> tuple[tuple[Space, MapCandidate] | None, str]:
-    """(result of `_space`, ""), or (None, why nothing fits)."""
+    """The result of `_space` and an empty text, or None and the reason why no map fits."""
     covered = links_of_tensors(rules, pair.initial)
     taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if rules.allows_extra(n)}
     filled = {place.path for place in links_of_places(rules, pair.shapes)}

@@ -1,4 +1,4 @@
-"""The units of both models: a unit is the weights of one PyTorch module, and maps to the weights of one Flax module."""
+"""The units of both models: a unit has the weights of one module, and each PyTorch unit maps to one Flax unit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TorchUnit:
 
 @dataclass(frozen=True)
 class FlaxUnit:
-    """The weights of one Flax module, or of several modules `children`. `arrays`: (local name, place, shape) of each array."""
+    """The weights of one Flax module, or of its submodules `children`. `arrays`: (local name, place, shape) of each array."""
 
     name: str
     arrays: tuple[tuple[str, Place, Shape], ...]
@@ -96,8 +96,8 @@ def _divided(prefix: str, kind: str, tensors: Mapping[str, Shape]) -> Iterator[T
 def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
     """The units of a Flax model whose arrays have the `shapes` (path → shape).
 
-    Stacked layers, below the path `stack`, give one unit per layer. In the attentions named in `together`, query, key and value
-    are one unit. The layers of a recurrent cell are one unit too.
+    A module below the path `stack` holds stacked layers and gives one unit per layer. In each attention named in `together`,
+    query, key and value form one unit. The layers of a recurrent cell also form one unit.
     """
     modules = _modules(shapes, stack)
     units: list[FlaxUnit] = []
