@@ -21,10 +21,10 @@ from remat_jax.memory.compile.options import (
     GRAPHS,
     NEVER_RUN,
     Kernels,
+    is_about_kernels,
     kernel_options,
     limit_options,
     overlapping_options,
-    refuse,
 )
 from remat_jax.memory.compile.process import Children, Question, ask, compiler_environment, scratch
 from remat_jax.memory.compile.toolkit import toolkit_options
@@ -248,19 +248,14 @@ def _answers(
         if target.kind != "gpu":
             return asked(part, {})
         file = kernels.take()
-        options = kernel_options(file)
-        while options:
-            try:
-                answers = asked(part, options)
-            except CompileError as error:
-                if not refuse(error):
-                    raise
-                # Retry without the refused option, or without any option if XLA refused the file.
-                options = fewer if (fewer := kernel_options(file)) != options else {}
-            else:
-                kernels.give_back(file)
-                return answers
-        return asked(part, {})
+        try:
+            answers = asked(part, kernel_options(file))
+        except CompileError as error:
+            if not is_about_kernels(error):
+                raise
+            return asked(part, {})
+        kernels.give_back(file)
+        return answers
 
     if side_by_side == 1:
         return run(0)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,12 +56,8 @@ GRAPHS = "xla_gpu_enable_command_buffer"
 KINDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"
 """XLA's default for `GRAPHS` without `DYNAMIC_SLICE_FUSION`, the copies of slices. JAX 0.12 adds `COLLECTIVES_KERNEL`."""
 
-_KERNEL_OPTIONS = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
-_NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")
 _CACHE_SOURCE = "kernel_reuse_cache"
 """The source file that XLA's error names if XLA cannot use the cached kernels."""
-_refused: set[str] = set()
-"""The kernel options that the installed compiler refused, which are not tried again."""
 
 
 def check_timeout(timeout: float) -> None:
@@ -144,14 +139,13 @@ class Kernels:
 
 
 def kernel_options(file: Path) -> dict[str, Any]:
-    """The options with which XLA reads kernels from `file` and adds new kernels to it, without the options in `_refused`."""
+    """The options with which XLA reads kernels from `file` and adds new kernels to it, without those that this XLA lacks."""
     # The kernel cache can reuse only kernels that were compiled into separate objects. A compiler that has the option
     # xla_gpu_enable_llvm_module_compilation_parallelism makes separate objects only if it is set; newer compilers always do.
-    return {name: value for name, value in zip(_KERNEL_OPTIONS, (str(file), True), strict=True) if name not in _refused}
+    options = {"xla_gpu_kernel_cache_file": str(file), "xla_gpu_enable_llvm_module_compilation_parallelism": True}
+    return {name: value for name, value in options.items() if compat.accepts_option(name, value)}
 
 
-def refuse(error: CompileError) -> bool:
-    """Whether the error is about the kernel options or the kernel file, not the program. Refused options are recorded."""
-    names = {name for name in _NO_SUCH_OPTION.findall(str(error)) if name in _KERNEL_OPTIONS}
-    _refused.update(names)
-    return bool(names) or _CACHE_SOURCE in str(error)
+def is_about_kernels(error: CompileError) -> bool:
+    """Whether the error is about the kernel options or the kernel file, not the program."""
+    return "No such compile option" in str(error) or _CACHE_SOURCE in str(error)
