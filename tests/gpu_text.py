@@ -12,8 +12,7 @@ from typing import Any
 
 from remat_jax import compat
 from remat_jax.hardware import target
-from remat_jax.memory.compile.options import NEVER_RUN, kernel_options
-from remat_jax.memory.compile.toolkit import toolkit_options
+from remat_jax.memory.compile.options import NEVER_RUN, kernel_options, toolkit_options
 
 _HEAD = """
 import json

@@ -13,7 +13,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
-from remat_jax.memory.compile import cache, compiler, process, toolkit
+from remat_jax.memory.compile import cache, compiler, options, process
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.memory.compile.options import Kernels
 from remat_jax.workload import TrainingStep
@@ -44,45 +44,14 @@ def test_a_file_that_nobody_wrote_is_not_kept(tmp_path):
     assert kernels.take().name == "kernels_2"
 
 
-OTHER = """
-import json, sys
-request = json.loads(sys.stdin.readline())
-for one in request["programs"]:
-    options = one["compiler_options"]
-    for name in {unknown}:
-        if name in options:
-            print(json.dumps({{"key": one["key"], "error": f"No such compile option: {{name!r}}"}}), flush=True)
-            break
-    else:
-        kept = [name for name in options if name.startswith(("xla_gpu_kernel_cache", "xla_gpu_enable_llvm"))]
-        sizes = dict.fromkeys(("argument", "output", "alias", "temp", "host_argument", "host_output", "host_alias"), 0)
-        print(json.dumps({{"key": one["key"], "untiled": False, "sizes": sizes | {{"host_temp": len(kept)}}}}), flush=True)
-"""
 XLAS_DEFAULT = "./cuda_sdk_lib"
 FILE, APART = "xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism"
 
 
-@pytest.mark.parametrize("lacking", [[], [APART], [FILE], [FILE, APART]])
-@pytest.mark.parametrize(("unknown", "again"), [([], []), ([APART], [0]), ([FILE], [0])])
-def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch, tmp_path, lacking, unknown, again):
-    """`lacking` in the installed XLA; `unknown` to the compiler of the process, as in a plugin of another release."""
-    monkeypatch.setenv(cache.VARIABLE, "off")
-    monkeypatch.setattr(cache, "_memory", {})
+@pytest.mark.parametrize("lacking", [set(), {APART}, {FILE}, {FILE, APART}])
+def test_options_that_this_xla_lacks_are_left_out(monkeypatch, tmp_path, lacking):
     monkeypatch.setattr(compat, "accepts_option", lambda name, value: name not in lacking)
-    monkeypatch.setattr(compat, "require_gpu_compiler", lambda: None)
-    (tmp_path / "child.py").write_text(OTHER.format(unknown=unknown))
-    monkeypatch.setattr(compiler, "CHILD", tmp_path / "child.py")
-    asked = []
-
-    def noted(question, *rest, real=compiler.ask):
-        asked.append(len({FILE, APART} & question.request["programs"][0]["compiler_options"].keys()))
-        return real(question, *rest)
-
-    monkeypatch.setattr(compiler, "ask", noted)
-    step = TrainingStep(lambda x: x * 2, (jax.ShapeDtypeStruct((4,), jnp.float32),), ())
-    sizes = compile_programs([export_step("one", step, target("h200"))], target("h200"), timeout=60)["one"]
-    assert asked == [2 - len(lacking), *(again if set(unknown) - set(lacking) else [])]
-    assert sizes.host_temp == asked[-1]
+    assert options.kernel_options(tmp_path / "kernels").keys() == {FILE, APART} - lacking
 
 
 @needs_gpu_compiler
@@ -135,20 +104,20 @@ def test_a_compilation_needs_nothing_of_an_installed_toolkit(monkeypatch, tmp_pa
     installed.write_text(f"#!/bin/sh\necho installed >> {called}\n")
     installed.chmod(0o700)
     monkeypatch.setenv("PATH", str(installed.parent), prepend=os.pathsep)
-    monkeypatch.setattr(toolkit, "_PROGRAM", f"{toolkit._PROGRAM}echo substitute >> {called}\n")
+    monkeypatch.setattr(options, "_PROGRAM", f"{options._PROGRAM}echo substitute >> {called}\n")
     process.end_idle()  # they have another PATH
     assert compile_programs([program], target("h200"), timeout=300)["off"].temp > 0
     assert set(called.read_text().split()) == {"substitute"}
     cache.forget()
-    monkeypatch.setattr(toolkit, "_LIBDEVICE", "no module")
+    monkeypatch.setattr(options, "_LIBDEVICE", "no module")
     with pytest.raises(CompileError, match="libdevice"):
         compile_programs([program], target("h200"), timeout=300)
 
 
 def test_where_no_program_may_run_the_installed_toolkit_is_used(monkeypatch, tmp_path):
-    assert toolkit.toolkit_options(tmp_path / "a") == {toolkit.TOOLKIT: str(tmp_path / "a")}
+    assert options.toolkit_options(tmp_path / "a") == {options.TOOLKIT: str(tmp_path / "a")}
     monkeypatch.setattr(os, "access", lambda *_: False)  # as on a file system mounted with noexec
-    assert toolkit.toolkit_options(tmp_path / "b") == {}
+    assert options.toolkit_options(tmp_path / "b") == {}
     for missing in ("INTERNAL: libdevice not found at ./libdevice.10.bc", "Couldn't find a suitable version of ptxas."):
         assert "noexec" in process._remedy(missing, 0) and "another folder in TMPDIR" in process._remedy(missing, 0)
 
@@ -162,7 +131,7 @@ def test_sizes_are_those_of_a_step_whose_code_is_optimised(monkeypatch, name, po
     program = small_program(policy, name, scanned=policy == "dots")
     optimised = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
     if name == "h200" and shutil.which("ptxas"):
-        optimised[toolkit.TOOLKIT] = XLAS_DEFAULT  # the installed toolkit
+        optimised[options.TOOLKIT] = XLAS_DEFAULT  # the installed toolkit
     plain, given = (
         compile_programs([program], target(name), timeout=300, compiler_options=options)[policy]
         for options in (None, optimised)

@@ -40,7 +40,8 @@ def test_jax_prints_nothing_after_our_import() -> None:
 def test_the_cuda_runtime_is_that_of_the_extra() -> None:
     """Where no CUDA runtime is found, the plugin prints a line for each of its libraries."""
     code = "import jax; print({line.split()[-1] for line in open('/proc/self/maps') if 'libcudart' in line})"
-    assert output(code).count("/site-packages/nvidia/") == output(code).count("libcudart") == 1
+    printed = output(code)
+    assert printed.count("/site-packages/nvidia/") == printed.count("libcudart") == 1
 
 
 @WITHOUT_GPU

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -150,8 +149,6 @@ def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str
     """
     wrong = []
     # PyTorch first: each count collects garbage twice, which takes long among the objects of JAX's traces.
-    gc.collect()
-    gc.freeze()
     for mode, layers in itertools.product(("checkpoint", "offload"), (few, many)):
         arrays_kept(port, "torch", mode, layers)
     for mode, jax_form in (("checkpoint", "unrolled"), ("offload", "scan")):

@@ -25,9 +25,9 @@ from remat_jax.memory.compile.options import (
     kernel_options,
     limit_options,
     overlapping_options,
+    toolkit_options,
 )
 from remat_jax.memory.compile.process import Children, Question, ask, compiler_environment, scratch
-from remat_jax.memory.compile.toolkit import toolkit_options
 from remat_jax.memory.hlo.collectives import Collective, read_collectives
 from remat_jax.memory.hlo.copies import Overlap, starts_slice_copies
 from remat_jax.memory.hlo.live import LiveBuffer, Schedule, Timeline, named_arguments

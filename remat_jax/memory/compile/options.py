@@ -1,4 +1,4 @@
-"""Compiler options: XLA's memory limit, copies outside CUDA graphs, a cache of GPU kernels, fewer passes for sizes alone.
+"""Compiler options: XLA's memory limit, copies outside CUDA graphs, a cache of GPU kernels, compilations for sizes alone.
 
 XLA:GPU schedules and rematerialises so that a step's temporary memory fits
 
@@ -15,12 +15,18 @@ the schedule starts them early. `overlapping_options` leaves the copies outside 
 
 Steps under different policies share most kernels, and generating kernels takes most of the compile time. XLA assigns memory
 before it generates kernels, so cached or unoptimised kernels do not change the sizes (`docs/how/planner.md`).
+
+LLVM turns each kernel into PTX, with the mathematical functions of the file `libdevice` of NVIDIA's CUDA toolkit, and the
+toolkit's `ptxas` turns the PTX into machine code. XLA ends with an error if either is missing. But a step that is compiled only
+for its sizes never runs, so a substitute for the toolkit has a `libdevice` without functions, and a `ptxas` that writes empty
+files. Sizes are the same with the real toolkit (`tests/test_kernels.py`), and compiling takes longer with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +57,20 @@ cuBLAS's matmuls. A step then needed up to 9 % more memory (`docs/notes/steps_on
 NEVER_RUN: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """The options for a program that is compiled only for its sizes."""
 
+TOOLKIT = "xla_gpu_cuda_data_dir"
+"""The option that names the folder of the toolkit."""
+
+# XLA parses the version, from which it takes the version of PTX.
+_PROGRAM = """\
+#!/bin/sh
+if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.88"; fi
+while [ $# -gt 1 ]; do
+  if [ "$1" = -o ]; then : > "$2"; fi
+  shift
+done
+"""
+_LIBDEVICE = 'target triple = "nvptx64-nvidia-cuda"\n'
+
 GRAPHS = "xla_gpu_enable_command_buffer"
 """The option that lists the kinds of operation in CUDA graphs."""
 KINDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"
@@ -65,6 +85,24 @@ def check_timeout(timeout: float) -> None:
     # TIMEOUT_MAX is the limit of timers; an integer may be larger than any float.
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= threading.TIMEOUT_MAX:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds, at most {threading.TIMEOUT_MAX:.3g}")
+
+
+def toolkit_options(folder: Path) -> dict[str, str]:
+    """Write the substitute to `folder`, and return the compiler option with which XLA uses it.
+
+    Returns no option if `folder` is on a file system that runs no programs; XLA then needs an installed toolkit.
+    """
+    for name in ("ptxas", "nvlink"):
+        program = folder / "bin" / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(_PROGRAM, encoding="utf-8")
+        program.chmod(0o700)
+        if not os.access(program, os.X_OK):
+            return {}
+    library = folder / "nvvm" / "libdevice" / "libdevice.10.bc"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    library.write_text(_LIBDEVICE, encoding="utf-8")
+    return {TOOLKIT: str(folder)}
 
 
 def limit_bytes(memory_limit: Any, target: Target) -> int | None:
@@ -147,5 +185,5 @@ def kernel_options(file: Path) -> dict[str, Any]:
 
 
 def is_about_kernels(error: CompileError) -> bool:
-    """Whether the error is about the kernel options or the kernel file, not the program."""
-    return "No such compile option" in str(error) or _CACHE_SOURCE in str(error)
+    """Whether the error is about the kernel file, not the program."""
+    return _CACHE_SOURCE in str(error)
