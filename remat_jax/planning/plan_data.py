@@ -148,10 +148,11 @@ class PlanData:
 
     @property
     def is_maximal(self) -> bool:
-        """Whether compiling showed that no further residual fits.
+        """Whether the search showed that no further residual fits beside the residuals that its best step saves.
 
-        If so, every variant with the same runs that saves one more residual, in all layers of one run, exceeds the budget or
-        is less than 0.3 % faster (`docs/how/planner.md`).
+        A variant of that step saves one more residual in all layers of one run, and is at least 0.3 % faster by the traced
+        estimate. At most two variants are checked: the variant that saves fewest bytes, and the variant predicted to be
+        smallest. Each was compiled and does not fit, or its prediction is clearly over the budget (`docs/how/planner.md`).
         """
         return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
 

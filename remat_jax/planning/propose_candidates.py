@@ -163,7 +163,10 @@ class Proposals:
         return sorted(filter(self.fit.may_fit, self.faster_named(best)), key=lambda step: predicted(stack, step.loads))
 
     def is_maximal(self, best: Tried) -> bool:
-        """Whether compiling showed that no further residual worth saving fits: all variants of `least_more` are too large."""
+        """Whether `best` keeps everything, or all variants of `least_more` (at most two) were compiled and do not fit.
+
+        False if `best` has no choices (`effective_choices`).
+        """
         if best.candidate.seconds <= 0 or best.candidate.name in KEEP_ALL:
             return True
         if best.candidate.effective_choices is None:
@@ -222,7 +225,7 @@ def grouped_candidates(
     If none is predicted to fit, only the grouping with the least memory is returned. Layers in a group share one checkpoint.
     This helps if the inputs of all layers do not fit. The memory is predicted from `full_bytes`, the device bytes of the step
     under `full`. Empty if that step could not be compiled, if there are several kinds of blocks, or if calls are in nested
-    scans or take turns in one scan.
+    scans or alternate in one scan.
     """
     (kind, *others), (block, *_) = described.kinds, described.stack.blocks
     if others or kind.program.call.nested or kind.program.call.stride != 1 or full_bytes >= FAILED:
