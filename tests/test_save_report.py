@@ -129,9 +129,9 @@ def test_the_plan_and_its_frontier_are_in_it(page):
     # A predicted named policy that this page compiled is shown as compiled; one that was not compiled stays predicted.
     named = table(page, "the named policies")
     assert (
-        int(named["off"]["device"][0]) == rj.measure(JOB, "off", "cpu").device_bytes and named["off"]["known"][1] == "compiled"
+        int(named["off"]["device"][0]) == rj.measure(JOB, "off", "cpu").device_bytes and named["off"]["status"][1] == "compiled"
     )
-    assert named["everything"]["known"][1] == "predicted"
+    assert named["everything"]["status"][1] == "predicted"
     assert "recomputing it takes" in page
 
 

@@ -19,7 +19,7 @@ _SMALL = 0.01
 
 def plan_table(plan: PlanData) -> Any:
     """The layers' actions as a table, with one row per run of equal layers."""
-    columns = ("block and layers", "saved", "offloaded", "recomputed", "recompute", "copies not hidden", "what")
+    columns = ("block and layers", "saved", "offloaded", "recomputed", "recompute time", "copies not hidden", "policy")
     rows = [
         (
             part.where,
@@ -160,7 +160,7 @@ def _why(row: LayerRow, part: Part, plan: PlanData) -> str:
 
 def _price(row: LayerRow, plan: PlanData) -> str:
     if not row.seconds:
-        return "no time of its own"
+        return "no extra time"
     per_gib = f", {time_text(plan, row.seconds * GIB / row.bytes)} for each GiB" if row.bytes else ""
     return f"{time_text(plan, row.seconds)}{per_gib}"
 

@@ -12,7 +12,7 @@ from remat_jax.report.html_parts import Cell, Column, html_picture, html_table, 
 from remat_jax.report.svg import WIDTH, Picture
 from remat_jax.report.tables import format_bytes
 
-_COLUMNS = (Column("device", "bytes"), Column("host", "bytes"), Column("step", "seconds"), Column("known"), Column("budget"))
+_COLUMNS = (Column("device", "bytes"), Column("host", "bytes"), Column("step", "seconds"), Column("status"), Column("budget"))
 _RESIDUAL_COLUMNS = (Column("residual", "name"), Column("action"), Column("of one layer", "bytes"), Column("recomputing it"))
 _BUDGET = {"": "within", "device": "over", "host": "over on the host"}
 _EXCESS = {"": "", "device": "; over the budget", "host": "; over the budget of host memory"}
