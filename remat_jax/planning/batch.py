@@ -79,7 +79,7 @@ def largest_batch(
 
     Raises:
       InfeasibleBudget: a batch of 1 does not fit. The message states the least memory reached and what occupies it.
-      ArgumentError: `make_workload` is not a function, or does not return a workload.
+      ArgumentError: `make_workload` is not a function or returns no workload, `start` is invalid, or a batch of 2²⁴ fits.
       PlanningError, TargetError, CompileError: as in `plan`.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn

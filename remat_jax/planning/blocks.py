@@ -86,7 +86,7 @@ class Call:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """A key that is equal for calls of the same jaxpr with the same types, in any module."""
+        """A key that is equal for calls of the same jaxpr with the same types, whatever their module paths."""
         # Flax folds a hash of the module's path into its random keys.
         program = _FOLDED.sub(":u32[]", str(self.block.jaxpr))
         return self.key, self.live, self.free, self.same, self.shared, self.scanned, self.batches, program

@@ -26,7 +26,8 @@ _ENOUGH = 0.05
 _SMALLEST, _LARGEST, _MANY_NUMBERS, _MOST_CALLS = 128, 16384, 2**26, 100
 _KERNELS = 64
 _CHAIN, _LONG_CHAIN, _LONG_BELOW = 4, 64, 2048
-"""Matmuls per call. On a GPU a call takes longer to start than a few small matmuls, so below the size it has more of them."""
+"""Matmuls per call: `_CHAIN`; on a GPU `_LONG_CHAIN` for sizes below `_LONG_BELOW`, because starting a call takes longer than a
+few small matmuls."""
 _REPEATS = 3
 _COMPUTE_SIZE = 1024
 """The rows and columns of the matmul that copies overlap."""
@@ -37,8 +38,8 @@ class Calibration:
     """The measured rates of the device that JAX calls `device_kind`; `name` is the target's name in the file.
 
     Attributes:
-      flops: operations per second of a large matmul, by dtype name; `tensorfloat32` is float32 at JAX's default precision, on
-        a GPU only.
+      flops: operations per second of the fastest matmul in `products`, by dtype name; `tensorfloat32` is float32 at JAX's
+        default precision, on a GPU only.
       hbm_bytes_per_s: bytes per second read and written when two large arrays are added.
       out_bytes_per_s, in_bytes_per_s: the rates of copies to and from pinned host memory; None on a CPU.
       hidden_share: the share of compute time that a copy can overlap, from 0 to 1; None on a CPU.
@@ -149,7 +150,7 @@ def launch_seconds(device: Any) -> float:
 def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
     """A dict from matrix size to operations per second of a square matmul.
 
-    Sizes double until a run takes longer than `_ENOUGH`, or until the time `seconds`, without compilation, would be exceeded.
+    Sizes double until a run takes longer than `_ENOUGH`, or until the next size would exceed `seconds` (without compilation).
     """
     precision = "highest" if dtype in ("float32", "float64") else None
     kind = "float32" if dtype == "tensorfloat32" else dtype

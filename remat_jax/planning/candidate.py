@@ -13,7 +13,8 @@ from remat_jax.solver import Block, BlockPolicy, Choice, Stack, StackPlan, stack
 Choices = tuple[tuple[Choice, ...], ...]
 """For each block in forward order, the choice for each of its residuals."""
 Cuts = tuple[int, ...]
-"""Indices of blocks, in forward order. A scan is cut before each of these, although the previous block has equal choices."""
+"""Indices of blocks, in forward order. A scan is cut before each of these blocks, even if the previous block has the same
+choices."""
 
 FAILED = 2**62
 """The device bytes of a candidate that could not be compiled."""

@@ -60,7 +60,7 @@ class Times:
         return self.pace * self.traced(candidate), False
 
     def of_compiled(self, tried: Tried) -> tuple[float, bool]:
-        """Like `of`, but by the schedule of `tried` itself; `of` may find a step compiled with another memory limit."""
+        """Like `of`, but from the schedule of `tried` itself; `of` may find a step compiled with another memory limit."""
         if self.compiled and tried.compiled.seconds:
             return tried.compiled.seconds, True
         return self.of(tried.candidate)

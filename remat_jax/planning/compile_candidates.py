@@ -30,7 +30,7 @@ _LONGEST = 300
 """The maximum number of characters of an error's text in a note."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the current activity, the number of compiled steps, and the maximum number of compiled steps."""
+"""Called with the current activity, the number of compiled steps, and the expected total, which may grow."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A block's program on one device of a mesh: the share of each array and of the work that the device has.
+"""A block's program on one device of a mesh: the device's share of each array and of the work.
 
 The shares of residuals come from the compiler: the training step under `everything` is compiled once with its residuals as
 results, and their sharded shapes are read.
@@ -72,8 +72,8 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
     Residuals have the shares that the compiler gives them. Any other array has the share of an array computed from it or of an
     operand (`_divide`). Parameters have share 1, because they are gathered where they are read. A constant has the share of an
     array computed from it: the compiler leaves constants unsharded, but writes them only where they are read. The work of an
-    equation is multiplied by the smallest share of its arrays. The bytes of a kernel count only the
-    device's share of each array.
+    equation is multiplied by the smallest share of its arrays. The bytes of a kernel count only the device's share of each
+    array.
     """
     program = _copied(program)
     flat, backward, parameters = program.flat, program.backward_program, program.parameters

@@ -35,8 +35,8 @@ _OVER = 0.01
 """A prediction counts as surely too large only if it exceeds the budget by more than this share of the budget (`is_surely_over`
 has a second condition)."""
 _OFF_SHARE = 0.5
-"""Under `off` XLA may rematerialise by itself. This share of the saved bytes is assumed to stay in memory; a share
-of 0.55 was observed."""
+"""Under `off` XLA may rematerialise by itself. This share of the saved bytes is assumed to stay in memory; a share of 0.55 was
+observed."""
 
 
 class Fit:
@@ -57,7 +57,10 @@ class Fit:
 
     @property
     def best(self) -> Tried | None:
-        """The fastest compiled step that fits; on ties `off`, then a step without offload, then the step with less memory."""
+        """The compiled step that fits and has the lowest traced estimate.
+
+        On ties, `off` is preferred, then a step without offload, then the step with less memory.
+        """
 
         # At equal estimates, the step without any checkpoint is certainly no slower.
         def rank(tried: Tried) -> tuple[float, bool, bool, int]:
@@ -123,7 +126,7 @@ class Fit:
         return round(predicted(self.stack, candidate.loads))
 
     def shown(self, candidate: StepCandidate) -> int:
-        """The device bytes: compiled if known, otherwise predicted by the stack that is exact near these bytes (`around`)."""
+        """The device bytes: compiled if known, otherwise predicted by a stack that is exact near the prediction (`around`)."""
         if (tried := self.known(candidate)) is not None:
             return tried.compiled.device_bytes
         return round(predicted(self.around(predicted(self.stack, candidate.loads)), candidate.loads))

@@ -74,7 +74,7 @@ def plan(
       host_budget: host memory per device in bytes or as a text, including an offloaded optimizer state. None means no limit;
         0 forbids offload.
       timeout: seconds for the whole call. At the timeout, the fastest compiled step that fits is returned, with a note.
-      progress: called with the current activity, the number of compiled steps, and the maximum number of compiled steps.
+      progress: called with the current activity, the number of compiled steps, and the expected total, which may grow.
 
     Raises:
       InfeasibleBudget: no step fits. The message states the least memory reached and what occupies it.

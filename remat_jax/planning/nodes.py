@@ -163,7 +163,7 @@ def _is_one_pass(program: BlockProgram, node: Node, graph: Sequence[Node]) -> bo
 
 
 def _is_view_of_parent(program: BlockProgram, node: Node, graph: Sequence[Node]) -> bool:
-    """Whether the node is a view of a single parent that is not larger. Then keeping both never helps."""
+    """Whether the node only moves or converts a single parent that is not larger (`_MOVES`). Then keeping both never helps."""
     if node.is_input or len(node.parents) != 1:
         return False
     (parent,) = node.parents

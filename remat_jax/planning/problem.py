@@ -82,7 +82,7 @@ def describe(
 ) -> Described:
     """The planning problem of `workload` on `target`. Nothing is executed; a step is compiled only if the workload has a mesh.
 
-    On a mesh, bytes and times are per device, and compiling one step shows how the compiler partitions the residuals. Kinds
+    On a mesh, bytes and times are per device, and one compiled step shows how the compiler partitions the residuals. Kinds
     that alternate in one scan are treated as if all layers of one kind came before the next kind. The times are estimates of
     the cost model (`docs/how/cost_model.md`).
 

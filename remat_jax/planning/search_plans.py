@@ -41,8 +41,8 @@ within this share, a plan for the whole budget is compiled if it gains more than
 class Search:
     """One search.
 
-    `most_compiled` is the maximum number of compiled steps before `MORE_COMPILED` and `UNMOVED_COMPILED` are added, besides the
-    steps that `fit` knows already. `scanned` says whether a mix of policies cuts a scan.
+    `most_compiled` is the maximum number of steps to compile, not counting `MORE_COMPILED`, `UNMOVED_COMPILED` and the steps
+    that `fit` already has. `scanned` says whether a mix of policies cuts a scan.
     """
 
     def __init__(self, fit: Fit, proposals: Proposals, *, most_compiled: int = MOST_COMPILED, scanned: bool = False) -> None:

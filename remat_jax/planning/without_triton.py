@@ -1,4 +1,4 @@
-"""A plan's memory on a GPU whose matmuls are cuBLAS's, and the plan that fits with them too."""
+"""The memory of a plan's step without Triton's matmuls, and a plan that fits without them too."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def fitting_without_triton(
     """The plan for `budget` bytes, or one for less if the first exceeds `budget` without Triton's matmuls.
 
     Without a GPU, XLA takes Triton for every matmul. A GPU takes the faster kernel, often cuBLAS's, and then a step may need
-    more memory. So the plan's step is compiled once more, without Triton. If it exceeds the budget, a second plan is made for a
-    budget that is smaller by the difference between both compilations, and has a note. If the second plan exceeds the budget
-    too, or time is up, the first is returned with a note.
+    more memory. So for a GPU target the plan's step is compiled once more, without Triton. If it exceeds the budget, a second
+    plan, with a note, is made for a budget that is smaller by the difference between both compilations. If there is no second
+    plan in time that fits without Triton, the first plan is returned with a note.
 
     Args:
       plan_for: makes a plan for a budget in bytes within a number of seconds, given compiled steps; returns it with all
@@ -44,7 +44,7 @@ def fitting_without_triton(
       timeout: the seconds for everything.
 
     Raises:
-      InfeasibleBudget: as `plan_for` does for `budget`.
+      InfeasibleBudget: `plan_for` finds no plan for `budget`.
     """
     ends = time.monotonic() + timeout
 
