@@ -25,7 +25,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every setting and print the tables; return 1 if `rj.remat` costs more than its peer or a plan loses, else 0."""
+    """Measure every setting and print the tables; return 1 if remat_jax costs more than peers or PyTorch, 2 if none matches."""
     options = parse(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     from benchmarks import cpu, peers  # after the platform is chosen

@@ -124,7 +124,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[f
 
 
 def row(work: rj.Workload, target: Target, budget: int, sizes: Mapping[str, int], rounds: int) -> dict[str, Any]:
-    """Times of one plan and of all named policies that fit. `slower`: the ratio exceeds `LARGEST_RATIO` and the noise."""
+    """Times of one plan and of all named policies that fit; `slower` says whether the plan is slower beyond the noise."""
     plan = rj.plan(work, budget, target, timeout=600)
     fits = [name for name, size in sizes.items() if size <= budget]
     policy = "off" if plan.is_off else dict(plan.policies)
@@ -146,7 +146,7 @@ def row(work: rj.Workload, target: Target, budget: int, sizes: Mapping[str, int]
         "ratio": middle,
         "ratio_quartiles": [low, high],
         "noise_quartiles": list(noise[1:]),
-        # The lower quartile must exceed the limit, so that one busy round does not make a plan slower.
+        # The lower quartile must exceed the limit, so that one busy round does not count against a plan.
         "slower": low > max(LARGEST_RATIO, noise[2]),
         "rounds": seconds,
     }

@@ -1,4 +1,4 @@
-"""How long a plan takes: Llama 3 8B with Adam, layers scanned, 2 × 4096 tokens, on one H200, at several budgets.
+"""How long planning takes: Llama 3 8B with Adam, layers scanned, 2 × 4096 tokens, for one H200, at several budgets.
 
     python -m benchmarks.plan_seconds                      at 65, 70, 75, 80, 85 and 90 % of its memory
     python -m benchmarks.plan_seconds 85% --layers 64      one budget, with 64 layers
@@ -47,13 +47,13 @@ def decoder(layers: int, optimizer: optax.GradientTransformation | None = None) 
 
 
 def compiler_seconds() -> float:
-    """Processor seconds of all compilers so far."""
+    """Processor seconds of all compile processes so far; ends the idle ones, because only ended processes count."""
     end_idle()
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
 
 
 def row(budget: str, layers: int) -> tuple[str, ...]:
-    """How long planning at one budget took, and the plan."""
+    """The time that planning at one budget takes, and the plan's figures."""
     begin, processor, first = time.perf_counter(), time.process_time(), [0.0]
     compilers = compiler_seconds()
 

@@ -100,7 +100,7 @@ class Plans:
     def within(self, saved_bytes: int) -> tuple[int, int] | None:
         """Kept bytes and recomputed FLOPs of the best plan that keeps no more than `saved_bytes`; None if there is none."""
         try:
-            # The solver needs a positive budget; no residual fits one byte.
+            # The solver needs a positive budget; no residual fits in one byte.
             plan = solver.solve(self.stack, max(1.0, float(saved_bytes)))
         except rj.errors.InfeasibleBudget:
             return None

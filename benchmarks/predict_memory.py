@@ -134,7 +134,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def compare(workload: rj.Workload, short: rj.Workload, target: str, policies: int, calibration: int) -> list[dict[str, Any]]:
-    """One row per random policy: its compiled temp bytes, and the predictions of each method.
+    """One row per random policy that is not in the calibration: its compiled temp bytes, and each method's prediction.
 
     Args:
         short: the same workload with two layers, for the method `two layers`.

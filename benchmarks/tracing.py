@@ -1,12 +1,12 @@
 """The processor seconds that remat_jax's own Python takes to trace under a policy, to measure and to plan.
 
-    python -m benchmarks.tracing                             all that is below
+    python -m benchmarks.tracing                             everything below
     python -m benchmarks.tracing --layers 12 --scanned 2 4   shorter stacks
 
 Tracing is compared with the same model under a handwritten `nn.remat`; the two alternate, and the shortest of three runs
-counts. `measure` is compared with the time of XLA's own processes for the same step. The time of a plan is
-given for scanned stacks of 4 and of 64 layers, in total and per compiled step. A plan of unrolled layers is compared with one
-`measure` of them, also in wall-clock time.
+counts. `measure` is compared with the time of XLA's own processes for the same step. The time of a plan is given for scanned
+stacks of 4 and of 64 layers, in total and per compiled step. A plan of unrolled layers is compared with one `measure` of them,
+also in wall-clock time.
 """
 
 from __future__ import annotations
