@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -66,17 +66,17 @@ def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Ca
 
 
 @contextmanager
-def named_scopes(parts: Collection[tuple[str, Any]]) -> Iterator[None]:
-    """Inside this context each module of `parts`, pairs `(path, module)`, runs in a scope named by its path.
+def named_scopes(classes: Iterable[type], path_of: Callable[[Any], str | None]) -> Iterator[None]:
+    """Inside this context each module of these classes runs in a scope named by its path, if `path_of` knows the path.
 
-    The path is relative to the enclosing module of `parts` that is running.
+    The path is relative to the enclosing module that is running.
     """
-    names, around = {id(module): path for path, module in parts}, ContextVar("around", default="")
+    around = ContextVar("around", default="")
 
     def wrap(original: Call) -> Call:
         @functools.wraps(original)
         def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-            name, outer = names.get(id(self)), around.get()
+            name, outer = path_of(self), around.get()
             if name is None or name == outer:
                 return original(self, *args, **kwargs)
             relative = name.removeprefix(outer + "/") if outer else name
@@ -85,7 +85,7 @@ def named_scopes(parts: Collection[tuple[str, Any]]) -> Iterator[None]:
 
         return named
 
-    with patched({type(module) for _, module in parts}, wrap):
+    with patched(classes, wrap):
         yield
 
 

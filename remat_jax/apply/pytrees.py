@@ -39,7 +39,8 @@ def call(module: Any, original: Call, policy: RegionPolicy, args: tuple[Any, ...
 
     def pure(module: Any, *args: Any, **kwargs: Any) -> Any:
         parts = [(path, part) for path, part in callables(module) if part is not module]
-        with entered(module), named_scopes(parts):
+        paths = {id(part): path for path, part in parts}
+        with entered(module), named_scopes({type(part) for _, part in parts}, lambda part: paths.get(id(part))):
             return original(module, *args, **kwargs)
 
     return run_block(pure, policy, path_of(module), module, args, kwargs, audit)
