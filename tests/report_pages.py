@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 import remat_jax as rj
 from remat_jax.parity.report import ParityReport
 from remat_jax.parity.report_data import Check, MemoryRow, TensorRow
@@ -13,7 +15,7 @@ from remat_jax.planning.plan_data import Point
 from tests.plan_by_hand import plan
 from tests.plan_models import MlpLayer, job
 
-JOB = job(scanned=True, layers=3)
+JOB = job(scanned=True, layers=3, activation=jnp.sin)
 POLICIES = ("off", "full", "save: *up*")
 BUDGET = 6 * 2**20
 

@@ -103,7 +103,7 @@ def test_every_figure_of_a_policy_is_that_of_its_measurement(page):
     steps = [float(rows[name]["step"][0]) for name in ("off", "save: *up*", "full")]
     # Unrolled, keeping costs less than any recomputation; in a scan it costs a stack.
     assert steps[1] < steps[2] and steps[1] < steps[0]
-    # Only the output of the first product is recomputed: tanh; the second product's output is not read.
+    # Only the output of the first product is recomputed: the sine; the second product's output is not read.
     products = 3 * 2 * 2048 * 32 * 128
     assert [rows[name]["recomputed"][0] for name in ("off", "full", "save: *up*")] == ["0", str(products), "0"]
 
