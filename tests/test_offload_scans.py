@@ -83,9 +83,11 @@ def test_pi0_gives_back_what_is_on_the_host() -> None:
     job = rj.Workload(loss, params, (observation, actions, noise, time), blocks, optimizer=optax.adam(1e-3), name="π0")
     full, offload = (rj.measure(job, policy, "h200") for policy in ("full", "offload_inputs"))
     tokens, suffix = config.image_tokens + config.prompt_length, config.horizon + 1
-    carried = 64 * 4 * (6 * (tokens * 256 + suffix * 128) + 8 * config.image_tokens * 128)
+    layer = 64 * 4 * (tokens * 256 + suffix * 128)
+    carried = 6 * layer + 8 * 64 * 4 * config.image_tokens * 128
     assert carried <= offload.host_bytes <= carried + 1024
-    assert full.device_bytes - offload.device_bytes >= 0.9 * offload.host_bytes
+    # At most one layer's inputs are on the device, while they are copied; masks and padding are a few KiB.
+    assert full.device_bytes - offload.device_bytes >= carried - layer - 4096
 
 
 def kept(loss: Callable[..., Any], *args: Any) -> list[tuple[tuple[int, ...], bool]]:
