@@ -199,7 +199,7 @@ def test_what_cannot_be_compiled_is_left_out_and_told(monkeypatch, tmp_path):
     compile_programs = compile_candidates.compile_programs
 
     def failing(programs, *rest, **options):
-        if any(program.key.startswith("plan") for program in programs):
+        if programs[0].key.startswith("plan") or programs[0].key == "dots":
             raise CompileError("the compiler crashed; it said nothing")
         return compile_programs(programs, *rest, **options)
 
@@ -208,6 +208,8 @@ def test_what_cannot_be_compiled_is_left_out_and_told(monkeypatch, tmp_path):
     assert plan.device_bytes <= BUDGET and [name for name, _ in plan.tried if name == "a plan"] == []
     assert any("plan 2 could not be compiled: the compiler crashed" in note for note in plan.notes)
     assert rj.Plan.load(plan.save(tmp_path / "plan.json")) == plan
+    remarks = {point.name: point.remark for point in plan.named}
+    assert remarks["dots"] == "it could not be compiled" and remarks["full"] == ""
 
 
 @pytest.mark.parametrize(

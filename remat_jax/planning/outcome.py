@@ -41,14 +41,16 @@ def outcome(
 
     def point(candidate: StepCandidate) -> Point:
         tried, (seconds, timed) = fit.known(candidate), times.of(candidate)
+        failed = tried is not None and tried.compiled.device_bytes == FAILED
+        unsound = tried is not None and not tried.compiled.sound
         return Point(
             candidate.name,
-            None if tried and tried.compiled.device_bytes == FAILED else fit.shown(candidate),
+            None if failed else fit.shown(candidate),
             tried.compiled.host_bytes if tried else round(candidate.host_bytes),
             seconds,
             tried is not None,
             parts_of(described, stack, candidate),
-            "" if tried is None or tried.compiled.sound else "its compiled step must not be run",
+            "it could not be compiled" if failed else "its compiled step must not be run" if unsound else "",
             timed,
         )
 
