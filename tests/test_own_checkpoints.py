@@ -398,11 +398,3 @@ def test_a_plan_is_that_of_the_model_without_checkpoints_and_applies_to_the_loss
     assert counted[0] == 48 + 8 and 48 <= counted[1] < counted[0]
     for a, b in zip(*(jax.tree.leaves(jax.grad(f)(params, x)) for f in (loss, plan.apply(loss))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_modules_inside_a_flax_transform_keep_their_names() -> None:
-    net = nnx.eval_shape(lambda: NnxNet(OfItself, nnx.Rngs(0)))
-    x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
-    job = rj.Workload.from_nnx(net, lambda net, x: net(x).sum(), (x,), blocks=OfItself)
-    saved = [row.name for row in rj.residuals(job, "save: */up:add#0") if "/up:" in row.name]
-    assert saved == [f"blocks/{index}/up:add#0" for index in range(LAYERS)]

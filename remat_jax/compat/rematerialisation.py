@@ -76,7 +76,10 @@ def kept_names_in(policy: Any) -> frozenset[str]:
     return names_in(policy) if maker in _MAKERS_OF_KEPT_NAMES else frozenset()
 
 
-_MAKERS_OF_KEPT_NAMES = frozenset({"SaveOnlyTheseNames", "save_only_these_names", "save_and_offload_only_these_names"})
+# Classes in JAX 0.11.2; functions in other versions, for at least one of them.
+_MAKERS_OF_KEPT_NAMES = frozenset(
+    {"SaveOnlyTheseNames", "SaveAndOffloadOnlyTheseNames", "save_only_these_names", "save_and_offload_only_these_names"}
+)
 
 
 def _hi_primitive(eqn: Any) -> str | None:
