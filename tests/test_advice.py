@@ -240,6 +240,14 @@ def test_a_batch_of_one_row_cannot_be_divided() -> None:
         assert micro_batches_divide(work, work.step("off").local_arguments) is divides
 
 
+def test_a_loss_of_one_batch_size_gets_no_advice_on_micro_batches() -> None:
+    work = job()
+    loss = work.loss
+    work.loss = lambda params, tokens, *rest: loss(params, tokens + jnp.zeros((ROWS, LENGTH), jnp.int32), *rest)
+    assert MICRO in {advice.what for advice in rj.measure(work, "full", "h200").advice}
+    assert MICRO not in {advice.what for advice in rj.doctor(work, "full", "h200").advice}
+
+
 def test_a_budget_that_nothing_fits_is_answered_with_advice() -> None:
     with pytest.raises(InfeasibleBudget, match="Beyond the blocks: head in chunks: .* less .estimated.: rj.in_chunks"):
         rj.plan(job(vocabulary=8192), "40MiB", "h200")

@@ -66,20 +66,25 @@ def compiled_advice(
     """`report.advice` with compiled bytes, the largest reduction first.
 
     If a changed step cannot be compiled, its bytes stay estimates. Reductions below 2 % of the unchanged step's device memory
-    are left out.
+    are left out, and so are micro-batches if the loss takes no other batch size.
     """
     compiled = [_compiled(workload, policy, advice, report, target, timeout) for advice in report.advice]
-    worth = [advice for advice in compiled if advice.bytes >= LEAST * report.device_bytes]
+    worth = [advice for advice in compiled if advice is not None and advice.bytes >= LEAST * report.device_bytes]
     return tuple(sorted(worth, key=lambda advice: -advice.bytes))
 
 
-def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryReport, target: Target, timeout: float) -> Advice:
+def _compiled(
+    workload: Workload, policy: Any, advice: Advice, report: MemoryReport, target: Target, timeout: float
+) -> Advice | None:
     step = _changed_step(workload, policy, advice)
     if step is None:
         return advice
     try:
         program = export_step(advice.what, step, target)
-    except Exception:  # the loss may refuse parameters of another dtype, and not every head or attention can be rewritten
+    except Exception:
+        # The loss may refuse another batch size or dtype of parameters, and not every head or attention can be rewritten.
+        if advice.what == MICRO:
+            return None
         if advice.what in (DTYPE, HEAD, SCORES):
             return advice
         raise
