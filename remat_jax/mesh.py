@@ -252,7 +252,7 @@ def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[.
 
     def traced(*args: Any) -> Any:
         check_context(mesh.size, f"a workload on a mesh of {mesh.size} devices ({dict(mesh.shape)})")
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(compat.with_lowered_device(mesh)):
             return function(*args)
 
     traced.__name__ = getattr(function, "__name__", "function")

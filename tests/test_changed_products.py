@@ -8,6 +8,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import remat_jax as rj
@@ -89,6 +91,22 @@ def test_what_cannot_be_changed_is_said() -> None:
     for change, message in ((head_in_chunks, "does not read the logits of a head"), (attention_in_a_kernel, "no attention")):
         with pytest.raises(UnsupportedError, match=message):
             sizes(dense, change, "off")
+
+
+def test_a_changed_head_has_the_mean_of_the_cross_entropy() -> None:
+    """A constant that the loss multiplies by is not added: it has no gradient."""
+
+    def loss(kernel: Any, hidden: Any, targets: Any) -> Any:
+        losses = optax.softmax_cross_entropy_with_integer_labels(hidden @ kernel, targets)
+        return (losses * jnp.ones(targets.shape)).mean()
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    kernel, hidden = jax.random.normal(keys[0], (WIDTH, CLASSES)), jax.random.normal(keys[1], (ROWS, LENGTH, WIDTH))
+    targets = jax.random.randint(keys[2], (ROWS, LENGTH), 0, CLASSES)
+    changed = with_change(rj.Workload(loss, kernel, (hidden, targets), "*"), "off", head_in_chunks)
+    (value, gradient), (expected, of_kernel) = (jax.value_and_grad(fn)(kernel, hidden, targets) for fn in (changed, loss))
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient, of_kernel, atol=1e-6)
 
 
 def test_the_weights_of_a_head_still_have_a_gradient() -> None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
 import remat_jax as rj
+from remat_jax import compat
 from remat_jax.cli.app import app
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.mesh import as_mesh
@@ -22,6 +23,7 @@ from tests.mesh_models import BATCH, MESH, small_llama
 from tests.small_models import Mlp
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+MESH_OF_TWO = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
 JOB = """
     import flax.linen as nn, jax, jax.numpy as jnp, optax
     import remat_jax as rj
@@ -196,3 +198,44 @@ def test_a_mesh_of_another_size_than_the_target_is_bad_usage(command, file, tmp_
 def test_the_doctor_looks_at_a_workload_on_a_mesh_without_a_target(file):
     result = run("doctor", f"{file}:job", "-p", "full", "--mesh", "data=8", "--json")
     assert result.exit_code == 0, result.output
+
+
+def on_two_devices(loss):
+    """The loss of an array with two rows, one on each of two devices."""
+    x = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
+    return rj.Workload(loss, x, (), "*", mesh=MESH_OF_TWO, shardings=(P("data"),))
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+# JAX deprecates the backend of its own attention kernel, and warns where the kernel is lowered.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_a_pallas_kernel_in_a_shard_map_is_compiled_without_a_gpu():
+    """A kernel reads the device's name from the mesh of the `shard_map`, which must name the target. A device has one row."""
+
+    def attention(x):
+        return compat.attention_kernel()(x, x, x, segment_ids=None, causal=True)
+
+    def alone(rows):
+        x = jax.ShapeDtypeStruct((rows, 512, 4, 64), jnp.bfloat16)
+        return rj.measure(rj.Workload(lambda x: attention(x).astype(jnp.float32).sum(), x, (), "*"), "off", "h200")
+
+    def loss(x):
+        return jax.shard_map(attention, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x).astype(jnp.float32).sum()
+
+    report, one, two = rj.measure(on_two_devices(loss), "off", "2xh200"), alone(1), alone(2)
+    assert report.argument_bytes == one.argument_bytes and one.device_bytes <= report.device_bytes < two.device_bytes
+
+
+def test_a_shard_map_with_a_mesh_of_its_own_cannot_name_the_gpu_for_a_kernel():
+    """JAX's error for a kernel comes from the loss here, so that every version of JAX raises it."""
+    lowered = []
+
+    def loss(x):
+        if lowered and jax.sharding.get_abstract_mesh().abstract_device is None:
+            raise RuntimeError("No supported GPU devices found, please specify an abstract GPU device using AbstractDevice.")
+        return jax.shard_map(jnp.sin, mesh=MESH_OF_TWO, in_specs=P("data"), out_specs=P("data"))(x).sum()
+
+    work = on_two_devices(loss)
+    lowered.append(True)
+    with pytest.raises(UnsupportedError, match="leave out mesh="):
+        rj.measure(work, "off", "2xh200")

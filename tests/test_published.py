@@ -19,6 +19,8 @@ from benchmarks.published.model import Shape, workload
 SMALL = Shape(2, 256, 512, 2, 1024, kv_heads=1)
 
 
+# The layers call JAX's attention kernel. JAX deprecates the backend of this kernel, and warns where the kernel is lowered.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_a_small_step_is_compiled_for_its_gpus() -> None:
     policy = CASES[0].policy
     alone = Case("small", SMALL, 2, 256, "h200", policy, 1.0, "", "")

@@ -92,5 +92,6 @@ from remat_jax.compat.xla import lowering_for as lowering_for
 from remat_jax.compat.xla import quick_compile_options as quick_compile_options
 from remat_jax.compat.xla import require_gpu_compiler as require_gpu_compiler
 from remat_jax.compat.xla import wants_cudnn as wants_cudnn
+from remat_jax.compat.xla import with_lowered_device as with_lowered_device
 from remat_jax.compat.xla import without_source_lines as without_source_lines
 from remat_jax.compat.xla import xla_flags as xla_flags

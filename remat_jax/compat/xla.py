@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -176,10 +177,15 @@ def _asking_for_cudnn(error: BaseException) -> str:
     return f"{operator}{where}"
 
 
+_lowered_device: ContextVar[Any] = ContextVar("lowered_device", default=None)
+"""The `AbstractDevice` of `lowering_for`."""
+
+
 @contextlib.contextmanager
 def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
     """In this context JAX lowers for a GPU named `device_kinds[0]`, which need not be present; Pallas kernels read the name.
 
+    A kernel in a `shard_map` reads the name from the mesh of the `shard_map`, which must be made by `with_lowered_device`.
     Raises UnsupportedError if `device_kinds` is empty.
     """
     if not device_kinds:
@@ -189,5 +195,15 @@ def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
         )
     device = jax.sharding.AbstractDevice(device_kind=device_kinds[0], num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield
+    token = _lowered_device.set(device)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            yield
+    finally:
+        _lowered_device.reset(token)
+
+
+def with_lowered_device(mesh: jax.sharding.AbstractMesh) -> jax.sharding.AbstractMesh:
+    """`mesh` with the device of `lowering_for`; outside `lowering_for`, `mesh` itself."""
+    device = _lowered_device.get()
+    return mesh if device is None else mesh.update(abstract_device=device)

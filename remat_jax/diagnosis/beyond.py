@@ -5,7 +5,8 @@ which the blocks are still marked (`core.marks`), so a policy reaches the change
 values, but its arrays have the same shapes as after the user's change, so it needs the same memory. There are two such changes:
 
 - **head**: the head runs in chunks (`in_chunks`) with optax's cross entropy, which replaces everything that the loss computes
-  from the logits.
+  from the logits. The loss is the mean over the tokens, as in most models: on a mesh, XLA's schedule, and so the memory, may
+  depend even on the division after the sum.
 - **scores**: JAX's attention kernel for GPUs replaces both matmuls of an attention and the softmax between them. The mask is
   left out.
 """
@@ -209,10 +210,13 @@ def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     # The values that the removed equations read, except operands of the heads.
     operands = {atom for eqn in heads for atom in variables(eqn.invars)}
     read = dict.fromkeys(atom for eqn in after for atom in variables(eqn.invars))
-    beside = [env[atom] for atom in read if atom in env and atom not in operands]
-    loss = sum(_cross_entropy(head, eqns, env, beside) for head in heads)
-    # Add these floating-point values, such as a router's loss, so that they still have a gradient.
-    loss += sum(jnp.sum(value.astype(jnp.float32)) for value in beside if jnp.issubdtype(value.dtype, jnp.floating))
+    beside = {atom: env[atom] for atom in read if atom in env and atom not in operands}
+    loss = sum(_cross_entropy(head, eqns, env, [*beside.values()]) for head in heads)
+    # Add the floating-point values that depend on the inputs, such as a router's loss, so that they still have a gradient.
+    inputs = jaxpr.jaxpr.invars
+    varying = {*inputs, *(atom for eqn in _dependents(eqns, inputs) for atom in eqn.outvars)}
+    terms = [value for atom, value in beside.items() if atom in varying and jnp.issubdtype(value.dtype, jnp.floating)]
+    loss += sum(jnp.sum(value.astype(jnp.float32)) for value in terms)
     whole = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
     return [loss.astype(outputs[0].aval.dtype), *whole[1:]]
 
@@ -228,7 +232,7 @@ _VIEWS = ("convert_element_type", "transpose")
 
 
 def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], beside: Sequence[Any]) -> Any:
-    """The cross entropy of the logits of `head`, computed in chunks of the tokens.
+    """The mean cross entropy of the logits of `head`, computed in chunks of the tokens.
 
     `head` is the equation of `eqns` that multiplies the tokens' hidden states by the head's weights. The targets are the first
     integer array in `beside` with one element per token; zeros if there is no such array.
@@ -264,7 +268,7 @@ def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], besid
     more = -shape[-1] % n
     tokens, targets = _padded(tokens, axis, more), _padded(targets, targets.ndim - 1, more)
     with compat.eqn_context(head):
-        return in_chunks(summed, n, axis=(axis, targets.ndim - 1))(tokens, targets)
+        return in_chunks(summed, n, axis=(axis, targets.ndim - 1))(tokens, targets) / math.prod(shape)
 
 
 # --- attention in a kernel ---------------------------------------------------------------------------------------------

@@ -122,6 +122,11 @@ def _exported(
             # Exporting has cached this trace.
             return exported, tuple(sorted(named_kernels(jitted.trace(*leaves).jaxpr).items()))
         except ValueError as error:
+            if "mesh passed to shard_map" in str(error) and described is not contextlib.nullcontext:
+                raise UnsupportedError(
+                    "a shard_map with mesh=… contains a Pallas kernel, and this mesh does not name the GPU to compile for: "
+                    "leave out mesh=…, because the loss is traced under the workload's mesh"
+                ) from error
             refused = tuple(dict.fromkeys(_REFUSED.findall(str(error))))
             if not refused or set(refused) <= set(allowed):
                 raise
