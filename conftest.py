@@ -111,7 +111,7 @@ LOWERED_TOGETHER = 200
 def _share_mlir_contexts() -> None:
     """Lower many programs in one MLIR context: making one takes longer than lowering a single operation, and JAX keeps it.
 
-    Private JAX stays out of `remat_jax.compat` here: the package has no use for it, and only the tests would be slower without.
+    This private JAX is not in `remat_jax.compat`, because only the tests use it.
     """
     from jax._src.interpreters import mlir
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 from typing import Any
@@ -238,26 +237,6 @@ def test_module_paths_lead_the_names_where_the_model_is_an_argument():
     assert {f"layers/{index}/ffn/up:dot_general#0" for index in range(3)} <= names
     saved = {row.name for row in rj.residuals(job, "save: layers/1/ffn/up:dot_general*") if row.action == "save"}
     assert "layers/1/ffn/up:dot_general#0" in saved and "layers/0/ffn/up:dot_general#0" not in saved
-
-
-class OwnCheckpoint(FeedForward):
-    """`nnx.remat` runs a copy of the module."""
-
-    def __init__(self, width: int, rngs: nnx.Rngs, *, rate: float) -> None:
-        super().__init__(width, rngs)
-
-    @functools.partial(nnx.remat, static_argnums=(2,))
-    def run(self, x: jax.Array, scale: float) -> jax.Array:
-        return scale * super().__call__(x)
-
-    def __call__(self, x: jax.Array, *, scale: float) -> jax.Array:
-        return self.run(x, scale)
-
-
-def test_module_paths_lead_the_names_inside_flaxs_transforms():
-    job = rj.Workload.from_nnx(Model(layers=3, block=OwnCheckpoint), loss, (inputs(),), OwnCheckpoint)
-    names = {row.name for row in rj.residuals(job, "save: */up:dot_general#0")}
-    assert {f"layers/{index}/up:dot_general#0" for index in range(3)} <= names
 
 
 class Pair(nnx.Module):

@@ -65,18 +65,62 @@ def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Ca
     return dispatch
 
 
-@contextmanager
-def named_scopes(classes: Iterable[type], path_of: Callable[[Any], str | None]) -> Iterator[None]:
-    """Inside this context each module of these classes runs in a scope named by its path, if `path_of` knows the path.
+Parts = list[tuple[str, Any]]
+"""The modules in a block, with their paths from the block."""
 
-    The path is relative to the enclosing module that is running.
+
+class _PartPaths:
+    """The paths of a block's parts, and of copies of the parts.
+
+    Flax's transforms run copies of modules, and so does code that calls `nnx.split` and `nnx.merge`. Inside the running part, a
+    copy has the path of the only part of its class; if there are several, of the only one whose arrays have the same shapes.
     """
-    around = ContextVar("around", default="")
+
+    def __init__(self, parts: Parts, parts_in: Callable[[Any], Parts], shapes: Callable[[Any], Any]) -> None:
+        self._parts, self._parts_in, self._shapes = parts, parts_in, shapes
+        self._paths = {id(part): path for path, part in parts}
+        self._copies: Parts = []  # keeps their ids from being reused
+
+    def find(self, module: Any, running: str, *, copies: bool) -> str | None:
+        """The path of a part or, with `copies`, of a copy of a part; None for any other module.
+
+        `running` is the path of the part that calls `module`; empty for the block.
+        """
+        if copies and id(module) not in self._paths:
+            inside = f"{running}/" if running else ""
+            alike = [(path, part) for path, part in self._parts if type(part) is type(module) and path.startswith(inside)]
+            if len(alike) > 1:
+                shapes = self._shapes(module)
+                alike = [(path, part) for path, part in alike if self._shapes(part) == shapes]
+            if len(alike) == 1:
+                copies_inside = [(f"{alike[0][0]}/{path}".strip("/"), part) for path, part in self._parts_in(module)]
+                self._paths |= {id(part): path for path, part in copies_inside}
+                self._copies += copies_inside
+        return self._paths.get(id(module))
+
+
+# The paths of the innermost block. Copies inside a block that is inside another block are of the inner block's parts.
+_innermost: ContextVar[_PartPaths | None] = ContextVar("innermost", default=None)
+
+
+@contextmanager
+def named_scopes(parts: Parts, parts_in: Callable[[Any], Parts], shapes: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside this context each part of a block, or copy of a part, runs in a scope named by its path.
+
+    The path is relative to the enclosing part that is running.
+
+    Args:
+      parts: the block's parts.
+      parts_in: returns the modules in a module with their paths; the path of the module itself is empty.
+      shapes: returns the shapes of the arrays of a module.
+    """
+    paths, around = _PartPaths(parts, parts_in, shapes), ContextVar("around", default="")
 
     def wrap(original: Call) -> Call:
         @functools.wraps(original)
         def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-            name, outer = path_of(self), around.get()
+            outer = around.get()
+            name = paths.find(self, outer, copies=_innermost.get() is paths)
             if name is None or name == outer:
                 return original(self, *args, **kwargs)
             relative = name.removeprefix(outer + "/") if outer else name
@@ -85,7 +129,7 @@ def named_scopes(classes: Iterable[type], path_of: Callable[[Any], str | None]) 
 
         return named
 
-    with patched(classes, wrap):
+    with patched({type(module) for _, module in parts}, wrap), compat.setting(_innermost, paths):
         yield
 
 

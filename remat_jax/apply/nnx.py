@@ -25,9 +25,6 @@ from remat_jax.errors import UnsupportedError
 
 Path = tuple[Any, ...]
 """The keys that lead from a root to one of its NNX objects, variables or attributes."""
-_PATH = "_remat_jax_path"
-"""The attribute of the modules in a block that has their path from the block. The block's copies of the modules have it, and so
-have the copies of these copies that Flax's transforms make, such as `nnx.remat`."""
 # id of a module → its path from its root (`known_paths`). A root is an argument of the function under a policy.
 _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
 
@@ -50,8 +47,8 @@ def call(
 
     @contextmanager
     def around(inner: Any) -> Iterator[None]:
-        parts = {type(part) for part_path, part in _modules_in(inner) if part_path}
-        with entered(inner), known_paths(inner, path), named_scopes(parts, lambda part: getattr(part, _PATH, None)):
+        parts = [part for part in _modules_in(inner) if part[0]]
+        with entered(inner), known_paths(inner, path), named_scopes(parts, _modules_in, _shapes):
             yield
 
     pure, state, arguments, write = as_pure_function(module, original, args, kwargs, around)
@@ -94,9 +91,6 @@ def as_pure_function(
 
     def pure(state: Any, *arguments: Any) -> Any:
         inner = nnx.merge(graphdef, state)
-        for path, part in _modules_in(inner["self"]):
-            if path and callable(part):  # a container has none; an attribute of it would be an item
-                setattr(part, _PATH, path)
         before = Snapshot(inner)
         filled = list(arguments)
         for index in positions:
@@ -234,6 +228,10 @@ def _attributes(nodes: Any) -> Iterator[tuple[Path, Any]]:
 def _modules_in(root: Any) -> list[tuple[str, nnx.Module]]:
     """The modules in `root` (a module, or a pytree of modules) with their paths; the path of `root` itself is empty."""
     return [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(root) if isinstance(node, nnx.Module)]
+
+
+def _shapes(module: nnx.Module) -> list[Any]:
+    return [getattr(variable.get_raw_value(), "shape", None) for _, variable in _variables(module)]
 
 
 def known_paths(root: Any, prefix: str = "") -> AbstractContextManager[None]:

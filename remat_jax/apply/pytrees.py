@@ -38,9 +38,7 @@ def call(module: Any, original: Call, policy: RegionPolicy, args: tuple[Any, ...
     """`original(module, *args, **kwargs)` as one checkpointed block; the arrays in `module` are its parameters."""
 
     def pure(module: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = [(path, part) for path, part in callables(module) if part is not module]
-        paths = {id(part): path for path, part in parts}
-        with entered(module), named_scopes({type(part) for _, part in parts}, lambda part: paths.get(id(part))):
+        with entered(module), named_scopes(_parts_in(module)[1:], _parts_in, _shapes):
             return original(module, *args, **kwargs)
 
     return run_block(pure, policy, path_of(module), module, args, kwargs, audit)
@@ -140,6 +138,14 @@ def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
         yield "/".join(path) or type(tree).__name__, tree
     for keys, child in children:
         yield from callables(child, (*path, jax.tree_util.keystr(keys, simple=True, separator="/")))
+
+
+def _parts_in(module: Any) -> list[tuple[str, Any]]:
+    return [("" if part is module else path, part) for path, part in callables(module)]
+
+
+def _shapes(module: Any) -> list[Any]:
+    return [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(module)]
 
 
 # --- marked functions -------------------------------------------------------------------------------------------------

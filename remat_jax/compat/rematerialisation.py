@@ -76,7 +76,7 @@ def kept_names_in(policy: Any) -> frozenset[str]:
     return names_in(policy) if maker in _MAKERS_OF_KEPT_NAMES else frozenset()
 
 
-# Classes in JAX 0.11.2; functions in other versions, for at least one of them.
+# JAX 0.11.2 makes both policies by classes and JAX 0.12 by functions; JAX 0.10.2 has a class for the first only.
 _MAKERS_OF_KEPT_NAMES = frozenset(
     {"SaveOnlyTheseNames", "SaveAndOffloadOnlyTheseNames", "save_only_these_names", "save_and_offload_only_these_names"}
 )

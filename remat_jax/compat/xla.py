@@ -185,7 +185,7 @@ _lowered_device: ContextVar[Any] = ContextVar("lowered_device", default=None)
 def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
     """In this context JAX lowers for a GPU named `device_kinds[0]`, which need not be present; Pallas kernels read the name.
 
-    A kernel in a `shard_map` reads the name from the mesh of the `shard_map`, which must be made by `with_lowered_device`.
+    A kernel in a `shard_map` reads the name from the mesh of the `shard_map`; `mesh.under` gives the name to that mesh.
     Raises UnsupportedError if `device_kinds` is empty.
     """
     if not device_kinds:

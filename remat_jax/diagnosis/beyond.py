@@ -6,7 +6,7 @@ values, but its arrays have the same shapes as after the user's change, so it ne
 
 - **head**: the head runs in chunks (`in_chunks`) with optax's cross entropy, which replaces everything that the loss computes
   from the logits. The loss is the mean over the tokens, as in most models: on a mesh, XLA's schedule, and so the memory, may
-  depend even on the division after the sum.
+  change with the division by the number of tokens.
 - **scores**: JAX's attention kernel for GPUs replaces both matmuls of an attention and the softmax between them. The mask is
   left out.
 """
@@ -67,7 +67,7 @@ def compiled_advice(
     """`report.advice` with compiled bytes, the largest reduction first.
 
     If a changed step cannot be compiled, its bytes stay estimates. Reductions below 2 % of the unchanged step's device memory
-    are left out, and so are micro-batches if the loss takes no other batch size.
+    are left out, and so are micro-batches if the step cannot be traced with them.
     """
     compiled = [_compiled(workload, policy, advice, report, target, timeout) for advice in report.advice]
     worth = [advice for advice in compiled if advice is not None and advice.bytes >= LEAST * report.device_bytes]
@@ -212,7 +212,7 @@ def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     read = dict.fromkeys(atom for eqn in after for atom in variables(eqn.invars))
     beside = {atom: env[atom] for atom in read if atom in env and atom not in operands}
     loss = sum(_cross_entropy(head, eqns, env, [*beside.values()]) for head in heads)
-    # Add the floating-point values that depend on the inputs, such as a router's loss, so that they still have a gradient.
+    # Add the floating-point values that depend on inputs (parameters or batch), such as a router's loss: some have a gradient.
     inputs = jaxpr.jaxpr.invars
     varying = {*inputs, *(atom for eqn in _dependents(eqns, inputs) for atom in eqn.outvars)}
     terms = [value for atom, value in beside.items() if atom in varying and jnp.issubdtype(value.dtype, jnp.floating)]

@@ -124,8 +124,8 @@ def _exported(
         except ValueError as error:
             if "mesh passed to shard_map" in str(error) and described is not contextlib.nullcontext:
                 raise UnsupportedError(
-                    "a shard_map with mesh=… contains a Pallas kernel, and this mesh does not name the GPU to compile for: "
-                    "leave out mesh=…, because the loss is traced under the workload's mesh"
+                    "the step has a Pallas kernel and a shard_map with mesh=…, and this mesh does not name the GPU to compile "
+                    "for: leave out mesh=… in every shard_map, because the loss is traced under the workload's mesh"
                 ) from error
             refused = tuple(dict.fromkeys(_REFUSED.findall(str(error))))
             if not refused or set(refused) <= set(allowed):
