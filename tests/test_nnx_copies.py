@@ -1,9 +1,10 @@
-"""The names of residuals where NNX runs copies of a block's modules: inside its transforms and after `nnx.merge`."""
+"""The names of residuals where copies of a block's modules run: inside transforms and after `nnx.merge`."""
 
 from __future__ import annotations
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -55,6 +56,57 @@ def test_a_copy_of_a_module_has_its_name_if_no_other_module_is_alike():
         row.name for row in rj.residuals(rj.Workload.from_nnx(model, loss, (inputs(),), Merged), "save: *:dot_general#*").rows
     }
     assert {"layers/0/ffn/up:dot_general#0", "layers/0:dot_general#0", "layers/0:dot_general#1"} <= names
+
+
+class CopiesUp(FeedForward):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jnp.tanh(nnx.remat(lambda up, x: up(x))(self.up, x)))
+
+
+class Sides(nnx.Module):
+    """`left/up` and `right/up` have equal shapes; `left` runs a copy of its own."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs, *, rate: float) -> None:
+        self.left, self.right = CopiesUp(width, rngs), FeedForward(width, rngs)
+
+    def __call__(self, x: jax.Array, *, scale: float) -> jax.Array:
+        return scale * self.right(self.left(x))
+
+
+def test_a_copy_is_of_a_module_inside_the_running_module():
+    job = rj.Workload.from_nnx(Model(layers=1, block=Sides), loss, (inputs(),), Sides)
+    names = {row.name for row in rj.residuals(job, "save: *:dot_general#*").rows}
+    assert {f"layers/0/{side}/up:dot_general#0" for side in ("left", "right")} <= names
+
+
+class Scale(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ self.weight)
+
+
+class Feed(eqx.Module):
+    first: Scale
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.sin(self.first(x))
+
+
+class Checkpointed(eqx.Module):
+    """`jax.checkpoint` calls a copy of `feed`, made from its arrays."""
+
+    feed: Feed
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jax.checkpoint(lambda feed, x: feed(x))(self.feed, x)
+
+
+def test_a_copy_of_an_equinox_module_and_its_parts_have_their_names():
+    model, x = Checkpointed(Feed(Scale(jnp.ones((4, 4))))), jnp.ones((2, 4))
+    job = rj.Workload(lambda model, x: model(x).sum(), model, (x,), Checkpointed)
+    names = {row.name for row in rj.residuals(job, "save: *:dot_general#0; save: *:cos#0").rows}
+    assert {"Checkpointed/feed/first:dot_general#0", "Checkpointed/feed:cos#0"} <= names
 
 
 def test_a_block_in_a_block_names_its_own_copies():

@@ -11,6 +11,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
+from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import NoEffectError
 from tests.test_own_checkpoints import MODELS
@@ -81,6 +82,13 @@ def test_one_name_that_is_given_is_enough_and_other_policies_are_not_judged() ->
         }.items()
     }
     assert count["one of two"] == count["all but"] == count["full"] - 2 and count["none"] == count["full"]
+
+
+def test_the_names_of_both_forms_of_jaxs_policies_are_read() -> None:
+    """JAX 0.11.2 makes the policy that offloads with a class, other versions with a function."""
+    of_class = type("SaveAndOffloadOnlyTheseNames", (), {"__module__": "jax._src.ad_checkpoint", "__call__": print})()
+    of_class.names_which_can_be_offloaded = frozenset({"hidden"})
+    assert compat.kept_names_in(of_class) == compat.kept_names_in(offloading("hidden")) == {"hidden"}
 
 
 def test_a_name_in_a_derivative_rule_counts() -> None:

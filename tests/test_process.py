@@ -368,6 +368,7 @@ def test_an_operator_that_needs_cudnn_is_named_with_its_line_and_the_remedy(monk
     def missing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("cuDNN not found.")
 
+    # Private JAX: no public function pretends that cuDNN is missing where it is installed.
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", missing)
     with pytest.raises(CompileError) as caught:
         rj.measure(attention_job("cudnn"), "off", "h200")

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax._src import config as _config
 
+from remat_jax.compat.tracing import setting
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.reading import read_limited
 
@@ -195,12 +196,8 @@ def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
         )
     device = jax.sharding.AbstractDevice(device_kind=device_kinds[0], num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    token = _lowered_device.set(device)
-    try:
-        with jax.sharding.use_abstract_mesh(mesh):
-            yield
-    finally:
-        _lowered_device.reset(token)
+    with setting(_lowered_device, device), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def with_lowered_device(mesh: jax.sharding.AbstractMesh) -> jax.sharding.AbstractMesh:

@@ -82,8 +82,7 @@ def _compiled(
         return advice
     try:
         program = export_step(advice.what, step, target)
-    except Exception:
-        # The loss may refuse another batch size or dtype of parameters, and not every head or attention can be rewritten.
+    except Exception:  # the loss may refuse another batch size or dtype, and some heads and attentions cannot be rewritten
         if advice.what == MICRO:
             return None
         if advice.what in (DTYPE, HEAD, SCORES):

@@ -76,8 +76,7 @@ GRAPHS = "xla_gpu_enable_command_buffer"
 KINDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"
 """XLA's default for `GRAPHS` without `DYNAMIC_SLICE_FUSION`, the copies of slices. JAX 0.12 adds `COLLECTIVES_KERNEL`."""
 
-_KERNEL_OPTIONS = {"xla_gpu_kernel_cache_file": "", "xla_gpu_enable_llvm_module_compilation_parallelism": True}
-"""The kernel options, with a value that a compiler of these options accepts; the empty name stands for the file."""
+_KERNEL_FILE, _SEPARATE_KERNELS = "xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism"
 _CACHE_SOURCE = "kernel_reuse_cache"
 """The source file that XLA's error names if XLA cannot use the cached kernels."""
 
@@ -181,9 +180,9 @@ class Kernels:
 def kernel_options(file: Path) -> dict[str, Any]:
     """The options with which XLA reads kernels from `file` and adds new kernels to it, without those that this XLA lacks."""
     # The kernel cache can reuse only kernels that were compiled into separate objects. A compiler that has the option
-    # xla_gpu_enable_llvm_module_compilation_parallelism makes separate objects only if it is set; newer compilers always do.
-    known = [name for name, value in _KERNEL_OPTIONS.items() if compat.accepts_option(name, value)]
-    return {name: _KERNEL_OPTIONS[name] or str(file) for name in known}
+    # _SEPARATE_KERNELS makes separate objects only if it is set; newer compilers always do.
+    options = {_KERNEL_FILE: str(file)} if compat.accepts_option(_KERNEL_FILE, "") else {}
+    return options | ({_SEPARATE_KERNELS: True} if compat.accepts_option(_SEPARATE_KERNELS, True) else {})
 
 
 def is_about_kernels(error: CompileError) -> bool:
