@@ -50,9 +50,33 @@ def run_block(
         jaxpr, values, outputs_of = traced(function, (parameters, *args), kwargs)
     # Arrays and tracers that the function closes over become arguments of the block. Otherwise JAX could not differentiate it.
     jaxpr, consts = compat.hoist_consts(jaxpr)
+    values = [*consts, *values]
     size = len(consts) + sum(map(compat.is_array, jax.tree.leaves(parameters)))
+    jaxpr, values = _from_parameters(jaxpr, values, size)
     is_input = [place >= size for place in range(len(jaxpr.in_avals))]
-    return outputs_of(run_jaxpr(jaxpr, policy, path, is_input, [*consts, *values], audit, has_parameters=has_parameters))
+    return outputs_of(run_jaxpr(jaxpr, policy, path, is_input, values, audit, has_parameters=has_parameters))
+
+
+def _from_parameters(jaxpr: Any, values: Sequence[Any], size: int) -> tuple[Any, list[Any]]:
+    """The closed `jaxpr` as a function of the arrays from which `values` were made, and these arrays.
+
+    A checkpoint keeps its inputs. If an input is a named copy of an array, or a view of a parameter (one of the first `size`
+    values) that the model's own checkpoint would recompute, both the array and its copy would be kept in every layer.
+    """
+    views = [compat.view(value) if place < size else (compat.unnamed(value), []) for place, value in enumerate(values)]
+    arrays = [array for array, _ in views]
+    if not any(eqns for _, eqns in views):
+        return jaxpr, arrays
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        made = list(arrays)
+        for place, (_, eqns) in enumerate(views):
+            for eqn in eqns:
+                (made[place],) = compat.bind(eqn, [made[place]])
+        return list(compat.jaxpr_function(jaxpr)(*made))
+
+    with unlinked():
+        return jax.make_jaxpr(of_arrays)(*arrays), arrays
 
 
 def run_jaxpr(

@@ -50,6 +50,8 @@ from remat_jax.compat.rematerialisation import names_in as names_in
 from remat_jax.compat.rematerialisation import offloaded_by as offloaded_by
 from remat_jax.compat.rematerialisation import remat3 as remat3
 from remat_jax.compat.rematerialisation import replaces_checkpoints as replaces_checkpoints
+from remat_jax.compat.rematerialisation import unnamed as unnamed
+from remat_jax.compat.rematerialisation import view as view
 from remat_jax.compat.tracing import axes_of_vmaps as axes_of_vmaps
 from remat_jax.compat.tracing import block_settings as block_settings
 from remat_jax.compat.tracing import bound_axes as bound_axes

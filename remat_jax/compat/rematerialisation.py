@@ -15,7 +15,7 @@ from jax._src import config as _config
 from jax._src.interpreters import partial_eval as _pe
 
 from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, is_jaxpr, jaxpr_function
-from remat_jax.compat.tracing import setting
+from remat_jax.compat.tracing import setting, traces
 
 
 def is_checkpoint(eqn: Any) -> bool:
@@ -40,6 +40,49 @@ def given_name(eqn: Any) -> str | None:
     if _hi_primitive(eqn) in ("CheckpointName", "CheckpointNameFwd"):
         return eqn.params["_prim"].params["name"]
     return None
+
+
+# Operations whose results a block computes again from a parameter instead of keeping them.
+_VIEWS = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type"})
+# What JAX traces the body of a `jax.checkpoint` region for.
+_REGIONS = frozenset({"checkpoint / remat", "remat3"})
+
+
+def unnamed(leaf: Any) -> Any:
+    """The array that `checkpoint_name` made the tracer `leaf` from; `leaf` if it is not named.
+
+    Outside every region a name has no effect, but JAX would keep a named copy beside the array.
+    """
+    while (eqn := _made_from_one(leaf)) is not None and given_name(eqn) is not None:
+        leaf = eqn.in_tracers[0]
+    return leaf
+
+
+def view(leaf: Any) -> tuple[Any, list[Any]]:
+    """The array of which the tracer `leaf` is a view, and the equations from this array to `leaf`, without names.
+
+    Equations other than names count only inside a `jax.checkpoint` region, which would have recomputed them.
+    """
+    in_region = _traces_a_region()
+    eqns: list[Any] = []
+    while (eqn := _made_from_one(leaf)) is not None:
+        if given_name(eqn) is None:
+            if not in_region or eqn.primitive.name not in _VIEWS:
+                break
+            eqns.append(eqn)
+        leaf = eqn.in_tracers[0]
+    return leaf, eqns[::-1]
+
+
+def _made_from_one(leaf: Any) -> Any:
+    """The equation that computes the tracer `leaf` from one array; None if there is none."""
+    eqn = leaf.parent if isinstance(leaf, _pe.DynamicJaxprTracer) else None
+    return eqn if eqn is not None and len(eqn.in_tracers) == len(eqn.outvars) == 1 else None
+
+
+def _traces_a_region() -> bool:
+    traced_for = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces())
+    return any(getattr(debug, "traced_for", None) in _REGIONS for debug in traced_for)
 
 
 def names_in(policy: Any) -> frozenset[str]:

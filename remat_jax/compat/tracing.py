@@ -29,7 +29,7 @@ def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-def _traces() -> Iterator[Any]:
+def traces() -> Iterator[Any]:
     """The current trace, then the traces around it."""
     trace = _core.trace_ctx.trace
     while trace is not None:
@@ -39,7 +39,7 @@ def _traces() -> Iterator[Any]:
 
 def _traces_inside_differentiation() -> Iterator[Any]:
     """The current trace, then the traces around it that are inside the innermost differentiation."""
-    return itertools.takewhile(lambda trace: type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"), _traces())
+    return itertools.takewhile(lambda trace: type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"), traces())
 
 
 def _is_loop(trace: Any) -> bool:
@@ -60,7 +60,7 @@ def in_loop(*, around_gradient: bool = True) -> bool:
 
     Without `around_gradient`, a loop around the differentiation does not count, because its body contains both passes.
     """
-    return any(map(_is_loop, _traces() if around_gradient else _traces_inside_differentiation()))
+    return any(map(_is_loop, traces() if around_gradient else _traces_inside_differentiation()))
 
 
 def is_fixed_in_loops(leaf: Any) -> bool:
@@ -101,7 +101,7 @@ _MOST_EQUATIONS = 100
 
 def is_staging() -> bool:
     """Whether JAX is tracing a jaxpr now, also inside or around `grad` and `vmap`; False if JAX runs op by op."""
-    return any(isinstance(trace, _pe.DynamicJaxprTrace) for trace in _traces())
+    return any(isinstance(trace, _pe.DynamicJaxprTrace) for trace in traces())
 
 
 def program_id(leaf: Any) -> int:
@@ -109,7 +109,7 @@ def program_id(leaf: Any) -> int:
     tracer = _staged(leaf)
     if tracer is not None:
         return id(tracer._trace)
-    programs = [trace for trace in _traces() if isinstance(trace, _pe.DynamicJaxprTrace)]
+    programs = [trace for trace in traces() if isinstance(trace, _pe.DynamicJaxprTrace)]
     return id(programs[-1] if programs else None)
 
 

@@ -55,25 +55,35 @@ class Compiler:
     """The longest time of a call of `compile`, in seconds."""
 
     @property
+    def _reserve(self) -> float:
+        """The seconds kept for compiling the plan's step once more, without Triton (`planning.without_triton`)."""
+        return self._longest if self.target.kind == "gpu" else 0.0
+
+    @property
+    def _left(self) -> float:
+        """The seconds that are left, without the reserve."""
+        return self.deadline - self._reserve - time.monotonic()
+
+    @property
     def is_over(self) -> bool:
         """Whether too little time is left to trace another step and to count the FLOPs that the plan recomputes."""
-        return time.monotonic() + 2 * self._tracing > self.deadline
+        return self._left < 2 * self._tracing
 
     @property
     def is_time_left(self) -> bool:
         """Whether another call of `compile` would end before the deadline if it took as long as the longest one."""
-        return time.monotonic() + self._longest < self.deadline and not self.is_over
+        return self._left > self._longest and not self.is_over
 
     def compile(
         self, candidates: Sequence[StepCandidate], best: Tried | None, *, memory_limit: int | None = None
     ) -> list[Compiled]:
         """The compiled memory of each candidate; an empty list if the time is up and a step already fits (`best`).
 
-        `memory_limit` is in bytes; None means XLA's own limit.
+        `memory_limit` is in bytes; None means XLA's own limit. Once a step fits, a failure of another step is only a note.
 
         Raises:
-          CompileError, PolicyError, BlockError, UnsupportedError: all `candidates` failed, and either they are the first of
-            the search, or the time is up and no step fits. The first error is raised.
+          CompileError, PolicyError, BlockError, UnsupportedError: no step fits yet, all `candidates` failed, and either they
+            are the first of the search, or the time is up. The first error is raised.
         """
         if best is not None and self.is_over:
             self.notes.append(f"The search ended after timeout={self.timeout:g} s; a longer timeout may find a faster plan")
@@ -84,7 +94,7 @@ class Compiler:
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
 
             def sizes_of(program: ExportedProgram) -> Sizes:
-                left = max(1.0, self.deadline - time.monotonic())
+                left = max(1.0, self._left if best is not None else self.deadline - time.monotonic())
                 options: dict[str, Any] = {"memory_limit": memory_limit, "kernels": self.kernels, "children": children}
                 return compile_programs([program], self.target, timeout=left, **options)[program.key]
 
@@ -93,7 +103,8 @@ class Compiler:
             wait(futures)
         self._longest = max(self._longest, time.monotonic() - begin)
         errors = {key: error for key, future in zip(keys, futures, strict=True) if (error := future.exception()) is not None}
-        self._raise_fatal(list(errors.values()), best, all_failed=len(errors) == len(keys))
+        if best is None:
+            self._raise_fatal(list(errors.values()), all_failed=len(errors) == len(keys))
         self.count += len(keys)
         for key, error in errors.items():
             self.notes.append(f"Left out: {key} could not be compiled: {first_sentence(error)}")
@@ -110,17 +121,17 @@ class Compiler:
         try:
             policies = "off" if candidate.name in ("off", AS_WRITTEN) else policies_of(self.described, candidate)
             program = export_step(key, self.workload.step(policies), self.target)
-        except _OF_ONE_STEP as error:
+        except Exception as error:  # `_raise_fatal` raises all but `_OF_ONE_STEP` unless a step already fits
             refused: Future[Sizes] = Future()
             refused.set_exception(error)
             return refused
         self._tracing = max(self._tracing, time.monotonic() - begin)
         return pool.submit(sizes_of, program)
 
-    def _raise_fatal(self, errors: Sequence[BaseException], best: Tried | None, *, all_failed: bool) -> None:
+    def _raise_fatal(self, errors: Sequence[BaseException], *, all_failed: bool) -> None:
         """Raise the first error not in `_OF_ONE_STEP`. If there is none, raise the first error in the cases of `compile`."""
         fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
-        if all_failed and (not self.count or (time.monotonic() > self.deadline and best is None)):
+        if all_failed and (not self.count or time.monotonic() > self.deadline):
             fatal += errors
         if fatal:
             raise fatal[0]

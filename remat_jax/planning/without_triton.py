@@ -14,12 +14,14 @@ from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import OPTION, WITHOUT_TRITON, Kernels
 from remat_jax.planning.candidate import Tried
 from remat_jax.planning.check_budget import check_arguments_fit
-from remat_jax.planning.compile_candidates import Progress
+from remat_jax.planning.compile_candidates import Progress, first_sentence
 from remat_jax.planning.plan import Plan
 from remat_jax.report.tables import format_bytes
 from remat_jax.workload import Workload
 
 PLANNED_FOR_LESS = "Planned for"
+_SHORTEST = 1.0
+"""The compile process gets at least this many seconds."""
 
 
 def fitting_without_triton(
@@ -36,7 +38,8 @@ def fitting_without_triton(
     Without a GPU, XLA takes Triton for every matmul. A GPU takes the faster kernel, often cuBLAS's, and then a step may need
     more memory. So for a GPU target the plan's step is compiled once more, without Triton. If it exceeds the budget, a second
     plan, with a note, is made for a budget that is smaller by the difference between both compilations. If there is no second
-    plan in time that fits without Triton, the first plan is returned with a note.
+    plan in time that fits without Triton, or if the step cannot be compiled without Triton, the first plan is returned with a
+    note.
 
     Args:
       plan_for: makes a plan for a budget in bytes within a number of seconds, given compiled steps; returns it with all
@@ -52,12 +55,14 @@ def fitting_without_triton(
         return ends - time.monotonic()
 
     def bytes_without_triton(made: Plan, limit: int) -> int:
+        if left() <= 0:
+            raise CompileError(f"timeout={timeout:g} s is over")
         progress("compiling the plan without Triton", len(made.tried), len(made.tried))
         program = export_step("the plan", workload.step("off" if made.is_off else dict(made.policies)), target)
         sizes = compile_programs(
             [program],
             target,
-            timeout=max(1.0, left()),
+            timeout=max(_SHORTEST, left()),
             compiler_options=WITHOUT_TRITON,
             memory_limit=limit if OPTION in made.compiler_options else None,
             kernels=kernels,
@@ -65,7 +70,14 @@ def fitting_without_triton(
         return sizes[program.key].device
 
     first, tried = plan_for(budget, timeout, [])
-    if target.kind != "gpu" or left() <= 0 or (needed := bytes_without_triton(first, budget)) <= budget:
+    if target.kind != "gpu":
+        return first
+    try:
+        needed = bytes_without_triton(first, budget)
+    except CompileError as error:
+        note = f"Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls: {first_sentence(error)}"
+        return replace(first, notes=(*first.notes, note))
+    if needed <= budget:
         return first
     smaller = budget - (needed - first.device_bytes)
     if left() > 0:
