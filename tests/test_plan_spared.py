@@ -6,12 +6,15 @@ import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
+from remat_jax.errors import CompileError
 from remat_jax.hardware import target
-from remat_jax.planning import make_plan
+from remat_jax.planning import compile_candidates, make_plan
 from remat_jax.planning.candidate import (
+    FAILED,
     Compiled,
     Load,
     StepCandidate,
@@ -117,8 +120,23 @@ def test_every_named_policy_near_the_best_step_is_compiled_while_time_is_left():
 def test_another_compilation_is_in_time_if_the_longest_one_would_be():
     compiler = Compiler(None, None, target("h200"), 60.0, time.monotonic() + 60.0, None, lambda *_: None, [])
     assert compiler.compile([], None) == [] and compiler._longest > 0 and compiler.is_time_left
-    compiler._longest = 61.0
+    compiler._longest = 31.0  # for a GPU, the time of one compilation is kept for the check without Triton
     assert not compiler.is_time_left and not compiler.is_over
+    compiler._longest = 61.0
+    assert compiler.is_over
+
+
+@pytest.mark.parametrize("error", [CompileError("the compiler hung"), RuntimeError("INTERNAL"), MemoryError()])
+def test_once_a_step_fits_no_failure_loses_it(error, monkeypatch):
+    monkeypatch.setattr(compile_candidates, "export_step", Mock(side_effect=error))
+    workload = SimpleNamespace(step=lambda policies: None)
+    compiler = Compiler(workload, None, target("cpu"), 60.0, time.monotonic() + 60.0, None, lambda *_: None, notes := [])
+    off = StepCandidate("off", (), 0.0)
+    with pytest.raises(type(error)):
+        compiler.compile([off], None)
+    fitting = Tried(off, Compiled(10, 0, sizes=SimpleNamespace(seconds=1.0)), 10)
+    (compiled,) = compiler.compile([off], fitting)
+    assert compiled.device_bytes == FAILED and notes[0].startswith("Left out: off could not be compiled")
 
 
 @pytest.mark.parametrize(("compiled", "reason"), [(MOST_COMPILED - 1, ""), (MOST_COMPILED, "; no compilations were left")])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.errors import CompileError
 from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
@@ -58,3 +60,11 @@ def test_an_excess_that_no_plan_avoids_is_said(work) -> None:
         plan = rj.plan(work, "152 MiB", "h200")
     excess = bytes_without_triton(work, dict(plan.policies)) - 152 * MIB
     assert f"may need {excess / MIB:.1f} MiB more than the budget ({100 * excess / 152 / MIB:.1f} %)" in plan.notes[-1]
+
+
+def test_a_plan_that_cannot_be_checked_without_triton_is_returned_with_a_note(work, monkeypatch) -> None:
+    late = Mock(side_effect=CompileError("not done after timeout=1 s, stopped at policy='the plan'. Give a longer timeout"))
+    monkeypatch.setattr(without_triton, "compile_programs", late)
+    plan = rj.plan(work, "200 MiB", "h200")
+    assert plan.device_bytes <= 200 * MIB and late.call_count == 1
+    assert plan.notes[-1].startswith("Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls: not done after")
