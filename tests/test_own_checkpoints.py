@@ -410,9 +410,7 @@ def named(array: jax.Array) -> jax.Array:
     return checkpoint_name(array, "parameters")
 
 
-@pytest.mark.parametrize(
-    ("prepare", "region"), [(named, lambda f: f), (lambda w: named(named(w).T), jax.checkpoint)]
-)
+@pytest.mark.parametrize(("prepare", "region"), [(named, lambda f: f), (lambda w: named(named(w).T), jax.checkpoint)])
 def test_parameters_that_are_named_or_viewed_before_the_block_are_not_kept_again(prepare: Any, region: Any) -> None:
     """haliax names each layer's parameters inside its own checkpoint, which is wider than the block."""
 

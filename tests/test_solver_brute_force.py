@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.solver import Block, HostLink, ResidualCosts, Stack
+from remat_jax.solver import Block, HostLink, ResidualCosts, Solver, Stack
 from tests.solver_oracles import candidates, solve_blocks, solve_counts, verify
 
 SAVE, OFFLOAD, RECOMPUTE, UNUSED = range(4)
@@ -172,3 +172,24 @@ def test_what_is_computed_again_hides_what_comes_back(solve):
     verify(plan)
     assert plan.extra_seconds == 10
     assert plan.ranges[0].policy.of == {"a": "offload", "b": "recompute"}
+
+
+@pytest.mark.parametrize("case", [7, 10, 42, 74, 103])
+def test_a_tight_host_budget_is_infeasible_only_where_no_plan_fits(case):
+    """The cheapest mixes of each kind offload more than the host budget; mixes that offload less fit."""
+    draw = random.Random(case)
+    blocks = tuple(random_block(draw, 4, f"kind{index}", repeats=draw.randint(1, 6)) for index in range(draw.randint(1, 3)))
+    link = HostLink(draw.choice([1.0, 5.0, 20.0]), draw.choice([1.0, 5.0, 20.0]), draw.choice([0.0, 0.5, 1.0]))
+    stack = Stack(blocks, link, draw.randint(1, 40))
+    everything = solve_counts(stack)
+    most = sum(block.repeats * residual.bytes for block in blocks for residual in block.residuals)
+    plans = 0
+    for _ in range(3):
+        host_budget, budget = draw.uniform(0, most / 2), draw.uniform(0.3, 1) * everything.peak_bytes
+        try:
+            solve_counts(stack, budget, host_budget)
+        except InfeasibleBudget:
+            continue
+        plan, plans = Solver(stack).plan(budget, host_budget), plans + 1
+        assert plan.peak_bytes <= budget * (1 + 1e-9) and sum(policy.host_bytes for policy in plan.policies) <= host_budget
+    assert plans

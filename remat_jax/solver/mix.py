@@ -35,8 +35,9 @@ _FIRST, _SECOND, _COUNT = 4, 5, 6
 """The columns of a mix after those of `BlockTable.measures`: its two policies, and the number of layers under the first."""
 _BINS = 1024
 """The number of bins of saved memory."""
-_NEED_BINS, _SAVED_BINS = 16, 256
-"""The numbers of bins, for needed memory and for saved memory, into which `mixes_of_two` sorts the mixes of one kind."""
+_NEED_BINS, _SAVED_BINS, _HOST_BINS = 16, 256, 16
+"""The numbers of bins, for needed, saved and host memory, into which `mixes_of_two` sorts the mixes of one kind. Host memory
+has bins only if it is limited."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,13 @@ def _fastest(measures: Array, triples: Array, layers: int, room: Room, last: Arr
 
 
 def mixes_of_two(
-    measures: Array, ends: Array, layers: int, policies: Sequence[int], most: int, room: float, host_price: float
+    measures: Array, ends: Array, layers: int, policies: Sequence[int], most: int, room: Room, host_price: float
 ) -> Array:
-    """Mixes of two policies that fit in ``room`` bytes, shape (mixes, 7); only single policies if ``most`` is 1.
+    """Mixes of two policies that fit in ``room``, shape (mixes, 7); only single policies if ``most`` is 1.
 
     The first four columns are those of `BlockTable.measures` for all layers together. Bytes needed are the peak above the
-    memory in use before these layers. Of mixes that save and need nearly the same memory, only the cheapest is returned.
+    memory in use before these layers. Of mixes that save, need and offload nearly the same bytes, only the cheapest is
+    returned.
 
     Args:
         measures: shape (policies, 4), from `BlockTable.measures`.
@@ -167,12 +169,15 @@ def mixes_of_two(
     for column in (HOST, EXTRA):
         mixes[:, column] = count * before[:, column] + rest * after[:, column]
     mixes[:, _FIRST], mixes[:, _SECOND], mixes[:, _COUNT] = first, second, count
-    mixes = mixes[mixes[:, NEED] <= room * (1 + ROUNDING)]
+    fits = (mixes[:, NEED] <= (room.budget - room.before) * (1 + ROUNDING)) & (mixes[:, HOST] <= room.host * (1 + ROUNDING))
+    mixes = mixes[fits]
     if not len(mixes):
         return mixes
-    saved_bin, need_bin = _binned(mixes[:, SAVED], _SAVED_BINS), _binned(mixes[:, NEED], _NEED_BINS)
+    bins = _binned(mixes[:, SAVED], _SAVED_BINS) * _NEED_BINS + _binned(mixes[:, NEED], _NEED_BINS)
+    if np.isfinite(room.host):
+        bins = bins * _HOST_BINS + _binned(mixes[:, HOST], _HOST_BINS)
     order = np.lexsort((mixes[:, SAVED], mixes[:, EXTRA] + host_price * mixes[:, HOST]))
-    _, cheapest = np.unique((saved_bin * _NEED_BINS + need_bin)[order], return_index=True)
+    _, cheapest = np.unique(bins[order], return_index=True)
     return mixes[order[cheapest]]
 
 
@@ -207,7 +212,7 @@ def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price
         if not len(before):
             return None
         states = np.stack([column[before, chosen] for column in (kept, host, cost)], axis=1)
-        keep = _fronts(states)
+        keep = _fronts(states, host_is_limited=bool(np.isfinite(host_budget)))
         states = states[keep]
         trail.append((before[keep], chosen[keep]))
     at, path = int(states[:, 2].argmin()), []
@@ -217,17 +222,23 @@ def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price
     return path[::-1]
 
 
-def _fronts(states: Array) -> Array:
-    """For each bin, the indices of its cheapest state and of its state with least memory, without dominated states."""
+def _fronts(states: Array, *, host_is_limited: bool) -> Array:
+    """For each bin of saved bytes, the indices of its cheapest state and of its state with the fewest saved bytes.
+
+    States are left out that are not cheaper than a state with fewer saved bytes. If host memory is limited, the result also
+    has each bin's state with the fewest host bytes, because later kinds may need the rest of the host memory.
+    """
     bins = _binned(states[:, 0], _BINS)
-    order = np.lexsort((states[:, 2], bins))
-    _, cheapest = np.unique(bins[order], return_index=True)
-    lean = np.lexsort((states[:, 0], bins))
-    _, leanest = np.unique(bins[lean], return_index=True)
-    keep = np.unique(np.concatenate([order[cheapest], lean[leanest]]))
+
+    def first(*keys: Array) -> Array:
+        order = np.lexsort((*keys, bins))
+        return order[np.unique(bins[order], return_index=True)[1]]
+
+    keep = np.unique(np.concatenate([first(states[:, 2]), first(states[:, 0])]))
     keep = keep[np.lexsort((states[keep, 2], states[keep, 0]))]
     least = np.minimum.accumulate(states[keep, 2])
-    return keep[np.concatenate([[True], states[keep, 2][1:] < least[:-1]])]
+    keep = keep[np.concatenate([[True], states[keep, 2][1:] < least[:-1]])]
+    return np.union1d(keep, first(states[:, 2], states[:, 1])) if host_is_limited else keep
 
 
 def _binned(values: Array, bins: int) -> Array:

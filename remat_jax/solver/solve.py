@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -115,11 +116,19 @@ class _Kind:
     def _set_policies(self, codes: Array) -> None:
         self.codes, self.measures, self.ends = codes, self.table.measures(codes), self._last.legal(codes)
 
-    def mixes(self, room: float) -> Array:
-        """Mixes of two policies for the first plan. The policies are the cheapest ones and those that need least memory."""
+    def mixes(self, room: Room) -> Array:
+        """Mixes of two policies for the first plan. The policies are the cheapest ones and those that need least memory.
+
+        If host memory is limited, the cheapest policies that offload nothing, or least, are among them.
+        """
         order = self._ordered(int(math.sqrt(_PAIRS / self.layers)))
         lean = np.argsort(self.measures[:, NEED] - self.measures[:, SAVED] + self.layers * self.measures[:, SAVED])
         least = [int(lean[0]), *(int(at) for at in lean if self.ends[at])][:2]
+        if math.isfinite(room.host):
+            fewest = self.measures[:, HOST].argsort(kind="stable")
+            least += [int(fewest[0]), *(int(at) for at in lean if self.measures[at, HOST] <= self.measures[fewest[0], HOST])][
+                :3
+            ]
         chosen = list(dict.fromkeys([*order, *least, int(self.measures[:, NEED].argmin())]))
         return mixes_of_two(self.measures, self.ends, self.layers, chosen, self._most, room, self.host_price)
 
@@ -176,7 +185,7 @@ class _Kind:
 def _share(kinds: Sequence[_Kind], budget: float, whole: Room) -> bool:
     """Set each kind's mix by the dynamic program; returns False if it finds no combination within the budgets."""
     room = budget - whole.before
-    mixes = [kind.mixes(room) for kind in kinds]
+    mixes = [kind.mixes(replace(whole, budget=budget)) for kind in kinds]
     # The price of host memory is the relaxation's dual value of the host budget. It is 0 unless this budget is scarce, because
     # host bytes cost nothing: only exposed copies take time.
     chosen = shared(mixes, room, whole.host, kinds[-1].host_price) if room > 0 else None
