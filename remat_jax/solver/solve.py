@@ -214,7 +214,7 @@ def _peak(kinds: Sequence[_Kind], whole: Room) -> float:
     kept = peak = whole.before
     for saved, need, _ in (kind.totals for kind in kinds):
         peak, kept = max(peak, kept + need), kept + saved
-    return peak
+    return float(peak)
 
 
 def _room(kinds: Sequence[_Kind], at: int, whole: Room) -> Room:
