@@ -260,14 +260,17 @@ class _NamesPolicy:
     saved: frozenset[str]
     offloaded: frozenset[str]
 
-    def __call__(self, primitive: Any, *_: Any, **params: Any) -> Any:
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name in _PRINTS:
             # Never recompute a print: JAX raises a KeyError if a recomputed print reads an array that the policy keeps.
             return True
         if primitive.name != "name":
             return False
         name = params["name"]
-        return compat.OFFLOAD if name in self.offloaded else name in self.saved
+        if name in self.offloaded and not compat.is_on_host(avals[0]):
+            return compat.OFFLOAD
+        # An array that a block inside this block has offloaded is saved where it is, in host memory.
+        return name in self.saved or name in self.offloaded
 
 
 _PRINTS = frozenset({"debug_callback", "debug_print"})
