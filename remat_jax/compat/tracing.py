@@ -44,8 +44,13 @@ def _traces_inside_differentiation() -> Iterator[Any]:
 
 def _is_loop(trace: Any) -> bool:
     """Whether `trace` traces the body of a loop."""
+    return _traced_for(trace) in _LOOPS
+
+
+def _traced_for(trace: Any) -> str | None:
+    """JAX's word for what `trace` traces."""
     debug = getattr(getattr(trace, "frame", None), "debug_info", None)
-    return getattr(debug, "traced_for", None) in _LOOPS
+    return getattr(debug, "traced_for", None)
 
 
 def _wrapped(leaf: Any) -> Iterator[Any]:
@@ -61,6 +66,15 @@ def in_loop(*, around_gradient: bool = True) -> bool:
     Without `around_gradient`, a loop around the differentiation does not count, because its body contains both passes.
     """
     return any(map(_is_loop, traces() if around_gradient else _traces_inside_differentiation()))
+
+
+def in_solver() -> bool:
+    """Whether the current trace is inside the `solve` of a `custom_linear_solve`, which JAX does not differentiate."""
+    return any(_traced_for(trace) in _SOLVERS for trace in _traces())
+
+
+# The first is the solver. The second is the solver of the transposed function.
+_SOLVERS = frozenset({"custom_linear_solve solve", "custom_linear_solve transpose_solve"})
 
 
 def is_fixed_in_loops(leaf: Any) -> bool:

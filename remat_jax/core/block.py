@@ -68,9 +68,13 @@ class BlockUnderPolicy:
         return self.names.named
 
     @functools.cached_property
+    def _along_all(self) -> tuple[list[int], Named]:
+        return _linearised_along_all(self.jaxpr.in_avals, self.names.linearised)
+
+    @property
     def linearised(self) -> Named:
-        """The linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))` along every smooth input (`is_smooth`), with its arrays named."""
-        return self.names.linearised(*_linearisation_along_all(self.jaxpr.in_avals))
+        """The linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))` along every input that has a derivative, with its arrays named."""
+        return self._along_all[1]
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -99,7 +103,7 @@ class BlockUnderPolicy:
         backward pass does not read x @ w if the tanh is saved.
         """
         try:
-            jaxpr = self._forward(range(len(self.jaxpr.in_avals)))
+            jaxpr = self._forward(self._along_all[0])
         except Exception:  # a block without a reverse-mode derivative can still run forward
             return True
         residuals = jaxpr.outvars if jaxpr is not None else ()
@@ -112,7 +116,7 @@ class BlockUnderPolicy:
         """
         if not isinstance(self.policy, Policy):
             return None
-        live = tuple(range(len(self.jaxpr.in_avals)) if inputs is None else inputs)
+        live = tuple(self._along_all[0] if inputs is None else inputs)
         key = *decide(self.linearised, self.policy), live
         return self.names.kept(key, self.linearised, lambda: self._names_between(live))
 
@@ -260,14 +264,17 @@ class _NamesPolicy:
     saved: frozenset[str]
     offloaded: frozenset[str]
 
-    def __call__(self, primitive: Any, *_: Any, **params: Any) -> Any:
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name in _PRINTS:
             # Never recompute a print: JAX raises a KeyError if a recomputed print reads an array that the policy keeps.
             return True
         if primitive.name != "name":
             return False
         name = params["name"]
-        return compat.OFFLOAD if name in self.offloaded else name in self.saved
+        if name in self.offloaded and not compat.is_on_host(avals[0]):
+            return compat.OFFLOAD
+        # An array that a block inside this block has offloaded is saved where it is, in host memory.
+        return name in self.saved or name in self.offloaded
 
 
 _PRINTS = frozenset({"debug_callback", "debug_print"})
@@ -325,21 +332,43 @@ def _linearisation(
     return key, linearise
 
 
-def _linearisation_along_all(avals: Sequence[Any]) -> tuple[Any, Linearise]:
+def _linearised_along_all(avals: Sequence[Any], linearised: Callable[[Any, Linearise], Named]) -> tuple[list[int], Named]:
+    """The indices of the inputs along which a block has a derivative, and `linearised` of its linearisation along them.
+
+    An input need not have a derivative if the caller does not differentiate it, for example the input of a callback.
+    """
+
+    def along(places: list[int]) -> Named:
+        return linearised(*_linearisation(list(avals), [avals[place].to_tangent_aval() for place in places], places))
+
+    def has_derivative(place: int) -> bool:
+        try:
+            along([place])
+        except Exception:
+            return False
+        return True
+
     smooth = [index for index, aval in enumerate(avals) if is_smooth(aval)]
-    return _linearisation(list(avals), [avals[index].to_tangent_aval() for index in smooth], smooth)
+    try:
+        return smooth, along(smooth)
+    except Exception:  # JAX's errors do not tell which input has no derivative
+        places = list(filter(has_derivative, smooth))
+        return places, along(places)
 
 
 def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names: NamedBlock) -> Named | None:
-    """The linearisation along every smooth input; None if `live` already is every smooth input, or if tracing it fails."""
+    """The linearisation along every input with a derivative; None if `live` already is every smooth input, or if tracing fails."""
     avals = [compat.type_of(value) for value in primals]
     if list(live) == [index for index, aval in enumerate(avals) if is_smooth(aval)]:
         return None
-    key, linearise = _linearisation_along_all(avals)
-    try:
+
+    def linearised(key: Any, linearise: Linearise) -> Named:
         remembered = names.first.linearised(key, linearise) if named is names.first.named else None
         return remembered or linearise(named)
-    except Exception:  # an input that the caller does not differentiate may have no derivative
+
+    try:
+        return _linearised_along_all(avals, linearised)[1]
+    except Exception:  # the block may use an axis or a context that this trace does not have
         return None
 
 

@@ -43,6 +43,7 @@ def inner_flags(eqn: JaxprEqn, key: str, inner: Any, flags: Sequence[bool], leaf
     """Whether each input of `inner`, the jaxpr parameter `key` of `eqn`, has the property.
 
     A scan's carry has the property if its initial value has it and every iteration preserves it. A `while` carry never has it.
+    An input that is no operand of `eqn` does not have it either.
     """
     name = eqn.primitive.name
     if name == "cond":
@@ -52,8 +53,12 @@ def inner_flags(eqn: JaxprEqn, key: str, inner: Any, flags: Sequence[bool], leaf
         skip = eqn.params["cond_nconsts"] if of_body else 0
         consts = eqn.params["body_nconsts" if of_body else "cond_nconsts"]
         return [*flags[skip : skip + consts], *[False] * (len(inner.in_avals) - consts)]
+    if name == "custom_linear_solve":
+        # The operands are the constants of its four jaxprs, the differentiated one first, and then the right-hand side.
+        lengths = eqn.params["const_lengths"]
+        flags = [*flags[: lengths[0]], *flags[sum(lengths) :]]
     if name != "scan":
-        return list(flags)
+        return list(flags) if len(flags) == len(inner.in_avals) else [False] * len(inner.in_avals)
     consts, carry = compat.scan_layout(eqn)
     current = list(flags)
     while True:

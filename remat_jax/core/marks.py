@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad, batching
 
 from remat_jax import compat
+from remat_jax.core.walk import filled, of_some
 from remat_jax.errors import UnsupportedError
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy
 
@@ -129,11 +130,20 @@ def _batch(
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, mark: Mark) -> Any:
     raise UnsupportedError(
         f"block={name_of(mark.marked.block)}: policies by layer must be set before the block is differentiated, but this "
-        "function takes the gradient of the block itself. Give checkpoint_blocks the loss function, and differentiate the "
-        "function that it returns."
+        "function takes the gradient of the block itself, or calls it in a custom_root. Give checkpoint_blocks the loss "
+        "function, and differentiate the function that it returns; for a block in a custom_root, give one policy."
     )
 
 
+def _transpose(cotangents: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr, mark: Mark) -> list[Any]:
+    # JAX transposes the linear function of a linear solver while it traces the solver.
+    places = [place for place, operand in enumerate(operands) if ad.is_undefined_primal(operand)]
+    linear = of_some(compat.jaxpr_function(jaxpr), operands, places)
+    transposed = jax.linear_transpose(linear, *(operands[place].aval for place in places))
+    return filled([None] * len(operands), places, transposed(list(map(ad.instantiate_zeros, cotangents))))
+
+
 mark_p.def_effectful_abstract_eval(_abstract)
+ad.primitive_transposes[mark_p] = _transpose
 ad.primitive_jvps[mark_p] = _jvp
 batching.fancy_primitive_batchers[mark_p] = _batch

@@ -6,17 +6,19 @@ Two blocks are identical if their jaxprs differ only in the module path. Renamin
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.alike import Original, has_plain_rules, holds_arrays, holds_functions
 from remat_jax.core.naming import Named, name_residuals
-from remat_jax.core.walk import inner_jaxprs, variables
+from remat_jax.core.walk import inner_jaxprs, replace_inner, variables
 from remat_jax.policy import Candidate
 
 _MOST = 64
@@ -198,10 +200,7 @@ def keep_names(named: Named, names: Set[str]) -> Any:
 
 def _changed_bodies(eqn: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
     """The jaxpr parameters of `eqn` that differ after `change`: parameter → new value."""
-    changed = {}
-    for key, value in inner_jaxprs(eqn).items():
-        before = value if isinstance(value, tuple) else (value,)
-        after = tuple(map(change, before))
-        if any(body is not other for body, other in zip(before, after, strict=True)):
-            changed[key] = after if isinstance(value, tuple) else after[0]
-    return changed
+    jaxprs = inner_jaxprs(eqn)
+    after = replace_inner(eqn, lambda _, body: change(body)) if jaxprs else {}
+    leaves = functools.partial(jax.tree.leaves, is_leaf=compat.is_jaxpr)
+    return {key: new for key, new in after.items() if any(map(operator.is_not, leaves(new), leaves(jaxprs[key])))}

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from remat_jax import compat
 from remat_jax.core.flow import all_inputs, flagged, has, inner_flags
 from remat_jax.core.shared import note_fixed
-from remat_jax.core.walk import bodies, equations, interpret, rebind, retrace
+from remat_jax.core.walk import bodies, differentiated_bodies, equations, interpret, is_differentiated, rebind, retrace
 from remat_jax.errors import UnsupportedError
 
 # Primitives that return a view of an array. A view of a parameter counts as a parameter.
@@ -79,6 +79,8 @@ def _rewritten(
             return None
 
         def inside(key: str, body: Any) -> Any:
+            if not is_differentiated(eqn, body):
+                return body
             from_arguments, fixed = inner_flags(eqn, key, body, flags, _is_view), _fixed_inside(eqn, key, body, kept)
             return retrace(body, lambda *args: _rewritten(run, body, args, from_arguments, scopes, fixed))
 
@@ -135,10 +137,8 @@ def region_body(eqn: JaxprEqn) -> Any | None:
 
 def contains_region(eqn: JaxprEqn) -> bool:
     """Whether `eqn` contains a checkpoint region on which a policy has an effect."""
-    if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
-        # JAX differentiates these by their rules, so a policy inside their bodies has no effect.
-        return False
-    return any(region_body(inner) is not None or contains_region(inner) for body in bodies(eqn) for inner in body.jaxpr.eqns)
+    inside = (inner for body in differentiated_bodies(eqn) for inner in body.jaxpr.eqns)
+    return any(region_body(inner) is not None or contains_region(inner) for inner in inside)
 
 
 def count_regions(jaxpr: ClosedJaxpr) -> int:
@@ -148,7 +148,7 @@ def count_regions(jaxpr: ClosedJaxpr) -> int:
         if region_body(eqn) is not None:
             total += 1
         elif contains_region(eqn):
-            total += sum(map(count_regions, bodies(eqn)))
+            total += sum(map(count_regions, differentiated_bodies(eqn)))
     return total
 
 

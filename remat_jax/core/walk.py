@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -86,8 +87,13 @@ def inner_jaxprs(eqn: JaxprEqn) -> dict[str, Any]:
     hidden = compat.hidden_body(eqn)
     jaxprs = {} if hidden is None else {"_prim": hidden}
     for key, value in eqn.params.items():
-        if compat.is_jaxpr(value) or (isinstance(value, tuple) and value and all(map(compat.is_jaxpr, value))):
+        if compat.is_jaxpr(value):
             jaxprs[key] = value
+        elif isinstance(value, tuple):
+            # A `custom_linear_solve` that cannot be transposed has None in place of two of its jaxprs.
+            inside = tuple(part for part in value if part is not None)
+            if inside and all(map(compat.is_jaxpr, inside)):
+                jaxprs[key] = inside
     return jaxprs
 
 
@@ -97,12 +103,28 @@ def bodies(eqn: JaxprEqn) -> list[Any]:
     return [compat.closed(body) for value in values for body in (value if isinstance(value, tuple) else (value,))]
 
 
-def equations(jaxpr: ClosedJaxpr) -> Iterator[Any]:
+def differentiated_bodies(eqn: JaxprEqn) -> list[Any]:
+    """The closed jaxprs inside an equation that JAX differentiates. A policy has an effect only there.
+
+    JAX differentiates functions with a custom derivative by their rules, and of a linear solver only the linear function.
+    """
+    name = eqn.primitive.name
+    if name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        return []
+    return [compat.closed(eqn.params["jaxprs"].matvec)] if name == "custom_linear_solve" else bodies(eqn)
+
+
+def is_differentiated(eqn: JaxprEqn, body: ClosedJaxpr) -> bool:
+    """Whether the closed jaxpr `body` inside `eqn` is one of its `differentiated_bodies`."""
+    return any(body.jaxpr is other.jaxpr for other in differentiated_bodies(eqn))
+
+
+def equations(jaxpr: ClosedJaxpr, inside: Callable[[Any], Iterable[Any]] = bodies) -> Iterator[Any]:
     """Every equation of the closed `jaxpr` at any depth. An equation comes before the equations inside it."""
     for eqn in jaxpr.jaxpr.eqns:
         yield eqn
-        for body in bodies(eqn):
-            yield from equations(body)
+        for body in inside(eqn):
+            yield from equations(body, inside)
 
 
 def given_names(jaxpr: ClosedJaxpr) -> Iterator[str]:
@@ -122,12 +144,17 @@ def map_inner(eqn: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 def _map_inner(eqn: JaxprEqn, change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    def changed(key: str, body: Any) -> Any:
-        return compat.like(change(key, compat.closed(body)), body)
+    return replace_inner(eqn, lambda key, body: compat.like(change(key, compat.closed(body)), body))
 
+
+def replace_inner(eqn: JaxprEqn, change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """The jaxpr parameters of `eqn` with `change(parameter, body)` in place of each jaxpr `body`, open or closed."""
     return {
-        key: tuple(changed(key, body) for body in value) if isinstance(value, tuple) else changed(key, value)
-        for key, value in inner_jaxprs(eqn).items()
+        # A tuple of jaxprs keeps its class (the four jaxprs of a `custom_linear_solve` are a named tuple) and its Nones.
+        key: jax.tree.map(functools.partial(change, key), eqn.params.get(key, body), is_leaf=compat.is_jaxpr)
+        if isinstance(body, tuple)
+        else change(key, body)
+        for key, body in inner_jaxprs(eqn).items()
     }
 
 

@@ -21,7 +21,16 @@ from remat_jax.core import StackRow, block_under_policy
 from remat_jax.core.marks import Block, Mark, bind_mark, mark_of, vmapped
 from remat_jax.core.shared import note_loop_inputs
 from remat_jax.core.tied_chain import unlinked
-from remat_jax.core.walk import Visit, bodies, evaluate_equations, rebind, retrace, value_of, values_of_inputs
+from remat_jax.core.walk import (
+    Visit,
+    bodies,
+    evaluate_equations,
+    is_differentiated,
+    rebind,
+    retrace,
+    value_of,
+    values_of_inputs,
+)
 from remat_jax.policy import LayerPolicies, is_off
 
 
@@ -53,7 +62,8 @@ class _Surroundings:
         (one iteration) or the gradient is taken inside it.
       rows: id of a value that is a row of a stack → the stack and the index.
       spans: for each block, the layers of all iterations of the scan together; empty outside scans.
-      idle: whether the equation is in a loop without iterations, whose blocks do not count as layers.
+      idle: whether the equation is in a loop without iterations, or in a part of a linear solver that JAX does not
+        differentiate. The blocks there do not count as layers.
       groups: the groups of layers that contain the equation.
     """
 
@@ -197,8 +207,13 @@ class _Resolver:
 
     def _other(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
         """Evaluate any other equation with blocks inside, such as a call, a branch or a `while` loop."""
-        inside = around.inside(looped=eqn.primitive.name == "while")
-        return rebind(eqn, inputs, lambda _, body: retrace(body, lambda *args: self.run(body, args, at.copy(), inside)))
+        around = around.inside(looped=eqn.primitive.name == "while")
+
+        def inside(_: str, body: Any) -> Any:
+            here = around if is_differentiated(eqn, body) else replace(around, idle=True)
+            return retrace(body, lambda *args: self.run(body, args, at.copy(), here))
+
+        return rebind(eqn, inputs, inside)
 
 
 def _rows(values: Sequence[Any], around: _Surroundings) -> dict[int, StackRow]:

@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from remat_jax.core.marks import Block, Mark, mark_of, name_of
-from remat_jax.core.walk import bodies, equations
+from remat_jax.core.walk import bodies, differentiated_bodies, equations
 from remat_jax.errors import BlockError, UnsupportedError
 from remat_jax.policy import LayerPolicies
 
 Positions = Counter[Block]
 """For each block: the number of its calls before the current equation."""
-
-# JAX differentiates these calls by their custom rules, so the policy of a block inside such a call has no effect.
-_OPAQUE = ("custom_jvp_call", "custom_vjp_call")
 
 
 def checked_counts(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
@@ -25,7 +22,7 @@ def checked_counts(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
       BlockError: a block is called more or less often than it has policies.
       UnsupportedError: a block with policies by layer is in a `while` loop.
     """
-    for eqn in equations(jaxpr):
+    for eqn in equations(jaxpr, differentiated_bodies):
         if eqn.primitive.name == "while":
             _refuse_while(eqn, blocks)
     counts = count(jaxpr, blocks)
@@ -53,14 +50,14 @@ def _refuse_while(eqn: Any, blocks: frozenset[Block]) -> None:
 
 
 def marks(jaxpr: Any) -> Iterator[Mark]:
-    """Every mark in the closed `jaxpr`, at any depth, also inside other marks."""
+    """Every mark in the closed `jaxpr` that JAX differentiates, at any depth, also inside other marks."""
     for eqn in jaxpr.jaxpr.eqns:
         mark = mark_of(eqn)
         if mark is not None:
             yield mark
             yield from marks(mark.jaxpr)
-        elif not eqn.primitive.name.startswith(_OPAQUE):
-            for body in bodies(eqn):
+        else:
+            for body in differentiated_bodies(eqn):
                 yield from marks(body)
 
 
@@ -77,9 +74,7 @@ def count_in(eqn: Any, blocks: frozenset[Block]) -> Counter[Block]:
     mark = mark_of(eqn)
     if mark is not None:
         return Counter([mark.marked.block] if mark.marked.block in blocks else []) + count(mark.jaxpr, blocks)
-    if eqn.primitive.name.startswith(_OPAQUE):
-        return Counter()
-    inside = [count(body, blocks) for body in bodies(eqn)]
+    inside = [count(body, blocks) for body in differentiated_bodies(eqn)]
     there = {block for counts in inside for block in counts}
     if eqn.primitive.name == "cond":
         # The branch with the most calls of a block counts. If a branch with fewer calls runs, some policies stay unused.
