@@ -314,7 +314,7 @@ def test_names_stay_with_their_arrays_in_numbers() -> None:
     [("full", 1), ("save: *dot_general*", 0), ("save: *exp#0", 0), ("offload: *exp#0", 0), ("everything", 0)],
 )
 def test_a_complex_array_is_kept_as_its_two_parts(x64: None, policy: str, products: int) -> None:
-    """JAX rounds kept arrays and fails on complex numbers; exp reads its own output, hence the parts."""
+    """A policy keeps the real and the imaginary part, both under one name; exp reads its own output, hence the parts."""
 
     def block(w: Any, x: Any) -> Any:
         turned = jnp.exp(1j * (x @ w))

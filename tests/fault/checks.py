@@ -231,18 +231,16 @@ class Refusal:
 
     Attributes:
       ops: operations of which the program has one; empty where any program may meet it.
-      way: the only way in which it is met; empty for every one.
     """
 
     name: str
     error: type[Exception]
     words: str
     ops: tuple[str, ...] = ()
-    way: str = ""
 
     def is_of(self, error: Exception, case: Case) -> bool:
         """Whether `error` is this refusal, and the program may meet it."""
-        met = (not self.ops or case.stack.program.has(*self.ops)) and self.way in ("", case.stack.way)
+        met = not self.ops or case.stack.program.has(*self.ops)
         return met and isinstance(error, self.error) and self.words in str(error)
 
 
@@ -257,8 +255,6 @@ _BY_JAX = (
     Refusal("a choice along a vmap", NotImplementedError, "'stop_gradient'", ("cond", "switch")),
     # Under `jit`, `scan` or a checkpoint JAX cannot differentiate a rule that closes over a differentiated array.
     Refusal("a rule that closes over an array", Exception, CLOSED_OVER, ("custom_vjp", "half_mapped")),
-    # JAX's own checkpoint rounds kept arrays, and rounds only real numbers.
-    Refusal("complex, kept by hand", TypeError, "reduce_precision does not accept dtype complex", way="by_hand"),
     # Version 0.10.2 with `jax_remat3` on.
     Refusal("a name under a vmap", NotImplementedError, "CheckpointName", ("named",)),
 )
