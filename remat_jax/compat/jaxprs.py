@@ -25,6 +25,8 @@ from jax._src.interpreters import partial_eval as _pe
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
+from remat_jax.compat.equations import changed_parameters, kind
+
 _OURS = os.path.dirname(os.path.dirname(__file__))
 # Stack frames in these files are not the user's. The empty last part of each `os.path.join` appends a separator to a folder.
 _LIBRARIES = (
@@ -48,19 +50,9 @@ def like(jaxpr: Any, template: Any) -> Any:
     return jaxpr if isinstance(template, jex.ClosedJaxpr) else jaxpr.jaxpr
 
 
-def is_jaxpr(value: Any) -> bool:
-    """Whether an equation's parameter is a jaxpr, open or closed."""
-    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
-
-
 def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
-    """Evaluate `eqn` on `inputs` with some parameters changed, as JAX itself would. Keeps source lines and name stacks."""
-    params = {**eqn.params, **changed}
-    if is_jaxpr(changed.get("_prim")):
-        # The parameter `_prim` of a `jax_remat3` region is an object that contains the body.
-        prim = eqn.params["_prim"]
-        params["_prim"] = type(prim)(**{**prim.params, "jaxpr": changed["_prim"]})
-    params = eqn.primitive.get_bind_params(params)
+    """Evaluate `eqn` on `inputs` with some of its `parameters` changed, as JAX would. Keeps source lines and name stacks."""
+    params = eqn.primitive.get_bind_params(changed_parameters(eqn, changed))
     with eqn_context(eqn):
         outputs = eqn.primitive.bind(*inputs, **params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
@@ -154,7 +146,7 @@ def with_params(eqn: Any, changed: dict[str, Any], name_stack: Any = None, invar
     if not changed and same_inputs and (name_stack is None or name_stack == source.name_stack):
         return eqn
     source = source if name_stack is None else source.replace(name_stack=name_stack)
-    return eqn.replace(params={**eqn.params, **changed}, source_info=source, invars=inputs)
+    return eqn.replace(params=changed_parameters(eqn, changed), source_info=source, invars=inputs)
 
 
 def source_line(eqn: Any) -> str:
@@ -187,7 +179,7 @@ def scan_layout(eqn: Any) -> tuple[int, int]:
 
 def is_plain_jit(eqn: Any) -> bool:
     """Whether `eqn` is a `jit` without shardings, layouts or donated operands, so that its body can be inlined."""
-    if eqn.primitive.name not in ("jit", "pjit"):
+    if kind(eqn) != "jit":
         return False
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     laid_out = any(layout is not None for layout in (*eqn.params["in_layouts"], *eqn.params["out_layouts"]))
@@ -239,9 +231,9 @@ def varying_axes(value: Any) -> str:
 def _barriers(*leaves: Any) -> list[Any]:
     """The `leaves`, with one barrier for each group of operands that vary over the same mesh axes."""
     held = list(leaves)
-    kinds = list(map(varying_axes, leaves))
-    for kind in dict.fromkeys(kinds):
-        places = [index for index, other in enumerate(kinds) if other == kind]
+    all_axes = list(map(varying_axes, leaves))
+    for axes in dict.fromkeys(all_axes):
+        places = [index for index, other in enumerate(all_axes) if other == axes]
         for place, value in zip(places, jax.lax.optimization_barrier([leaves[index] for index in places]), strict=True):
             held[place] = value
     return held

@@ -155,10 +155,6 @@ class BlockUnderPolicy:
         def run(*primals: Any) -> list[Any]:
             return _reading(compat.jaxpr_function(self.jaxpr), size, rows)(*primals)
 
-        # `replan` recognises our blocks by this name.
-        run.__name__ = run.__qualname__ = compat.block_name()
-        block = jax.custom_jvp(run)
-
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
             if (blocks := _differentiated.get()) is not None:
@@ -185,8 +181,7 @@ class BlockUnderPolicy:
             with bound():
                 return jvp(primals, tangents)
 
-        block.defjvp(jvp_with_axes, symbolic_zeros=True)
-        return block
+        return compat.block_function(run, jvp_with_axes)
 
     def _linearised_under_policy(
         self, primals: Sequence[Any], directions: Sequence[Any], live: Sequence[int], staying: Iterable[int]

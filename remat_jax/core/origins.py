@@ -10,6 +10,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from remat_jax import compat
+from remat_jax.core.flow import CALLS
 from remat_jax.core.shared import is_taken, offloaded_name
 from remat_jax.core.walk import bodies
 
@@ -17,9 +18,7 @@ from remat_jax.core.walk import bodies
 _SAME = frozenset(
     {"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient", "shared_input_choice"}
 )
-_CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call", "custom_vjp_call", "remat2"}
-)
+_CALLS = CALLS | {"custom_vjp_call"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def origin(jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range |
             return Origin(atom, "named", name, source, layers=here, aliases=aliases)
         if eqn.primitive.name in _SAME or _divides_a_stack(eqn):
             atom = eqn.invars[index]
-        elif eqn.primitive.name in _CALLS:
+        elif compat.kind(eqn) in _CALLS:
             body = bodies(eqn)[0].jaxpr
             inner = origin(body, body.outvars[index], outer + compat.scopes(eqn), here)
             if inner.kind != "argument":
@@ -120,7 +119,7 @@ def _made_here(eqn: JaxprEqn, atom: Any, path: tuple[str, ...], layers: range | 
     if named:
         names = dict.fromkeys(name for source in named for name in (source.name, *source.aliases))
         return replace(named[0], key=(atom, named[0].key), aliases=tuple(names)[1:])
-    return Origin(atom, "equation", f"{'/'.join(path)}:{eqn.primitive.name}", compat.source_line(eqn), layers=layers)
+    return Origin(atom, "equation", f"{'/'.join(path)}:{compat.kind(eqn)}", compat.source_line(eqn), layers=layers)
 
 
 def _through_scan(eqn: JaxprEqn, index: int, path: tuple[str, ...], layers: range | None) -> Origin:

@@ -82,10 +82,9 @@ def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> dict[str, Any]:
-    """The jaxprs of `eqn`: parameter → jaxpr or tuple (branches of a `cond`). A `jax_remat3` region has its body in `_prim`."""
-    hidden = compat.hidden_body(eqn)
-    jaxprs = {} if hidden is None else {"_prim": hidden}
-    for key, value in eqn.params.items():
+    """The jaxprs of `eqn`: parameter (`compat.parameters`) → jaxpr or tuple (branches of a `cond`)."""
+    jaxprs = {}
+    for key, value in compat.parameters(eqn).items():
         if compat.is_jaxpr(value) or (isinstance(value, tuple) and value and all(map(compat.is_jaxpr, value))):
             jaxprs[key] = value
     return jaxprs

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from remat_jax import compat
 from remat_jax.core.marks import Block, Mark, mark_of, name_of
 from remat_jax.core.walk import bodies, equations
 from remat_jax.errors import BlockError, UnsupportedError
@@ -13,9 +14,6 @@ from remat_jax.policy import LayerPolicies
 
 Positions = Counter[Block]
 """For each block: the number of its calls before the current equation."""
-
-# JAX differentiates these calls by their custom rules, so the policy of a block inside such a call has no effect.
-_OPAQUE = ("custom_jvp_call", "custom_vjp_call")
 
 
 def checked_counts(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
@@ -59,7 +57,7 @@ def marks(jaxpr: Any) -> Iterator[Mark]:
         if mark is not None:
             yield mark
             yield from marks(mark.jaxpr)
-        elif not eqn.primitive.name.startswith(_OPAQUE):
+        elif not compat.has_own_derivative(eqn):
             for body in bodies(eqn):
                 yield from marks(body)
 
@@ -77,7 +75,8 @@ def count_in(eqn: Any, blocks: frozenset[Block]) -> Counter[Block]:
     mark = mark_of(eqn)
     if mark is not None:
         return Counter([mark.marked.block] if mark.marked.block in blocks else []) + count(mark.jaxpr, blocks)
-    if eqn.primitive.name.startswith(_OPAQUE):
+    if compat.has_own_derivative(eqn):
+        # JAX differentiates the call by its rule, so the policy of a block inside it has no effect.
         return Counter()
     inside = [count(body, blocks) for body in bodies(eqn)]
     there = {block for counts in inside for block in counts}
