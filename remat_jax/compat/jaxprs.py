@@ -14,14 +14,18 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
+from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import hijax as _hijax
+from jax._src import linear_util as _linear_util
 from jax._src import mesh as _mesh
 from jax._src import shard_map as _shard_map
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
@@ -285,6 +289,34 @@ def _map_linear(
 # an error: forward mode is not supported. But `vmap` of a block batches a traced derivative, which contains linear parts. With
 # the rule above, batching works, and only evaluating a linear part raises this error.
 _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
+
+
+def _map_linear_of_object(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, _prim: Any, nz_in_flat: Sequence[bool], **params: Any
+) -> tuple[list[Any], list[int]]:
+    """The batching rule for the linear part of an object's derivative (`jax_custom_vjp3`): that of an equal `custom_lin`."""
+    num_res = params["residuals_tree"].num_leaves
+    cotangents = [aval.to_ct_aval() for aval in _prim.in_avals_flat]
+
+    def bwd(*args: Any) -> tuple[list[Any], Any]:
+        given = [_ad.Zero(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in args[num_res:]]
+        sums = [_ad.ValAccum(aval) for aval, flag in zip(cotangents, nz_in_flat, strict=True) if flag]
+        logs = _ad.fancy_transposes[_linear_of_object_p](
+            given, *args[:num_res], *sums, _prim=_prim, nz_in_flat=nz_in_flat, **params
+        )
+        made = map(operator.methodcaller("freeze"), sums)
+        return [next(made) if flag else _ad.Zero(aval) for aval, flag in zip(cotangents, nz_in_flat, strict=True)], logs
+
+    smooth = params.get("nz_out_flat", [True] * len(_prim.out_avals_flat))  # JAX 0.10 has no such parameter
+    avals = [aval.to_tangent_aval() for aval, flag in zip(_prim.out_avals_flat, smooth, strict=True) if flag]
+    wrapped = _linear_util.wrap_init(bwd, debug_info=_api_util.debug_info("custom_vjp bwd", bwd, tuple(args), {}))
+    in_zeros = [not flag for flag in nz_in_flat]
+    return _map_linear(axis, args, dims, num_res=num_res, bwd=wrapped, out_avals=avals, in_zeros=in_zeros, symbolic_zeros=True)
+
+
+_linear_of_object_p = getattr(_hijax, "call_hi_primitive_linearized_p", None)
+if _linear_of_object_p is not None:
+    _batching.fancy_primitive_batchers[_linear_of_object_p] = _map_linear_of_object
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------------
