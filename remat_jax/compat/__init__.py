@@ -44,8 +44,6 @@ from remat_jax.compat.rematerialisation import block_function as block_function
 from remat_jax.compat.rematerialisation import blocks_around_which as blocks_around_which
 from remat_jax.compat.rematerialisation import checkpoint_parts as checkpoint_parts
 from remat_jax.compat.rematerialisation import chunk_checkpoint as chunk_checkpoint
-from remat_jax.compat.rematerialisation import classic_rematerialisation as classic_rematerialisation
-from remat_jax.compat.rematerialisation import established_derivatives as established_derivatives
 from remat_jax.compat.rematerialisation import is_block as is_block
 from remat_jax.compat.rematerialisation import is_chunk_policy as is_chunk_policy
 from remat_jax.compat.rematerialisation import kept_names_in as kept_names_in
@@ -58,6 +56,7 @@ from remat_jax.compat.rematerialisation import replaces_checkpoints as replaces_
 from remat_jax.compat.tracing import axes_of_vmaps as axes_of_vmaps
 from remat_jax.compat.tracing import block_settings as block_settings
 from remat_jax.compat.tracing import bound_axes as bound_axes
+from remat_jax.compat.tracing import established_forms as established_forms
 from remat_jax.compat.tracing import in_loop as in_loop
 from remat_jax.compat.tracing import is_array as is_array
 from remat_jax.compat.tracing import is_differentiated as is_differentiated

@@ -16,7 +16,7 @@ from jax._src.interpreters import partial_eval as _pe
 
 from remat_jax.compat.equations import body_of_call, given_name, is_jaxpr, kind, parameters
 from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, jaxpr_function
-from remat_jax.compat.tracing import setting
+from remat_jax.compat.tracing import established_forms, setting
 
 
 def checkpoint_parts(eqn: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -73,20 +73,9 @@ def remat3() -> bool:
     return bool(_config.remat3.value)
 
 
-def classic_rematerialisation() -> contextlib.AbstractContextManager[None]:
-    """Inside this context `jax.checkpoint` and `checkpoint_name` use the established rematerialisation, despite `jax_remat3`.
-
-    `jax_remat3` saves only arrays that were named before differentiation: it recomputes arrays that derivative rules compute,
-    and outputs that derivative rules read (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions,
-    except that JAX 0.11.2 calls them for names (and for nothing else).
-    """
-    context: contextlib.AbstractContextManager[None] = _config.remat3(False)
-    return context
-
-
 def named(value: Any, name: str) -> Any:
     """`value`, named by `checkpoint_name` of the established rematerialisation."""
-    with classic_rematerialisation():
+    with established_forms():
         return _ad_checkpoint.checkpoint_name(value, name)
 
 
@@ -94,7 +83,7 @@ def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate the `jax_remat3` region `eqn`, with the closed jaxpr `body`, under the established rematerialisation."""
     params = parameters(eqn)
     prevent = params.get("prevent_cse", True)
-    with eqn_context(eqn), classic_rematerialisation():
+    with eqn_context(eqn), established_forms():
         prevents = prevent if isinstance(prevent, bool) else any(prevent)
         return list(jax.checkpoint(jaxpr_function(body), policy=params["policy"], prevent_cse=prevents)(*inputs))
 
@@ -116,7 +105,7 @@ def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, the body of a loop over chunks, in a checkpoint that saves nothing and does not count as the model's."""
 
     def checkpointed(*args: Any) -> Any:
-        with classic_rematerialisation():
+        with established_forms():
             return jax.checkpoint(function, prevent_cse=False, policy=_keeps_nothing)(*args)
 
     return checkpointed
@@ -158,7 +147,9 @@ def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
 
     @functools.wraps(call)
     def call_or_evaluate(self: Any, *args: Any) -> Any:
-        return self.expand(*args) if not _binding_ours.get() and gives_way(self.jaxpr) else call(self, *args)
+        if _binding_ours.get() or not gives_way(self.jaxpr):
+            return call(self, *args)
+        return jax.tree.unflatten(self.out_tree, jaxpr_function(self.jaxpr)(*jax.tree.leaves(args)))
 
     region.__call__ = call_or_evaluate
 
@@ -191,25 +182,17 @@ _block_name: ContextVar[str] = ContextVar("block_name", default=_BLOCK_NAME)
 def block_function(run: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
     """A new block that computes `run` and has this derivative rule, as for `jax.custom_jvp` with `symbolic_zeros`.
 
-    Blocks have JAX's established form of custom derivatives, despite `jax_custom_jvp3`. The new form finds out under `vmap`
-    what is mapped from `run` alone, and rejects a block whose derivative depends on more mapped values than its result.
+    The call is a `custom_jvp_call` of JAX, despite `jax_custom_jvp3` (`established_forms`).
     """
     run.__name__ = run.__qualname__ = _block_name.get()
     block = jax.custom_jvp(run)
     block.defjvp(rule, symbolic_zeros=True)
 
     def bind_block(*args: Any) -> Any:
-        with established_derivatives():
+        with established_forms():
             return block(*args)
 
     return bind_block
-
-
-def established_derivatives() -> contextlib.AbstractContextManager[None]:
-    """Inside this context `jax.custom_jvp` has its established form, despite `jax_custom_jvp3`."""
-    flag = getattr(_config, "custom_jvp3", None)  # since JAX 0.11.1
-    context: contextlib.AbstractContextManager[None] = contextlib.nullcontext() if flag is None else flag(False)
-    return context
 
 
 def blocks_around_which(*, checkpoints_stay: bool) -> contextlib.AbstractContextManager[None]:

@@ -218,9 +218,28 @@ def trace_settings() -> Any:
     return _config.trace_context()
 
 
+@contextlib.contextmanager
+def established_forms() -> Iterator[None]:
+    """Inside this context checkpoints, names and `custom_jvp` calls have JAX's established form, whatever its flags say.
+
+    With `jax_remat3`, JAX saves only arrays that were named before differentiation: it recomputes arrays that derivative rules
+    compute, and outputs that derivative rules read (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are
+    functions, except that JAX 0.11.2 calls them for names (and for nothing else). With `jax_custom_jvp3`, JAX finds out what
+    `vmap` maps from the function alone, and rejects a derivative that depends on more mapped values than the result.
+    """
+    with contextlib.ExitStack() as flags:
+        for flag in ("remat3", "custom_jvp3"):
+            if hasattr(_config, flag):  # JAX 0.10 has no custom_jvp3
+                flags.enter_context(getattr(_config, flag)(False))
+        yield
+
+
 def block_settings() -> Any:
-    """`trace_settings` without the contexts of `reaches_blocks=False`, so that active policies do not change the result."""
-    with contextlib.ExitStack() as defaults:
+    """The `trace_settings` on which a block's own trace depends.
+
+    Blocks have `established_forms`. Values of contexts with `reaches_blocks=False`, such as the active policies, do not count.
+    """
+    with established_forms(), contextlib.ExitStack() as defaults:
         for context, default in _outside_blocks:
             defaults.enter_context(context(default))
         return trace_settings()

@@ -230,7 +230,7 @@ def block_under_policy(jaxpr: ClosedJaxpr, policy: Policy | JaxPolicy, path: str
         )
     # Dead code is removed before naming, so that a policy cannot select arrays that nothing reads.
     jaxpr = compat.dce(established(jaxpr))
-    with compat.classic_rematerialisation():
+    with compat.established_forms():
         return BlockUnderPolicy(jaxpr, name_block(jaxpr, path, inputs), policy)
 
 
@@ -270,7 +270,7 @@ _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool) -> Function:
     def run(*args: Any) -> list[Any]:
-        with compat.classic_rematerialisation(), compat.binding_ours():
+        with compat.established_forms(), compat.binding_ours():
             return list(jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)(*args))
 
     return run
@@ -311,7 +311,7 @@ def _linearisation(
             outputs, changes = jax.jvp(of_live, tuple(primals[index] for index in live), tuple(directions))
             return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
 
-        with compat.classic_rematerialisation():
+        with compat.established_forms():
             # An array that a `custom_jvp` rule closes over becomes a constant of this closed jaxpr, not an input.
             jaxpr = compat.dce(jax.make_jaxpr(push)(primals, directions))
             whole = None if names is None else _along_all(named, primals, live, names)

@@ -173,5 +173,5 @@ def established(jaxpr: ClosedJaxpr) -> Any:
             return None
         return rebind(eqn, inputs, lambda _, body: established(body))
 
-    with compat.classic_rematerialisation():
+    with compat.established_forms():
         return retrace(jaxpr, lambda *args: interpret(jaxpr, args, visit))
