@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from remat_jax.compat.equations import body_of_call as body_of_call
+from remat_jax.compat.equations import given_name as given_name
+from remat_jax.compat.equations import has_own_derivative as has_own_derivative
+from remat_jax.compat.equations import is_checkpoint as is_checkpoint
+from remat_jax.compat.equations import is_jaxpr as is_jaxpr
+from remat_jax.compat.equations import is_of_remat3 as is_of_remat3
+from remat_jax.compat.equations import is_rule as is_rule
+from remat_jax.compat.equations import kind as kind
+from remat_jax.compat.equations import parameters as parameters
 from remat_jax.compat.jaxprs import batched as batched
 from remat_jax.compat.jaxprs import bind as bind
 from remat_jax.compat.jaxprs import closed as closed
@@ -9,7 +18,6 @@ from remat_jax.compat.jaxprs import dce as dce
 from remat_jax.compat.jaxprs import eqn_context as eqn_context
 from remat_jax.compat.jaxprs import hoist_consts as hoist_consts
 from remat_jax.compat.jaxprs import inner_context as inner_context
-from remat_jax.compat.jaxprs import is_jaxpr as is_jaxpr
 from remat_jax.compat.jaxprs import is_plain_jit as is_plain_jit
 from remat_jax.compat.jaxprs import itemsize as itemsize
 from remat_jax.compat.jaxprs import jaxpr_function as jaxpr_function
@@ -32,18 +40,13 @@ from remat_jax.compat.rematerialisation import OFFLOAD as OFFLOAD
 from remat_jax.compat.rematerialisation import bind_checkpoint as bind_checkpoint
 from remat_jax.compat.rematerialisation import bind_established as bind_established
 from remat_jax.compat.rematerialisation import binding_ours as binding_ours
-from remat_jax.compat.rematerialisation import block_name as block_name
+from remat_jax.compat.rematerialisation import block_function as block_function
 from remat_jax.compat.rematerialisation import blocks_around_which as blocks_around_which
 from remat_jax.compat.rematerialisation import checkpoint_parts as checkpoint_parts
 from remat_jax.compat.rematerialisation import chunk_checkpoint as chunk_checkpoint
-from remat_jax.compat.rematerialisation import classic_rematerialisation as classic_rematerialisation
-from remat_jax.compat.rematerialisation import given_name as given_name
-from remat_jax.compat.rematerialisation import hidden_body as hidden_body
 from remat_jax.compat.rematerialisation import is_block as is_block
-from remat_jax.compat.rematerialisation import is_checkpoint as is_checkpoint
 from remat_jax.compat.rematerialisation import is_chunk_policy as is_chunk_policy
 from remat_jax.compat.rematerialisation import kept_names_in as kept_names_in
-from remat_jax.compat.rematerialisation import kind as kind
 from remat_jax.compat.rematerialisation import let_checkpoints_give_way as let_checkpoints_give_way
 from remat_jax.compat.rematerialisation import named as named
 from remat_jax.compat.rematerialisation import names_in as names_in
@@ -55,6 +58,7 @@ from remat_jax.compat.rematerialisation import view as view
 from remat_jax.compat.tracing import axes_of_vmaps as axes_of_vmaps
 from remat_jax.compat.tracing import block_settings as block_settings
 from remat_jax.compat.tracing import bound_axes as bound_axes
+from remat_jax.compat.tracing import established_forms as established_forms
 from remat_jax.compat.tracing import in_loop as in_loop
 from remat_jax.compat.tracing import in_solver as in_solver
 from remat_jax.compat.tracing import is_array as is_array

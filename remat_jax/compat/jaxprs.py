@@ -14,16 +14,22 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
+from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import hijax as _hijax
+from jax._src import linear_util as _linear_util
 from jax._src import mesh as _mesh
 from jax._src import shard_map as _shard_map
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
+
+from remat_jax.compat.equations import changed_parameters, kind
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
 # Stack frames in these files are not the user's. The empty last part of each `os.path.join` appends a separator to a folder.
@@ -48,19 +54,9 @@ def like(jaxpr: Any, template: Any) -> Any:
     return jaxpr if isinstance(template, jex.ClosedJaxpr) else jaxpr.jaxpr
 
 
-def is_jaxpr(value: Any) -> bool:
-    """Whether an equation's parameter is a jaxpr, open or closed."""
-    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
-
-
 def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
-    """Evaluate `eqn` on `inputs` with some parameters changed, as JAX itself would. Keeps source lines and name stacks."""
-    params = {**eqn.params, **changed}
-    if is_jaxpr(changed.get("_prim")):
-        # The parameter `_prim` of a `jax_remat3` region is an object that contains the body.
-        prim = eqn.params["_prim"]
-        params["_prim"] = type(prim)(**{**prim.params, "jaxpr": changed["_prim"]})
-    params = eqn.primitive.get_bind_params(params)
+    """Evaluate `eqn` on `inputs` with some of its `parameters` changed, as JAX would. Keeps source lines and name stacks."""
+    params = eqn.primitive.get_bind_params(changed_parameters(eqn, changed))
     with eqn_context(eqn):
         outputs = eqn.primitive.bind(*inputs, **params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
@@ -154,7 +150,7 @@ def with_params(eqn: Any, changed: dict[str, Any], name_stack: Any = None, invar
     if not changed and same_inputs and (name_stack is None or name_stack == source.name_stack):
         return eqn
     source = source if name_stack is None else source.replace(name_stack=name_stack)
-    return eqn.replace(params={**eqn.params, **changed}, source_info=source, invars=inputs)
+    return eqn.replace(params=changed_parameters(eqn, changed), source_info=source, invars=inputs)
 
 
 def source_line(eqn: Any) -> str:
@@ -187,7 +183,7 @@ def scan_layout(eqn: Any) -> tuple[int, int]:
 
 def is_plain_jit(eqn: Any) -> bool:
     """Whether `eqn` is a `jit` without shardings, layouts or donated operands, so that its body can be inlined."""
-    if eqn.primitive.name not in ("jit", "pjit"):
+    if kind(eqn) != "jit":
         return False
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     laid_out = any(layout is not None for layout in (*eqn.params["in_layouts"], *eqn.params["out_layouts"]))
@@ -239,9 +235,9 @@ def varying_axes(value: Any) -> str:
 def _barriers(*leaves: Any) -> list[Any]:
     """The `leaves`, with one barrier for each group of operands that vary over the same mesh axes."""
     held = list(leaves)
-    kinds = list(map(varying_axes, leaves))
-    for kind in dict.fromkeys(kinds):
-        places = [index for index, other in enumerate(kinds) if other == kind]
+    all_axes = list(map(varying_axes, leaves))
+    for axes in dict.fromkeys(all_axes):
+        places = [index for index, other in enumerate(all_axes) if other == axes]
         for place, value in zip(places, jax.lax.optimization_barrier([leaves[index] for index in places]), strict=True):
             held[place] = value
     return held
@@ -293,6 +289,34 @@ def _map_linear(
 # an error: forward mode is not supported. But `vmap` of a block batches a traced derivative, which contains linear parts. With
 # the rule above, batching works, and only evaluating a linear part raises this error.
 _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
+
+
+def _map_linear_of_object(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, _prim: Any, nz_in_flat: Sequence[bool], **params: Any
+) -> tuple[list[Any], list[int]]:
+    """The batching rule for the linear part of an object's derivative (`jax_custom_vjp3`): that of an equal `custom_lin`."""
+    num_res = params["residuals_tree"].num_leaves
+    cotangents = [aval.to_ct_aval() for aval in _prim.in_avals_flat]
+
+    def bwd(*args: Any) -> tuple[list[Any], Any]:
+        given = [_ad.Zero(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in args[num_res:]]
+        sums = [_ad.ValAccum(aval) for aval, flag in zip(cotangents, nz_in_flat, strict=True) if flag]
+        logs = _ad.fancy_transposes[_linear_of_object_p](
+            given, *args[:num_res], *sums, _prim=_prim, nz_in_flat=nz_in_flat, **params
+        )
+        made = map(operator.methodcaller("freeze"), sums)
+        return [next(made) if flag else _ad.Zero(aval) for aval, flag in zip(cotangents, nz_in_flat, strict=True)], logs
+
+    smooth = params.get("nz_out_flat", [True] * len(_prim.out_avals_flat))  # JAX 0.10 has no such parameter
+    avals = [aval.to_tangent_aval() for aval, flag in zip(_prim.out_avals_flat, smooth, strict=True) if flag]
+    wrapped = _linear_util.wrap_init(bwd, debug_info=_api_util.debug_info("custom_vjp bwd", bwd, tuple(args), {}))
+    in_zeros = [not flag for flag in nz_in_flat]
+    return _map_linear(axis, args, dims, num_res=num_res, bwd=wrapped, out_avals=avals, in_zeros=in_zeros, symbolic_zeros=True)
+
+
+_linear_of_object_p = getattr(_hijax, "call_hi_primitive_linearized_p", None)
+if _linear_of_object_p is not None:
+    _batching.fancy_primitive_batchers[_linear_of_object_p] = _map_linear_of_object
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,32 +17,18 @@ from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import remat as _remat
 
-from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, is_jaxpr, jaxpr_function
-from remat_jax.compat.tracing import setting, traces
+from remat_jax.compat.equations import body_of_call, given_name, is_jaxpr, kind, parameters
+from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, jaxpr_function
+from remat_jax.compat.tracing import established_forms, setting, traced_for, traces
 
 
-def is_checkpoint(eqn: Any) -> bool:
-    """Whether `eqn` is a `jax.checkpoint` region, established or of `jax_remat3`."""
-    return kind(eqn) in ("checkpoint", "remat", "remat2")
-
-
-def checkpoint_parts(eqn: Any) -> tuple[Any, dict[str, Any]]:
+def checkpoint_parts(eqn: Any) -> tuple[Any, Mapping[str, Any]]:
     """The body of a checkpoint region as a closed jaxpr, and its parameters."""
-    params = eqn.params
-    if hidden_body(eqn) is not None:
-        # A `jax_remat3` region has no parameter `differentiated`; its name stack shows whether it is a recomputation.
-        differentiated = "rematted_computation" in str(eqn.source_info.name_stack)
-        params = {**params["_prim"].params, "differentiated": differentiated}
+    params = parameters(eqn)
+    if "differentiated" not in params:
+        # A `jax_remat3` region has no such parameter; its name stack shows whether it is a recomputation.
+        params = {**params, "differentiated": "rematted_computation" in str(eqn.source_info.name_stack)}
     return closed(params["jaxpr"]), params
-
-
-def given_name(eqn: Any) -> str | None:
-    """The name that `jax.ad_checkpoint.checkpoint_name` gave to the output of `eqn`, or None."""
-    if eqn.primitive.name == "name":
-        return eqn.params["name"]
-    if _hi_primitive(eqn) in ("CheckpointName", "CheckpointNameFwd"):
-        return eqn.params["_prim"].params["name"]
-    return None
 
 
 # Operations whose results a block computes again from a parameter instead of keeping them.
@@ -84,8 +70,7 @@ def _made_from_one(leaf: Any) -> Any:
 
 
 def _traces_a_region() -> bool:
-    traced_for = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces())
-    return any(getattr(debug, "traced_for", None) in _REGIONS for debug in traced_for)
+    return any(traced_for(trace) in _REGIONS for trace in traces())
 
 
 def names_in(policy: Any) -> frozenset[str]:
@@ -128,50 +113,22 @@ _MAKERS_OF_KEPT_NAMES = frozenset(
 )
 
 
-def _hi_primitive(eqn: Any) -> str | None:
-    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else None
-
-
-def kind(eqn: Any) -> str:
-    """The name of the primitive of `eqn`; `"checkpoint"` for a region of `jax_remat3`."""
-    return "checkpoint" if _hi_primitive(eqn) == "RematTraced" else eqn.primitive.name
-
-
-def hidden_body(eqn: Any) -> Any | None:
-    """The body of a `jax_remat3` region, a jaxpr; None for other equations.
-
-    `compat.bind(eqn, …, _prim=body)` evaluates the region with another body.
-    """
-    return eqn.params["_prim"].params["jaxpr"] if _hi_primitive(eqn) == "RematTraced" else None
-
-
 def remat3() -> bool:
     """Whether `jax_remat3`, JAX's new rematerialisation, is on."""
     return bool(_config.remat3.value)
 
 
-def classic_rematerialisation() -> contextlib.AbstractContextManager[None]:
-    """Inside this context `jax.checkpoint` and `checkpoint_name` use the established rematerialisation, despite `jax_remat3`.
-
-    `jax_remat3` saves only arrays that were named before differentiation: it recomputes arrays that derivative rules compute,
-    and outputs that derivative rules read (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are functions,
-    except that JAX 0.11.2 calls them for names (and for nothing else).
-    """
-    context: contextlib.AbstractContextManager[None] = _config.remat3(False)
-    return context
-
-
 def named(value: Any, name: str) -> Any:
     """`value`, named by `checkpoint_name` of the established rematerialisation."""
-    with classic_rematerialisation():
+    with established_forms():
         return _ad_checkpoint.checkpoint_name(value, name)
 
 
 def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate the `jax_remat3` region `eqn`, with the closed jaxpr `body`, under the established rematerialisation."""
-    params = eqn.params["_prim"].params
+    params = parameters(eqn)
     prevent = params.get("prevent_cse", True)
-    with eqn_context(eqn), classic_rematerialisation():
+    with eqn_context(eqn), established_forms():
         prevents = prevent if isinstance(prevent, bool) else any(prevent)
         return list(jax.checkpoint(jaxpr_function(body), policy=params["policy"], prevent_cse=prevents)(*inputs))
 
@@ -193,7 +150,7 @@ def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, the body of a loop over chunks, in a checkpoint that saves nothing and does not count as the model's."""
 
     def checkpointed(*args: Any) -> Any:
-        with classic_rematerialisation():
+        with established_forms():
             return jax.checkpoint(function, prevent_cse=False, policy=_keeps_nothing)(*args)
 
     return checkpointed
@@ -235,7 +192,9 @@ def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
 
     @functools.wraps(call)
     def call_or_evaluate(self: Any, *args: Any) -> Any:
-        return self.expand(*args) if not _binding_ours.get() and gives_way(self.jaxpr) else call(self, *args)
+        if _binding_ours.get() or not gives_way(self.jaxpr):
+            return call(self, *args)
+        return jax.tree.unflatten(self.out_tree, jaxpr_function(self.jaxpr)(*jax.tree.leaves(args)))
 
     region.__call__ = call_or_evaluate
 
@@ -292,8 +251,8 @@ def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
     for eqn in jaxpr.jaxpr.eqns:
         verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
         if type(verdict).__name__ == "Offloadable":
-            names.append(given_name(eqn) or eqn.primitive.name)
-        for value in eqn.params.values():
+            names.append(given_name(eqn) or kind(eqn))
+        for value in parameters(eqn).values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if is_jaxpr(inner):
                     names += offloaded_by(policy, closed(inner))
@@ -307,9 +266,20 @@ _REPLACING, _KEEPING = f"{_BLOCK_NAME}_in_place", f"{_BLOCK_NAME}_inside"
 _block_name: ContextVar[str] = ContextVar("block_name", default=_BLOCK_NAME)
 
 
-def block_name() -> str:
-    """The name to give to the function of a new block in this context."""
-    return _block_name.get()
+def block_function(run: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A new block that computes `run` and has this derivative rule, as for `jax.custom_jvp` with `symbolic_zeros`.
+
+    The call is a `custom_jvp_call` of JAX, despite `jax_custom_jvp3` (`established_forms`).
+    """
+    run.__name__ = run.__qualname__ = _block_name.get()
+    block = jax.custom_jvp(run)
+    block.defjvp(rule, symbolic_zeros=True)
+
+    def bind_block(*args: Any) -> Any:
+        with established_forms():
+            return block(*args)
+
+    return bind_block
 
 
 def blocks_around_which(*, checkpoints_stay: bool) -> contextlib.AbstractContextManager[None]:
@@ -328,7 +298,7 @@ def is_block(eqn: Any) -> bool:
 
 
 def _name_of_block(eqn: Any) -> str:
-    if eqn.primitive.name != "custom_jvp_call":
+    if kind(eqn) != "custom_jvp_call":
         return ""
-    debug = getattr(eqn.params["call_jaxpr"].jaxpr, "debug_info", None)
+    debug = getattr(body_of_call(eqn), "debug_info", None)
     return str(getattr(debug, "func_src_info", "")).partition(" ")[0]

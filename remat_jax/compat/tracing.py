@@ -44,10 +44,10 @@ def _traces_inside_differentiation() -> Iterator[Any]:
 
 def _is_loop(trace: Any) -> bool:
     """Whether `trace` traces the body of a loop."""
-    return _traced_for(trace) in _LOOPS
+    return traced_for(trace) in _LOOPS
 
 
-def _traced_for(trace: Any) -> str | None:
+def traced_for(trace: Any) -> str | None:
     """JAX's word for what `trace` traces."""
     debug = getattr(getattr(trace, "frame", None), "debug_info", None)
     return getattr(debug, "traced_for", None)
@@ -70,7 +70,7 @@ def in_loop(*, around_gradient: bool = True) -> bool:
 
 def in_solver() -> bool:
     """Whether the current trace is inside the `solve` of a `custom_linear_solve`, which JAX does not differentiate."""
-    return any(_traced_for(trace) in _SOLVERS for trace in _traces())
+    return any(traced_for(trace) in _SOLVERS for trace in traces())
 
 
 # The first is the solver. The second is the solver of the transposed function.
@@ -232,9 +232,28 @@ def trace_settings() -> Any:
     return _config.trace_context()
 
 
+@contextlib.contextmanager
+def established_forms() -> Iterator[None]:
+    """Inside this context checkpoints, names and `custom_jvp` calls have JAX's established form, whatever its flags say.
+
+    With `jax_remat3`, JAX saves only arrays that were named before differentiation: it recomputes arrays that derivative rules
+    compute, and outputs that derivative rules read (exp, tanh, softmax). Before JAX 0.12 it also ignores policies that are
+    functions, except that JAX 0.11.2 calls them for names (and for nothing else). With `jax_custom_jvp3`, JAX finds out what
+    `vmap` maps from the function alone, and rejects a derivative that depends on more mapped values than the result.
+    """
+    with contextlib.ExitStack() as flags:
+        for flag in ("remat3", "custom_jvp3"):
+            if hasattr(_config, flag):  # JAX 0.10 has no custom_jvp3
+                flags.enter_context(getattr(_config, flag)(False))
+        yield
+
+
 def block_settings() -> Any:
-    """`trace_settings` without the contexts of `reaches_blocks=False`, so that active policies do not change the result."""
-    with contextlib.ExitStack() as defaults:
+    """The `trace_settings` on which a block's own trace depends.
+
+    Blocks have `established_forms`. Values of contexts with `reaches_blocks=False`, such as the active policies, do not count.
+    """
+    with established_forms(), contextlib.ExitStack() as defaults:
         for context, default in _outside_blocks:
             defaults.enter_context(context(default))
         return trace_settings()

@@ -17,7 +17,6 @@ from remat_jax.core.walk import bodies, equations
 # the fourth level, two rules count as alike only if their function recurs: it is the same program as a function at one of the
 # three outer levels. For example, the rule of softmax calls softmax.
 _DEEPEST = 3
-_RULE = "jvp_jaxpr_fun"
 
 
 class Original:
@@ -45,15 +44,17 @@ def holds_arrays(jaxpr: ClosedJaxpr) -> bool:
 def holds_functions(jaxpr: ClosedJaxpr) -> bool:
     """Whether a parameter of an equation is a function that may close over arrays; rules of `custom_jvp` do not count."""
     return any(
-        callable(value) and not isinstance(value, type | jax.sharding.Mesh) and key != _RULE and not compat.is_jaxpr(value)
+        callable(value)
+        and not isinstance(value, type | jax.sharding.Mesh)
+        and not (compat.is_rule(key) or compat.is_jaxpr(value))
         for eqn in equations(jaxpr)
-        for key, value in eqn.params.items()
+        for key, value in compat.parameters(eqn).items()
     )
 
 
 def has_plain_rules(jaxpr: ClosedJaxpr, depth: int = 0) -> bool:
     """Whether the rules of every `custom_jvp` in the closed `jaxpr` can be traced, and hold neither arrays nor functions."""
-    rules = (_rule(eqn) for eqn in equations(jaxpr) if eqn.primitive.name == "custom_jvp_call")
+    rules = (_rule(eqn) for eqn in equations(jaxpr) if compat.kind(eqn) == "custom_jvp_call")
     return not any(
         rule is None
         or holds_arrays(rule)
@@ -92,14 +93,15 @@ class _Comparison:
         return _read_alike(names, program.jaxpr.outvars, other.jaxpr.outvars)
 
     def _equations(self, eqn: JaxprEqn, other: Any, names: dict[Any, Any]) -> bool:
-        if eqn.primitive is not other.primitive or eqn.ctx is not other.ctx or set(eqn.params) != set(other.params):
+        params, others = compat.parameters(eqn), compat.parameters(other)
+        if eqn.primitive is not other.primitive or eqn.ctx is not other.ctx or params.keys() != others.keys():
             return False
         if self.scopes(eqn.source_info.name_stack) != other.source_info.name_stack:
             return False
         if not _read_alike(names, eqn.invars, other.invars):
             return False
-        different = [key for key, value in eqn.params.items() if not self._values(value, other.params[key])]
-        if eqn.primitive.name == "custom_jvp_call" and different == [_RULE] and not eqn.params["symbolic_zeros"]:
+        different = [key for key, value in params.items() if not self._values(value, others[key])]
+        if len(different) == 1 and compat.is_rule(different[0]) and not params["symbolic_zeros"]:
             return self._rules_alike(eqn, other)
         return not different
 
@@ -122,7 +124,7 @@ class _Comparison:
         return (value == other) is True
 
     def _rules_alike(self, eqn: JaxprEqn, other: Any) -> bool:
-        function = eqn.params["call_jaxpr"]
+        function = bodies(eqn)[0]
         if len(self.around) == _DEEPEST:
             return any(self.programs(outer, function) for outer in self.around)
         if id(eqn) not in self.rules:

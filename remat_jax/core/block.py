@@ -159,10 +159,6 @@ class BlockUnderPolicy:
         def run(*primals: Any) -> list[Any]:
             return _reading(compat.jaxpr_function(self.jaxpr), size, rows)(*primals)
 
-        # `replan` recognises our blocks by this name.
-        run.__name__ = run.__qualname__ = compat.block_name()
-        block = jax.custom_jvp(run)
-
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
             if (blocks := _differentiated.get()) is not None:
@@ -189,8 +185,7 @@ class BlockUnderPolicy:
             with bound():
                 return jvp(primals, tangents)
 
-        block.defjvp(jvp_with_axes, symbolic_zeros=True)
-        return block
+        return compat.block_function(run, jvp_with_axes)
 
     def _linearised_under_policy(
         self, primals: Sequence[Any], directions: Sequence[Any], live: Sequence[int], staying: Iterable[int]
@@ -239,7 +234,7 @@ def block_under_policy(jaxpr: ClosedJaxpr, policy: Policy | JaxPolicy, path: str
         )
     # Dead code is removed before naming, so that a policy cannot select arrays that nothing reads.
     jaxpr = compat.dce(established(jaxpr))
-    with compat.classic_rematerialisation():
+    with compat.established_forms():
         return BlockUnderPolicy(jaxpr, name_block(jaxpr, path, inputs), policy)
 
 
@@ -282,7 +277,7 @@ _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool) -> Function:
     def run(*args: Any) -> list[Any]:
-        with compat.classic_rematerialisation(), compat.binding_ours():
+        with compat.established_forms(), compat.binding_ours():
             return list(jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)(*args))
 
     return run
@@ -323,7 +318,7 @@ def _linearisation(
             outputs, changes = jax.jvp(of_live, tuple(primals[index] for index in live), tuple(directions))
             return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
 
-        with compat.classic_rematerialisation():
+        with compat.established_forms():
             # An array that a `custom_jvp` rule closes over becomes a constant of this closed jaxpr, not an input.
             jaxpr = compat.dce(jax.make_jaxpr(push)(primals, directions))
             whole = None if names is None else _along_all(named, primals, live, names)
@@ -357,7 +352,7 @@ def _linearised_along_all(avals: Sequence[Any], linearised: Callable[[Any, Linea
 
 
 def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names: NamedBlock) -> Named | None:
-    """The linearisation along every input with a derivative; None if `live` already is every smooth input, or if tracing fails."""
+    """The linearisation along every input with a derivative; None if tracing fails, or if `live` is every smooth input."""
     avals = [compat.type_of(value) for value in primals]
     if list(live) == [index for index, aval in enumerate(avals) if is_smooth(aval)]:
         return None

@@ -10,10 +10,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from remat_jax import compat
 from remat_jax.core.walk import bodies
 
-# Primitives that evaluate their one inner jaxpr on their own operands.
-CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "checkpoint", "remat", "remat2", "custom_jvp_call"}
-)
+# Equations of these kinds evaluate their one inner jaxpr on their own operands, and their outputs depend on nothing else.
+CALLS = frozenset({"jit", "call", "shard_map", "checkpoint", "custom_jvp_call"})
 
 Leaf = Callable[[Any, list[bool]], bool]
 """`leaf(eqn, flags)`: whether the outputs of an equation have the property, given whether its inputs have it."""

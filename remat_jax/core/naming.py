@@ -43,7 +43,7 @@ from remat_jax.policy import Candidate
 # JAX's partial evaluation applies a checkpoint's policy also to the equations inside these primitives. `checkpoint` is one of
 # them, so an outer policy reaches into a nested checkpoint. Inside other primitives with a body (`while`, `pallas_call`) a
 # policy keeps nothing; it can keep only their outputs.
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"})
+_CALLS = frozenset({"jit", "call", "checkpoint"})
 _CONTROL = frozenset({"scan", "cond", "shard_map"})
 # A complex array is named on its real and imaginary parts. The `complex` equation that joins them needs no name.
 _UNNAMED = _CALLS | {"complex"}
@@ -138,7 +138,7 @@ class _Values:
     def of_outputs(self, eqn: JaxprEqn, inputs: Sequence[int]) -> list[int]:
         """The numbers of an equation's outputs, from the numbers of its inputs."""
         params = () if bodies(eqn) else tuple((key, _hashable(value)) for key, value in eqn.params.items())
-        return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
+        return [self.number(compat.kind(eqn), place, params, *inputs) for place in range(len(eqn.outvars))]
 
     def of_inner(self, eqn: JaxprEqn, inputs: Sequence[int], primal_only: Sequence[bool]) -> list[int]:
         """The numbers of an inner jaxpr's inputs. The inputs of a call have the numbers of its operands.
@@ -146,10 +146,10 @@ class _Values:
         In a loop or branch, the inputs that depend on primals only (`primal_only`) are numbered by their position among these
         inputs; all other inputs share one number.
         """
-        if eqn.primitive.name in _CALLS and len(inputs) == len(primal_only):
+        if compat.kind(eqn) in _CALLS and len(inputs) == len(primal_only):
             return list(inputs)
         places = (place if flag else -1 for place, flag in zip(itertools.accumulate(primal_only), primal_only, strict=True))
-        return [self.number(eqn.primitive.name, "inner", place) for place in places]
+        return [self.number(compat.kind(eqn), "inner", place) for place in places]
 
     def name(self, value: tuple[int, str], new: Callable[[], str]) -> str:
         """The next unused name that `whole` gives to an equal value; if there is none, `new()`."""
@@ -218,7 +218,7 @@ class _Namer:
 
             if compat.given_name(eqn) is not None:
                 outputs = inputs
-            elif eqn.primitive.name in _CALLS | _CONTROL:
+            elif compat.kind(eqn) in _CALLS | _CONTROL:
                 outputs = rebind(eqn, inputs, inside)
             else:
                 outputs = compat.bind(eqn, inputs)
@@ -236,9 +236,9 @@ class _Namer:
     ) -> Any:
         if names:
             return self._given(value, names, eqn)
-        if not primal_only or eqn.primitive.name in _UNNAMED or compat.given_name(eqn) is not None:
+        where, primitive = "/".join((*self.path, *path)), compat.kind(eqn)
+        if not primal_only or primitive in _UNNAMED or compat.given_name(eqn) is not None:
             return value
-        where, primitive = "/".join((*self.path, *path)), eqn.primitive.name
         name = self.values.name((number, where), lambda: self.next(where, primitive))
         return self.name(value, _candidate(name, eqn))
 
@@ -300,4 +300,4 @@ def _user_named(name: str, producer: Any) -> Candidate:
 
 def _candidate(name: str, eqn: JaxprEqn) -> Candidate:
     avals = [atom.aval for atom in eqn.invars]
-    return Candidate(name, eqn.primitive.name, has_batch_dims=has_batch_dims(eqn.primitive.name, avals, eqn.params))
+    return Candidate(name, compat.kind(eqn), has_batch_dims=has_batch_dims(eqn.primitive.name, avals, eqn.params))

@@ -10,6 +10,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from remat_jax import compat
+from remat_jax.core.flow import CALLS
 from remat_jax.core.shared import is_taken, offloaded_name
 from remat_jax.core.walk import bodies
 
@@ -17,9 +18,7 @@ from remat_jax.core.walk import bodies
 _SAME = frozenset(
     {"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient", "shared_input_choice"}
 )
-_CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call", "custom_vjp_call", "remat2"}
-)
+_CALLS = CALLS | {"custom_vjp_call"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Origin:
       scanned: whether the array is a scan's stacked output, with one row for each iteration.
       layers: the layers to which the array belongs, if it was traced for some layers only; else None.
       aliases: other residual names of the same array: a block's input is often the output of the previous block.
+      named_input: if the array is an input of the jaxpr that got its name there, the index of the input.
     """
 
     key: Any
@@ -43,6 +43,7 @@ class Origin:
     scanned: bool = False
     layers: range | None = None
     aliases: tuple[str, ...] = ()
+    named_input: int | None = None
 
 
 def origin(jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
@@ -67,21 +68,24 @@ def origin(jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range |
                 # output. The outer name `name` only says that a `custom_jvp_call` computes the array.
                 return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
             source = compat.source_line(makers.get(eqn.invars[0]) or eqn)
-            return Origin(atom, "named", name, source, layers=here, aliases=aliases)
+            named_input = under.key[1] if under.kind == "argument" else under.named_input
+            return Origin(atom, "named", name, source, layers=here, aliases=aliases, named_input=named_input)
         if eqn.primitive.name in _SAME or _divides_a_stack(eqn):
             atom = eqn.invars[index]
-        elif eqn.primitive.name in _CALLS:
+        elif compat.kind(eqn) in _CALLS:
             body = bodies(eqn)[0].jaxpr
             inner = origin(body, body.outvars[index], outer + compat.scopes(eqn), here)
             if inner.kind != "argument":
-                return replace(inner, key=(atom, inner.key))
+                inner = replace(inner, key=(atom, inner.key))
+                place = inner.named_input
+                return inner if place is None else _with_names_of(origin(jaxpr, eqn.invars[place], outer, layers), inner)
             atom = eqn.invars[inner.key[1]]
         elif eqn.primitive.name == "scan":
             inner = _through_scan(eqn, index, outer + compat.scopes(eqn), here)
             if inner.kind != "argument":
                 # A scan returns its final carry first, then its stacked outputs.
                 is_stacked = index >= compat.scan_layout(eqn)[1]
-                return replace(inner, key=(atom, inner.key), scanned=inner.scanned or is_stacked)
+                return replace(inner, key=(atom, inner.key), scanned=inner.scanned or is_stacked, named_input=None)
             atom = eqn.invars[inner.key[1]]
         else:
             return _made_here(eqn, atom, outer + compat.scopes(eqn), here)
@@ -97,6 +101,13 @@ def _makers(jaxpr: Jaxpr) -> dict[Any, Any]:
     if jaxpr not in _known_makers:
         _known_makers[jaxpr] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     return _known_makers[jaxpr]
+
+
+def _with_names_of(operand: Origin, inner: Origin) -> Origin:
+    """The origin `inner` of an output of a call, which is an input of the call that got its name there: `operand` outside."""
+    names = (operand.name, *operand.aliases) if operand.kind == "named" else ()
+    place = operand.key[1] if operand.kind == "argument" else operand.named_input
+    return replace(inner, aliases=(*inner.aliases, *names), named_input=place)
 
 
 def _is_unread_slice(eqn: JaxprEqn) -> bool:
@@ -119,8 +130,8 @@ def _made_here(eqn: JaxprEqn, atom: Any, path: tuple[str, ...], layers: range | 
     named = [source for source in origins if source.kind == "named"]
     if named:
         names = dict.fromkeys(name for source in named for name in (source.name, *source.aliases))
-        return replace(named[0], key=(atom, named[0].key), aliases=tuple(names)[1:])
-    return Origin(atom, "equation", f"{'/'.join(path)}:{eqn.primitive.name}", compat.source_line(eqn), layers=layers)
+        return replace(named[0], key=(atom, named[0].key), aliases=tuple(names)[1:], named_input=None)
+    return Origin(atom, "equation", f"{'/'.join(path)}:{compat.kind(eqn)}", compat.source_line(eqn), layers=layers)
 
 
 def _through_scan(eqn: JaxprEqn, index: int, path: tuple[str, ...], layers: range | None) -> Origin:

@@ -120,11 +120,11 @@ def region_body(eqn: JaxprEqn) -> Any | None:
     if compat.is_block(eqn):
         if _leaving_blocks.get() and compat.replaces_checkpoints(eqn) is not None:
             return None
-        body = compat.closed(eqn.params["call_jaxpr"])
+        body = bodies(eqn)[0]
         inside = body.jaxpr.eqns
         # A tied block is a block whose body is one block.
         return region_body(inside[0]) if len(inside) == 1 and compat.is_block(inside[0]) else body
-    if not compat.is_checkpoint(eqn) or compat.is_chunk_policy(eqn.params.get("policy")):
+    if not compat.is_checkpoint(eqn) or compat.is_chunk_policy(compat.parameters(eqn).get("policy")):
         return None
     body, params = compat.checkpoint_parts(eqn)
     if params.get("differentiated"):
@@ -158,25 +158,20 @@ def established(jaxpr: ClosedJaxpr) -> Any:
     Returns `jaxpr` itself if it has none. JAX's policies ignore `jax_remat3` names and cannot keep arrays inside `jax_remat3`
     regions, so named arrays would silently be recomputed.
     """
-    if not any(map(_is_new, equations(jaxpr))):
+    if not any(map(compat.is_of_remat3, equations(jaxpr))):
         return jaxpr
 
     def visit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
-        name, region = compat.given_name(eqn), compat.hidden_body(eqn)
-        if region is not None:
-            return compat.bind_established(eqn, established(compat.closed(region)), inputs)
-        if name is not None and _is_new(eqn):
+        if compat.is_of_remat3(eqn):
+            name = compat.given_name(eqn)
+            if name is None:
+                return compat.bind_established(eqn, established(bodies(eqn)[0]), inputs)
             with compat.eqn_context(eqn):
                 return [compat.named(inputs[0], name)]
         # Leave functions with a custom derivative: JAX traces their rules later, perhaps with another value of `jax_remat3`.
-        if eqn.primitive.name.startswith("custom_") or not bodies(eqn):
+        if compat.has_own_derivative(eqn) or not bodies(eqn):
             return None
         return rebind(eqn, inputs, lambda _, body: established(body))
 
-    with compat.classic_rematerialisation():
+    with compat.established_forms():
         return retrace(jaxpr, lambda *args: interpret(jaxpr, args, visit))
-
-
-def _is_new(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` is a region or a name of `jax_remat3`."""
-    return compat.hidden_body(eqn) is not None or (compat.given_name(eqn) is not None and eqn.primitive.name != "name")

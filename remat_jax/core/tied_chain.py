@@ -184,7 +184,7 @@ def _left_on_host(
 def _steps(jaxpr: ClosedJaxpr) -> tuple[Any, ...]:
     """A key: the primitives and output types of the equations of a jaxpr, also inside loops and calls."""
     return tuple(
-        (eqn.primitive.name, tuple(str(out.aval) for out in eqn.outvars), tuple(map(_steps, bodies(eqn)))) for eqn in jaxpr.eqns
+        (compat.kind(eqn), tuple(str(out.aval) for out in eqn.outvars), tuple(map(_steps, bodies(eqn)))) for eqn in jaxpr.eqns
     )
 
 
@@ -196,7 +196,7 @@ def _linkable(value: Any) -> bool:
 def _shares(block: BlockUnderPolicy, values: Sequence[Any]) -> bool:
     """Whether a batched `custom_vjp` in the block may have an unbatched result, which JAX 0.10 cannot differentiate."""
     batched = any(type(value).__name__ == "BatchTracer" for value in values)
-    return batched and any(eqn.primitive.name.startswith("custom_vjp") for eqn in equations(block.jaxpr))
+    return batched and any(compat.kind(eqn).startswith("custom_vjp") for eqn in equations(block.jaxpr))
 
 
 def _differentiated(value: Any) -> bool:

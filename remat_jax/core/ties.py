@@ -44,10 +44,6 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
     def run(*primals: Any) -> list[Any]:
         return block(*primals)
 
-    # `replan` recognises a tied block by this name.
-    run.__name__ = run.__qualname__ = compat.block_name()
-    tied_block = jax.custom_jvp(run)
-
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
         if not live:
@@ -59,8 +55,7 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
         changes, _ = bind_linear(held, residuals, outputs, [tangents[index] for index in live])
         return outputs, [changes[index] if index in changes else zero_tangent(out) for index, out in enumerate(outputs)]
 
-    tied_block.defjvp(jvp, symbolic_zeros=True)
-    return tied_block
+    return compat.block_function(run, jvp)
 
 
 Links = tuple[Reading | None, ...]

@@ -83,10 +83,9 @@ def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> dict[str, Any]:
-    """The jaxprs of `eqn`: parameter → jaxpr or tuple (branches of a `cond`). A `jax_remat3` region has its body in `_prim`."""
-    hidden = compat.hidden_body(eqn)
-    jaxprs = {} if hidden is None else {"_prim": hidden}
-    for key, value in eqn.params.items():
+    """The jaxprs of `eqn`: parameter (`compat.parameters`) → jaxpr or tuple (branches of a `cond`)."""
+    jaxprs = {}
+    for key, value in compat.parameters(eqn).items():
         if compat.is_jaxpr(value):
             jaxprs[key] = value
         elif isinstance(value, tuple):
@@ -108,10 +107,10 @@ def differentiated_bodies(eqn: JaxprEqn) -> list[Any]:
 
     JAX differentiates functions with a custom derivative by their rules, and of a linear solver only the linear function.
     """
-    name = eqn.primitive.name
-    if name.startswith(("custom_jvp_call", "custom_vjp_call")):
+    if compat.has_own_derivative(eqn):
         return []
-    return [compat.closed(eqn.params["jaxprs"].matvec)] if name == "custom_linear_solve" else bodies(eqn)
+    is_solve = eqn.primitive.name == "custom_linear_solve"
+    return [compat.closed(eqn.params["jaxprs"].matvec)] if is_solve else bodies(eqn)
 
 
 def is_differentiated(eqn: JaxprEqn, body: ClosedJaxpr) -> bool:

@@ -11,7 +11,7 @@ from remat_jax import compat
 from remat_jax.core.flow import CALLS
 from remat_jax.core.walk import inner_jaxprs
 
-_CALLS = CALLS | {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CALLS = CALLS | {"custom_vjp_call"}
 # Primitives that return their operands unchanged.
 _SAME = frozenset({"name", "optimization_barrier", "reduce_precision", "copy", "copy_p", "mul_identity", "stop_gradient"})
 _SAME_VALUE = frozenset({"device_put", "sharding_constraint", "pvary", "pcast"})
@@ -53,7 +53,7 @@ class FlatEqn:
     @property
     def primitive(self) -> str:
         """The name of the equation's primitive."""
-        return str(self.eqn.primitive.name)
+        return compat.kind(self.eqn)
 
     @property
     def share(self) -> float:
@@ -120,7 +120,7 @@ def _run(jaxpr: Any, inputs: Sequence[Array], eqns: list[FlatEqn]) -> list[Array
 
 
 def _results(eqn: Any, arguments: list[Array], eqns: list[FlatEqn]) -> list[Array]:
-    given_name, primitive = compat.given_name(eqn), eqn.primitive.name
+    given_name, primitive = compat.given_name(eqn), compat.kind(eqn)
     if given_name is not None:
         if given_name not in arguments[0].names:
             arguments[0].names.append(given_name)

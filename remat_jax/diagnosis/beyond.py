@@ -157,9 +157,7 @@ def _changed(jaxpr: Any, change: Change) -> Any:
 
 def _flat(jaxpr: Any) -> Any:
     """The closed `jaxpr`, in which each `jit` that contains a matmul is inlined."""
-    return inlined(
-        jaxpr, lambda eqn: eqn.primitive.name in ("jit", "pjit") and any(map(_is_product, equations(bodies(eqn)[0])))
-    )
+    return inlined(jaxpr, lambda eqn: compat.kind(eqn) == "jit" and any(map(_is_product, equations(bodies(eqn)[0]))))
 
 
 def _is_product(eqn: Any) -> bool:

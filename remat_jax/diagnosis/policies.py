@@ -224,7 +224,7 @@ def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
 
 def _is_expensive(eqn: Any) -> bool:
     """Whether `eqn` is a call of a custom kernel, or a loop or `custom_vjp` call that contains such calls or matmuls."""
-    if not eqn.primitive.name.startswith(("scan", "while", "custom_vjp_call")):
+    if compat.kind(eqn) not in ("scan", "while", "custom_vjp_call"):
         return _is_kernel(eqn)
     inside = [inner for body in bodies(eqn) for inner in equations(body)]
     return any(inner.primitive.name in MATMULS or _is_kernel(inner) for inner in inside)

@@ -340,7 +340,7 @@ def body_of(region: Any) -> Any:
 
 def contains_live_region(eqn: Any) -> bool:
     """Whether `eqn` contains a region that is not differentiated yet."""
-    if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
+    if compat.has_own_derivative(eqn):
         return False
     return any(is_region(inner) or contains_live_region(inner) for body in bodies(eqn) for inner in body.jaxpr.eqns)
 

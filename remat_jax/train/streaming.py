@@ -17,9 +17,8 @@ from remat_jax.core.walk import bodies, filled, interpret, retrace, variables
 # The path of an array in a pytree.
 Path = tuple[Any, ...]
 
+_CALLS = ("jit", "call")
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Stream:
         order: Iterable[int],
     ) -> None:
         # Inline calls that return several arrays, because such an equation would compute several leaves at once.
-        jaxpr = inlined(jaxpr, lambda eqn: eqn.primitive.name in _CALLS and sum(var.aval.ndim > 0 for var in eqn.outvars) > 1)
+        jaxpr = inlined(jaxpr, lambda eqn: compat.kind(eqn) in _CALLS and sum(var.aval.ndim > 0 for var in eqn.outvars) > 1)
         inner = jaxpr.jaxpr
         self.to_host, self.order = to_host, order
         self.outvars, self.eqns = inner.outvars, inner.eqns
