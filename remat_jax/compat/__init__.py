@@ -82,6 +82,7 @@ from remat_jax.compat.versions import limits as limits
 from remat_jax.compat.versions import miscompiles_scanned_offload as miscompiles_scanned_offload
 from remat_jax.compat.versions import refuse_miscompiled_offload as refuse_miscompiled_offload
 from remat_jax.compat.versions import require_named_policies as require_named_policies
+from remat_jax.compat.versions import upgrade_flags as upgrade_flags
 from remat_jax.compat.versions import warn_of_lost_threads as warn_of_lost_threads
 from remat_jax.compat.xla import CUDNN_REMEDY as CUDNN_REMEDY
 from remat_jax.compat.xla import GPU_COMPILER_ENVIRONMENT as GPU_COMPILER_ENVIRONMENT

@@ -58,7 +58,7 @@ def changed_parameters(eqn: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kind(eqn: Any) -> str:
-    """What `eqn` does: `checkpoint`, `custom_jvp_call`, `custom_vjp_call`, `jit` or `call`, whatever its primitive is called.
+    """What `eqn` does: `checkpoint`, `custom_jvp_call`, `custom_vjp_call`, `jit`, `call` or `name`, whatever its primitive is.
 
     Otherwise the name of its primitive, or of the class of the object that it calls. `custom_jvp_call` and `custom_vjp_call`
     take the operands of the function; the objects that JAX makes of them for other operands have other kinds.
@@ -68,6 +68,8 @@ def kind(eqn: Any) -> str:
         for role, has_role in _ROLES.items():
             if has_role(params):
                 return role
+    if given_name(eqn) is not None:
+        return "name"
     return str(eqn.primitive.name) if called is None else type(called).__name__
 
 
