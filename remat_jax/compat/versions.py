@@ -90,9 +90,8 @@ def require_named_policies() -> None:
 
 def upgrade_flags() -> tuple[str, ...]:
     """The names of the flags that this JAX marks as upgrades: it will switch them on by default in a future version."""
-    return tuple(
-        name for name, (*_, about) in jax.config.meta.items() if _config.UPGRADE_BOOL_HELP in (about.get("help") or "")
-    )
+    helps = {name: about.get("help") or "" for name, (*_, about) in jax.config.meta.items()}
+    return tuple(name for name, text in helps.items() if _config.UPGRADE_BOOL_HELP in text)
 
 
 # The upgrade flags under which remat_jax is tested: each alone, and all together without jax_scan3.
@@ -119,13 +118,13 @@ def _limits_of_flags() -> Iterator[str]:
     on = [name for name in upgrade_flags() if getattr(jax.config, name)]
     if "jax_scan3" in on and not _scans_have_gradients():
         yield (
-            f"jax_scan3=True with JAX {jax.__version__}: JAX has no gradient of lax.scan and ignores its reverse=True, so scanned "
-            'layers, in_chunks and micro-batches do not train: jax.config.update("jax_scan3", False)'
+            f"jax_scan3=True with JAX {jax.__version__}: JAX has no gradient of lax.scan and ignores its reverse=True, so "
+            'scanned layers, in_chunks and micro-batches do not train: jax.config.update("jax_scan3", False)'
         )
     if "jax_remat3" in on and JAX_VERSION >= (0, 12, 0):
         yield (
-            "jax_remat3=True: outside the blocks of a policy, JAX saves no array that is named inside a derivative rule; blocks "
-            "use JAX's established rematerialisation and are not affected"
+            "jax_remat3=True: outside the blocks of a policy, JAX saves no array that is named inside a derivative rule; "
+            "blocks use JAX's established rematerialisation and are not affected"
         )
     for name in on:
         if name not in _TESTED_FLAGS:
