@@ -46,8 +46,8 @@ class Version:
 
 
 REMAT3, DERIVATIVES = ("jax_remat3",), ("jax_custom_jvp3", "jax_custom_vjp3")
-# Python 3.11 with JAX 0.10.2 and PyTorch, without flags, is what `make test` runs. tests/test_upgrade_flags.py runs in each row,
-# and tries every upgrade flag of that JAX.
+# Python 3.11 with JAX 0.10.2 and PyTorch, without flags, is what `make test` runs. Every upgrade flag of the row's JAX is tried
+# by tests/test_upgrade_flags.py.
 VERSIONS = (
     Version("3.11", "0.10.2", REMAT3),
     Version("3.12", "0.11.2"),
