@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from remat_jax.compat.equations import body_of_call as body_of_call
+from remat_jax.compat.equations import fixed_arguments as fixed_arguments
 from remat_jax.compat.equations import given_name as given_name
 from remat_jax.compat.equations import has_own_derivative as has_own_derivative
 from remat_jax.compat.equations import is_checkpoint as is_checkpoint

@@ -1,4 +1,4 @@
-"""Recognises what an equation does by its parameters: one release of JAX and the next give the same thing different primitives.
+"""Recognises what an equation does by its parameters, because its primitive changes between releases and flags of JAX.
 
 JAX writes some equations as a call of an object (`jax.experimental.hijax`): the only parameter of the equation is the object,
 which has parameters of its own. With the flags `jax_remat3`, `jax_custom_jvp3` and `jax_custom_vjp3`, checkpoint regions, names
@@ -36,6 +36,11 @@ def _is_traced_function(value: Any) -> bool:
     return not is_jaxpr(value) and is_jaxpr(getattr(value, "jaxpr", None))
 
 
+def fixed_arguments(eqn: Any) -> Any:
+    """The types of the arguments of the object that `eqn` calls, with the values of its non-differentiable arguments."""
+    return getattr(_called_object(eqn), "in_avals", None)
+
+
 def changed_parameters(eqn: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
     """`eqn.params` with some of `parameters(eqn)` changed. A new jaxpr must have the types of the jaxpr that it replaces."""
     called = _called_object(eqn)
@@ -64,7 +69,7 @@ def kind(eqn: Any) -> str:
     take the operands of the function; the objects that JAX makes of them for other operands have other kinds.
     """
     called, params = _called_object(eqn), parameters(eqn)
-    if any(map(is_jaxpr, params.values())) and (called is None or _takes_operands(eqn, params)):
+    if _takes_operands(eqn, params):
         for role, has_role in _ROLES.items():
             if has_role(params):
                 return role
