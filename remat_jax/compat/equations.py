@@ -52,7 +52,7 @@ def changed_parameters(eqn: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
         before = called.params[key]
         if _is_traced_function(before):
             # The other slots of a traced function cache what JAX derived from its old jaxpr.
-            traced = type(before).__new__(type(before))
+            traced: Any = object.__new__(type(before))
             for slot in type(before).__slots__:
                 setattr(traced, slot, getattr(before, slot))
             traced._params, traced._lojax, traced._closure_converted = {**before._params, "jaxpr": value}, None, None
