@@ -56,7 +56,7 @@ test-versions: $(STAMP)  ## run the tests that need no PyTorch on the oldest, a 
 
 .PHONY: test-newest
 test-newest: $(STAMP)  ## run a representative part of them with the newest JAX, where there is a Python for it
-	$(BIN)/python -m tests.versions --if-there --jax newest --remat3 off -m versions $(ARGS)
+	$(BIN)/python -m tests.versions --if-there --jax newest --flags none -m versions $(ARGS)
 
 PAIRS := .venv-pairs
 .PHONY: test-pairs

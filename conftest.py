@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +291,23 @@ def remat3() -> Iterator[None]:
     jax.config.update("jax_remat3", True)
     yield
     jax.config.update("jax_remat3", before)
+
+
+@pytest.fixture
+def with_flags() -> Iterator[Callable[[Iterable[str]], None]]:
+    """A function that switches flags of JAX on for the rest of the test."""
+    import jax
+
+    before: dict[str, Any] = {}
+
+    def switch_on(flags: Iterable[str]) -> None:
+        for flag in flags:
+            before.setdefault(flag, getattr(jax.config, flag))
+            jax.config.update(flag, True)
+
+    yield switch_on
+    for flag, value in before.items():
+        jax.config.update(flag, value)
 
 
 @pytest.fixture

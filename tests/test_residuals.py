@@ -74,6 +74,12 @@ def test_bytes_are_the_closed_form(scan, dtype, size):
     assert totals(job, {Block: "full"}) == totals(job, "full")
 
 
+def test_blocks_inside_jit_have_the_rows_of_the_same_blocks_outside():
+    job, inside = workload(), workload(block=nn.jit(Block))
+    for policy in ("full", "offload_inputs", "offload_dot_with_no_batch_dims"):
+        assert totals(inside, policy) == totals(job, policy), policy
+
+
 def test_unrolled_agrees_with_what_jax_lists_as_saved(capsys):
     for policy, by_hand in [
         ("off", None),

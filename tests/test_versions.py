@@ -19,7 +19,7 @@ from tests.small_models import Mlp, assert_same, make_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
-NONE_SUCH = versions.Version("3.99", "0.12.0", remat3=True)
+NONE_SUCH = versions.Version("3.99", "0.12.0", versions.REMAT3)
 
 
 @pytest.mark.versions
@@ -45,9 +45,10 @@ def test_the_table_has_the_oldest_a_middle_and_the_newest_jax() -> None:
     assert len(set(versions.VERSIONS)) == len(versions.VERSIONS)
     lowest = next(dependency.partition(">=")[2] for dependency in project["dependencies"] if dependency.startswith("jax>="))
     assert {version.jax for version in versions.VERSIONS} == {lowest, "0.11.2", versions.NEWEST}
-    newer = {(version.jax, version.remat3) for version in versions.VERSIONS if version.python == "3.12"}
-    assert newer == {(name, remat3) for name in ("0.11.2", versions.NEWEST) for remat3 in (False, True)}
-    assert versions.Version(project["requires-python"].removeprefix(">="), lowest, remat3=True) in versions.VERSIONS
+    newer = {(version.jax, version.flags) for version in versions.VERSIONS if version.python == "3.12"}
+    assert newer >= {(name, flags) for name in ("0.11.2", versions.NEWEST) for flags in ((), versions.REMAT3)}
+    assert newer >= {(versions.NEWEST, flags) for flags in (versions.DERIVATIVES, versions.REMAT3 + versions.DERIVATIVES)}
+    assert versions.Version(project["requires-python"].removeprefix(">="), lowest, versions.REMAT3) in versions.VERSIONS
 
 
 def test_an_interpreter_is_of_the_version_that_is_asked_for() -> None:
@@ -64,7 +65,7 @@ def test_a_version_without_interpreter_is_told_and_fails_unless_it_may_be_missin
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(versions, "VERSIONS", (NONE_SUCH,))
-    left_out = "Python 3.99, JAX 0.12.0, jax_remat3 on: left out, no python3.99 on the path or among pyenv's\n"
+    left_out = "Python 3.99, JAX 0.12.0, flags jax_remat3: left out, no python3.99 on the path or among pyenv's\n"
     assert [versions.main([]), versions.main(["--if-there"])] == [1, 0]
     assert capsys.readouterr().out == left_out * 2
 
@@ -75,11 +76,12 @@ def test_a_version_without_interpreter_is_told_and_fails_unless_it_may_be_missin
 def test_each_version_runs_the_tests_with_its_own_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], paths: list[str]
 ) -> None:
-    calls: list[tuple[Any, str, bool]] = []
+    calls: list[tuple[Any, list[str], bool]] = []
 
     def pretend(command: list[Any], cwd: Path, env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:
-        calls.append((command, env["JAX_REMAT3"], "PYTHONPATH" in env))
-        return subprocess.CompletedProcess(command, int(env["JAX_REMAT3"]))
+        flags = [env[flag.upper()] for flag in ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3")]
+        calls.append((command, flags, "PYTHONPATH" in env))
+        return subprocess.CompletedProcess(command, int(flags == ["1", "0", "0"]))
 
     monkeypatch.setattr(versions, "interpreter", lambda python: f"python{python}")
     monkeypatch.setattr(versions, "install", lambda version, python: version.folder / python)
@@ -87,7 +89,8 @@ def test_each_version_runs_the_tests_with_its_own_flag(
     monkeypatch.setattr(versions.subprocess, "run", pretend)
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     assert versions.main(["--jax", "newest", *given]) == 1
-    assert [(flag, path) for _, flag, path in calls] == [("0", False), ("1", False)]
+    assert ["".join(flags) for _, flags, _ in calls] == ["000", "100", "011", "111"]
+    assert not any(path for *_, path in calls)
     for command, _, _ in calls:
         assert command[0] == versions.VENVS / "py3.12-jax-newest" / "python3.12"
         assert (
@@ -95,10 +98,14 @@ def test_each_version_runs_the_tests_with_its_own_flag(
             and [argument for argument in command if argument in ("tests", "remat_jax")] == paths
         )
     assert capsys.readouterr().out.splitlines() == [
-        "== Python 3.12, JAX newest, jax_remat3 off: JAX 0.12.3",
-        "== Python 3.12, JAX newest, jax_remat3 on: JAX 0.12.3",
-        "Python 3.12, JAX newest, jax_remat3 off: passed",
-        "Python 3.12, JAX newest, jax_remat3 on: FAILED, pytest exits 1",
+        "== Python 3.12, JAX newest, flags none: JAX 0.12.3",
+        "== Python 3.12, JAX newest, flags jax_remat3: JAX 0.12.3",
+        "== Python 3.12, JAX newest, flags jax_custom_jvp3+jax_custom_vjp3: JAX 0.12.3",
+        "== Python 3.12, JAX newest, flags jax_remat3+jax_custom_jvp3+jax_custom_vjp3: JAX 0.12.3",
+        "Python 3.12, JAX newest, flags none: passed",
+        "Python 3.12, JAX newest, flags jax_remat3: FAILED, pytest exits 1",
+        "Python 3.12, JAX newest, flags jax_custom_jvp3+jax_custom_vjp3: passed",
+        "Python 3.12, JAX newest, flags jax_remat3+jax_custom_jvp3+jax_custom_vjp3: passed",
     ]
 
 
@@ -110,13 +117,13 @@ def test_an_environment_with_another_jax_fails_before_its_tests(
     monkeypatch.setattr(versions, "install", lambda version, python: version.folder / python)
     monkeypatch.setattr(versions, "installed", lambda python: "0.11.2")
     monkeypatch.setattr(versions, "run", lambda version, python, rest: ran.append(version) or 0)
-    assert versions.main(["--remat3", "on"]) == 1
+    assert versions.main(["--flags", "jax_remat3"]) == 1
     assert [version.jax for version in ran] == ["0.11.2", versions.NEWEST]
     folder = versions.VENVS / "py3.11-jax-0.10.2"
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        f"Python 3.11, JAX 0.10.2, jax_remat3 on: FAILED, {folder} has JAX 0.11.2; delete it to have it made again",
-        "Python 3.12, JAX 0.11.2, jax_remat3 on: passed",
-        "Python 3.12, JAX newest, jax_remat3 on: passed",
+        f"Python 3.11, JAX 0.10.2, flags jax_remat3: FAILED, {folder} has JAX 0.11.2; delete it to have it made again",
+        "Python 3.12, JAX 0.11.2, flags jax_remat3: passed",
+        "Python 3.12, JAX newest, flags jax_remat3: passed",
     ]
 
 
@@ -135,16 +142,16 @@ def test_an_environment_is_made_once_and_the_newest_asked_for_again(monkeypatch:
 
     monkeypatch.setattr(versions, "VENVS", tmp_path)
     monkeypatch.setattr(versions.subprocess, "run", pretend)
-    fixed, newest = versions.Version("3.12", "0.11.2", remat3=False), versions.Version("3.12", versions.NEWEST, remat3=True)
+    fixed, newest = versions.Version("3.12", "0.11.2"), versions.Version("3.12", versions.NEWEST, versions.REMAT3)
     for version in (fixed, fixed, newest, newest):
         assert versions.install(version, "python3.12") == version.folder / "bin" / "python"
     assert ["venv" in words for words in commands] == [True, False, True, False, False]
     assert [words[7] for words in commands if "install" in words] == ["jax==0.11.2", "jax", "jax"]
-    versions.install(versions.Version("3.12", "0.11.2", remat3=True), "python3.12")
+    versions.install(versions.Version("3.12", "0.11.2", versions.REMAT3), "python3.12")
     assert len(commands) == 5
 
 
 def test_a_version_that_is_not_in_the_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         versions.main(["--jax", "0.9"])
-    assert ended.value.code == 2 and "Python 3.12, JAX 0.11.2, jax_remat3 off" in capsys.readouterr().err
+    assert ended.value.code == 2 and "Python 3.12, JAX 0.11.2, flags none" in capsys.readouterr().err

@@ -25,29 +25,39 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 @dataclass(frozen=True)
 class Version:
-    """One row of the table: a Python, a JAX, and whether JAX's new rematerialisation is on."""
+    """One row of the table: a Python, a JAX, and the upgrade flags of JAX that are on."""
 
     python: str
     jax: str
-    remat3: bool
+    flags: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"Python {self.python}, JAX {self.jax}, jax_remat3 {'on' if self.remat3 else 'off'}"
+        return f"Python {self.python}, JAX {self.jax}, flags {self.flag_names}"
+
+    @property
+    def flag_names(self) -> str:
+        """The flags as one text, by which `--flags` selects a row."""
+        return "+".join(self.flags) or "none"
 
     @property
     def folder(self) -> Path:
-        """The folder of its environment; `jax_remat3` is set when the tests run."""
+        """The folder of its environment; the flags are set when the tests run."""
         return VENVS / f"py{self.python}-jax-{self.jax}"
 
 
-# Python 3.11 with JAX 0.10.2 and PyTorch, jax_remat3 off, is what `make test` runs.
+REMAT3, DERIVATIVES = ("jax_remat3",), ("jax_custom_jvp3", "jax_custom_vjp3")
+# Python 3.11 with JAX 0.10.2 and PyTorch, without flags, is what `make test` runs. Every upgrade flag of the row's JAX is tried
+# by tests/test_upgrade_flags.py.
 VERSIONS = (
-    Version("3.11", "0.10.2", remat3=True),
-    Version("3.12", "0.11.2", remat3=False),
-    Version("3.12", "0.11.2", remat3=True),
-    Version("3.12", NEWEST, remat3=False),
-    Version("3.12", NEWEST, remat3=True),
+    Version("3.11", "0.10.2", REMAT3),
+    Version("3.12", "0.11.2"),
+    Version("3.12", "0.11.2", REMAT3),
+    Version("3.12", NEWEST),
+    Version("3.12", NEWEST, REMAT3),
+    Version("3.12", NEWEST, DERIVATIVES),
+    Version("3.12", NEWEST, REMAT3 + DERIVATIVES),
 )
+FLAGS = REMAT3 + DERIVATIVES
 
 
 def interpreter(python: str) -> str | None:
@@ -88,7 +98,8 @@ def installed(python: Path) -> str:
 
 def run(version: Version, python: Path, arguments: list[str]) -> int:
     """The tests' exit status. Unknown options go to pytest; without paths all tests run."""
-    environment = {**os.environ, **ONE_THREAD, "JAX_REMAT3": str(int(version.remat3))}
+    flags = {flag.upper(): str(int(flag in version.flags)) for flag in FLAGS}
+    environment = {**os.environ, **ONE_THREAD, **flags}
     # Without PyTorch's tests, which this environment cannot run, and without another checkout on the path.
     environment.pop("PYTHONPATH", None)
     paths = () if any(argument.startswith(PATHS) for argument in arguments) else PATHS
@@ -100,13 +111,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the chosen versions; 1 if a test fails, a required interpreter is missing, or the JAX version is wrong."""
     parser = argparse.ArgumentParser(prog="make test-versions", description=__doc__, allow_abbrev=False)
     parser.add_argument("--jax", action="append", help="only this JAX of the table; may be repeated")
-    parser.add_argument("--remat3", choices=("off", "on"), help="only with jax_remat3 off, or on")
+    parser.add_argument("--flags", action="append", help="only with these flags, joined by +, or none; may be repeated")
     parser.add_argument("--if-there", action="store_true", help="leave out, and say so, what there is no interpreter for")
     options, rest = parser.parse_known_args(arguments)
     wanted = [entry for entry in VERSIONS if not options.jax or entry.jax in options.jax]
-    wanted = [entry for entry in wanted if options.remat3 is None or entry.remat3 == (options.remat3 == "on")]
+    wanted = [entry for entry in wanted if not options.flags or entry.flag_names in options.flags]
     if not wanted:
-        parser.error(f"--jax {options.jax}, --remat3 {options.remat3}: the table has {'; '.join(map(str, VERSIONS))}")
+        parser.error(f"--jax {options.jax}, --flags {options.flags}: the table has {'; '.join(map(str, VERSIONS))}")
     lines, failed = [], False
     for version in wanted:
         python = interpreter(version.python)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from remat_jax.compat.equations import body_of_call as body_of_call
+from remat_jax.compat.equations import fixed_arguments as fixed_arguments
 from remat_jax.compat.equations import given_name as given_name
 from remat_jax.compat.equations import has_own_derivative as has_own_derivative
 from remat_jax.compat.equations import is_checkpoint as is_checkpoint
@@ -85,6 +86,7 @@ from remat_jax.compat.versions import limits as limits
 from remat_jax.compat.versions import miscompiles_scanned_offload as miscompiles_scanned_offload
 from remat_jax.compat.versions import refuse_miscompiled_offload as refuse_miscompiled_offload
 from remat_jax.compat.versions import require_named_policies as require_named_policies
+from remat_jax.compat.versions import upgrade_flags as upgrade_flags
 from remat_jax.compat.versions import warn_of_lost_threads as warn_of_lost_threads
 from remat_jax.compat.xla import CUDNN_REMEDY as CUDNN_REMEDY
 from remat_jax.compat.xla import GPU_COMPILER_ENVIRONMENT as GPU_COMPILER_ENVIRONMENT

@@ -1,4 +1,4 @@
-"""Recognises what an equation does by its parameters: one release of JAX and the next give the same thing different primitives.
+"""Recognises what an equation does by its parameters, because its primitive changes between releases and flags of JAX.
 
 JAX writes some equations as a call of an object (`jax.experimental.hijax`): the only parameter of the equation is the object,
 which has parameters of its own. With the flags `jax_remat3`, `jax_custom_jvp3` and `jax_custom_vjp3`, checkpoint regions, names
@@ -36,6 +36,11 @@ def _is_traced_function(value: Any) -> bool:
     return not is_jaxpr(value) and is_jaxpr(getattr(value, "jaxpr", None))
 
 
+def fixed_arguments(eqn: Any) -> Any:
+    """The types of the arguments of the object that `eqn` calls, with the values of its non-differentiable arguments."""
+    return getattr(_called_object(eqn), "in_avals", None)
+
+
 def changed_parameters(eqn: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
     """`eqn.params` with some of `parameters(eqn)` changed. A new jaxpr must have the types of the jaxpr that it replaces."""
     called = _called_object(eqn)
@@ -47,7 +52,7 @@ def changed_parameters(eqn: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
         before = called.params[key]
         if _is_traced_function(before):
             # The other slots of a traced function cache what JAX derived from its old jaxpr.
-            traced = type(before).__new__(type(before))
+            traced: Any = object.__new__(type(before))
             for slot in type(before).__slots__:
                 setattr(traced, slot, getattr(before, slot))
             traced._params, traced._lojax, traced._closure_converted = {**before._params, "jaxpr": value}, None, None
@@ -58,16 +63,18 @@ def changed_parameters(eqn: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kind(eqn: Any) -> str:
-    """What `eqn` does: `checkpoint`, `custom_jvp_call`, `custom_vjp_call`, `jit` or `call`, whatever its primitive is called.
+    """What `eqn` does: `checkpoint`, `custom_jvp_call`, `custom_vjp_call`, `jit`, `call` or `name`, whatever its primitive is.
 
     Otherwise the name of its primitive, or of the class of the object that it calls. `custom_jvp_call` and `custom_vjp_call`
     take the operands of the function; the objects that JAX makes of them for other operands have other kinds.
     """
     called, params = _called_object(eqn), parameters(eqn)
-    if any(map(is_jaxpr, params.values())) and (called is None or _takes_operands(eqn, params)):
+    if _takes_operands(eqn, params):
         for role, has_role in _ROLES.items():
             if has_role(params):
                 return role
+    if given_name(eqn) is not None:
+        return "name"
     return str(eqn.primitive.name) if called is None else type(called).__name__
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 import jax
+from jax._src import config as _config
 from jax._src import xla_bridge as _bridge
 
 from remat_jax.compat.rematerialisation import remat3
@@ -87,9 +88,63 @@ def require_named_policies() -> None:
         )
 
 
+def upgrade_flags() -> tuple[str, ...]:
+    """The names of the flags that this JAX marks as upgrades: it will switch them on by default in a future version."""
+    helps = {name: about.get("help") or "" for name, (*_, about) in jax.config.meta.items()}
+    return tuple(name for name, text in helps.items() if _config.UPGRADE_BOOL_HELP in text)
+
+
+# The upgrade flags under which remat_jax is tested: each alone, and all together without jax_scan3.
+_TESTED_FLAGS = frozenset(
+    {
+        "jax_custom_jvp3",
+        "jax_custom_vjp3",
+        "jax_disable_bwd_checks",
+        "jax_enable_custom_prng",
+        "jax_mutable_array_checks",
+        "jax_refs_to_pins",
+        "jax_remat3",
+        "jax_remat_barrier_no_cotangents",
+        "jax_scan3",
+        "jax_softmax_custom_jvp",
+        "jax_threefry_partitionable",
+        "jax_use_shardy_partitioner",
+    }
+)
+
+
+def _limits_of_flags() -> Iterator[str]:
+    """A text for each upgrade flag of JAX that is on and limits what works, or under which remat_jax is not tested."""
+    on = [name for name in upgrade_flags() if getattr(jax.config, name)]
+    if "jax_scan3" in on and not _scans_have_gradients():
+        yield (
+            f"jax_scan3=True with JAX {jax.__version__}: JAX has no gradient of lax.scan and ignores its reverse=True, so "
+            'scanned layers, in_chunks and micro-batches do not train: jax.config.update("jax_scan3", False)'
+        )
+    if "jax_remat3" in on and JAX_VERSION >= (0, 12, 0):
+        yield (
+            "jax_remat3=True: outside the blocks of a policy, JAX saves no array that is named inside a derivative rule; "
+            "blocks use JAX's established rematerialisation and are not affected"
+        )
+    for name in on:
+        if name not in _TESTED_FLAGS:
+            yield f'{name}=True: remat_jax is not tested with this flag; if something fails, jax.config.update("{name}", False)'
+
+
+def _scans_have_gradients() -> bool:
+    def last(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda carry, _: (2 * carry, None), x, None, length=1)[0]
+
+    try:
+        jax.make_jaxpr(jax.grad(last))(1.0)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def limits() -> tuple[str, ...]:
     """The limits of this installation of JAX and its settings: one text each, with the reason and the remedy."""
-    texts = []
+    texts = [*_limits_of_flags()]
     for require in (require_gpu_compiler, require_named_policies):
         try:
             require()

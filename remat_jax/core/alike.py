@@ -100,8 +100,10 @@ class _Comparison:
             return False
         if not _read_alike(names, eqn.invars, other.invars):
             return False
+        if not self._values(compat.fixed_arguments(eqn), compat.fixed_arguments(other)):
+            return False
         different = [key for key, value in params.items() if not self._values(value, others[key])]
-        if len(different) == 1 and compat.is_rule(different[0]) and not params["symbolic_zeros"]:
+        if len(different) == 1 and compat.is_rule(different[0]) and not params.get("symbolic_zeros", True):
             return self._rules_alike(eqn, other)
         return not different
 
