@@ -73,11 +73,12 @@ class Accumulation:
         def mean(w: Any) -> Any:
             return self._loss(w, x, mask)[0] / exact[self.count]
 
-        value, gradient = jax.value_and_grad(mean)(self._weights(dtype))
+        value, gradient = jax.jit(jax.value_and_grad(mean))(self._weights(dtype))
         return {"value": value, "gradient": gradient}
 
     def _accumulated(self, arrays: Any) -> dict[str, Any]:
-        value, gradient = rj.accumulate_gradients(self._loss, self.micro_batches)(self._weights(self.weights), *arrays)
+        accumulated = jax.jit(rj.accumulate_gradients(self._loss, self.micro_batches))
+        value, gradient = accumulated(self._weights(self.weights), *arrays)
         assert gradient.dtype == jnp.dtype(self.weights), f"the gradient is in {gradient.dtype}"
         return {"value": value, "gradient": gradient}
 

@@ -81,11 +81,11 @@ class Decorated:
         return None if self.flag is None else FLAGS[self.flag % len(FLAGS)]
 
     def _layer(self, decorators: tuple[str, ...]) -> Any:
-        def call(self: Any, x: Any, *flags: Any) -> Any:
+        def __call__(self: Any, x: Any, *flags: Any) -> Any:  # noqa: N807 the name by which Flax knows the method
             y = jnp.tanh(nn.Dense(WIDTH, param_dtype=jnp.float64)(x))
             return y * 2 if flags and flags[0] else y
 
-        wrapped = nn.compact(call) if self.compact_inside else call
+        wrapped = nn.compact(__call__) if self.compact_inside else __call__
         for name in decorators:
             wrapped = DECORATORS[name](wrapped)
         wrapped = wrapped if self.compact_inside else nn.compact(wrapped)
