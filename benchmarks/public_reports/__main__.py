@@ -1,4 +1,4 @@
-"""`python -m benchmarks.public_reports [part]`: run the program of each public report and print the table; 1 if one is at fault."""
+"""`python -m benchmarks.public_reports [part]`: run the programs of the public reports and print the table; 1 at a fault."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def scanned_with_a_static_flag() -> Outcome:
 def a_flag_under_jit() -> Outcome:
     jitted = nn.jit(Flagged, static_argnums=(2,))
     return compared(
-        gradient(stacked(Flagged), True),
+        gradient(stacked(jitted), True),
         lambda: gradient(stacked(jitted, train=True)),
         lambda: gradient(stacked(jitted), True, policy="full"),
     )

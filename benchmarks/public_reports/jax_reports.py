@@ -186,10 +186,11 @@ def _kernel(named_inside: bool) -> Any:
 def a_kernel_by_name() -> Outcome:
     kernel = _kernel(True)
     keep = jax.checkpoint_policies.save_only_these_names("kernel_out")
-    runs = [
-        primitives(jax.grad(lambda x: jnp.sin(wrap(lambda x: kernel(x) * 2)(x)).sum()), "exp", X)
-        for wrap in (lambda f: jax.checkpoint(f, policy=keep), lambda f: rj.remat(f, "save: kernel_out"))
-    ]
+
+    def executions(wrap: Any) -> int:
+        return primitives(jax.grad(lambda x: jnp.sin(wrap(lambda x: kernel(x) * 2)(x)).sum()), "exp", X)
+
+    runs = [executions(lambda f: jax.checkpoint(f, policy=keep)), executions(lambda f: rj.remat(f, "save: kernel_out"))]
     return counted(f"the kernel runs {runs[0]} ×", f"{runs[1]} ×", runs[1] == 1, cured=runs[0] > 1)
 
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as seeded
 
 from tests.fault import ops
-from tests.fault.checks import Case, Tally, cases, check
 from tests.fault.files import check_files
+from tests.fault.kinds import check, every_case
 from tests.fault.selectors import check_selectors
+from tests.fault.tally import Tally
 from tests.fault.texts import check_texts
 
 ATTACKS = {
@@ -49,6 +51,7 @@ def main() -> int:
         "--attacks", nargs="*", choices=sorted(ATTACKS), help="the tests of these attacks; of all if none is named"
     )
     parser.add_argument("--devices", type=int, default=1, help="over how many devices sharding constraints divide")
+    parser.add_argument("--flags", default="", help="JAX's upgrade flags to switch on, as in `remat3,custom_jvp3`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no slice of programs after this time")
     parser.add_argument("--note", type=Path, help="write the results of the programs as a note")
@@ -57,6 +60,8 @@ def main() -> int:
     if asked.devices > 1:
         jax.config.update("jax_num_cpu_devices", asked.devices)
         ops.DEVICES = asked.devices
+    for flag in filter(None, asked.flags.split(",")):
+        jax.config.update(f"jax_{flag}", True)
     # LLVM's passes take longer than running the code they optimise.
     jax.config.update("jax_disable_most_optimizations", True)
     wrong = check_texts(asked.texts, asked.seed, say)
@@ -149,8 +154,8 @@ def _slice(size: int, seed: int, shrink: bool, tally: Tally) -> None:
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases())
-    def every(case: Case) -> None:
+    @given(every_case)
+    def every(case: Any) -> None:
         try:
             check(case, tally)
         except Exception:  # print the program before the error ends the run

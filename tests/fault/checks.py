@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.core import BlockUnderPolicy, block_under_policy
-from remat_jax.errors import NoEffectError
+from remat_jax.errors import NoEffectError, RematError
 from remat_jax.parity.rule import float64_errors, global_norm
 from remat_jax.parity.tolerances import TOLERANCES, epsilon
 from remat_jax.policy import Action, PolicyRule, matches
@@ -27,6 +26,7 @@ from tests.fault.evaluate import traced
 from tests.fault.ops import LOW, low_precision
 from tests.fault.programs import NOT_UNDER, Program, arguments, programs
 from tests.fault.stacks import BY_CLASS, LOOPS, OUTER, WAYS, Stack
+from tests.fault.tally import Tally, works
 
 _ALWAYS = ("off", "full", "everything", "offload_inputs", "recompute: @inputs; offload: *", "save: @primitive:cos; offload: *")
 _OF_DOTS = (
@@ -43,10 +43,14 @@ _ABLE = tuple(way for way in WAYS if way != "by_hand" or not compat.remat3() or 
 _ALWAYS_EFFECTIVE = frozenset({"off", "full", "everything"})
 """These policies select no residual by name and offload none."""
 
-TRANSFORMS = ("grad", "grad", "grad", "grad of integers", "vmap of grad", "grad of vmap", "jvp", "hvp")
+TRANSFORMS = (
+    *["grad"] * 4,
+    *("grad of integers", "vmap of grad", "grad of vmap", "jvp", "hvp", "grad of jvp", "grad of grad"),
+    *("shard_map of grad", "grad of shard_map"),
+)
 """Transformations of the loss; the gradient alone is the most frequent. The gradient of integers is JAX's `allow_int`."""
 
-RUNS = (*["traced"] * 7, *["eager"] * 2, "jit", "export")
+RUNS = (*["traced"] * 7, *["eager"] * 2, "jit", "export", "leaks")
 """Compiling takes most of the time and finds the fewest faults of a trace."""
 
 
@@ -67,7 +71,23 @@ def _exported(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_RUN: dict[str, Callable[..., Any]] = {"traced": traced, "eager": lambda fn: fn, "jit": jax.jit, "export": _exported}
+def _checking_leaks(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, traced while JAX looks for leaked tracers."""
+
+    def run(*args: Any) -> Any:
+        with jax.checking_leaks():
+            return traced(fn)(*args)
+
+    return run
+
+
+_RUN: dict[str, Callable[..., Any]] = {
+    "traced": traced,
+    "eager": lambda fn: fn,
+    "jit": jax.jit,
+    "export": _exported,
+    "leaks": _checking_leaks,
+}
 
 
 @dataclass(frozen=True)
@@ -148,8 +168,30 @@ def transformed(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
         return jax.value_and_grad(lambda p, x, ids, keys: both(p, jnp.stack([x, x * 0.7]), ids, keys).sum(), argnums=(0, 1))
     if name == "jvp":
         return lambda p, x, ids, keys: jax.jvp(lambda p, x: value(p, x, ids, keys), (p, x), directions(p, x))
+    if name == "shard_map of grad":
+        return everywhere(lambda *args: jax.value_and_grad(value, argnums=(0, 1))(*args))
+    if name == "grad of shard_map":
+        return jax.value_and_grad(everywhere(value), argnums=(0, 1))
+    if name == "grad of jvp":
+        return jax.grad(
+            lambda p, x, ids, keys: jax.jvp(lambda p, x: value(p, x, ids, keys), (p, x), directions(p, x))[1], argnums=(0, 1)
+        )
     gradient = jax.grad(value, argnums=(0, 1))
+    if name == "grad of grad":
+
+        def along(p: Any, x: Any, ids: Any, keys: Any) -> Any:
+            pairs = zip(*map(jax.tree.leaves, (gradient(p, x, ids, keys), directions(p, x))), strict=True)
+            return sum(jnp.sum(g * d).real for g, d in pairs)
+
+        return jax.grad(along, argnums=(0, 1))
     return lambda p, x, ids, keys: jax.jvp(lambda p, x: gradient(p, x, ids, keys), (p, x), directions(p, x))
+
+
+def everywhere(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` in a `shard_map` over one device, with everything on it."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shards",))
+    spec = jax.sharding.PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
 def computed(loss: Callable[..., Any], case: Case, *, nudge: float = 0.0) -> dict[str, np.ndarray]:
@@ -211,20 +253,6 @@ def _keeps(block: BlockUnderPolicy, selector: str) -> bool:
 # --- judging ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Tally:
-    """The numbers of cases, of their kinds, and of their results."""
-
-    kinds: Counter[str]
-    refused: Counter[str]
-    bit_equal: int = 0
-    checked: int = 0
-
-    @classmethod
-    def empty(cls) -> Tally:
-        return cls(Counter(), Counter())
-
-
 @dataclass(frozen=True)
 class Refusal:
     """A program that JAX itself refuses: its error, and the programs that may meet it.
@@ -281,13 +309,9 @@ def check(case: Case, tally: Tally | None = None) -> None:
             tally.refused["no effect"] += 1
             return
         except Exception as error:
-            named = [refusal.name for refusal in _BY_JAX if refusal.is_of(error, case)]
-            if not named:
-                raise
-            tally.refused.update(named)
+            tally.refused.update(_refused(error, case))
             return
-        tally.checked += 1
-        tally.kinds.update([case.stack.way, case.stack.loop, case.transform, case.run])
+        tally.compared(case.stack.way, case.stack.loop, case.transform, case.run)
         # Equal values of another dtype are wrong too.
         same = all(
             name in results and results[name].dtype == array.dtype and np.array_equal(results[name], array)
@@ -296,6 +320,19 @@ def check(case: Case, tally: Tally | None = None) -> None:
         tally.bit_equal += same
         if not same or set(plain) != set(results):
             _compare(case, plain, results)
+
+
+def _refused(error: Exception, case: Case) -> list[str]:
+    """Why a program is refused; raises `error` again if JAX and a hand-written checkpoint accept the program."""
+    named = [refusal.name for refusal in _BY_JAX if refusal.is_of(error, case)]
+    if named:
+        return named
+    if isinstance(error, RematError):
+        return [type(error).__name__]
+    by_hand = replace(case, stack=replace(case.stack, way="by_hand"), policies=("full",))
+    if works(lambda: computed(case.stack.plain(), case)) and works(lambda: computed(by_hand.stack.under("full"), by_hand)):
+        raise error
+    return [f"also by hand: {type(error).__name__}"]
 
 
 def _compare(case: Case, plain: dict[str, np.ndarray], results: dict[str, np.ndarray]) -> None:

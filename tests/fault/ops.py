@@ -105,6 +105,22 @@ def _told(n: int, x: Any) -> Any:
     return jnp.sin(x)
 
 
+STORED = (
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e3m4", "float4_e2m1fn"),
+    *("int4", "uint4", "int8", "complex64", "bfloat16", "float16"),
+)
+"""Dtypes in which an array is only stored."""
+
+
+def _stored(n: int, x: Any) -> Any:
+    """A factor that is kept in few bits: a rule that saves it in another number of bits changes the result."""
+    dtype = STORED[n % len(STORED)]
+    # Subnormal numbers, and numbers near the largest.
+    wide = lax.stop_gradient(jnp.concatenate([x[:, :2] / 300, x[:, 2:] * (3 if "4" in dtype[:6] else 200)], 1))
+    kept = checkpoint_name(wide.astype(dtype), "user_0")
+    return x * jnp.tanh(kept.astype(jnp.complex128 if dtype == "complex64" else x.dtype).real)
+
+
 def _normalised(x: Any) -> Any:
     return x / (1.0 + jnp.abs(x))
 
@@ -176,6 +192,7 @@ OPS: dict[str, Op] = {
     "empty_product": Op("ew", "e", lambda n, e, w: e @ w),
     "narrow": Op("f", "l", lambda n, x: x.astype(low_precision.get() or LOW[n % len(LOW)])),
     "low_sin": Op("l", "l", lambda n, x: jnp.sin(x) * 2),
+    "stored": Op("f", "f", _stored),
     "widen": Op("fl", "f", lambda n, x, low: x + low.astype(x.dtype)),
     "complex": Op("ff", "c", lambda n, x, y: lax.complex(x, jnp.sin(y))),
     "complex_weight": Op("cz", "c", lambda n, c, z: c * z),

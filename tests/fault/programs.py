@@ -170,6 +170,13 @@ def _custom_jvp(n: int, functions: Functions, x: Any, y: Any) -> Any:
     return function(x, y, functions[0].given)
 
 
+def _shard_map(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("inside",))
+    spec = jax.sharding.PartitionSpec()
+    function = jax.shard_map(functions[0], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return (jax.jit(function) if n % 2 else function)(x, y, functions[0].given)
+
+
 @dataclass(frozen=True)
 class Nesting:
     """An operation with inner programs: as `Op`, with their number."""
@@ -194,8 +201,14 @@ NESTINGS: dict[str, Nesting] = {
     "checkpoint": Nesting("ff", 1, _checkpoint),
     "custom_vjp": Nesting("ffik", 1, _custom_vjp),
     "custom_jvp": Nesting("ff", 1, _custom_jvp),
+    "shard_map": Nesting("ff", 1, _shard_map),
 }
-NOT_UNDER = {"jvp": ("custom_vjp", "half_mapped"), "hvp": ("custom_vjp", "custom_jvp", "half_mapped")}
+_OF_SECOND_ORDER = ("custom_vjp", "custom_jvp", "half_mapped")
+NOT_UNDER = {
+    "jvp": ("custom_vjp", "half_mapped"),
+    **dict.fromkeys(("hvp", "grad of jvp", "grad of grad"), _OF_SECOND_ORDER),
+    **dict.fromkeys(("shard_map of grad", "grad of shard_map"), ("constrained", "shard_map")),
+}
 """A `custom_vjp` has no forward mode. Second derivatives by a rule that is no derivative of its function, as that of
 `_custom_jvp`, are not defined: of the plain function JAX gives others under a scan than without."""
 
@@ -298,7 +311,7 @@ def programs(draw: st.DrawFn, depth: int = 2, most: int = 5) -> Program:
         op = table[name]
         reads = tuple(draw(st.integers(0, 3)) for _ in op.takes)
         inner = tuple(draw(programs(depth - 1, 2)) for _ in range(op.programs)) if nested else ()
-        steps.append(Step(name, reads, draw(st.integers(0, 5)), inner))
+        steps.append(Step(name, reads, draw(st.integers(0, 11)), inner))
         present.add(op.gives if isinstance(op, Op) else "f")
     outputs = st.lists(st.sampled_from(["x", "again", *_NO_LEAVES, *sorted(present - {"w", "z"})]), unique=True, max_size=3)
     return Program(tuple(steps), tuple(sorted(draw(outputs))) if depth == 2 else ())

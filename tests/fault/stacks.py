@@ -22,10 +22,10 @@ Loss = Callable[..., Any]
 BY_CLASS = ("linen", "nnx", "nnx_state", "inner")
 """Ways in which `checkpoint_blocks` finds the layers."""
 WAYS = (*BY_CLASS, "remat", "forward", "sequential", "replan", "by_hand")
-OUTER = ("full", "full", "off", "everything", "offload_inputs", "save: @primitive:tanh")
+OUTER = ("full", "full", "off", "everything", "offload_inputs", "save: @primitive:tanh", "offload: *")
 """Policies of a module around a block with its own policy (`inner`)."""
 
-LOOPS = ("none", "scan", "reverse", "unroll", "nested", "vmap")
+LOOPS = ("none", "scan", "reverse", "unroll", "nested", "vmap", "linear solve", "root")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Stack:
 
     Attributes:
       way: how a policy is put on them.
-      loop: whether they are written one by one, or in a scan: forward, in reverse, two a round, or in a scan inside a scan;
+      loop: `linear solve` and `root`: each inside one of JAX's solvers, which differentiate them by their own rules. Otherwise
+        whether they are written one by one, or in a scan: forward, in reverse, two a round, or in a scan inside a scan;
         or written one by one, each under a `vmap`, which does not map a key that comes out.
       outer: the policy of the module around each, of the way `inner`.
     """
@@ -95,6 +96,11 @@ class Stack:
             return layer(weights, x, ids, key)
 
         rows = (params, keys)
+        if self.loop in SOLVERS:
+            for index in range(self.layers):
+                weights, key = jax.tree.map(lambda leaf, index=index: leaf[index], rows)
+                x = SOLVERS[self.loop](lambda v, weights=weights, key=key: layer(weights, v, ids, key)[0], x)
+            return x, []
         if self.loop == "none":
             outputs = []
             for index in range(self.layers):
@@ -114,6 +120,28 @@ class Stack:
         if self.loop == "nested":
             return lax.scan(lambda x, row: lax.scan(apply_layer, x, row), x, jax.tree.map(lambda leaf: leaf[None], rows))
         return lax.scan(apply_layer, x, rows, reverse=self.loop == "reverse", unroll=2 if self.loop == "unroll" else 1)
+
+
+def _linear_solve(layer: Callable[..., Any], x: Any) -> Any:
+    """Divides `x` by numbers between 1 and 3 that the layer computes."""
+    return lax.custom_linear_solve(
+        lambda v: v * (2 + jnp.tanh(layer(x))), x, lambda matvec, b: b / matvec(jnp.ones_like(b)), symmetric=True
+    )
+
+
+def _root(layer: Callable[..., Any], x: Any) -> Any:
+    """Four steps toward v = x - tanh(layer(v)) / 9, taken as its root."""
+
+    def function(v: Any) -> Any:
+        return v + jnp.tanh(layer(v)) / 9 - x
+
+    def solve(function: Callable[..., Any], v: Any) -> Any:
+        return lax.fori_loop(0, 4, lambda _, v: v - function(v), v)
+
+    return lax.custom_root(function, x, solve, lambda g, y: y / (0.5 + jnp.abs(g(jnp.ones_like(y)))))
+
+
+SOLVERS = {"linear solve": _linear_solve, "root": _root}
 
 
 def _forward(layer: Callable[..., Any], offload: bool) -> Callable[..., Any]:

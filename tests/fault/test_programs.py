@@ -18,11 +18,12 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import NoEffectError
 from tests.fault import __main__ as command
-from tests.fault.checks import RUNS, TRANSFORMS, Case, Tally, cases, check
+from tests.fault.checks import RUNS, TRANSFORMS, Case, cases, check
 from tests.fault.evaluate import traced
 from tests.fault.ops import OPS
 from tests.fault.programs import NESTINGS, Program, Step, programs
 from tests.fault.stacks import LOOPS, OUTER, WAYS, Stack
+from tests.fault.tally import Tally
 
 TALLY = Tally.empty()
 
@@ -88,7 +89,8 @@ TWO_DEVICES = """
 import jax
 jax.config.update("jax_num_cpu_devices", 2)
 from tests.fault import ops
-from tests.fault.checks import Case, Tally, check
+from tests.fault.checks import Case, check
+from tests.fault.tally import Tally
 from tests.fault.programs import Program, Step
 from tests.fault.stacks import Stack
 ops.DEVICES = 2
