@@ -263,7 +263,11 @@ CLEAN = {
     "keywords": lambda: (Stack(lambda layer, x: keep(layer, input=x)), (X,), {}),
     "keywords after an offload": lambda: (Stack(lambda layer, x: keep(layer, input=offloaded(layer, x))), (X,), {}),
     "offload function": lambda: (Stack(lambda layer, x: torch_ref.OffloadFunction(layer)(input=x)), (X,), {}),
-    "images": lambda: (functools.partial(keep, images()), (torch.ones(2, 3, 5, 5),), {}),
+    "images": lambda: (
+        functools.partial(torch_ref.gradient_checkpoint_forward, images(), True, False),
+        (torch.ones(2, 3, 5, 5),),
+        {},
+    ),
 }
 
 
@@ -381,25 +385,3 @@ def test_a_profiler_in_c_is_named():
         return
     with cProfile.Profile(), pytest.raises(torch_ref.InvalidArgumentError, match="Call doctor outside cProfile"):
         torch_ref.doctor(nn.Linear(4, 4), X)
-
-
-BATCH_NORMS = {
-    "plain checkpoint": (lambda block, x: checkpoint(block, x, use_reentrant=False), True),
-    "reentrant": (lambda block, x: checkpoint(block, x, use_reentrant=True), True),
-    "faithful": (lambda block, x: torch_ref.faithful.gradient_checkpoint_forward(block, True, False, x), True),
-    "faithful offload": (lambda block, x: torch_ref.faithful.gradient_checkpoint_forward(block, False, True, x), True),
-    "right": (lambda block, x: torch_ref.gradient_checkpoint_forward(block, True, False, x), False),
-    "policy": (lambda block, x: torch_ref.selective_checkpoint(block, "full", x), False),
-}
-
-
-@pytest.mark.parametrize("call", BATCH_NORMS)
-def test_statistics_that_the_recomputation_updates_again(call):
-    run, is_found = BATCH_NORMS[call]
-    block, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(5, 3, requires_grad=True)
-    found = torch_ref.doctor(lambda x: run(block, x), x).findings
-    assert [finding.trap for finding in found] == ["buffers_updated_twice"] * is_found
-    assert all("BatchNorm1d.running_mean, BatchNorm1d.running_var" in finding.problem for finding in found)
-    run(block, x).sum().backward()
-    assert int(block[1].num_batches_tracked) == 2 + is_found
-    assert torch_ref.doctor(lambda x: run(block.eval(), x), x).ok

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_ref
 from examples import pytorch
@@ -277,15 +278,11 @@ def norms():
     }
 
 
-def call_captured(checkpointed):
-    return lambda block, x: checkpointed(lambda y: block(y), x)
-
-
 CALLS = {
     "checkpoint": lambda block, x: torch_ref.gradient_checkpoint_forward(block, True, False, x),
     "offload": lambda block, x: torch_ref.gradient_checkpoint_forward(block, True, True, x),
     "OffloadFunction": lambda block, x: torch_ref.OffloadFunction(block)(x),
-    "captured": call_captured(lambda f, x: torch_ref.gradient_checkpoint_forward(f, True, False, x)),
+    "captured": lambda block, x: torch_ref.gradient_checkpoint_forward(lambda y: block(y), True, False, x),
     "nested": lambda block, x: selective_checkpoint(lambda y: selective_checkpoint(block, "full", y), "full", x),
     **{policy: lambda block, x, policy=policy: selective_checkpoint(block, policy, x) for policy in ("full", "save: @dots")},
 }
@@ -307,6 +304,28 @@ def test_buffers_are_updated_once_and_the_recomputation_reads_their_old_values(n
     expected_gradients, expected_buffers = step(norm, lambda block, x: block(x))
     assert len(buffers) >= 2 and all_equal(buffers, expected_buffers)
     assert all_equal(gradients, expected_gradients)
+
+
+BATCH_NORMS = {
+    "plain checkpoint": (lambda block, x: checkpoint(block, x, use_reentrant=False), True),
+    "reentrant": (lambda block, x: checkpoint(block, x, use_reentrant=True), True),
+    "faithful": (lambda block, x: torch_ref.faithful.gradient_checkpoint_forward(block, True, False, x), True),
+    "faithful offload": (lambda block, x: torch_ref.faithful.gradient_checkpoint_forward(block, False, True, x), True),
+    "right": (lambda block, x: torch_ref.gradient_checkpoint_forward(block, True, False, x), False),
+    "policy": (lambda block, x: torch_ref.selective_checkpoint(block, "full", x), False),
+}
+
+
+@pytest.mark.parametrize("call", BATCH_NORMS)
+def test_statistics_that_the_recomputation_updates_again(call):
+    run, is_found = BATCH_NORMS[call]
+    block, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(5, 3, requires_grad=True)
+    found = torch_ref.doctor(lambda x: run(block, x), x).findings
+    assert [finding.trap for finding in found] == ["buffers_updated_twice"] * is_found
+    assert all("BatchNorm1d.running_mean, BatchNorm1d.running_var" in finding.problem for finding in found)
+    run(block, x).sum().backward()
+    assert int(block[1].num_batches_tracked) == 2 + is_found
+    assert torch_ref.doctor(lambda x: run(block.eval(), x), x).ok
 
 
 def test_operators_with_several_results_have_one_name():

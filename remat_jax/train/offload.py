@@ -166,6 +166,10 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     optimizer can be loaded into the other. Under `jit` the updates are bit-equal to those of `tx`; without `jit` they agree
     within rounding, because optax compiles parts of an update.
 
+    A step with host memory commits its results to their device. If its first parameters were not committed, JAX compiles it a
+    second time for the committed ones, as it does for any committed argument: `jax.device_put(params, jax.devices()[0])` before
+    the first step avoids this.
+
     Some arrays are on the device together, because one equation reads them: all layers of a `scan` (stacked, they are one
     leaf); everything under `optax.MultiSteps`, which updates in one `cond` (use `accumulate_gradients` instead); and all
     updates, if their norm is computed. If layers are unrolled and a norm of all gradients is computed, XLA's schedule can need

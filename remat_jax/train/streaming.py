@@ -108,9 +108,9 @@ class Stream:
         self.traced = any(map(compat.is_traced, (*args, *jaxpr.consts)))
         if self.traced and compat.has_ordered_effects(jaxpr):
             raise UnsupportedError(
-                "tx: its init or update has a callback or a print with ordered=True. Under jit JAX can compile no ordered effect "
-                "in a program with arrays in host memory (its own error is about safe_zip): give ordered=False. Without jit "
-                "ordered effects work, and so they do with the plain optimizer"
+                "tx: its init or update has a callback or a print with ordered=True. Under jit JAX cannot compile an ordered "
+                "effect in a program with arrays in host memory (its own error is about safe_zip): give ordered=False. Without "
+                "jit, and with the plain optimizer, ordered effects work"
             )
         # Outside `jit` an array is freed with its last reference; `readers` counts the remaining uses.
         self.readers = Counter(variables(itertools.chain(inner.outvars, *(eqn.invars for eqn in inner.eqns))))
