@@ -105,6 +105,71 @@ def test_narrow_gradients_are_summed_in_float32():
     assert error(jnp.bfloat16) > 0.05
 
 
+# --- every dtype ------------------------------------------------------------------------------------------------------
+
+
+def squares(count: Any) -> Any:
+    """A loss whose mean is 1 and whose gradient is 2 at w = 1, with `count(rows)` as the number of targets."""
+    return lambda w, x: (jnp.sum((w * x).astype(jnp.float32) ** 2), count(x.shape[0]))
+
+
+NARROW = ("bool", "int4", "int8", "uint8", "int16", "uint32", "float8_e4m3fn", "bfloat16", "float16", "float32")
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_counts_of_every_dtype_are_added_up_exactly(dtype):
+    rows, n = 1 if dtype == "bool" else 7, 600
+    loss = squares(lambda rows: jnp.asarray(rows, jnp.int32).astype(dtype))
+    value, gradient = rj.accumulate_gradients(loss, n)(jnp.float32(1), jnp.ones(n * rows))
+    assert (float(value), float(gradient)) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("number", [2**31 + 1, np.int64(3 * 10**9), np.int32(2**30 + 1), jnp.uint32(2**32 - 1), 2.5])
+def test_counts_beyond_32_bits_are_not_cut(number):
+    value, _ = rj.accumulate_gradients(lambda w, x: (jnp.sum(w * x) * 1e9, number), 5)(1.0, jnp.ones(5))
+    np.testing.assert_allclose(float(value), 1e9 / float(number), rtol=2e-7)
+
+
+def test_losses_and_odd_counts_are_added_up_with_more_digits_than_a_float_has(x64):
+    """One float32 of 24 bits would lose a third of a million terms' digits, and every odd count above 2**24."""
+    x = jnp.full(2**14, 0.1, jnp.float32)
+    with jax.enable_x64(False):
+        value = rj.accumulate_gradients(lambda w, x: (jnp.sum(w * x), jnp.int32(2**18 + 1)), 2**14)(jnp.float32(1), x)[0]
+    expected = float(np.float32(0.1)) / (2**18 + 1)
+    np.testing.assert_allclose(float(value), expected, rtol=1.2e-7)
+
+
+def test_float16_gradients_of_a_long_sum_stay_finite():
+    value, gradient = rj.accumulate_gradients(squares(int), 2)(jnp.float16(1), jnp.ones(80_000, jnp.float16))
+    assert (float(value), float(gradient), gradient.dtype) == (1.0, 2.0, jnp.float16)
+
+
+@pytest.mark.parametrize(("total", "count"), [("bfloat16", "int32"), ("float16", "float32"), ("float32", "bfloat16")])
+def test_the_mean_has_the_dtype_of_the_whole_batchs(total, count):
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(w * x).astype(total), jnp.asarray(x.size, count)
+
+    def whole(w: Any, x: Any) -> Any:
+        total, count = loss(w, x)
+        return total / count
+
+    w, x = jnp.asarray(1, total), jnp.ones(8, total)
+    expected, results = jax.value_and_grad(whole)(w, x), rj.accumulate_gradients(loss, 4)(w, x)
+    assert [each.dtype for each in results] == [each.dtype for each in expected]
+    assert_same(results, expected, 0)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16, jnp.float64])
+def test_complex_parameters_keep_both_parts(x64, dtype):
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.abs(w * x - 1) ** 2), x.shape[0]
+
+    w, x = jnp.asarray([1 + 2j, 0.5 - 1j], jnp.complex64), jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)))
+    gradient = rj.accumulate_gradients(loss, 3, dtype=dtype)(w, x)[1]
+    assert gradient.dtype == (jnp.complex128 if dtype is jnp.float64 else jnp.complex64)
+    np.testing.assert_allclose(gradient, jax.grad(lambda w: loss(w, x)[0] / 6)(w), rtol=1e-6)
+
+
 # --- what goes through it ---------------------------------------------------------------------------------------------
 
 
@@ -216,6 +281,12 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ArgumentError, match="dtype=.*int32.*floating-point dtype to sum"):
         rj.accumulate_gradients(summed, 2, dtype=jnp.int32)
     params, x, mask = data(jnp.float32)
+    with pytest.raises(ArgumentError, match="dtype=.*float64.*jax_enable_x64 is off.*jnp.float32"):
+        rj.accumulate_gradients(summed, 2, dtype=jnp.float64)(params, x, mask)
+    with pytest.raises(ArgumentError, match="params: 'steps' is int32 and has no gradient"):
+        rj.accumulate_gradients(summed, 2)({"steps": 3}, x, mask)
+    with pytest.raises(ArgumentError, match="loss returned .*complex64.*two real scalars"):
+        rj.accumulate_gradients(lambda w, x: (jnp.sum(w * x), jnp.complex64(4)), 2)(1.0, x)
     with pytest.raises(ArgumentError, match=r"n=5 does not divide the leading axis of batch\[0\], which has 12 rows.*4 and 6"):
         rj.accumulate_gradients(summed, 5)(params, x, mask)
     with pytest.raises(ArgumentError, match=r"batch\[0\] has 12, batch\[1\] has 11.*jax.random.key"):

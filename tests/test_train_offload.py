@@ -13,9 +13,10 @@ import optax
 import pytest
 from flax import nnx, serialization
 from flax.training import train_state
+from jax.experimental import io_callback
 
 import remat_jax as rj
-from remat_jax.errors import ArgumentError, NoEffectError
+from remat_jax.errors import ArgumentError, NoEffectError, UnsupportedError
 from remat_jax.train.offload import update_order
 from remat_jax.train.parameters import result_structs
 from tests.small_models import assert_bit_equal, equations
@@ -273,6 +274,102 @@ def test_parameters_follow_the_backward_pass():
 
     shapes = [eqn.outvars[0].aval.shape for eqn, _ in equations(step, params, state) if eqn.primitive.name == "device_put"]
     assert [shape for shape in shapes[::2] if len(shape) == 2] == [(3, 2), (4, 3), (16, 4)], "by name it would be z, input, a"
+
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+def watched(log: list[Any], ordered: bool) -> optax.GradientTransformation:
+    """Notes what it computes, with and without results, alone, in a call and in a loop."""
+
+    def note(tag: str) -> Any:
+        return lambda value: log.append((tag, float(np.sum(value))))
+
+    def value(x: Any) -> Any:
+        log.append(("value", float(x)))
+        return np.float32(2)
+
+    def init(params: Any) -> Any:
+        jax.debug.callback(note("init"), params["w"], ordered=ordered)
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        io_callback(note("gradient"), None, updates["w"], ordered=ordered)
+        state = jax.tree.map(lambda m, g: 0.5 * m + g, state, updates)
+        factor = io_callback(value, jax.ShapeDtypeStruct((), jnp.float32), state["w"].sum(), ordered=ordered)
+        io_callback(value, jax.ShapeDtypeStruct((), jnp.float32), state["b"].sum(), ordered=ordered)  # its result is unused
+
+        @jax.jit
+        def call(w: Any, b: Any) -> Any:
+            jax.debug.callback(note("call"), b, ordered=ordered)
+            return jax.lax.fori_loop(0, 2, lambda _, w: jax.debug.callback(note("loop"), w, ordered=ordered) or w + 1, w), 2 * b
+
+        w, b = call(updates["w"], updates["b"])
+        return {"w": factor * w, "b": b}, state
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.9])
+@pytest.mark.parametrize(("compiled", "ordered"), [(True, False), (False, False), (False, True)])
+def test_effects_run_once_each_and_in_the_plain_optimizers_order(compiled, ordered, fraction):
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+
+    def run(wrap: Any) -> tuple[list[Any], Any]:
+        log: list[Any] = []
+        tx = wrap(watched(log, ordered))
+        init, update = (jax.jit(tx.init), jax.jit(tx.update)) if compiled else (tx.init, tx.update)
+        results = update(params, init(params), params)
+        jax.block_until_ready(results)
+        jax.effects_barrier()
+        return log, results
+
+    (expected_log, expected), (log, results) = run(lambda tx: tx), run(lambda tx: rj.offload_optimizer(tx, fraction))
+    assert len(log) == 7 and log == expected_log
+    assert_bit_equal(results, expected)
+
+
+def test_ordered_effects_under_jit_are_refused_before_jaxs_compiler_fails():
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    tx = rj.offload_optimizer(watched([], True))
+    for function, args in ((tx.init, (params,)), (tx.update, (params, params, params))):
+        with pytest.raises(
+            UnsupportedError, match="tx: its init or update has a callback .* ordered=True.* give ordered=False"
+        ):
+            jax.jit(function)(*args)
+
+    def by_hand(x: Any) -> Any:
+        jax.debug.callback(lambda x: None, x, ordered=True)
+        return jax.device_put(x, jax.memory.Space.Host)
+
+    with pytest.raises(ValueError, match="safe_zip"):  # once this compiles, the refusal can go
+        jax.jit(by_hand)(jnp.ones(3))
+
+
+# --- compilations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("init", ["eager", "jit"])
+def test_a_donated_step_of_committed_parameters_is_compiled_once(init, fraction):
+    """The first step commits its results, so JAX compiles a second step if the parameters were not committed before."""
+    tx = rj.offload_optimizer(optax.adam(LEARNING_RATE), fraction)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        return tx.apply(jax.grad(loss)(params, x), state, params)
+
+    compiled = jax.jit(step, donate_argnums=(0, 1))
+    params = jax.device_put(parameters(), jax.devices()[0])
+    state = (tx.init if init == "eager" else jax.jit(tx.init))(params)
+    for x in BATCHES[:3]:
+        params, state = compiled(params, state, x)
+    assert compiled._cache_size() == 1
+
+    by_hand = jax.jit(lambda param, state: (param + 1, state))
+    param, state = jnp.ones(3), jax.device_put(jnp.ones(3), jax.memory.Space.Host)
+    for _ in range(2):
+        param, state = by_hand(param, state)
+    assert by_hand._cache_size() == 2, "JAX no longer compiles twice: say so where offload_optimizer is explained"
 
 
 # --- wrong use --------------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ import dis
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch import nn
 
 from torch_ref.errors import ReboundVariableError
 
@@ -88,3 +90,30 @@ def _remember(value: Any) -> Callable[[Any], bool]:
     except TypeError:
         return lambda now: now is value
     return lambda now: now is not None and reference() is now
+
+
+def reached_modules(function: Any, arguments: Iterable[Any] = ()) -> list[nn.Module]:
+    """The modules, with their submodules, that a call can run: the function itself, what it captures, modules in arguments."""
+    waiting: list[Any] = [function, *(leaf for leaf in arguments if isinstance(leaf, nn.Module))]
+    seen: set[int] = set()
+    found: dict[nn.Module, None] = {}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found.update(dict.fromkeys(value.modules()))
+        elif isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.MethodType):
+            waiting += [value.__self__, value.__func__]
+        elif isinstance(value, types.FunctionType):
+            waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *captured(value).values()]
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif callable(value) and not isinstance(value, type | types.ModuleType):
+            waiting += vars(value).values() if hasattr(value, "__dict__") else ()
+    return list(found)

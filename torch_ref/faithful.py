@@ -9,11 +9,12 @@ It is written from the behaviour of `diffsynth/core/gradient/gradient_checkpoint
 3. The checkpointing flag is set: the block runs under a non-reentrant checkpoint without `save_on_cpu`.
 4. Otherwise the block is called plainly.
 
-Consequences: only *positional, top-level* tensors go to the host, with a separate copy for each use. A call that passes
-everything by keyword offloads nothing and does not restore the device's random state. Keywords of
-`torch.utils.checkpoint.checkpoint` (`debug`, `early_stop`, ...) never reach the block, and `use_reentrant` and `function`
-raise an error. A captured loop variable silently gives wrong gradients. Flags may be any values and are tested for truth:
-1 counts as True, 0 and None as False. A forgotten flag is replaced by the truth value of the block's first argument.
+Consequences: only *positional, top-level* tensors go to the host, with a separate copy for each use. A call that
+passes everything by keyword offloads nothing and does not restore the device's random state. Keywords of
+`torch.utils.checkpoint.checkpoint` (`debug`, `early_stop`, ...) never reach the block, and `use_reentrant` and
+`function` raise an error. A captured loop variable silently gives wrong gradients. Flags may be any values and are
+tested for truth: 1 counts as True, 0 and None as False. The recomputation updates running statistics a second time. A
+forgotten flag is replaced by the truth value of the block's first argument.
 
 There is one difference from the original: on the CPU, the original's `save_on_cpu` keeps the tensor itself. Here the tensor
 is copied, as from a GPU, so that receipts show the same bytes on a machine without a GPU.

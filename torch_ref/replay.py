@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
-from torch_ref.captures import Captures
+from torch_ref.buffers import Buffers
+from torch_ref.captures import Captures, reached_modules
 from torch_ref.errors import InvalidArgumentError, MutatedTensorError, NothingToOffloadError
 from torch_ref.host import HostCopy, is_opaque, nbytes_of, owner_of, to_host, version_of
 from torch_ref.layout import Layout
@@ -95,7 +96,11 @@ class Replay:
         """Run the block: first with the caller's arguments, later with `kept`, whose offloaded arguments are fetched."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
-            output = self._run(*args, **kwargs)
+            self._buffers = Buffers(reached_modules(self.block, pytree.tree_leaves((args, kwargs))))
+            try:
+                output = self._run(*args, **kwargs)
+            finally:
+                self._buffers.changed()
             moved = [leaf for leaf in kept if isinstance(leaf, OffloadedArgument)]
             for argument in moved:
                 argument.check_written({other.copy for other in moved} - {argument.copy})
@@ -108,7 +113,8 @@ class Replay:
         if previous is not None:
             previous.fetch_ahead()
         args, kwargs = pytree.tree_unflatten([leaves[k] for k in self._positions], self._spec)
-        return self._run(*args, **kwargs)
+        with self._buffers.as_before():
+            return self._run(*args, **kwargs)
 
     def fetch_ahead(self) -> None:
         """Start copying the offloaded arguments back, if the copies are asynchronous."""

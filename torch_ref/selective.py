@@ -45,8 +45,8 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
 
     An offloaded array is copied (pinned on CUDA), recorded in the receipt, and fetched by the recomputation. PyTorch allows
     only one backward pass to use the saved arrays: a second pass (`retain_graph=True`) or a second derivative raises a
-    `RuntimeError`. With gradients disabled the block is called plainly. Every keyword reaches the block. As in every
-    checkpoint, recomputing a batch norm updates its running statistics again.
+    `RuntimeError`. With gradients disabled the block is called plainly. Every keyword reaches the block. Buffers, such as
+    running statistics, are updated once.
 
     Every operator of the block goes through Python in both passes, which slows down small operators. Policies that do not
     look inside the block (`full`, `offload_inputs`) avoid this. Do not use this function under `torch.compile`.

@@ -263,7 +263,11 @@ CLEAN = {
     "keywords": lambda: (Stack(lambda layer, x: keep(layer, input=x)), (X,), {}),
     "keywords after an offload": lambda: (Stack(lambda layer, x: keep(layer, input=offloaded(layer, x))), (X,), {}),
     "offload function": lambda: (Stack(lambda layer, x: torch_ref.OffloadFunction(layer)(input=x)), (X,), {}),
-    "images": lambda: (functools.partial(keep, images()), (torch.ones(2, 3, 5, 5),), {}),
+    "images": lambda: (
+        functools.partial(torch_ref.gradient_checkpoint_forward, images(), True, False),
+        (torch.ones(2, 3, 5, 5),),
+        {},
+    ),
 }
 
 

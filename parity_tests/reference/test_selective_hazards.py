@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_ref
 from examples import pytorch
@@ -249,14 +250,82 @@ def test_a_recomputation_that_computes_something_else_is_refused():
         output.sum().backward()
 
 
-@pytest.mark.parametrize(("policy", "updated"), [("full", True), ("save: @dots", True), ("everything", False)])
-def test_running_statistics_are_updated_again_where_the_norm_is(policy, updated):
+class Codebook(nn.Module):
+    """Reads a buffer, then writes to it: in place, and by a new tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(3, 7))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x):
+        self.steps = self.steps + 1
+        x = (x * self.mean.clone()).sin() * self.steps
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0))
+        return x
+
+
+def norms():
+    return {
+        "batch norm": nn.BatchNorm1d(3),
+        "cumulative average": nn.BatchNorm1d(3, momentum=None),
+        "instance norm": nn.InstanceNorm1d(3, track_running_stats=True),
+        "spectral norm": nn.utils.parametrizations.spectral_norm(nn.Conv1d(3, 3, 1)),
+        "old spectral norm": nn.utils.spectral_norm(nn.Conv1d(3, 3, 1)),
+        "lazy batch norm": nn.LazyBatchNorm1d(),
+        "codebook": Codebook(),
+    }
+
+
+CALLS = {
+    "checkpoint": lambda block, x: torch_ref.gradient_checkpoint_forward(block, True, False, x),
+    "offload": lambda block, x: torch_ref.gradient_checkpoint_forward(block, True, True, x),
+    "OffloadFunction": lambda block, x: torch_ref.OffloadFunction(block)(x),
+    "captured": lambda block, x: torch_ref.gradient_checkpoint_forward(lambda y: block(y), True, False, x),
+    "nested": lambda block, x: selective_checkpoint(lambda y: selective_checkpoint(block, "full", y), "full", x),
+    **{policy: lambda block, x, policy=policy: selective_checkpoint(block, policy, x) for policy in ("full", "save: @dots")},
+}
+
+
+def step(norm, call):
+    """Gradients and buffers after two batches, whose backward passes run after both forward passes."""
     torch.manual_seed(0)
-    block = nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Conv1d(3, 3, 3))
-    output = selective_checkpoint(block, policy, torch.randn(4, 2, 9, requires_grad=True))
-    before = block[1].running_mean.clone()
-    output.sum().backward()
-    assert torch.equal(before, block[1].running_mean) is not updated
+    block = nn.Sequential(nn.Conv1d(2, 3, 3), norms()[norm], nn.ReLU(), nn.Conv1d(3, 3, 3))
+    batches = [torch.randn(4, 2, 9, requires_grad=True) for _ in range(2)]
+    sum(call(block, x).square().sum() for x in batches).backward()
+    return [p.grad for p in block.parameters()] + [x.grad for x in batches], [b.clone() for b in block.buffers()]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("norm", norms())
+def test_buffers_are_updated_once_and_the_recomputation_reads_their_old_values(norm, call):
+    gradients, buffers = step(norm, CALLS[call])
+    expected_gradients, expected_buffers = step(norm, lambda block, x: block(x))
+    assert len(buffers) >= 2 and all_equal(buffers, expected_buffers)
+    assert all_equal(gradients, expected_gradients)
+
+
+BATCH_NORMS = {
+    "plain checkpoint": (lambda block, x: checkpoint(block, x, use_reentrant=False), True),
+    "reentrant": (lambda block, x: checkpoint(block, x, use_reentrant=True), True),
+    "faithful": (lambda block, x: torch_ref.faithful.gradient_checkpoint_forward(block, True, False, x), True),
+    "faithful offload": (lambda block, x: torch_ref.faithful.gradient_checkpoint_forward(block, False, True, x), True),
+    "right": (lambda block, x: torch_ref.gradient_checkpoint_forward(block, True, False, x), False),
+    "policy": (lambda block, x: torch_ref.selective_checkpoint(block, "full", x), False),
+}
+
+
+@pytest.mark.parametrize("call", BATCH_NORMS)
+def test_statistics_that_the_recomputation_updates_again(call):
+    run, is_found = BATCH_NORMS[call]
+    block, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(5, 3, requires_grad=True)
+    found = torch_ref.doctor(lambda x: run(block, x), x).findings
+    assert [finding.trap for finding in found] == ["buffers_updated_twice"] * is_found
+    assert all("BatchNorm1d.running_mean, BatchNorm1d.running_var" in finding.problem for finding in found)
+    run(block, x).sum().backward()
+    assert int(block[1].num_batches_tracked) == 2 + is_found
+    assert torch_ref.doctor(lambda x: run(block.eval(), x), x).ok
 
 
 def test_operators_with_several_results_have_one_name():

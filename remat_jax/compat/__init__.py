@@ -17,6 +17,7 @@ from remat_jax.compat.jaxprs import bind as bind
 from remat_jax.compat.jaxprs import closed as closed
 from remat_jax.compat.jaxprs import dce as dce
 from remat_jax.compat.jaxprs import eqn_context as eqn_context
+from remat_jax.compat.jaxprs import has_ordered_effects as has_ordered_effects
 from remat_jax.compat.jaxprs import hoist_consts as hoist_consts
 from remat_jax.compat.jaxprs import inner_context as inner_context
 from remat_jax.compat.jaxprs import is_plain_jit as is_plain_jit

@@ -19,6 +19,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import hijax as _hijax
 from jax._src import linear_util as _linear_util
+from jax._src import effects as _effects
 from jax._src import mesh as _mesh
 from jax._src import shard_map as _shard_map
 from jax._src import source_info_util as _source_info
@@ -196,6 +197,11 @@ def uses_references(jaxpr: Any) -> bool:
     inner = jaxpr.jaxpr
     made = (var for eqn in inner.eqns for var in eqn.outvars)
     return any(type(var.aval).__name__ == "AbstractRef" for var in (*inner.constvars, *inner.invars, *made))
+
+
+def has_ordered_effects(jaxpr: Any) -> bool:
+    """Whether the closed `jaxpr` has callbacks or prints with `ordered=True`."""
+    return bool(_effects.ordered_effects.filter_in(jaxpr.jaxpr.effects))
 
 
 def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:

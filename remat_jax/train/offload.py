@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, NoEffectError
@@ -166,6 +166,10 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     optimizer can be loaded into the other. Under `jit` the updates are bit-equal to those of `tx`; without `jit` they agree
     within rounding, because optax compiles parts of an update.
 
+    A step with host memory commits its results to their device. If its first parameters were not committed, JAX compiles it a
+    second time for the committed ones, as it does for any committed argument: `jax.device_put(params, jax.devices()[0])` before
+    the first step avoids this.
+
     Some arrays are on the device together, because one equation reads them: all layers of a `scan` (stacked, they are one
     leaf); everything under `optax.MultiSteps`, which updates in one `cond` (use `accumulate_gradients` instead); and all
     updates, if their norm is computed. If layers are unrolled and a norm of all gradients is computed, XLA's schedule can need
@@ -178,6 +182,8 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
 
     Raises:
       ArgumentError: `tx` is not an optax optimizer, or `fraction` is outside [0, 1].
+      UnsupportedError: `init` or `update` is traced (`jit`) and has a callback or a print with `ordered=True`, which JAX cannot
+        compile together with arrays in host memory. Other effects run as with `tx`, once each.
       NoEffectError: from `init`, if a `fraction` above 0 moves no array, as for plain SGD, which has no state.
 
     >>> import jax.numpy as jnp
@@ -222,7 +228,21 @@ def _init(tx: Any, fraction: float, params: Any) -> Any:
         return Stream(traced.jaxpr, values, from_host=from_host, not_before=not_before, to_host=to_host, order=order).run()
 
     shardings = _state_shardings(traced, to_host)
-    return traced.finish((jax.jit(made, out_shardings=shardings) if shardings else made)(*traced.values))
+    if shardings:
+        return traced.finish(jax.jit(made, out_shardings=shardings)(*traced.values))
+    return traced.finish([_committed(leaf, traced.values) for leaf in made(*traced.values)])
+
+
+def _committed(leaf: Any, params: Sequence[Any]) -> Any:
+    """An array of the state, committed to the parameters' device.
+
+    A step commits its results, so JAX would compile it a second time for a state that was not committed at first.
+    """
+    if compat.is_traced(leaf):
+        return leaf
+    devices = [param.devices() for param in params if not compat.is_traced(param) and getattr(param, "committed", False)]
+    (device,) = devices[0] if devices else leaf.devices()
+    return jax.device_put(leaf, SingleDeviceSharding(device, memory_kind=leaf.sharding.memory_kind))
 
 
 def _streamed(function: Callable[..., Any], fraction: float, *args: Any) -> Any:

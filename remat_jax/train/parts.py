@@ -10,9 +10,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from remat_jax import compat
 from remat_jax.errors import ArgumentError
+from remat_jax.train import sums
+from remat_jax.train.parameters import path_text
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,13 +36,15 @@ def accumulate_gradients(
     every device keeps its own rows, and the rows of a micro-batch must divide evenly over the devices that share the batch.
 
     Args:
-      loss: `loss(params, *micro_batch)` returns `(sum of the losses over the targets, number of targets)`, two scalars, or
-        `((sum, number), aux)` if `has_aux`.
+      loss: `loss(params, *micro_batch)` returns `(sum of the losses over the targets, number of targets)`, two real scalars of
+        any dtype, or `((sum, number), aux)` if `has_aux`. Both are added up without rounding; only `loss` itself can round them
+        (a bfloat16 sum of a mask is exact up to 256: `jnp.sum(mask, dtype=jnp.float32)`).
       n: the number of micro-batches; it divides the leading axis of every array in the batch. A scalar `jax.random.key` in the
         batch is not split: micro-batch i gets `jax.random.fold_in(key, i)`.
       has_aux: if True, the result is `((mean, aux), gradients)`; every array of aux has a new leading axis of length `n`.
-      dtype: the dtype of the sums of gradients and of the returned gradients. By default gradients are summed in the
-        parameter's dtype (bfloat16 and float16 in float32), and returned in the parameter's dtype.
+      dtype: the dtype of the sums of gradients and of the returned gradients; for complex parameters, of their real and
+        imaginary parts. By default gradients are summed in the parameter's dtype (narrower ones than float32 in float32), and
+        returned in the parameter's dtype.
 
     Returns:
       A function `(params, *batch)` that returns `(mean loss over all targets, gradients)`, like `jax.value_and_grad` of the
@@ -47,8 +52,9 @@ def accumulate_gradients(
       gives 0, not NaN.
 
     Raises:
-      ArgumentError: `n` is not a positive integer or does not divide an array of the batch, `loss` returns another form, or on
-        mesh axes of type Explicit the rows of a micro-batch do not divide over the devices.
+      ArgumentError: `n` is not a positive integer or does not divide an array of the batch, `loss` returns another form, a
+        parameter has no gradient (integers), `dtype` is float64 while `jax_enable_x64` is off, or on mesh axes of type Explicit
+        the rows of a micro-batch do not divide over the devices.
 
     >>> import jax.numpy as jnp
     >>> def loss(w, x, mask):
@@ -61,17 +67,18 @@ def accumulate_gradients(
     if not callable(loss):
         raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *micro_batch)")
     _check_count(n, "micro-batches")
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ArgumentError(f"dtype={dtype!r}: expected a floating-point dtype to sum gradients in, such as jnp.float32")
+    sums.check_dtype(dtype)
 
     def summed(params: Any, *micro_batch: Any) -> tuple[Any, Any]:
         (total, count), aux = _parts(loss(params, *micro_batch), has_aux)
-        return total, (count, aux)
+        return jnp.asarray(total), (sums.pair(count), aux)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
         params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
+        _check_parameters(params)
         _check_batch(batch, n)
         parts = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else _cut(leaf, n, 0), batch)
+        precision = sums.available(dtype)
 
         def micro_batch(index: Any) -> Any:
             def rows(part: Any) -> Any:
@@ -81,21 +88,29 @@ def accumulate_gradients(
 
             return jax.tree.map(rows, parts)
 
-        def body(sums: Any, index: Any) -> tuple[Any, Any]:
-            (total, (count, aux)), gradients = jax.value_and_grad(summed, has_aux=True)(params, *micro_batch(index))
-            added = jax.tree.map(lambda s, term: s + term.astype(s.dtype), sums, (total, count, gradients))
-            return added, aux
+        def body(carry: Any, index: Any) -> tuple[Any, Any]:
+            total, count, gradients = carry
+            term, backward, (terms, aux) = jax.vjp(lambda params: summed(params, *micro_batch(index)), params, has_aux=True)
+            # Like a mean, and unlike a sum, a scaled loss has gradients that float16 can represent. A power of two is exact.
+            scale = sums.power_of_two(sums.value(terms), term.dtype)
+            scaled = backward((1 / scale).astype(term.dtype))[0]
+            for each in terms:
+                count = sums.plus(count, each)
+            total = sums.plus(total, term.astype(total[0].dtype))
+            return (total, count, jax.tree.map(functools.partial(sums.plus_scaled, scale), gradients, scaled)), aux
 
-        total, (count, _) = jax.eval_shape(lambda: summed(params, *micro_batch(0)))
-        zeros = (
-            jnp.zeros((), _wide(total.dtype)),
-            jnp.zeros((), count.dtype),
-            jax.tree.map(lambda p: jnp.zeros_like(p, dtype or _wide(p.dtype)), params),
+        mean_dtype = jax.eval_shape(
+            lambda: jnp.zeros((), _mean_dtype(*_parts(loss(params, *micro_batch(0)), has_aux)[0]))
+        ).dtype
+        dtypes = jax.tree.map(lambda p: sums.with_precision(p.dtype, precision) if precision is not None else p.dtype, params)
+        summands = jax.tree.map(
+            lambda p, out: jnp.zeros_like(p, out if precision is not None else sums.wide(out)), params, dtypes
         )
-        (total, count, gradients), aux = jax.lax.scan(body, zeros, jnp.arange(n))
-        count = jnp.where(count == 0, 1, count)
-        mean = total / count.astype(total.dtype)
-        gradients = jax.tree.map(lambda g, p: (g / count.astype(g.dtype)).astype(dtype or p.dtype), gradients, params)
+        (total, count, gradients), aux = jax.lax.scan(body, (sums.zero(), sums.zero(), summands), jnp.arange(n))
+        divisor = sums.value(count)
+        divisor = jnp.where(divisor == 0, 1, divisor)
+        mean = (sums.value(total) / divisor).astype(mean_dtype)
+        gradients = jax.tree.map(lambda g, out: sums.divided(g, divisor).astype(out), gradients, dtypes)
         return ((mean, aux) if has_aux else mean), gradients
 
     return value_and_gradient
@@ -114,11 +129,6 @@ def value_and_grad_of_parts(loss: Callable[..., Any], n: int, *, has_aux: bool =
         return accumulate_gradients(counted, n, has_aux=has_aux)(trained, *batch)
 
     return value_and_gradient
-
-
-def _wide(dtype: Any) -> Any:
-    """The dtype in which to sum arrays of `dtype`: at least float32 for floats, otherwise `dtype`."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _is_key(leaf: Any) -> bool:
@@ -141,14 +151,42 @@ def _check_batch(batch: tuple[Any, ...], n: int) -> None:
     _check_lengths(arrays, n, differ, "the leading axis", "a micro-batch", "rows")
 
 
+def _check_parameters(params: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ArgumentError(
+                f"params: {path_text(path)!r} is {leaf.dtype} and has no gradient; bind it into the loss (functools.partial)"
+            )
+
+
 def _parts(result: Any, has_aux: bool) -> Any:
     pair, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
     scalars = isinstance(pair, tuple) and len(pair) == 2 and all(jnp.shape(scalar) == () for scalar in pair)
-    if not scalars or not jnp.issubdtype(jnp.result_type(pair[0]), jnp.floating):
+    if not scalars or not jnp.issubdtype(_dtype(pair[0]), jnp.floating) or not _is_real(_dtype(pair[1])):
         expected = "((sum of losses, number of targets), aux)" if has_aux else "(sum of losses, number of targets)"
-        shown = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", result)
-        raise ArgumentError(f"loss returned {shown}: expected {expected}, two scalars, the sum a float; not a mean")
-    return (pair[0], jnp.asarray(pair[1])), aux
+        shown = jax.tree.map(lambda leaf: f"{_dtype(leaf)}{list(jnp.shape(leaf))}", result)
+        raise ArgumentError(f"loss returned {shown}: expected {expected}, two real scalars, the sum a float; not a mean")
+    return pair, aux
+
+
+def _dtype(leaf: Any) -> Any:
+    # JAX's type of a Python int has at most 32 bits, NumPy's has more.
+    return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+
+
+def _is_real(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+
+
+def _mean_dtype(total: Any, count: Any) -> Any:
+    """The dtype of `total / count`."""
+    total = jnp.asarray(total)
+    if not hasattr(count, "dtype"):  # a Python number takes the dtype of the array
+        return total.dtype
+    try:
+        return jnp.result_type(total, jax.dtypes.canonicalize_dtype(count.dtype))
+    except ValueError:  # float8 is never promoted
+        return total.dtype
 
 
 def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] = 0) -> Callable[P, R]:
@@ -223,7 +261,7 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
         body = compat.chunk_checkpoint(one_chunk)
         _, results = jax.lax.scan(lambda _, chunk: (None, body(chunk)), None, chunks)
         _check_sums(jax.eval_shape(one_chunk, [leaf for _, leaf, _ in arrays]), results, n)
-        return jax.tree.map(lambda result: jnp.sum(result, 0, dtype=_wide(result.dtype)).astype(result.dtype), results)
+        return jax.tree.map(lambda result: jnp.sum(result, 0, dtype=sums.wide(result.dtype)).astype(result.dtype), results)
 
     return chunked
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies, filled, interpret, retrace, variables
+from remat_jax.errors import UnsupportedError
 
 # The path of an array in a pytree.
 Path = tuple[Any, ...]
@@ -66,7 +67,8 @@ class Stream:
     """Evaluates the closed `jaxpr` on `args` with few arrays on the device at a time.
 
     Inputs are fetched from the host one by one. Outputs are copied to the host as soon as they are computed. An equation runs
-    when the next output of `order` needs it. `tree.map` interleaves the equations of all leaves, so in the jaxpr's own
+    when the next output of `order` needs it; equations with effects (callbacks, prints) run once each, in the jaxpr's order.
+    `tree.map` interleaves the equations of all leaves, so in the jaxpr's own
     order all leaves would be on the device before the first leaf is finished. Under `jit` an `optimization_barrier` makes each
     fetch wait for the outputs finished before it; otherwise XLA would start all fetches at once.
 
@@ -92,7 +94,8 @@ class Stream:
         jaxpr = inlined(jaxpr, lambda eqn: compat.kind(eqn) in _CALLS and sum(var.aval.ndim > 0 for var in eqn.outvars) > 1)
         inner = jaxpr.jaxpr
         self.to_host, self.order = to_host, order
-        self.outvars, self.eqns = inner.outvars, inner.eqns
+        self.outvars = inner.outvars
+        self.effects = deque(eqn for eqn in inner.eqns if eqn.effects)
         self.makers = {var: eqn for eqn in inner.eqns for var in eqn.outvars}
         self.values: dict[Any, Any] = dict(zip(inner.constvars, jaxpr.consts, strict=True))
         self.away: dict[Any, Any] = {}
@@ -102,6 +105,12 @@ class Stream:
             var: inner.invars[other] for var, other in zip(inner.invars, not_before, strict=True) if other is not None
         }
         self.traced = any(map(compat.is_traced, (*args, *jaxpr.consts)))
+        if self.traced and compat.has_ordered_effects(jaxpr):
+            raise UnsupportedError(
+                "tx: its init or update has a callback or a print with ordered=True. Under jit JAX cannot compile an ordered "
+                "effect in a program with arrays in host memory (its own error is about safe_zip): give ordered=False. Without "
+                "jit, and with the plain optimizer, ordered effects work"
+            )
         # Outside `jit` an array is freed with its last reference; `readers` counts the remaining uses.
         self.readers = Counter(variables(itertools.chain(inner.outvars, *(eqn.invars for eqn in inner.eqns))))
         self.leaving: dict[Any, list[int]] = {}
@@ -121,10 +130,10 @@ class Stream:
             self._compute(atom)
             if index not in self.results:
                 self._finish(index, self._use(atom))
-        for eqn in self.eqns:
-            if eqn.effects and not all(var in self.values for var in eqn.outvars):
-                self._compute(*eqn.invars)
-                self._evaluate(eqn)
+            self._run_effects_at_hand()
+        while self.effects:
+            self._compute(*self.effects[0].invars)
+            self._run_effects_at_hand()
         return [self.results[index] for index in range(len(self.outvars))]
 
     def _compute(self, *atoms: Any) -> None:
@@ -137,12 +146,25 @@ class Stream:
             elif var in self.away:
                 self._fetch(var)
             else:
-                eqn = self.makers[var]
-                missing = [operand for operand in variables(eqn.invars) if operand not in self.values]
+                eqns = self._up_to(self.makers[var])
+                missing = [operand for eqn in eqns for operand in variables(eqn.invars) if operand not in self.values]
+                # An equation may read what an earlier one of `eqns` computes, so compute the first missing operand first.
                 if missing:
                     waiting.append(missing[0])
                 else:
-                    self._evaluate(eqn)
+                    for eqn in eqns:
+                        self._evaluate(eqn)
+
+    def _up_to(self, eqn: Any) -> list[Any]:
+        """`eqn`; if it has effects, also the equations with effects that must run before it."""
+        if not eqn.effects:
+            return [eqn]
+        return [*itertools.takewhile(lambda earlier: earlier is not eqn, self.effects), eqn]
+
+    def _run_effects_at_hand(self) -> None:
+        """Run the next equations with effects whose operands are computed: their operands need not stay on the device."""
+        while self.effects and all(operand in self.values for operand in variables(self.effects[0].invars)):
+            self._evaluate(self.effects[0])
 
     def _use(self, atom: Any) -> Any:
         if _is_literal(atom):
@@ -167,6 +189,8 @@ class Stream:
         self.values[var] = jax.device_put(value, DEVICE)
 
     def _evaluate(self, eqn: Any) -> None:
+        if eqn.effects:
+            self.effects.popleft()
         outputs = compat.bind(eqn, [self._use(atom) for atom in eqn.invars])
         for var, value in zip(eqn.outvars, outputs, strict=True):
             if var in self.leaving:

@@ -56,6 +56,7 @@ def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosi
     | `mutated_input` | a tensor that a checkpoint keeps was changed in place: backward raises an error or is wrong |
     | `reentrant_without_gradient` | no input of a reentrant checkpoint requires a gradient: its parameters get no gradient |
     | `random_state` | `preserve_rng_state=False` around dropout: backward uses a different mask |
+    | `buffers_updated_twice` | the recomputation updates batch statistics or other buffers a second time |
 
     The module runs forward only, with gradients, in its current training or evaluation mode. Buffers such as batch
     statistics and the random state change as in any call. All calls of `torch.utils.checkpoint.checkpoint` are recorded,

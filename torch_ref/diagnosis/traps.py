@@ -150,6 +150,20 @@ def random_state(region: Region) -> Iterator[Finding]:
         )
 
 
+def buffers_updated_twice(region: Region) -> Iterator[Finding]:
+    """Buffers, such as batch statistics, that the forward pass updates and the recomputation will update again."""
+    if region.rewritten:
+        shown = ", ".join(region.rewritten[:3]) + (
+            f" and {len(region.rewritten) - 3} more" if len(region.rewritten) > 3 else ""
+        )
+        yield _finding(
+            region,
+            "buffers_updated_twice",
+            f"the forward pass updates buffers ({shown}), and the recomputation updates them again with the same batch",
+            "Use torch_ref.gradient_checkpoint_forward, which updates them once, or keep such modules outside the checkpoint",
+        )
+
+
 TRAPS = (
     hidden_from_offload,
     rebound_variable,
@@ -157,6 +171,7 @@ TRAPS = (
     mutated_input,
     reentrant_without_gradient,
     random_state,
+    buffers_updated_twice,
 )
 
 

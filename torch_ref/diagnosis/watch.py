@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import TensorWeakRef
 
-from torch_ref.captures import Captures, captured
+from torch_ref.buffers import Buffers
+from torch_ref.captures import Captures, captured, reached_modules
 from torch_ref.errors import InvalidArgumentError
 from torch_ref.host import nbytes_of, version_of
 from torch_ref.operators import draws
@@ -78,7 +79,9 @@ class Region:
         arguments: the region's tensor arguments.
         is_random: whether an operator in the region drew random numbers.
         mutated_inside: the arguments that were changed in place while the region ran.
+        rewritten: the buffers that changed while the region ran, if the recomputation will change them again.
         captures: the captured variables of the block's function and of each function that it captures.
+        buffers: the buffers before the region ran; None if `torch_ref` restores them for the recomputation.
     """
 
     block: str
@@ -91,7 +94,9 @@ class Region:
     arguments: list[Argument]
     is_random: bool = False
     mutated_inside: list[Argument] = field(default_factory=list)
+    rewritten: list[str] = field(default_factory=list)
     captures: list[Captures] = field(default_factory=list)
+    buffers: Buffers | None = None
 
 
 class Watch(TorchDispatchMode):
@@ -136,6 +141,7 @@ class Watch(TorchDispatchMode):
         elif event == "return" and self._open and frame is self._open[-1][0]:
             _, region = self._open.pop()
             region.mutated_inside = [argument for argument in region.arguments if argument.is_mutated]
+            region.rewritten = region.buffers.changed() if region.buffers is not None else []
         elif event == "call" and code is _ENTER:
             self._hooks += 1
         elif event == "call" and code is _EXIT:
@@ -146,11 +152,13 @@ class Watch(TorchDispatchMode):
         function: Any = frame_locals["function"]
         keywords = dict(frame_locals["kwargs"])
         keeps_random_state = keywords.pop("preserve_rng_state", True)
+        buffers = None
         if isinstance(function, Replay):
             # A Replay takes tensors out of containers and passes them one by one, so none is hidden.
             function, arguments = function.block, _arguments(pytree.tree_leaves(function.arguments), {})
         else:
             arguments = _arguments(frame_locals["args"], keywords)
+            buffers = Buffers(reached_modules(function, pytree.tree_leaves((frame_locals["args"], keywords))))
         reached = list(_reached(function))
         return Region(
             block=self._name(reached, function),
@@ -162,6 +170,7 @@ class Watch(TorchDispatchMode):
             is_trainable=any(_is_trainable(value) for value in reached),
             arguments=arguments,
             captures=[Captures(value) for value in reached if isinstance(value, types.FunctionType)],
+            buffers=buffers,
         )
 
     def _name(self, reached: list[Any], function: Callable[..., Any]) -> str:

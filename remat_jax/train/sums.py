@@ -1,0 +1,114 @@
+"""Sums over many terms that are exact in float32: counts of any dtype, and losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from remat_jax.errors import ArgumentError
+
+Pair = tuple[Any, Any]
+"""A number as the sum of two floats of one dtype; the second float has the digits that do not fit into the first."""
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which to sum arrays of `dtype`: at least float32 for floats (JAX promotes no float8), otherwise `dtype`."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(dtype)
+
+
+def real(dtype: Any) -> Any:
+    """The dtype of the real part of `dtype`."""
+    return jnp.finfo(dtype).dtype
+
+
+def pair(number: Any) -> Pair:
+    """A real scalar as a Pair: an int of 32 bits or a Python int is not rounded, although float32 has 24 bits."""
+    dtype = jax.dtypes.canonicalize_dtype(jnp.float64)
+    if not isinstance(number, jax.Array):
+        value = np.asarray(number).item()
+        high = np.asarray(value, dtype)
+        return jnp.asarray(high), jnp.asarray(value - high.item(), dtype)
+    if jnp.issubdtype(number.dtype, jnp.floating):
+        return number.astype(dtype), jnp.zeros((), dtype)
+    if number.dtype.itemsize < 4:
+        number = number.astype(jnp.int32)
+    low = number & 0xFFFF
+    return (number - low).astype(dtype), low.astype(dtype)
+
+
+def plus(total: Pair, term: Any) -> Pair:
+    """`total` plus a float, with about twice the digits of a float (Knuth's TwoSum)."""
+    high, low = total
+    added = high + term
+    share = added - high
+    low = low + ((high - (added - share)) + (term - share))
+    normal = added + low
+    return normal, low - (normal - added)
+
+
+def zero() -> Pair:
+    """0 as a Pair."""
+    return pair(0)
+
+
+def value(total: Pair) -> Any:
+    """A Pair as one float: the sum, rounded once; infinities and NaN stay."""
+    high, low = total
+    return jnp.where(jnp.isfinite(high), high + low, high)
+
+
+def power_of_two(number: Any, dtype: Any) -> Any:
+    """A power of two near the float `number` whose reciprocal is a normal number of `dtype`; 1 for 0 and for infinities."""
+    info = jnp.finfo(number.dtype)
+    largest = 1 / float(jnp.finfo(dtype).smallest_normal)
+    rounded = jax.lax.reduce_precision(jnp.abs(number), exponent_bits=info.nexp, mantissa_bits=0)
+    usable = (rounded >= 1) & (rounded < jnp.inf)
+    return jnp.where(usable, jnp.minimum(rounded, jnp.asarray(largest, number.dtype)), 1)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise ArgumentError unless `dtype` is None or a real floating-point dtype."""
+    try:
+        is_float = dtype is None or jnp.issubdtype(np.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise ArgumentError(
+            f"dtype={dtype!r}: expected a floating-point dtype to sum gradients in, such as jnp.float32; for complex "
+            "parameters it is the dtype of the real part"
+        )
+
+
+def available(dtype: Any) -> Any:
+    """`dtype`, None included, as JAX computes it; raises ArgumentError for float64 while `jax_enable_x64` is off."""
+    computed = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+    if dtype is not None and dtype is not float and computed != np.dtype(dtype):
+        raise ArgumentError(
+            f"dtype={dtype!r}: JAX would compute in {computed}, because jax_enable_x64 is off; enable it, or give "
+            f"dtype=jnp.{computed}"
+        )
+    return computed
+
+
+def with_precision(dtype: Any, precision: Any) -> Any:
+    """`dtype` with the precision of the real dtype `precision`: a complex dtype stays complex."""
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return precision
+    return jnp.promote_types(wide(precision), jnp.complex64)
+
+
+def plus_scaled(scale: Any, total: Any, term: Any) -> Any:
+    """`total + scale * term` in `total`'s dtype, computed in at least float32."""
+    dtype = wide(total.dtype)
+    return (total.astype(dtype) + scale.astype(real(dtype)) * term.astype(dtype)).astype(total.dtype)
+
+
+def divided(total: Any, divisor: Any) -> Any:
+    """`total` divided by a real scalar, in at least float32."""
+    dtype = wide(total.dtype)
+    return total.astype(dtype) / divisor.astype(real(dtype))
