@@ -161,6 +161,7 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     leaves, treedef = jax.tree.flatten((args, kwargs))
     kinds: list[Any] = []
     for leaf in leaves:
+        leaf = leaf.item() if compat.is_numpy_scalar(leaf) else leaf
         if compat.is_array(leaf):
             kinds.append((tuple(leaf.shape), leaf.dtype))
         else:

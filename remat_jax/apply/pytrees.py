@@ -94,7 +94,7 @@ class ModelArrays:
     def __init__(self, params: Any) -> None:
         leaves, self._treedef = jax.tree.flatten(params)
         is_model = any(map(compat.is_array, leaves)) and any(callables(params))
-        self._others = {nth: leaf for nth, leaf in enumerate(leaves) if is_model and not compat.is_array(leaf)}
+        self._others = {nth: leaf for nth, leaf in enumerate(leaves) if is_model and not compat.is_operand(leaf)}
         kept = [None if nth in self._others else leaf for nth, leaf in enumerate(leaves)]
         self.arrays = jax.tree.unflatten(self._treedef, kept) if self._others else params
         mixed = not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in kept if leaf is not None) if is_model else False

@@ -51,7 +51,7 @@ def run_block(
     # Arrays and tracers that the function closes over become arguments of the block. Otherwise JAX could not differentiate it.
     jaxpr, consts = compat.hoist_consts(jaxpr)
     values = [*consts, *values]
-    size = len(consts) + sum(map(compat.is_array, jax.tree.leaves(parameters)))
+    size = len(consts) + sum(map(compat.is_operand, jax.tree.leaves(parameters)))
     jaxpr, values = _from_parameters(jaxpr, values, size)
     is_input = [place >= size for place in range(len(jaxpr.in_avals))]
     return outputs_of(run_jaxpr(jaxpr, policy, path, is_input, values, audit, has_parameters=has_parameters))
@@ -111,8 +111,8 @@ def traced(
 ) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
     """Trace `function(*args, **kwargs)`: `(closed jaxpr, arrays in the arguments, outputs_of)`.
 
-    `outputs_of(jaxpr's outputs)` is the result of the call. Arguments that are no arrays (Python scalars, strings, None,
-    functions) reach the function unchanged, and outputs that are no arrays are returned unchanged.
+    `outputs_of(jaxpr's outputs)` is the result of the call. Arguments that are no arrays (Python and NumPy scalars, strings,
+    None, functions) reach the function unchanged, and outputs that are no arrays are returned unchanged.
     """
     flat, values = of_arrays(function, args, kwargs)
     traces: list[tuple[list[Any], Any]] = []
@@ -120,8 +120,8 @@ def traced(
     def array_outputs(*values: Any) -> list[Any]:
         outputs, structure = jax.tree.flatten(flat(*values))
         # None replaces each array: a stored tracer would keep the trace alive.
-        traces.append(([None if compat.is_array(out) else out for out in outputs], structure))
-        return [out for out in outputs if compat.is_array(out)]
+        traces.append(([None if compat.is_operand(out) else out for out in outputs], structure))
+        return [out for out in outputs if compat.is_operand(out)]
 
     def outputs_of(arrays: Sequence[Any]) -> Any:
         outputs, structure = traces[-1]

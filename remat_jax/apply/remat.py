@@ -25,8 +25,8 @@ def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[st
     """`target` with `policy` on every call: a drop-in for `nn.remat`, `nnx.remat` and `jax.checkpoint`.
 
     For a Linen or NNX class the result is a subclass of the same name, so automatic parameter names do not change. Keyword
-    arguments, dropout and other RNG streams, and mutable collections work as in the plain class. Python scalars, strings and
-    None in the arguments always reach the target unchanged.
+    arguments, dropout and other RNG streams, and mutable collections work as in the plain class. Python and NumPy scalars,
+    strings and None in the arguments always reach the target unchanged.
 
     Args:
       target: a Linen module class, an NNX module class, or a function of arrays (pytrees of them).

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax.linen import module as _linen_module
 from jax._src import config as _config
 from jax._src import core as _core
@@ -155,6 +156,19 @@ def _staged(leaf: Any) -> Any:
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array or a tracer (Python scalars, strings, None and objects are not)."""
     return isinstance(leaf, jax.Array | _core.Tracer) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+
+
+def is_operand(leaf: Any) -> bool:
+    """Whether `leaf` becomes a tracer when a function of arrays is traced: it is an array, but no NumPy value of rank 0.
+
+    NumPy values of rank 0 stay what they are, like Python scalars: a model may branch on them, and nothing differentiates them.
+    """
+    return is_array(leaf) and not is_numpy_scalar(leaf)
+
+
+def is_numpy_scalar(leaf: Any) -> bool:
+    """Whether `leaf` is a NumPy scalar or a NumPy array of rank 0."""
+    return isinstance(leaf, np.generic | np.ndarray) and not leaf.ndim
 
 
 def is_traced(leaf: Any) -> bool:

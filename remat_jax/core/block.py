@@ -352,7 +352,7 @@ def _linearised_along_all(avals: Sequence[Any], linearised: Callable[[Any, Linea
 
 
 def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names: NamedBlock) -> Named | None:
-    """The linearisation along every input with a derivative; None if tracing fails, or if `live` is every smooth input."""
+    """The linearisation along every input with a derivative; None if `live` is every smooth input, or tracing fails."""
     avals = [compat.type_of(value) for value in primals]
     if list(live) == [index for index, aval in enumerate(avals) if is_smooth(aval)]:
         return None

@@ -71,9 +71,12 @@ def of_some(function: Callable[..., Any], arguments: Sequence[Any], places: Sequ
 
 
 def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """The call `fn(*args, **kwargs)` as a function of the arrays in its arguments, and these arrays. Other values are fixed."""
+    """The call `fn(*args, **kwargs)` as a function of the arrays in its arguments, and these arrays. Other values are fixed.
+
+    NumPy values of rank 0 are no arrays here (`compat.is_operand`).
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(leaves) if compat.is_array(leaf)]
+    places = [place for place, leaf in enumerate(leaves) if compat.is_operand(leaf)]
 
     def of_leaves(*leaves: Any) -> Any:
         positional, named = jax.tree.unflatten(treedef, leaves)

@@ -1,0 +1,250 @@
+"""Blocks in blocks that both offload, blocks in solvers, inputs without a derivative, and NumPy values as flags."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax.core.origins import is_on_host
+from remat_jax.cost.count import matmuls
+from remat_jax.errors import BlockError, UnsupportedError
+from tests.small_models import assert_same
+
+WEIGHTS, X = {"w": np.linspace(-0.4, 0.5, 36).reshape(6, 6)}, np.linspace(0, 1, 24).reshape(4, 6)
+
+
+def layer(params: Any, x: Any) -> Any:
+    return jnp.sin(x @ params["w"])
+
+
+# --- blocks in blocks that both offload ---------------------------------------------------------------------------------
+
+
+def nested(inner: Callable[..., Any], outer: Callable[[Any], Any], scanned: bool = False) -> Callable[..., Any]:
+    block = outer(lambda params, x: inner(params, jnp.sin(x)) * jnp.cos(x))
+
+    def loss(params: Any, x: Any) -> Any:
+        if scanned:
+            return jnp.sum(jax.lax.scan(lambda x, _: (block(params, x), None), x, length=2)[0])
+        return jnp.sum(block(params, block(params, x)))
+
+    return loss
+
+
+@pytest.mark.versions
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("inner", "outer", "scanned", "on_host", "on_device"),
+    [
+        # Whatever an outer policy keeps is on the host if one of the two policies offloads it.
+        ("offload_inputs", "offload: *", False, 18, 0),
+        ("offload: *dot*", "offload: *", False, 14, 0),
+        ("offload_inputs", "offload: *", True, 7, 0),
+        ("offload: *", "everything", False, 6, 8),
+        # Only the inputs of the two outer blocks: the weights, x, and the output of the first block.
+        ("offload_inputs", "full", False, 0, 3),
+    ],
+)
+def test_blocks_in_blocks_may_both_offload(inner: str, outer: str, scanned: bool, on_host: int, on_device: int) -> None:
+    loss = nested(rj.remat(layer, inner), functools.partial(rj.remat, policy=outer), scanned)
+    gradient = jax.grad(nested(layer, lambda fn: fn, scanned), argnums=(0, 1))(WEIGHTS, X)
+    assert_same(jax.jit(jax.grad(loss, argnums=(0, 1)))(WEIGHTS, X), gradient)
+    residuals = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(loss, *args)[1]))(WEIGHTS, X).jaxpr.outvars
+    assert sum(map(is_on_host, residuals)) == on_host
+    assert len(residuals) - on_host == on_device
+
+
+# --- solvers ------------------------------------------------------------------------------------------------------------
+
+
+def system(params: Any, x: Any) -> Any:
+    return jnp.tanh(params["w"]) @ x + 2 * x
+
+
+marked_system = rj.block(system)
+
+
+def by_steps(matvec: Any, b: Any) -> Any:
+    def step(state: Any) -> Any:
+        number, x = state
+        return number + 1, x + 0.4 * (b - matvec(x))
+
+    return jax.lax.while_loop(lambda state: state[0] < 40, step, (0, b))[1]
+
+
+def by_jacobian(matvec: Any, b: Any) -> Any:
+    return jnp.linalg.solve(jax.jacobian(matvec)(b), b)
+
+
+def solved(system: Callable[..., Any], solve: Any, transposed: bool = True) -> Callable[..., Any]:
+    def loss(params: Any, x: Any) -> Any:
+        solution = jax.lax.custom_linear_solve(functools.partial(system, params), x, solve, solve if transposed else None)
+        return jnp.sum(jnp.sin(solution))
+
+    return loss
+
+
+@pytest.mark.versions
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("policy", ["dots", "offload: *tanh*", "1 x full"])
+@pytest.mark.parametrize("solve", [by_steps, by_jacobian])
+def test_a_linear_solver_has_one_layer_which_is_its_linear_function(solve: Any, policy: str) -> None:
+    x = X[0]
+    gradient = jax.grad(solved(system, solve))(WEIGHTS, x)
+    marked, own = solved(marked_system, solve), solved(jax.checkpoint(system), solve)
+    assert_same(jax.grad(rj.checkpoint_blocks(marked, {marked_system: policy}))(WEIGHTS, x), gradient)
+    assert_same(jax.grad(rj.checkpoint_blocks(own, {"checkpoints": policy}))(WEIGHTS, x), gradient)
+
+
+@pytest.mark.usefixtures("x64")
+def test_calls_of_a_solver_itself_are_no_layers() -> None:
+    # Under `jit`, the solver's loop and the transposed function contain the traced block.
+    loss, x = solved(jax.jit(marked_system), by_steps), X[0]
+    by_layer = rj.checkpoint_blocks(loss, {marked_system: "1 x full"})
+    assert_same(jax.grad(by_layer)(WEIGHTS, x), jax.grad(loss)(WEIGHTS, x))
+    with pytest.raises(BlockError, match="policies for 4 layers, but the block is called once"):
+        rj.checkpoint_blocks(loss, {marked_system: "4 x full"})(WEIGHTS, x)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("transposed", [True, False])
+def test_identical_layers_may_hold_a_solver(transposed: bool) -> None:
+    def two(block: Any) -> Callable[..., Any]:
+        return lambda params: block(params, X[0]) + block(params, X[0] * block(params, X[1]))
+
+    layer = solved(system, by_steps, transposed)
+    under, plain = two(rj.remat(layer, "save: *cos*")), two(layer)
+    # Without a solver of the transposed function there is only forward mode.
+    derivative = jax.grad if transposed else lambda fn: lambda params: jax.jvp(fn, (params,), (params,))[1]
+    assert_same(derivative(under)(WEIGHTS), derivative(plain)(WEIGHTS))
+
+
+@pytest.mark.usefixtures("x64")
+def test_policies_by_layer_in_a_custom_root_are_refused() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        def root(y: Any) -> Any:
+            return marked_system(params, y) - x
+
+        def solve(f: Any, y: Any) -> Any:
+            return jax.lax.fori_loop(0, 40, lambda _, y: y - 0.4 * f(y), y)
+
+        return jnp.sum(jax.lax.custom_root(root, x, solve, lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y)))
+
+    gradient = jax.grad(loss)(WEIGHTS, X[0])
+    assert_same(jax.grad(rj.checkpoint_blocks(loss, {marked_system: "full"}))(WEIGHTS, X[0]), gradient)
+    with pytest.raises(UnsupportedError, match="or calls it in a custom_root"):
+        jax.grad(rj.checkpoint_blocks(loss, {marked_system: "1 x full"}))(WEIGHTS, X[0])
+
+
+# --- inputs without a derivative ----------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def underivable(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+@underivable.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise ValueError("no derivative")
+
+
+@pytest.mark.versions
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("policy", ["full", "save: *tanh*", "save: *dot*", "offload: *tanh*"])
+def test_an_input_that_is_not_differentiated_needs_no_derivative(policy: str) -> None:
+    def noisy(params: Any, x: Any, data: Any) -> Any:
+        return jnp.tanh(x @ params["w"] + underivable(data)) * jnp.cos(x)
+
+    def two(block: Any) -> Callable[..., Any]:
+        return lambda params: jnp.sum(block(params, block(params, X, X), X))
+
+    under = two(rj.remat(noisy, policy))
+    assert_same(jax.grad(under)(WEIGHTS), jax.grad(two(noisy))(WEIGHTS))
+    # Two products forward, three backward; under `full` the second block's gradient reads its recomputed tanh.
+    assert matmuls(jax.grad(under), WEIGHTS) == (6 if policy == "full" else 5)
+    with pytest.raises(ValueError, match="no derivative"):
+        jax.grad(lambda x: jnp.sum(rj.remat(noisy, policy)(WEIGHTS, x, x)))(X)
+
+
+# --- NumPy values as flags ----------------------------------------------------------------------------------------------
+
+FLAGS = [np.bool_(True), np.int64(1), np.array(True), np.float32(1)]
+
+
+@flax.struct.dataclass
+class Settings:
+    train: Any
+
+
+class Doubling(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, settings: Any) -> Any:
+        # The next layer branches on the flag that this layer returns.
+        return nn.Dense(6)(x) * (2 if settings.train else 3), settings
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, settings: Any) -> Any:
+        for _ in range(2):
+            x, settings = Doubling()(x, settings=settings)
+        return jnp.sum(jnp.sin(x))
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("flag", FLAGS, ids=repr)
+def test_a_linen_block_may_branch_on_a_numpy_value(flag: Any) -> None:
+    model, settings = Model(), Settings(flag)
+    variables = model.init(jax.random.key(0), X, settings)
+    gradient = jax.grad(model.apply)(variables, X, settings)
+    for policy in ("full", "1 x full | 1 x off"):
+        under = rj.checkpoint_blocks(model.apply, {Doubling: policy})
+        assert_same(jax.grad(under)(variables, X, settings), gradient)
+
+
+class Flagged(nnx.Module):
+    def __init__(self) -> None:
+        self.dense, self.doubles = nnx.Linear(6, 6, rngs=nnx.Rngs(0)), np.bool_(True)
+
+    def __call__(self, x: Any, train: Any) -> Any:
+        return self.dense(x) * (2 if train and self.doubles else 3)
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=repr)
+def test_nnx_modules_and_functions_may_branch_on_a_numpy_value(flag: Any) -> None:
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(model(x, flag)))
+
+    model = Flagged()
+    under = rj.checkpoint_blocks(loss, {Flagged: "full"})
+    assert_same(nnx.to_pure_dict(nnx.state(nnx.grad(under)(model, X))), nnx.to_pure_dict(nnx.state(nnx.grad(loss)(model, X))))
+
+    def scaled(params: Any, x: Any, train: Any = False) -> Any:
+        return layer(params, x) if train else x
+
+    assert_same(
+        jax.grad(lambda w: rj.remat(scaled)(w, X, train=flag).sum())(WEIGHTS), jax.grad(lambda w: layer(w, X).sum())(WEIGHTS)
+    )
+
+
+def test_another_flag_is_another_call() -> None:
+    block = rj.block(layer)
+
+    def loss(params: Any, x: Any, runs: Any) -> Any:
+        return jnp.sum(block(params, x)) if runs else jnp.sum(x)
+
+    under = rj.checkpoint_blocks(loss, {block: "full"})
+    under(WEIGHTS, X, np.array(True))
+    with pytest.raises(BlockError, match="never called"):
+        under(WEIGHTS, X, np.array(False))
