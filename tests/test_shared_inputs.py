@@ -19,7 +19,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.core import shared
 from remat_jax.planning.problem import describe, kept_bytes
-from tests.small_models import assert_bit_equal, assert_same, values
+from tests.small_models import assert_bit_equal, assert_same, to_host, values
 
 BATCH, TOKENS, WIDTH, LAYERS = 2, 5, 4, 3
 X = 4 * BATCH * TOKENS * WIDTH
@@ -293,3 +293,16 @@ def test_no_trace_is_kept_alive() -> None:
         jax.jit(jax.grad(fn)).lower(job.params, *job.batch)
     gc.collect()
     assert set(shared._readings) <= before
+
+
+def test_a_dead_trace_is_not_taken_for_a_new_one() -> None:
+    """A trace without a gradient counted as another reader of `data` if the next trace had its id."""
+    data, w = jnp.ones((3, 4)), jnp.ones((4, 4))
+    for _ in range(10):
+        block = rj.remat(lambda x, w: jnp.sin(x @ w) * jnp.exp(x), "offload_inputs")
+
+        def loss(w: Any, block: Any = block) -> Any:
+            return jnp.sum(block(data, jnp.sin(w)))
+
+        jax.eval_shape(loss, w)
+        assert to_host(jax.grad(loss), w) == [(3, 4), (4, 4)]

@@ -156,7 +156,7 @@ def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
     (2, {'Sigmoid': 2})
     """
     classes = tuple(block for block in blocks if isinstance(block, type) and issubclass(block, nn.Module))
-    modules = {id(block) for block in blocks if isinstance(block, nn.Module)}
+    modules = {block for block in blocks if isinstance(block, nn.Module)}
     for block in blocks:
         if not isinstance(block, nn.Module) and block not in classes:
             raise InvalidArgumentError(
@@ -167,7 +167,7 @@ def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
     count = CallCount()
 
     def started(module: nn.Module, _: Any) -> None:
-        if id(module) in modules or isinstance(module, classes):
+        if module in modules or isinstance(module, classes):
             count.per_module[module] += 1
 
     handle = register_module_forward_pre_hook(started)

@@ -52,6 +52,7 @@ class Region:
         self._now = _Now()
         self._saving, self._cached = create_selective_checkpoint_contexts(self._now.policy_fn)
         self._offloaded: dict[str, Any] = {}
+        # Address of a saved storage → name. PyTorch holds what it saves beyond the forward pass, at whose end this is cleared.
         self._saved: dict[int, str] = {}
         self._is_first = True
 

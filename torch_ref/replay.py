@@ -44,6 +44,7 @@ class Replay:
                 f"an argument of {name_of(block)} is an iterator, which the forward pass consumes, so the recomputation would "
                 "find it empty: pass a list."
             )
+        # `distinct`, and then `_kept`, holds the leaves, so ids are unique.
         index = {id(leaf): k for k, leaf in enumerate(distinct)}
         self._positions = [index[id(leaf)] for leaf in flat]
         self.block = block

@@ -136,7 +136,7 @@ class _StorageWatch(TorchDispatchMode):
         self.paths = paths
         self._known: dict[int, StorageWeakRef] = {}
         self._made: dict[int, SavedEntry] = {}
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, torch.Tensor] = {}  # by the id of an argument of `copy_inputs`, which holds it
         self._copying_input = False
         self.accelerated = False
 

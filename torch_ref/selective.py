@@ -136,7 +136,7 @@ def _inputs(policy: Policy, path: str, args: tuple[Any, ...], kwargs: dict[str, 
     tensors = [leaf for leaf in leaves if is_offloadable(leaf) or id(leaf) in empty]
     candidates = [Candidate(f"{path}:input#{index}", "input", is_input=True) for index in range(len(tensors))]
     offered = [tensor for tensor, candidate in zip(tensors, candidates, strict=True) if policy.action(candidate) == OFFLOAD]
-    # A scalar is not worth a copy.
+    # A scalar is not worth a copy. The caller holds the tensors as long as it uses their ids.
     chosen = {id(tensor) for tensor in offered if tensor.dim()}
     return candidates, chosen - empty, bool(chosen & empty)
 

@@ -14,23 +14,24 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
+from remat_jax.identity import ByIdentity
 
 Call = Callable[..., Any]
 
 # The globs whose blocks are being traced. A glob selects only the outermost modules that it matches.
 _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
-# The ids of the blocks that are being traced under their policy.
-_inside: ContextVar[tuple[int, ...]] = ContextVar("inside", default=())
+# The blocks that are being traced under their policy.
+_inside: ContextVar[tuple[Any, ...]] = ContextVar("inside", default=())
 
 
 def is_inside(block: Any) -> bool:
     """Whether a module or function is being traced under its policy."""
-    return id(block) in _inside.get()
+    return any(block is running for running in _inside.get())
 
 
 def entered(block: Any) -> AbstractContextManager[None]:
     """Inside this context `block` is being traced under its policy, so a call of `block` is not checkpointed again."""
-    return compat.setting(_inside, (*_inside.get(), id(block)))
+    return compat.setting(_inside, (*_inside.get(), block))
 
 
 def run_module(module: Any, path: str, plain: Callable[[], Any], checkpointed: Callable[[Any, Audit], Any]) -> Any:
@@ -78,25 +79,23 @@ class _PartPaths:
 
     def __init__(self, parts: Parts, parts_in: Callable[[Any], Parts], shapes: Callable[[Any], Any]) -> None:
         self._parts, self._parts_in, self._shapes = parts, parts_in, shapes
-        self._paths = {id(part): path for path, part in parts}
-        self._copies: Parts = []  # keeps their ids from being reused
+        self._paths = ByIdentity((part, path) for path, part in parts)
 
     def find(self, module: Any, running: str, *, copies: bool) -> str | None:
         """The path of a part or, with `copies`, of a copy of a part; None for any other module.
 
         `running` is the path of the part that calls `module`; empty for the block.
         """
-        if copies and id(module) not in self._paths:
+        if copies and module not in self._paths:
             inside = f"{running}/" if running else ""
             alike = [(path, part) for path, part in self._parts if type(part) is type(module) and path.startswith(inside)]
             if len(alike) > 1:
                 shapes = self._shapes(module)
                 alike = [(path, part) for path, part in alike if self._shapes(part) == shapes]
             if len(alike) == 1:
-                copies_inside = [(f"{alike[0][0]}/{path}".strip("/"), part) for path, part in self._parts_in(module)]
-                self._paths |= {id(part): path for path, part in copies_inside}
-                self._copies += copies_inside
-        return self._paths.get(id(module))
+                for path, part in self._parts_in(module):
+                    self._paths[part] = f"{alike[0][0]}/{path}".strip("/")
+        return self._paths.get(module)
 
 
 # The paths of the innermost block. Copies inside a block that is inside another block are of the inner block's parts.

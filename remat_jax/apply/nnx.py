@@ -22,11 +22,12 @@ from remat_jax.apply.calls import Call, dispatching, entered, named_scopes, patc
 from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import UnsupportedError
+from remat_jax.identity import ByIdentity
 
 Path = tuple[Any, ...]
 """The keys that lead from a root to one of its NNX objects, variables or attributes."""
-# id of a module → its path from its root (`known_paths`). A root is an argument of the function under a policy.
-_paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
+# A module → its path from its root (`known_paths`). A root is an argument of the function under a policy.
+_paths: ContextVar[ByIdentity[str]] = ContextVar("paths", default=ByIdentity())  # noqa: B039 - never mutated, only replaced
 
 
 def call(
@@ -62,7 +63,7 @@ def call_together(modules: Sequence[nnx.Module], run: Callable[..., Any], policy
 
 def path_of(module: nnx.Module) -> str:
     """The path of `module` from its root (`known_paths`); the name of its class if it has no recorded path."""
-    return _paths.get().get(id(module), type(module).__name__)
+    return _paths.get().get(module, type(module).__name__)
 
 
 def as_pure_function(
@@ -133,8 +134,8 @@ class Snapshot:
 
     def __init__(self, nodes: Any) -> None:
         self.nodes = nodes
-        # Keyed by id: an object may move to another path. Holding the object prevents reuse of its id.
-        self.variables = {id(variable): (path, variable, variable.get_raw_value()) for path, variable in _variables(nodes)}
+        # Keyed by the object, which may move to another path.
+        self.variables = ByIdentity((variable, (path, variable.get_raw_value())) for path, variable in _variables(nodes))
         self.attributes = dict(_attributes(nodes))
 
     def changes(self) -> Changes:
@@ -143,12 +144,12 @@ class Snapshot:
         Only these are outputs of the block. If every parameter were an output, each would have a cotangent and be copied.
         """
         changes = Changes()
-        for path, variable, before in self.variables.values():
+        for variable, (path, before) in self.variables.items():
             now = variable.get_raw_value()
             if now is not before:
                 changes.add(path, now)
         for path, variable in _variables(self.nodes):
-            if id(variable) not in self.variables:
+            if variable not in self.variables:
                 kind: Any = type(variable)
                 changes.add(path, variable.get_raw_value(), functools.partial(kind, **variable.get_metadata()))
         for path, value in _attributes(self.nodes):
@@ -236,7 +237,7 @@ def _shapes(module: nnx.Module) -> list[Any]:
 
 def known_paths(root: Any, prefix: str = "") -> AbstractContextManager[None]:
     """Inside this context `path_of` returns `prefix` and a path for each module in `root`, a module or a pytree of modules."""
-    paths = {id(node): f"{prefix}/{path}".strip("/") or type(node).__name__ for path, node in _modules_in(root)}
+    paths = ByIdentity((node, f"{prefix}/{path}".strip("/") or type(node).__name__) for path, node in _modules_in(root))
     return compat.setting(_paths, _paths.get() | paths)
 
 

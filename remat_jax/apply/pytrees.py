@@ -24,13 +24,14 @@ from remat_jax.apply.calls import Call, dispatching, entered, is_inside, named_s
 from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import ArgumentError, nearest
+from remat_jax.identity import ByIdentity
 
 _NOT_TREES = (linen.Module, nnx.Module, functools.partial)
 F = TypeVar("F", bound=Callable[..., Any])
 
-# `_paths`: id of a callable pytree among the arguments → its attribute path. `_paths_of_class`: class → the paths of its
-# instances among the arguments.
-_paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
+# `_paths`: a callable pytree among the arguments → its attribute path. `_paths_of_class`: class → the paths of its instances
+# among the arguments.
+_paths: ContextVar[ByIdentity[str]] = ContextVar("paths", default=ByIdentity())  # noqa: B039 - never mutated, only replaced
 _paths_of_class: ContextVar[dict[type, frozenset[str]]] = ContextVar("paths_of_class", default={})  # noqa: B039 - the same
 
 
@@ -51,7 +52,7 @@ def path_of(module: Any) -> str:
     in the arguments. If the arguments contain no such module, or several: the name of the class.
     """
     alike = _paths_of_class.get().get(type(module), frozenset())
-    return _paths.get().get(id(module), next(iter(alike)) if len(alike) == 1 else type(module).__name__)
+    return _paths.get().get(module, next(iter(alike)) if len(alike) == 1 else type(module).__name__)
 
 
 @contextmanager
@@ -73,10 +74,10 @@ def intercepting(policies: BlockPolicies, arguments: tuple[Any, ...]) -> Iterato
 @contextmanager
 def known_paths(*arguments: Any) -> Iterator[None]:
     """Inside this context `path_of` returns the attribute path of each callable pytree in the `arguments`."""
-    paths, of_class = dict(_paths.get()), dict(_paths_of_class.get())
+    paths, of_class = _paths.get() | ByIdentity(), dict(_paths_of_class.get())
     for argument in arguments:
         for path, node in callables(argument):
-            paths.setdefault(id(node), path)
+            paths.setdefault(node, path)
             of_class[type(node)] = of_class.get(type(node), frozenset()) | {path}
     with compat.setting(_paths, paths), compat.setting(_paths_of_class, of_class):
         yield

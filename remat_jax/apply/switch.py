@@ -22,6 +22,7 @@ from remat_jax.apply.remat import remat, subclass
 from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.core.marks import CHECKPOINTS, Block
 from remat_jax.errors import ArgumentError, BlockError
+from remat_jax.identity import ByIdentity
 from remat_jax.policy import as_policy
 
 T = TypeVar("T")
@@ -217,11 +218,11 @@ def _bridged_parts(model: nnx.Module, blocks: Any, modules: list[nnx.Module]) ->
     # A glob that matches NNX modules is not applied to Linen modules.
     if not wanted or (modules and all(isinstance(block, str) for block in wanted)):
         return {}
-    others = set(map(id, modules))
+    others = ByIdentity((module, None) for module in modules)
     return {
         ("/".join(map(str, path)), type(node.to_nnx__module)): node
         for path, node in nnx.iter_graph(model)
-        if isinstance(node, nnx.bridge.ToNNX) and id(node) not in others
+        if isinstance(node, nnx.bridge.ToNNX) and node not in others
     }
 
 

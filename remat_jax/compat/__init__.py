@@ -75,7 +75,7 @@ from remat_jax.compat.tracing import is_traced as is_traced
 from remat_jax.compat.tracing import made_by as made_by
 from remat_jax.compat.tracing import not_captured as not_captured
 from remat_jax.compat.tracing import on_device as on_device
-from remat_jax.compat.tracing import program_id as program_id
+from remat_jax.compat.tracing import program_of as program_of
 from remat_jax.compat.tracing import setting as setting
 from remat_jax.compat.tracing import trace_context as trace_context
 from remat_jax.compat.tracing import trace_settings as trace_settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -86,14 +86,15 @@ def is_fixed_in_loops(leaf: Any) -> bool:
     traces = list(_traces_inside_differentiation())
     while traces and not _is_loop(traces[-1]):  # up to the body of the outermost loop
         traces.pop()
-    return bool(traces) and _is_fixed(leaf, set(map(id, traces)))
+    return bool(traces) and _is_fixed(leaf, traces)
 
 
-def _is_fixed(leaf: Any, traces_in_loops: Container[int]) -> bool:
+def _is_fixed(leaf: Any, traces_in_loops: Sequence[Any]) -> bool:
+    # `leaf` holds its equations, and they hold the tracers whose ids are in `seen`.
     waiting, seen = [leaf], set()
     while waiting:
         tracer = _staged(waiting.pop())
-        if tracer is None or id(tracer) in seen or id(tracer._trace) not in traces_in_loops:
+        if tracer is None or id(tracer) in seen or tracer._trace not in traces_in_loops:
             continue
         seen.add(id(tracer))
         outer = tracer._trace.get_const(tracer)
@@ -119,13 +120,12 @@ def is_staging() -> bool:
     return any(isinstance(trace, _pe.DynamicJaxprTrace) for trace in traces())
 
 
-def program_id(leaf: Any) -> int:
-    """The id of the program that contains the tracer `leaf`; for an array, the id of the outermost program being traced."""
+def program_of(leaf: Any) -> Any:
+    """The trace of the program that contains the tracer `leaf`; for an array, of the outermost program being traced."""
     tracer = _staged(leaf)
     if tracer is not None:
-        return id(tracer._trace)
-    programs = [trace for trace in traces() if isinstance(trace, _pe.DynamicJaxprTrace)]
-    return id(programs[-1] if programs else None)
+        return tracer._trace
+    return [trace for trace in traces() if isinstance(trace, _pe.DynamicJaxprTrace)][-1]
 
 
 # `nnx.scan` passes broadcast values in the carry, in a separate list; such an argument is called `args[0][3][0].data`.

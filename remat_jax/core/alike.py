@@ -29,7 +29,7 @@ class Original:
 
     def __init__(self, jaxpr: ClosedJaxpr) -> None:
         self.jaxpr = jaxpr
-        self._rules: dict[int, Any] = {}
+        self._rules: dict[Any, Any] = {}
 
     def is_like(self, jaxpr: ClosedJaxpr, paths: tuple[str, str] = ("", "")) -> bool:
         """Whether the closed `jaxpr` is alike. `paths`: the module paths of the two programs' blocks, which may differ."""
@@ -68,12 +68,12 @@ class _Comparison:
     """Compares two programs, variable by variable.
 
     Attributes:
-      rules: id of a `custom_jvp` equation of the first program → its traced derivative rule; None if tracing failed.
+      rules: a `custom_jvp` equation of the first program → its traced derivative rule; None if tracing failed.
       around: the functions whose rules are being compared, outermost first.
       paths: the module paths of the two programs' blocks, which may differ.
     """
 
-    def __init__(self, rules: dict[int, Any], around: tuple[Any, ...] = (), paths: tuple[str, str] = ("", "")) -> None:
+    def __init__(self, rules: dict[Any, Any], around: tuple[Any, ...] = (), paths: tuple[str, str] = ("", "")) -> None:
         self.rules, self.around, self.paths = rules, around, paths
         self.scopes = functools.cache(lambda stack: compat.moved_scopes(stack, *paths))
 
@@ -129,9 +129,9 @@ class _Comparison:
         function = bodies(eqn)[0]
         if len(self.around) == _DEEPEST:
             return any(self.programs(outer, function) for outer in self.around)
-        if id(eqn) not in self.rules:
-            self.rules[id(eqn)] = _rule(eqn)
-        first, second = self.rules[id(eqn)], _rule(other)
+        if eqn not in self.rules:
+            self.rules[eqn] = _rule(eqn)
+        first, second = self.rules[eqn], _rule(other)
         inner = _Comparison(self.rules, (*self.around, function), self.paths)
         return first is not None and second is not None and inner.programs(first, second)
 

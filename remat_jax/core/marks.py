@@ -81,6 +81,7 @@ class Mark:
     batches: tuple[Batch, ...] = ()
 
     def __hash__(self) -> int:
+        # `self` holds the jaxpr as long as the hash is used.
         return hash((id(self.jaxpr), self.marked, self.path))
 
 

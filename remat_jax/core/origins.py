@@ -53,11 +53,11 @@ def origin(jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range |
         if atom in jaxpr.invars:
             return Origin(("argument", jaxpr.invars.index(atom)), "argument", f"argument {jaxpr.invars.index(atom)}")
         if atom in jaxpr.constvars:
-            return Origin(("constant", id(atom)), "constant", "constant")
+            return Origin(("constant", atom), "constant", "constant")
         eqn = makers[atom]
         index = eqn.outvars.index(atom)
         if is_taken(eqn) is False or _is_unread_slice(eqn):
-            return Origin(("unread", id(atom)), "constant", "unread")
+            return Origin(("unread", atom), "constant", "unread")
         name = offloaded_name(eqn) or compat.given_name(eqn)
         here = compat.layers_of(eqn) or layers
         if name is not None:
@@ -89,7 +89,7 @@ def origin(jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range |
             atom = eqn.invars[inner.key[1]]
         else:
             return _made_here(eqn, atom, outer + compat.scopes(eqn), here)
-    return Origin(("literal", id(atom)), "constant", "literal")
+    return Origin(("literal", id(atom)), "constant", "literal")  # the jaxpr holds the literal, which has no hash
 
 
 # Open jaxpr → the result of `_makers`.

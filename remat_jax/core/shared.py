@@ -11,7 +11,6 @@ the readers are known. The backward pass then reads only one of the two arrays, 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, batching
 
 from remat_jax import compat
+from remat_jax.identity import ByIdentity
 
 
 @dataclass(eq=False)
@@ -58,8 +58,9 @@ class Reading:
         return self._stays
 
 
-# (id of an array, id of the program that reads it) → `Reading`. An entry is removed with its array, so no trace stays alive.
-_readings: dict[tuple[int, int], tuple[weakref.ref[Any], Reading]] = {}
+# The trace of a program → id of an array that a block in it reads → the array and its `Reading`. The references are weak, so no
+# trace and no array stays alive. The id of an array that is gone may be another array's, so `_reading` compares the arrays.
+_readings: weakref.WeakKeyDictionary[Any, dict[int, tuple[weakref.ref[Any], Reading]]] = weakref.WeakKeyDictionary()
 _collected: ContextVar[list[Reading] | None] = ContextVar("collected", default=None)
 
 
@@ -79,13 +80,13 @@ def readings(values: Sequence[Any], names: Sequence[str | None]) -> dict[int, Re
     if not compat.is_staging():
         return {}
     by_place: dict[int, Reading] = {}
-    counted: set[int] = set()
+    counted: ByIdentity[None] = ByIdentity()
     for place, (value, name) in enumerate(zip(values, names, strict=True)):
         if name is None or not getattr(value, "ndim", 0):
             continue
         by_place[place] = reading = _reading(value)
-        if id(value) not in counted:
-            counted.add(id(value))
+        if value not in counted:
+            counted[value] = None
             reading.blocks += 1
             reading.in_every_round |= compat.is_fixed_in_loops(value)
     return by_place
@@ -105,19 +106,15 @@ def note_loop_inputs(eqn: JaxprEqn, body_inputs: Sequence[Any]) -> None:
 
 
 def _reading(value: Any) -> Reading:
-    key = id(value), compat.program_id(value)
-    itself, reading = _readings.get(key, (None, None))
+    of_program = _readings.setdefault(compat.program_of(value), {})
+    itself, reading = of_program.get(id(value), (None, None))
     if reading is None or itself is None or itself() is not value or reading.left:
         reading = Reading(compat.on_device(value))
-        _readings[key] = weakref.ref(value, functools.partial(_forget, key)), reading
+        of_program[id(value)] = weakref.ref(value), reading
     collected = _collected.get()
     if collected is not None and all(other is not reading for other in collected):
         collected.append(reading)
     return reading
-
-
-def _forget(key: tuple[int, int], _: Any) -> None:
-    _readings.pop(key, None)
 
 
 def staying(read: Mapping[int, Reading]) -> frozenset[int]:
@@ -202,9 +199,9 @@ def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *
       waits: whether more readers may follow.
     """
     leaves, treedef = jax.tree.flatten(linear)
-    places: dict[int, int] = {}
-    order = [places.setdefault(id(leaf), len(places)) for leaf in leaves]
-    kept = list({id(leaf): leaf for leaf in leaves}.values())
+    places: ByIdentity[int] = ByIdentity()
+    order = [places.setdefault(leaf, len(places)) for leaf in leaves]
+    kept = list(places)
 
     def run(residuals: Sequence[Any], *directions: Any) -> Any:
         return jax.tree.unflatten(treedef, [residuals[place] for place in order])(*directions)
@@ -212,7 +209,7 @@ def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *
     values, slots, spares = list(kept), [], []
     for offer in offers:
         primal = primals[offer.place]
-        place = places.get(id(primal))
+        place = places.get(primal)
         if place is None or values[place] is not primal or offer.reading.is_shared or compat.is_on_host(primal):
             continue
         if waits:

@@ -36,6 +36,7 @@ from remat_jax.core.block import BlockUnderPolicy, is_smooth, linear_part
 from remat_jax.core.shared import Offer, residuals_of
 from remat_jax.core.ties import Links, bind_linear, can_be_handed, ghost, host_zeros, in_order, tied
 from remat_jax.core.walk import bodies, equations, of_some, retrace
+from remat_jax.identity import ByIdentity
 
 Block = Callable[..., list[Any]]
 
@@ -66,7 +67,8 @@ class _Output:
     link: _Link
 
 
-# id of an output of a linked block → the output. An entry is removed with its output, so no trace stays alive.
+# id of an output of a linked block → the output. An entry is removed with its output, so no trace stays alive, and no other
+# array has the id of an entry.
 _outputs: dict[int, _Output] = {}
 # How many linked blocks this thread has traced.
 _serial: ContextVar[int] = ContextVar("serial", default=0)
@@ -148,8 +150,8 @@ def _handed(
     """
     places = tuple(offer.place for offer in offers)
     # An array that is passed twice is one residual.
-    first: dict[int, int] = {}
-    same = tuple(first.setdefault(id(value), place) for place, value in enumerate(values))
+    first: ByIdentity[int] = ByIdentity()
+    same = tuple(first.setdefault(value, place) for place, value in enumerate(values))
     avals = tuple(map(str, block.jaxpr.in_avals))
     key = block.policy, len(block.offloaded), avals, live, places, same, _steps(block.jaxpr)
     handed = _handed_by_kind.get(key)
@@ -171,8 +173,8 @@ def _left_on_host(
     def linear(*arguments: Any) -> list[Any]:
         primals = [arguments[place] for place in same]
         held = residuals_of(linear_part(run, primals, smooth), primals, offers, waits=False)
-        inputs = {id(primals[offer.place]): offer.place for offer in offers}
-        parked = {slot.place: inputs[id(held.kept[slot.place])] for slot in held.slots}
+        inputs = ByIdentity((primals[offer.place], offer.place) for offer in offers)
+        parked = {slot.place: inputs[held.kept[slot.place]] for slot in held.slots}
         on_host = [(place, value) for place, value in enumerate(held.values) if can_be_handed(value)]
         places.extend(parked.get(place) for place, _ in on_host)
         return [value for _, value in on_host]

@@ -201,9 +201,9 @@ def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         raise UnsupportedError("the loss does not read the logits of a head outside loops")
     if any(atom.aval.size >= eqn.outvars[0].aval.size for atom in outputs for eqn in heads if atom in made):
         raise UnsupportedError("the loss returns an array as large as its logits")
-    removed = {id(eqn) for eqn in (*heads, *after)}
+    removed = {*heads, *after}
     env = values_of_inputs(jaxpr, args)
-    evaluate_equations([eqn for eqn in eqns if id(eqn) not in removed], env, lambda *_: None)
+    evaluate_equations([eqn for eqn in eqns if eqn not in removed], env, lambda *_: None)
     # The values that the removed equations read, except operands of the heads.
     operands = {atom for eqn in heads for atom in variables(eqn.invars)}
     read = dict.fromkeys(atom for eqn in after for atom in variables(eqn.invars))
@@ -291,12 +291,12 @@ def _has_attention(jaxpr: Any) -> bool:
 
 
 def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    attentions = {id(attention[1]): attention for attention in _attentions(jaxpr.jaxpr.eqns)}
+    attentions = {attention[1]: attention for attention in _attentions(jaxpr.jaxpr.eqns)}
     env = values_of_inputs(jaxpr, args)
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-        if id(eqn) in attentions:
-            return [_kernel(*attentions[id(eqn)], env)]
+        if eqn in attentions:
+            return [_kernel(*attentions[eqn], env)]
         if (mark := mark_of(eqn)) is not None:
             # The jaxpr in the mark leaves out the `vmap`s around the block; `layered` adds them when it applies the policy.
             return compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_changed(mark.jaxpr, _with_kernels)))

@@ -175,12 +175,12 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
     for region in observed.regions:
         again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
         makers = region.makers() if again else {}
-        wasted: dict[int, tuple[Any, list[Kept]]] = {}
+        wasted: dict[Any, list[Kept]] = {}
         for array in region.kept if again else ():
             eqn = _kernel_of(*makers[array.name]) if array.name in makers else None
             if eqn is not None and any(_is_same(eqn, other) for other in again):
-                wasted.setdefault(id(eqn), (eqn, []))[1].append(array)
-        for eqn, kept in wasted.values():
+                wasted.setdefault(eqn, []).append(array)
+        for eqn, kept in wasted.items():
             results = ", ".join(f"{var.aval.dtype}{list(var.aval.shape)}" for var in eqn.outvars)
             yield region.finding(
                 "kernel_run_again",
@@ -200,7 +200,7 @@ def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
     Only kernels with several results count. None if the operand comes from several kernels, from a matmul, or from a variable
     that no equation in `made` computes. `made` maps each variable to the equation that computes it.
     """
-    kernels: dict[int, Any] = {}
+    kernels: set[Any] = set()
     seen: set[Any] = set()
     ahead = [(atom, made) for atom in name.invars]
     while ahead:
@@ -212,14 +212,14 @@ def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
         if eqn is None or eqn.primitive.name in MATMULS:
             return None
         if len(eqn.outvars) > 1 and _is_expensive(eqn):
-            kernels[id(eqn)] = eqn
+            kernels.add(eqn)
         elif compat.kind(eqn) in CALLS and bodies(eqn):
             inner = bodies(eqn)[0].jaxpr
             whole = [maker for maker in inner.eqns if maker.primitive.name not in ("scan", "while")]
             ahead.append((inner.outvars[eqn.outvars.index(atom)], {var: maker for maker in whole for var in maker.outvars}))
         else:
             ahead += [(operand, made) for operand in eqn.invars]
-    return next(iter(kernels.values())) if len(kernels) == 1 else None
+    return next(iter(kernels)) if len(kernels) == 1 else None
 
 
 def _is_expensive(eqn: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from remat_jax.identity import ByIdentity
 from remat_jax.parity.align import Distance, shown_norm
 
 Slot = tuple[str, int]
@@ -208,12 +209,12 @@ def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any
     return named
 
 
-def names_by_id(named: Iterable[tuple[str, Any]], arrays_in: Callable[[Any], Iterable[Any]]) -> dict[int, str]:
-    """The id of every array in the named values → the name of the first value that contains the array."""
-    names: dict[int, str] = {}
+def names_of_arrays(named: Iterable[tuple[str, Any]], arrays_in: Callable[[Any], Iterable[Any]]) -> ByIdentity[str]:
+    """Every array in the named values → the name of the first value that contains the array."""
+    names: ByIdentity[str] = ByIdentity()
     for name, value in named:
         for array in arrays_in(value):
-            names.setdefault(id(array), name)
+            names.setdefault(array, name)
     return names
 
 

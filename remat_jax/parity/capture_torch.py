@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from remat_jax.identity import ByIdentity
 from remat_jax.parity.capture import (
     LOSS,
     CallArray,
@@ -16,7 +17,7 @@ from remat_jax.parity.capture import (
     Trace,
     argument_names,
     is_close,
-    names_by_id,
+    names_of_arrays,
     number_calls,
     probed,
 )
@@ -60,7 +61,7 @@ class _HookedCall(ModuleCall):
     module: Any = None
     caller: _HookedCall | None = None
     has_graph: bool = False
-    aliases: set[int] = field(default_factory=set)
+    aliases: ByIdentity[None] = field(default_factory=ByIdentity)
 
     def forget_padding(self) -> None:
         """Zero an embedding's output cotangents at `padding_idx`: PyTorch ignores them, and Flax has zeros there."""
@@ -131,37 +132,41 @@ class _Recorder:
 
         if call is None:
             return values
-        made: dict[int, Any] = {}  # a tensor that occurs several times has only one alias and one cotangent
-        names = names_by_id(named, _tensors)
+        made: ByIdentity[Any] = ByIdentity()  # a tensor that occurs several times has only one alias and one cotangent
+        names = names_of_arrays(named, _tensors)
         hooked = call.has_graph and not self.recording
 
         def tap(tensor: Any) -> Any:
-            if id(tensor) in made:
-                return made[id(tensor)]
+            if tensor in made:
+                return made[tensor]
             slot = (role, len(made))
-            made[id(tensor)] = tensor
+            made[tensor] = tensor
             if self.recording:
-                call.arrays[slot] = CallArray(as_numpy(tensor), names.get(id(tensor), ""))
+                call.arrays[slot] = CallArray(as_numpy(tensor), names.get(tensor, ""))
             elif slot in call.arrays:
                 call.compare(slot, as_numpy(tensor))
             if torch.is_grad_enabled() and tensor.requires_grad:
                 # An in-place addition to a view loses the view's cotangent, so an output that the module computed is copied.
-                fresh = role == "output" and id(tensor) not in call.aliases
-                alias = made[id(tensor)] = tensor.clone() if fresh else tensor.view_as(tensor)
-                call.aliases.add(id(alias))
+                fresh = role == "output" and tensor not in call.aliases
+                alias = made[tensor] = tensor.clone() if fresh else tensor.view_as(tensor)
+                call.aliases[alias] = None
                 if slot in call.arrays and not hooked:
                     call.has_graph |= role == "output"
                     alias.register_hook(lambda gradient: call.arrays[slot].add_cotangent(as_numpy(gradient)))
-            return made[id(tensor)]
+            return made[tensor]
 
-        return _map_tensors(values, tap)
+        try:
+            return _map_tensors(values, tap)
+        finally:
+            if role == "output":
+                call.aliases.clear()
 
     def trace(self) -> Trace:
         """The recorded calls."""
         number_calls(self.calls)
-        places = {id(call): place for place, call in enumerate(self.calls)}
+        places = ByIdentity((call, place) for place, call in enumerate(self.calls))
         for call in self.calls:
-            call.parent = places.get(id(call.caller))
+            call.parent = places.get(call.caller)
             call.forget_padding()
             parameters = call.module.named_parameters(recurse=False)
             call.gradients = {name: as_numpy(parameter.grad) for name, parameter in parameters if parameter.grad is not None}
@@ -170,9 +175,9 @@ class _Recorder:
 
 def names_of_shared(module: Any) -> dict[str, str]:
     """For a parameter with several names, each name that `named_parameters()` omits → the name that it lists."""
-    names: dict[int, str] = {}
+    names: ByIdentity[str] = ByIdentity()
     parameters = module.named_parameters(remove_duplicate=False)
-    first = {name: names.setdefault(id(parameter), name) for name, parameter in parameters}
+    first = {name: names.setdefault(parameter, name) for name, parameter in parameters}
     return {name: listed for name, listed in first.items() if name != listed}
 
 

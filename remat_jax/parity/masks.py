@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from remat_jax.core.walk import bodies
+from remat_jax.identity import ByIdentity
 from remat_jax.parity.tapped import Running, is_tap
 
 Signs = dict[str, dict[int, str]]
@@ -199,12 +200,11 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collec
     from torch.utils._python_dispatch import TorchDispatchMode
 
     signs: Signs = {}
-    # `facts` keeps its tensors alive, so that no new tensor gets the id of a freed tensor.
-    facts: dict[int, tuple[Any, Fact]] = {id(x): (x, Fact({name: 1}, added=name in added)) for name, x in inputs.items()}
+    facts = ByIdentity((x, Fact({name: 1}, added=name in added)) for name, x in inputs.items())
 
     def of(value: Any) -> Fact:
         if isinstance(value, torch.Tensor):
-            _, fact = facts.get(id(value), (None, NOTHING))
+            fact = facts.get(value, NOTHING)
             # A tensor without a sign may still be a constant.
             return fact if fact.signs else _torch_constant(value)
         return Fact(value=float(value)) if isinstance(value, int | float) else NOTHING
@@ -213,14 +213,14 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collec
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name, others = func._schema.name.removeprefix("aten::").removesuffix("_"), list((kwargs or {}).values())
             fact = NOTHING
-            if any(id(x) in facts for x in (*args, *others)):
+            if any(x in facts for x in (*args, *others)):
                 # The constants are read before the call, because an in-place operator overwrites its arguments.
                 fact = _of_operator(name, [of(x) for x in args], [of(x) for x in others], signs)
             result = func(*args, **(kwargs or {}))
             if fact.added and isinstance(result, torch.Tensor) and result.dtype == torch.bool:
                 fact = _as_boolean(fact)
             if fact.signs and isinstance(result, torch.Tensor):
-                facts[id(result)] = (result, fact)
+                facts[result] = fact
             return result
 
     fast = torch.backends.mha.get_fastpath_enabled()

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from remat_jax.identity import ByIdentity
 from remat_jax.parity.flax_side import FlaxSide
 from remat_jax.parity.report_data import KeptAlone, MemoryRow
 from remat_jax.parity.torch_side import TorchSide
@@ -96,14 +97,14 @@ def _empty_model(model: Any) -> None:
     """Replace parameters and buffers by uninitialised tensors; a shared tensor stays shared."""
     import torch
 
-    made: dict[int, Any] = {}
+    made: ByIdentity[Any] = ByIdentity()
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in made:
+                if tensor is not None and tensor not in made:
                     empty, is_parameter = _empty(tensor, False), isinstance(tensor, torch.nn.Parameter)
-                    made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                tensors[name] = made.get(id(tensor))
+                    made[tensor] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                tensors[name] = made.get(tensor)
 
 
 def _empty(tensor: Any, with_gradient: bool) -> Any:

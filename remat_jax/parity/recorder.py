@@ -15,7 +15,8 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.calls import patched
-from remat_jax.parity.capture import LOSS, Slot, argument_names, names_by_id
+from remat_jax.identity import ByIdentity
+from remat_jax.parity.capture import LOSS, Slot, argument_names, names_of_arrays
 from remat_jax.parity.tapped import Label, differentiated, step_traced, tap
 from remat_jax.parity.trees import fields
 
@@ -84,14 +85,14 @@ class Recorder:
     def _tap(self, number: int, role: str, values: Any, named: Iterable[tuple[str, Any]] = ()) -> Any:
         """`values` with taps; an array that occurs several times has only one tap and one cotangent."""
         leaves, treedef = jax.tree.flatten(values, is_leaf=_is_nnx_object)
-        names = names_by_id(named, functools.partial(jax.tree.leaves, is_leaf=_is_nnx_object))
-        tapped: dict[int, Any] = {}
+        names = names_of_arrays(named, functools.partial(jax.tree.leaves, is_leaf=_is_nnx_object))
+        tapped: ByIdentity[Any] = ByIdentity()
         for leaf in leaves:
-            if _is_tappable(leaf) and id(leaf) not in tapped:
+            if _is_tappable(leaf) and leaf not in tapped:
                 slot = (role, len(tapped))
-                self.calls[number].names[slot] = names.get(id(leaf), "")
-                tapped[id(leaf)] = tap(leaf, Label(number, *slot))
-        return jax.tree.unflatten(treedef, [tapped.get(id(leaf), leaf) for leaf in leaves])
+                self.calls[number].names[slot] = names.get(leaf, "")
+                tapped[leaf] = tap(leaf, Label(number, *slot))
+        return jax.tree.unflatten(treedef, [tapped.get(leaf, leaf) for leaf in leaves])
 
     def _tap_state(self, number: int, module: Any, before: Mapping[str, _Variable]) -> None:
         """Tap the variables that a module wrote, and write the tapped values back: a loop drops a tap with an unused result."""

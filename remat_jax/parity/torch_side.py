@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from remat_jax.errors import ArgumentError
+from remat_jax.identity import ByIdentity
 from remat_jax.parity.capture_torch import names_of_shared
 from remat_jax.parity.case import Case, Run, running
 from remat_jax.parity.trees import default_loss, default_targets, is_floating, named_outputs
@@ -221,8 +222,8 @@ def _precisely(dtype: str) -> Any:
 def _copies(model: Any) -> Tensors:
     """A copy of the state dict in which a tensor with two names stays a single tensor, as the weight map requires."""
     state_dict = model.state_dict(keep_vars=True)
-    copies = {id(tensor): tensor.detach().clone() for tensor in state_dict.values()}
-    return {name: copies[id(tensor)] for name, tensor in state_dict.items()}
+    copies = ByIdentity((tensor, tensor.detach().clone()) for tensor in state_dict.values())
+    return {name: copies[tensor] for name, tensor in state_dict.items()}
 
 
 def _gradient(tensor: Any) -> np.ndarray:

@@ -147,7 +147,7 @@ def excite(variables: Any, seed: int = 0, scale: float = 0.2) -> Any:
         raise ArgumentError(f"scale={scale!r}: expected a positive number, such as 0.2; with 0 nothing changes")
     leaves, treedef = jax.tree.flatten(variables, is_leaf=is_torch)
     made: dict[Any, Any] = {}
-    for number, leaf in enumerate(leaves):
+    for number, leaf in enumerate(tuple(leaves)):  # the tuple holds the leaves, so that no address is used twice
         if hasattr(leaf, "__array__"):
             key = (leaf.data_ptr(), tuple(leaf.shape)) if is_torch(leaf) and leaf.numel() else id(leaf)
             made.setdefault(key, _excited(leaf, np.random.default_rng((seed, number)), scale))

@@ -21,6 +21,7 @@ from remat_jax.core.marks import Batch, Block, Mark, mark_of, vmapped
 from remat_jax.core.walk import bodies, equations, variables
 from remat_jax.cost.flat import called
 from remat_jax.errors import BlockError, UnsupportedError
+from remat_jax.identity import ByIdentity
 from remat_jax.policy import Policy
 from remat_jax.workload import Workload
 
@@ -150,7 +151,7 @@ class _Source:
 @dataclass(frozen=True)
 class _Place:
     rounds: int = 1
-    loops: tuple[int, ...] = ()
+    loops: tuple[Any, ...] = ()
     within: tuple[Any, ...] = ()
 
 
@@ -195,7 +196,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
         # A slice of a scanned argument needs no memory in addition to the argument.
         rows = [_Source(argument=source.argument) for source in inputs[consts + carry :]]
         same = [_Source(argument=source.argument, shared=True) for source in inputs[:consts]]
-        deeper = replace(place, rounds=place.rounds * eqn.params["length"], loops=(*place.loops, id(eqn)))
+        deeper = replace(place, rounds=place.rounds * eqn.params["length"], loops=(*place.loops, eqn))
         untrained = inner_flags(eqn, "jaxpr", body, flags, all_inputs)
         yield from _walk(body, untrained, [*same, *(_Source() for _ in range(carry)), *rows], deeper)
     elif name == "cond":
@@ -216,19 +217,19 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
 
 def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
     """The calls, each with its block's program and its positions among the calls of its key."""
-    blocks: dict[int, BlockUnderPolicy] = {}
+    blocks: ByIdentity[BlockUnderPolicy] = ByIdentity()
     # Two loops may share a body: count each of its equations once.
-    by_eqn = {id(marked_call.eqn): marked_call.eqn for marked_call in marked}
-    readers = Counter(atom for eqn in by_eqn.values() for atom in set(variables(eqn.invars)))
+    eqns = {marked_call.eqn for marked_call in marked}
+    readers = Counter(atom for eqn in eqns for atom in set(variables(eqn.invars)))
     # If a loop's body has several calls of one key, their positions alternate.
     alternating = Counter((marked_call.mark.marked.block, marked_call.place.loops) for marked_call in marked)
     first, turn = Counter[Block](), Counter[Block]()
     calls = []
     for marked_call in marked:
         mark, place, key = marked_call.mark, marked_call.place, marked_call.mark.marked.block
-        if id(mark) not in blocks:
-            blocks[id(mark)] = _block(marked_call)
-        block = blocks[id(mark)]
+        if mark not in blocks:
+            blocks[mark] = _block(marked_call)
+        block = blocks[mark]
         shared = (
             source.shared or (not hasattr(atom, "val") and readers[atom] > 1)
             for atom, source in zip(marked_call.eqn.invars, marked_call.sources, strict=True)

@@ -74,7 +74,7 @@ def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
 
 
 def memory_of(value: Any) -> Hashable:
-    """A key that is equal for two tensors or arrays only if they share all their memory."""
+    """A key that is equal for two tensors or arrays, both alive, only if they share all their memory."""
     if is_torch(value) and value.numel() and not value.is_meta:
         return value.data_ptr(), value.shape, value.stride(), value.dtype
     if isinstance(value, np.ndarray) and value.size:

@@ -214,8 +214,10 @@ def _refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, 
     """Refuse a tensor with two names that would fill two arrays: the arrays would diverge in training."""
     tied = {frozenset(pair) for pair in tied_pairs(rules, state_dict)}
     by_memory: dict[Hashable, list[str]] = {}
-    for name in links_of_tensors(rules, arrays):
-        by_memory.setdefault(memory_of(state_dict[name]), []).append(name)
+    # A mapping may read each tensor anew. All are alive at once, so that no memory is used twice.
+    tensors = {name: state_dict[name] for name in links_of_tensors(rules, arrays)}
+    for name, tensor in tensors.items():
+        by_memory.setdefault(memory_of(tensor), []).append(name)
     for first, *others in by_memory.values():
         for other in others:
             if frozenset((first, other)) not in tied:

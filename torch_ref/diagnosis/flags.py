@@ -46,7 +46,9 @@ def watched_flags(root: nn.Module | None, kwargs: Mapping[str, Any]) -> Iterator
     flags = Flags([Flag(name, "", True, True) for name in KEYWORDS if kwargs.get(name) is True])
     watched: dict[int, dict[str, Flag]] = {}
     classes: dict[type, None] = {}
-    for path, module in root.named_modules() if root is not None else ():
+    # Held until the context ends, so that no other module gets the id of one of them.
+    modules = list(root.named_modules()) if root is not None else []
+    for path, module in modules:
         mine = {
             name: Flag(name, f"{path or 'the model'} ({type(module).__name__})", module.training, False)
             for name in ATTRIBUTES

@@ -105,7 +105,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, root: nn.Module | None) -> None:
         super().__init__()
         self.regions: list[Region] = []
-        self._paths = {id(module): path for path, module in root.named_modules() if path} if root is not None else {}
+        self._paths = {module: path for path, module in root.named_modules() if path} if root is not None else {}
         self._open: list[tuple[types.FrameType, Region]] = []
         self._hooks = 0
 
@@ -176,7 +176,7 @@ class Watch(TorchDispatchMode):
     def _name(self, reached: list[Any], function: Callable[..., Any]) -> str:
         for value in reached:
             if isinstance(value, nn.Module):
-                return f"{self._paths[id(value)]} ({name_of(value)})" if id(value) in self._paths else name_of(value)
+                return f"{self._paths[value]} ({name_of(value)})" if value in self._paths else name_of(value)
         return name_of(function)
 
 
@@ -194,12 +194,12 @@ def _arguments(positional: Any, keywords: dict[str, Any]) -> list[Argument]:
 def _reached(function: Callable[..., Any]) -> Iterator[Any]:
     """The function, and the modules and functions that it captures, outermost first."""
     waiting: list[Any] = [function]
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # holds the values, so that no other value gets their ids
     while waiting:
         value = waiting.pop(0)
         if id(value) in seen:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         if isinstance(value, functools.partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.MethodType):

@@ -31,6 +31,7 @@ from remat_jax.core.walk import (
     value_of,
     values_of_inputs,
 )
+from remat_jax.identity import ByIdentity
 from remat_jax.policy import LayerPolicies, is_off
 
 
@@ -60,7 +61,7 @@ class _Surroundings:
       looped: whether the equation is in a loop.
       apart: whether forward and backward pass each have a loop of their own around the equation. False if XLA removes the loop
         (one iteration) or the gradient is taken inside it.
-      rows: id of a value that is a row of a stack → the stack and the index.
+      rows: a value that is a row of a stack → the stack and the index.
       spans: for each block, the layers of all iterations of the scan together; empty outside scans.
       idle: whether the equation is in a loop without iterations, or in a part of a linear solver that JAX does not
         differentiate. The blocks there do not count as layers.
@@ -69,18 +70,18 @@ class _Surroundings:
 
     looped: bool = False
     apart: bool = False
-    rows: Mapping[int, StackRow] = field(default_factory=dict)
+    rows: ByIdentity[StackRow] = field(default_factory=ByIdentity)
     spans: Spans = field(default_factory=dict)
     idle: bool = False
     groups: Groups = frozenset()
 
     def inside(self, *, looped: bool = False) -> _Surroundings:
-        """The surroundings in the body of an equation, without `rows`: the body's values have other ids."""
-        return replace(self, looped=self.looped or looped, apart=self.apart or looped, rows={})
+        """The surroundings in the body of an equation, without `rows`: the body has other values."""
+        return replace(self, looped=self.looped or looped, apart=self.apart or looped, rows=ByIdentity())
 
     def in_group(self, groups: Groups) -> _Surroundings:
         """The surroundings inside `groups`. `apart` is False: one iteration does a group's recomputation and backward pass."""
-        return replace(self, apart=False, rows={}, groups=self.groups | groups)
+        return replace(self, apart=False, rows=ByIdentity(), groups=self.groups | groups)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class _Resolver:
         for passed in counts:
             starts.append(at.copy())
             at.update(passed)
-        first = {id(eqn): start for eqn, start, passed in zip(eqns, starts, counts, strict=True) if passed}
+        first = {eqn: start for eqn, start, passed in zip(eqns, starts, counts, strict=True) if passed}
         grouped = {} if around.idle else self.grouped
         env = values_of_inputs(jaxpr, args)
         for part in in_parts(jaxpr, starts, counts, grouped, around.groups) if grouped else [eqns]:
@@ -108,13 +109,13 @@ class _Resolver:
                 evaluate_equations(part, env, self._visitor(first, around))
         return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
 
-    def _visitor(self, first: Mapping[int, Positions], around: _Surroundings) -> Visit:
-        """Returns a function that evaluates equations. `first`: id of an equation with blocks → the `Positions` before it."""
+    def _visitor(self, first: Mapping[Any, Positions], around: _Surroundings) -> Visit:
+        """Returns a function that evaluates equations. `first`: an equation with blocks → the `Positions` before it."""
 
         def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-            if id(eqn) not in first:
+            if eqn not in first:
                 return None
-            mark, at = mark_of(eqn), first[id(eqn)].copy()
+            mark, at = mark_of(eqn), first[eqn].copy()
             if mark is not None:
                 with compat.eqn_context(eqn):
                     return self._mark(mark, inputs, at, around)
@@ -188,7 +189,7 @@ class _Resolver:
         if len(cut.segments) > 1 or any(segment.group for segment in cut.segments):
             with compat.eqn_context(eqn):
 
-                def run_round(values: list[Any], segment: Segment, rows: Mapping[int, StackRow], spans: Spans) -> list[Any]:
+                def run_round(values: list[Any], segment: Segment, rows: ByIdentity[StackRow], spans: Spans) -> list[Any]:
                     apart = segment.is_loop or (around.apart and not segment.group)
                     groups = around.groups | segment.groups
                     inside = _Surroundings(looped=True, apart=apart, rows=rows, spans=spans, groups=groups)
@@ -218,4 +219,4 @@ class _Resolver:
 
 def _rows(values: Sequence[Any], around: _Surroundings) -> dict[int, StackRow]:
     """The values that are rows of a stack: index among `values` → row."""
-    return {nth: around.rows[id(value)] for nth, value in enumerate(values) if id(value) in around.rows}
+    return {nth: around.rows[value] for nth, value in enumerate(values) if value in around.rows}

@@ -25,6 +25,7 @@ from remat_jax.apply.per_layer.positions import Positions, count, count_in, mark
 from remat_jax.core import StackRow
 from remat_jax.core.marks import Block, mark_of
 from remat_jax.core.walk import bodies, variables
+from remat_jax.identity import ByIdentity
 from remat_jax.policy import LayerPolicies, Policy, is_off
 
 Spans = Mapping[Block, range]
@@ -49,7 +50,7 @@ class Segment:
     groups: Groups = frozenset()
 
 
-RunRound = Callable[[list[Any], Segment, Mapping[int, StackRow], Spans], list[Any]]
+RunRound = Callable[[list[Any], Segment, ByIdentity[StackRow], Spans], list[Any]]
 """`run(inputs, segment, rows, spans)` traces the body of a segment's scan, once for all iterations of the segment."""
 
 
@@ -139,7 +140,7 @@ class Cut:
         def one_round(carry: list[Any], index_and_slices: Any) -> tuple[list[Any], list[Any]]:
             index, slices = index_and_slices
             with_stack = zip(slices, stacks, strict=True)
-            rows = {id(row): StackRow(stack, index) for row, (_, stack) in with_stack if stack is not None}
+            rows = ByIdentity((row, StackRow(stack, index)) for row, (_, stack) in with_stack if stack is not None)
             outputs = run_round([*fixed, *carry, *slices], segment, rows, spans)
             return outputs[: len(carry)], outputs[len(carry) :]
 

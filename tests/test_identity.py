@@ -1,0 +1,99 @@
+"""Tables about objects hold the objects: Python gives the id of an object that is gone to the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax.apply import nnx as nnx_blocks
+from remat_jax.apply import pytrees
+from remat_jax.apply.calls import entered, is_inside
+from remat_jax.identity import ByIdentity
+
+MANY = 20
+
+
+def test_a_mapping_by_identity_compares_and_holds_its_keys() -> None:
+    array = np.ones(2)
+    names = ByIdentity([(array, "array"), (np.zeros(2), "gone elsewhere")])
+    assert names[array] == "array" and array.copy() not in names
+    assert not any(np.zeros(2) in names for _ in range(MANY))
+    names[array] = "again"
+    assert [*(names | ByIdentity([(array, "last")])).values()] == ["last", "gone elsewhere"]
+    del names[array]
+    assert len(names) == 1
+
+
+class Part(nnx.Module):
+    pass
+
+
+class Whole(nnx.Module):
+    def __init__(self) -> None:
+        self.part, self.other = Part(), Part()
+
+
+@jax.tree_util.register_pytree_node_class
+class Node:
+    """A pytree that is called; its children may be replaced."""
+
+    def __init__(self, part: Any = None, other: Any = None) -> None:
+        self.part, self.other = part, other
+
+    def __call__(self) -> None:
+        pass
+
+    def tree_flatten(self) -> Any:
+        return (self.part, self.other), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Any:
+        return cls(*children)
+
+
+@pytest.mark.parametrize(
+    ("whole", "blocks", "path"), [(Whole(), nnx_blocks, "part"), (Node(Node(), Node()), pytrees, "0")], ids=["NNX", "pytree"]
+)
+def test_a_new_module_has_not_the_path_of_a_replaced_one(whole: Any, blocks: Any, path: str) -> None:
+    with blocks.known_paths(whole):
+        new, paths = type(whole.part), [blocks.path_of(whole.part)]
+        for _ in range(MANY):
+            whole.part = None
+            fresh = whole.part = new()
+            paths.append(blocks.path_of(fresh))
+            del fresh
+    assert paths == [path, *[new.__name__] * MANY]
+
+
+def test_a_new_object_is_not_inside_the_block_of_one_that_is_gone() -> None:
+    with entered(Part()):
+        assert not any(is_inside(Part()) for _ in range(MANY))
+
+
+class Lazy(Mapping[str, Any]):
+    """A state dict that reads each tensor anew, as a file does."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __getitem__(self, name: str) -> Any:
+        return np.full(3000, self.names.index(name), np.float32)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def test_tensors_that_are_read_one_by_one_are_not_one_tensor() -> None:
+    names = tuple("abcd")
+    variables = {"params": {name: np.zeros(3000, np.float32) for name in names}}
+    filled = rj.porting.from_torch(Lazy(names), variables, [f"{name} -> params/{name}" for name in names])
+    assert [float(filled["params"][name][0]) for name in names] == [0, 1, 2, 3]
