@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import effects as _effects
 from jax._src import hijax as _hijax
 from jax._src import linear_util as _linear_util
-from jax._src import effects as _effects
 from jax._src import mesh as _mesh
 from jax._src import shard_map as _shard_map
 from jax._src import source_info_util as _source_info
