@@ -11,6 +11,7 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - replaces the model's own checkpoints
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.nnx_state import as_pure_function, is_node, nodes_in
 from remat_jax.core import BlockUnderPolicy, StackRow, block_under_policy
 from remat_jax.core.marks import Mark, Marked, bind_mark
 from remat_jax.core.shared import Offer, readings, staying
@@ -36,7 +37,7 @@ def run_block(
     """`function(parameters, *args, **kwargs)` as one checkpointed block.
 
     Arrays anywhere in `args` and `kwargs` are inputs of the block. The policy's rules for inputs do not apply to arrays in
-    `parameters`, nor to arrays that the function closes over.
+    `parameters`, to arrays in NNX objects, nor to arrays that the function closes over.
 
     Args:
       path: the block's module path, the prefix of its residuals' names.
@@ -50,7 +51,8 @@ def run_block(
         jaxpr, values, outputs_of = traced(function, (parameters, *args), kwargs)
     # Arrays and tracers that the function closes over become arguments of the block. Otherwise JAX could not differentiate it.
     jaxpr, consts = compat.hoist_consts(jaxpr)
-    size = len(consts) + sum(map(compat.is_array, jax.tree.leaves(parameters)))
+    others = jax.tree.leaves((tuple(args), kwargs), is_leaf=is_node)
+    size = len(jaxpr.in_avals) - sum(compat.is_array(leaf) and not is_node(leaf) for leaf in others)
     is_input = [place >= size for place in range(len(jaxpr.in_avals))]
     return outputs_of(run_jaxpr(jaxpr, policy, path, is_input, [*consts, *values], audit, has_parameters=has_parameters))
 
@@ -85,9 +87,14 @@ def traced(
 ) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
     """Trace `function(*args, **kwargs)`: `(closed jaxpr, arrays in the arguments, outputs_of)`.
 
-    `outputs_of(jaxpr's outputs)` is the result of the call. Arguments that are no arrays (Python scalars, strings, None,
-    functions) reach the function unchanged, and outputs that are no arrays are returned unchanged.
+    `outputs_of(jaxpr's outputs)` is the result of the call, and makes the call's changes to the NNX objects in the arguments,
+    whose arrays come before the others. Arguments that are no arrays (Python scalars, strings, None, functions) reach the
+    function unchanged, and outputs that are no arrays are returned unchanged.
     """
+    if nodes_in((args, kwargs)):
+        pure, state, arguments, write = as_pure_function(function, args, kwargs)
+        jaxpr, values, returned_of = traced(pure, (state, *arguments), {})
+        return jaxpr, values, lambda arrays: write(returned_of(arrays))
     flat, values = of_arrays(function, args, kwargs)
     traces: list[tuple[list[Any], Any]] = []
 
