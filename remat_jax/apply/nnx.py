@@ -19,9 +19,10 @@ from flax import nnx
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, dispatching, entered, named_scopes, patched, with_own_call
-from remat_jax.apply.nnx_state import is_node
+from remat_jax.apply.nnx_state import Copies, Objects, as_pure_function, is_node, nodes_in
 from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
+from remat_jax.warning import warn
 
 # id of a module → its path from its root (`known_paths`). A root is an argument of the function under a policy.
 _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
@@ -80,6 +81,82 @@ def known_paths(root: Any, prefix: str = "") -> AbstractContextManager[None]:
     return compat.setting(_paths, _paths.get() | paths)
 
 
+@contextmanager
+def known_paths_in(arguments: Any) -> Iterator[None]:
+    """`known_paths` for each module in a pytree of arguments. The path of such a module itself is the name of its class."""
+    with ExitStack() as stack:
+        for root in nodes_in(arguments):
+            if isinstance(root, nnx.Module):
+                stack.enter_context(known_paths(root))
+        yield
+
+
+# --- training steps ------------------------------------------------------------------------------------------------------
+
+
+def step_of_arrays(step: Call, args: tuple[Any, ...], structs: Call) -> tuple[Call, tuple[Any, ...]]:
+    """`step(*args)` as a function of arrays, and its arguments as shapes, one for each of `args`.
+
+    If there are NNX objects among `args`, the function returns the arrays that the step returns and those that it writes to the
+    objects. The state of an object in several arguments belongs to the first of them. No array of `args` is kept.
+
+    Args:
+      structs: replaces the arrays in a pytree by their shapes.
+    """
+    if not nodes_in(args):
+        return step, structs(args)
+    flat, treedef = jax.tree.flatten(args, is_leaf=is_node)
+    objects = Objects([leaf for leaf in flat if is_node(leaf)])
+    nodes = iter(Copies(objects, structs(objects.leaves)).nodes)
+    abstract = jax.tree.unflatten(treedef, [next(nodes) if is_node(leaf) else structs(leaf) for leaf in flat])
+    pure, state, *_ = as_pure_function(_in_paths(step), abstract, {})
+    _warn_of_lost_writes(step, abstract)
+    ends = [len(Objects(nodes_in(abstract[: place + 1])).leaves) for place in range(len(args))]
+    parts = [
+        (state[start:end], [None if is_node(leaf) else leaf for leaf in jax.tree.leaves(arg, is_leaf=is_node)])
+        for start, end, arg in zip([0, *ends], ends, abstract, strict=False)
+    ]
+
+    def of_arrays(*parts: Any) -> list[Any]:
+        arguments = [leaf for _, leaves in parts for leaf in leaves]
+        arrays, _ = pure([leaf for leaves, _ in parts for leaf in leaves], *arguments)
+        return list(arrays)
+
+    return of_arrays, tuple(parts)
+
+
+def _in_paths(step: Call) -> Call:
+    def run(*args: Any) -> Any:
+        with known_paths_in(args):
+            return step(*args)
+
+    return run
+
+
+def _warn_of_lost_writes(step: Call, args: tuple[Any, ...]) -> None:
+    """Warn if `step` is under `jax.jit`, which drops what a function writes to NNX objects and does not return."""
+    if not isinstance(step, _JAX_JIT):
+        return
+    returned: set[int] = set()
+
+    def inner(*args: Any) -> Any:
+        outputs = step.__wrapped__(*args)  # type: ignore[attr-defined]
+        returned.update(map(id, jax.tree.leaves(outputs)))
+        return outputs
+
+    pure, state, arguments, _ = as_pure_function(inner, args, {})
+    lost: list[int] = []
+    jax.eval_shape(lambda *given: lost.append(sum(id(out) not in returned for out in pure(*given)[0])), state, *arguments)
+    if lost[-1]:
+        warn(
+            f"step: it is under jax.jit, which drops what the step writes to its NNX arguments and does not return: {lost[-1]} "
+            "arrays. XLA then removes what computes them, perhaps the whole gradient. Use nnx.jit, or return nnx.state(model)."
+        )
+
+
+_JAX_JIT = type(jax.jit(lambda: None))
+
+
 # --- intercepting -----------------------------------------------------------------------------------------------------
 
 
@@ -90,10 +167,8 @@ def intercepting(policies: BlockPolicies, arguments: Any) -> Iterator[None]:
     if not classes:
         yield
         return
-    roots = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=is_node) if isinstance(leaf, nnx.Module)]
     with ExitStack() as stack:
-        for root in roots:
-            stack.enter_context(known_paths(root))
+        stack.enter_context(known_paths_in(arguments))
         stack.enter_context(patched(classes, functools.partial(dispatching, path_of=path_of, call=call)))
         yield
 

@@ -12,8 +12,10 @@ copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -213,6 +215,55 @@ def _writable(node: Any) -> None:
     """Raise Flax's TraceContextError if the object belongs to another level of tracing."""
     if isinstance(node, nnx.Pytree):
         node._check_valid_context(lambda: f"Cannot mutate '{type(node).__name__}' from different trace level")
+
+
+def refusing_hidden_writes(function: Call, name: str) -> Call:
+    """`function`, which must not write traced arrays to attributes of Python objects that are neither arrays nor NNX objects.
+
+    Raises:
+      UnsupportedError: when called, if it does. The attribute is as it was before.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = [(path, held, dict(vars(held))) for path, held in _python_objects(args, kwargs)]
+        outputs = function(*args, **kwargs)
+        for path, held, attributes in before:
+            for attribute, value in dict(vars(held)).items():
+                if value is not attributes.get(attribute) and any(map(compat.is_traced, jax.tree.leaves(value))):
+                    vars(held).clear()
+                    vars(held).update(attributes)
+                    raise UnsupportedError(
+                        f"{name} writes an array to {path}.{attribute}, an attribute of a Python object, and the array cannot "
+                        "leave the checkpoint. Return it, or keep it in an attribute of an NNX module: in an nnx.Variable, or "
+                        "as nnx.data(…)."
+                    )
+        return outputs
+
+    return run
+
+
+def hidden_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The NNX objects in attributes of Python objects among the arguments, as text for an error; may be empty."""
+    return ", ".join(
+        f"{path}.{name}" for path, held in _python_objects(args, kwargs) for name, value in vars(held).items() if is_node(value)
+    )
+
+
+def _python_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The instances of Python classes in the arguments and in the attributes of NNX objects, with text that shows where."""
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_node)
+    yield from ((type(leaf).__name__, leaf) for leaf in leaves if _is_python_object(leaf))
+    for node in Objects(nodes_in(leaves)).by_index.values():
+        if isinstance(node, nnx.Pytree):
+            for name, value in vars(node).items():
+                if _is_python_object(value):
+                    yield f"{type(node).__name__}.{name}", value
+
+
+def _is_python_object(value: Any) -> bool:
+    # Functions and classes have attributes, too, but they are no place for arrays.
+    is_other = is_node(value) or compat.is_array(value) or isinstance(value, type | ModuleType) or inspect.isroutine(value)
+    return not is_other and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _copy(value: Any, copied: dict[int, tuple[Any, Any]]) -> Any:

@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax.errors import TraceContextError
 
 from remat_jax import compat
 from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - replaces the model's own checkpoints
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.nnx_state import as_pure_function, is_node, nodes_in
+from remat_jax.apply.nnx_state import as_pure_function, hidden_objects, is_node, nodes_in, refusing_hidden_writes
 from remat_jax.core import BlockUnderPolicy, StackRow, block_under_policy
 from remat_jax.core.marks import Mark, Marked, bind_mark
 from remat_jax.core.shared import Offer, readings, staying
 from remat_jax.core.tied_chain import run_tied, unlinked
 from remat_jax.core.walk import of_arrays
+from remat_jax.errors import UnsupportedError
 from remat_jax.policy import JaxPolicy, Policy, is_off
 
 RegionPolicy = Policy | JaxPolicy | Marked
@@ -47,8 +49,18 @@ def run_block(
     """
     if is_off(policy):
         return function(parameters, *args, **kwargs)
-    with unlinked():
-        jaxpr, values, outputs_of = traced(function, (parameters, *args), kwargs)
+    if nodes_in((parameters, args, kwargs)):
+        function = refusing_hidden_writes(function, f"block {path or 'function'!r}")
+    try:
+        with unlinked():
+            jaxpr, values, outputs_of = traced(function, (parameters, *args), kwargs)
+    except TraceContextError as error:
+        hidden = hidden_objects((parameters, *args), kwargs)
+        raise UnsupportedError(
+            f"block {path or 'function'!r} writes to an NNX object that is neither the block nor among its arguments"
+            f"{f' (perhaps {hidden})' if hidden else ''}: {error}. Values that are written while tracing cannot leave the "
+            "trace. Make the object an attribute of the block's module, or an argument of the block."
+        ) from error
     # Arrays and tracers that the function closes over become arguments of the block. Otherwise JAX could not differentiate it.
     jaxpr, consts = compat.hoist_consts(jaxpr)
     others = jax.tree.leaves((tuple(args), kwargs), is_leaf=is_node)
