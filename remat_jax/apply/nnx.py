@@ -140,7 +140,7 @@ def _warn_of_lost_writes(step: Call, args: tuple[Any, ...]) -> None:
     returned: set[int] = set()
 
     def inner(*args: Any) -> Any:
-        outputs = step.__wrapped__(*args)  # type: ignore[attr-defined]
+        outputs = step.__wrapped__(*args)
         returned.update(map(id, jax.tree.leaves(outputs)))
         return outputs
 
