@@ -154,13 +154,15 @@ class Workload:
     ) -> Workload:
         """A workload of a finished train step, jitted or not.
 
-        `residuals` refuses such a workload, because the step computes its gradient inside.
+        `residuals` refuses such a workload, because the step computes its gradient inside. What the step writes to NNX objects
+        among `args` (a model, an `nnx.Optimizer`, metrics) is a result of the step. `jax.jit` drops such writes; a
+        `RematWarning` says so.
         """
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
         self.own = OwnCheckpoints(own_checkpoints)
-        self.loss, self.own_loss = step, None
+        self.own_loss = None
         self.optimizer, self.trainable, self.mesh, self.shardings = None, None, None, ()
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
         self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
@@ -169,7 +171,8 @@ class Workload:
             raise ArgumentError(
                 f"donate_argnums={donate_argnums!r}: expected positions among the {len(args)} arguments of step"
             )
-        self._finished = TrainingStep(step, structs(args, "args"), donated)
+        self.loss, arguments = nnx_blocks.step_of_arrays(step, args, lambda tree: structs(tree, "args"))
+        self._finished = TrainingStep(self.loss, arguments, donated)
         return self
 
     @classmethod

@@ -15,6 +15,7 @@ from flax import nnx
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, RematError, UnsupportedError
+from remat_jax.warning import RematWarning
 
 
 class Block(nn.Module):
@@ -154,6 +155,44 @@ class NnxModel(nnx.Module):
 
 def nnx_loss(model: Any, x: Any) -> Any:
     return (model(x) ** 2).mean()
+
+
+def nnx_step(model: Any, optimizer: Any, metrics: Any, x: Any) -> Any:
+    value, gradients = nnx.value_and_grad(nnx_loss)(model, x)
+    optimizer.update(model, gradients)
+    metrics.update(loss=value)
+    return value
+
+
+def nnx_objects() -> tuple[Any, Any, Any]:
+    model = NnxModel(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+
+@pytest.mark.parametrize("jit", [lambda step: step, nnx.jit])
+def test_what_a_finished_step_writes_to_nnx_objects_is_its_result(jit):
+    objects = nnx_objects()
+    graphdef, state = nnx.split(objects)
+
+    def functional(state: Any, x: Any) -> Any:
+        inner = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf, state))
+        return nnx_step(*inner, x), nnx.state(inner)
+
+    job = rj.Workload.from_step(jit(nnx_step), *objects, X, blocks=NnxBlock, donate_argnums=(0, 1))
+    plain = matmuls(functional, state, X)
+    counts = [matmuls(job.step(policy).function, *job.step(policy).arguments) for policy in ("off", "full")]
+    assert counts == [plain, plain + 4]  # under full the two matmuls of each block are recomputed
+    keys = sum(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state))
+    # The loss, and all state but the unchanged keys of random streams, which nnx.jit returns too.
+    assert len(jax.tree.leaves(outputs(job))) == 1 + len(jax.tree.leaves(state)) - (0 if jit is nnx.jit else keys)
+    assert size(job.step("full").arguments) == size(state) + X.size
+    assert int(objects[0].layers[0].dropout.rngs.count[...]) == 0
+
+
+def test_writes_that_jax_jit_drops_are_told():
+    with pytest.warns(RematWarning, match="drops what the step writes to its NNX arguments"):
+        job = rj.Workload.from_step(jax.jit(nnx_step), *nnx_objects(), X, blocks=NnxBlock)
+    assert len(jax.tree.leaves(outputs(job))) == 1
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -12,12 +12,12 @@ from flax.errors import TraceContextError
 
 from remat_jax import compat
 from remat_jax.apply import linen, nnx, pytrees, scope
+from remat_jax.apply.nnx_state import Objects, is_node
 from remat_jax.apply.per_layer import kept_programs
 from remat_jax.apply.region import traced
 from remat_jax.apply.replan import run_regions
 from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.core.marks import Block
-from remat_jax.core.walk import of_arrays
 from remat_jax.errors import BlockError, RematError, UnsupportedError
 
 Function = Callable[..., Any]
@@ -63,19 +63,17 @@ def _by_layer(
     NNX objects among the arguments are split into arrays, and the function's writes to them are written back.
     """
 
-    def marked(_: None, /, *args: Any, **kwargs: Any) -> Any:
+    def marked(*args: Any, **kwargs: Any) -> Any:
         return with_blocks(policies, fn, args, kwargs)
 
-    name = "a function under policies by layer"
-    pure, state, arguments, write = nnx.as_pure_function(None, marked, args, kwargs, name=name)
     try:
-        jaxpr, values, outputs_of = traced(pure, (state, *arguments), {})
+        jaxpr, values, outputs_of = traced(marked, args, kwargs)
     except TraceContextError as error:
         raise UnsupportedError(_CLOSED_OVER) from error
     outputs, counts = kept_programs.evaluate(jaxpr, values, blocks, record.audit)
     record.reached = (record.reached - blocks) | set(counts)
     record.is_whole = True
-    return write(outputs_of(outputs))
+    return outputs_of(outputs)
 
 
 def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,8 +146,7 @@ def traced_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], k
     def run(*args: Any, **kwargs: Any) -> None:
         records.append(run_under(policies, fn, args, kwargs)[1])
 
-    flat, arrays = of_arrays(run, args, kwargs)
-    jax.eval_shape(flat, *arrays)
+    traced(run, args, kwargs)
     return records[0]
 
 
@@ -158,9 +155,10 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
 
     None if a value is not hashable.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    kinds: list[Any] = []
-    for leaf in leaves:
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    objects = Objects([leaf for leaf in leaves if is_node(leaf)])
+    kinds: list[Any] = [objects.graphdef]
+    for leaf in (*(leaf for leaf in leaves if not is_node(leaf)), *jax.tree.leaves(objects.leaves)):
         leaf = leaf.item() if compat.is_numpy_scalar(leaf) else leaf
         if compat.is_array(leaf):
             kinds.append((tuple(leaf.shape), leaf.dtype))

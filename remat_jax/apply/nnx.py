@@ -1,6 +1,6 @@
 """Blocks that are NNX modules: the `__call__` of their class is intercepted, and their state is an input and an output.
 
-The block returns only the state that its call changed (`Changes`), as arrays, and the changes are written outside the block.
+`apply/nnx_state.py` keeps the state: only what the call changed leaves the block.
 
 NNX leaves no module paths in the jaxpr. So this file adds the paths as named scopes while a block is traced.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,13 +19,12 @@ from flax import nnx
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, dispatching, entered, named_scopes, patched, with_own_call
+from remat_jax.apply.nnx_state import Copies, Objects, as_pure_function, is_node, nodes_in
 from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
-from remat_jax.errors import UnsupportedError
 from remat_jax.identity import ByIdentity
+from remat_jax.warning import warn
 
-Path = tuple[Any, ...]
-"""The keys that lead from a root to one of its NNX objects, variables or attributes."""
 # A module → its path from its root (`known_paths`). A root is an argument of the function under a policy.
 _paths: ContextVar[ByIdentity[str]] = ContextVar("paths", default=ByIdentity())  # noqa: B039 - never mutated, only replaced
 
@@ -42,18 +41,16 @@ def call(
     """`original(module, *args, **kwargs)` as one checkpointed block.
 
     The state of the module, and of every NNX object among the arguments (an `nnx.Rngs`, a cache), is an input and an output
-    of the block. Shared references stay shared, and updates are written back.
+    of the block. The call leaves these objects as it would without a policy.
     """
     path = path or path_of(module)
 
-    @contextmanager
-    def around(inner: Any) -> Iterator[None]:
+    def run(inner: Any, *args: Any, **kwargs: Any) -> Any:
         parts = [part for part in _modules_in(inner) if part[0]]
         with entered(inner), known_paths(inner, path), named_scopes(parts, _modules_in, _shapes):
-            yield
+            return original(inner, *args, **kwargs)
 
-    pure, state, arguments, write = as_pure_function(module, original, args, kwargs, around)
-    return write(run_block(pure, policy, path, state, arguments, {}, audit))
+    return run_block(run, policy, path, module, args, kwargs, audit)
 
 
 def call_together(modules: Sequence[nnx.Module], run: Callable[..., Any], policy: RegionPolicy, x: Any, audit: Audit) -> Any:
@@ -66,163 +63,6 @@ def path_of(module: nnx.Module) -> str:
     return _paths.get().get(module, type(module).__name__)
 
 
-def as_pure_function(
-    module: Any,
-    original: Call,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    around: Callable[[Any], AbstractContextManager[None]] = nullcontext,
-    name: str = "",
-) -> tuple[Call, Any, list[Any], Call]:
-    """`original(module, *args, **kwargs)` as a pure function of arrays: `(pure, state, arguments, write)`.
-
-    Call `write(pure(state, *arguments))`. `write` writes the updates back into the NNX objects and returns the outputs.
-
-    Args:
-      module: an NNX object, or None.
-      around: returns the context in which the pure function calls its copy of `module`.
-      name: the function's name in messages; the default is the module's class.
-    """
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
-    positions = [index for index, leaf in enumerate(leaves) if is_node(leaf)]
-    nodes = {"self": module, "arguments": {str(index): leaves[index] for index in positions}}
-    arguments = [None if is_node(leaf) else leaf for leaf in leaves]
-    graphdef, state = nnx.split(nodes)
-    written: list[Changes] = []
-
-    def pure(state: Any, *arguments: Any) -> Any:
-        inner = nnx.merge(graphdef, state)
-        before = Snapshot(inner)
-        filled = list(arguments)
-        for index in positions:
-            filled[index] = inner["arguments"][str(index)]
-        inner_args, inner_kwargs = jax.tree.unflatten(treedef, filled)
-        with around(inner["self"]):
-            outputs = original(inner["self"], *inner_args, **inner_kwargs)
-        _refuse_nodes(outputs, name or f"block {type(module).__name__}")
-        changes = before.changes()
-        written.append(changes)
-        return outputs, changes.values
-
-    def write(returned: Any) -> Any:
-        outputs, values = returned
-        written[-1].write(nodes, values)
-        return outputs
-
-    return pure, state, arguments, write
-
-
-def is_node(value: Any) -> bool:
-    """Whether `value` is an NNX object. Arrays and plain containers are not."""
-    return isinstance(value, nnx.Variable) or (not isinstance(value, dict | list | tuple) and nnx.graphlib.is_graph_node(value))
-
-
-def _refuse_nodes(outputs: Any, name: str) -> None:
-    for leaf in jax.tree.leaves(outputs, is_leaf=is_node):
-        if is_node(leaf):
-            raise UnsupportedError(
-                f"{name} returns an NNX object ({type(leaf).__name__}); it must return arrays. Return the object's state "
-                "(nnx.state), or checkpoint the modules inside this one."
-            )
-
-
-# --- changes of state -------------------------------------------------------------------------------------------------
-
-
-class Snapshot:
-    """The variables and attributes of NNX objects at one moment, to compare with later."""
-
-    def __init__(self, nodes: Any) -> None:
-        self.nodes = nodes
-        # Keyed by the object, which may move to another path.
-        self.variables = ByIdentity((variable, (path, variable.get_raw_value())) for path, variable in _variables(nodes))
-        self.attributes = dict(_attributes(nodes))
-
-    def changes(self) -> Changes:
-        """The variables and attributes that were written, created or replaced since the snapshot.
-
-        Only these are outputs of the block. If every parameter were an output, each would have a cotangent and be copied.
-        """
-        changes = Changes()
-        for variable, (path, before) in self.variables.items():
-            now = variable.get_raw_value()
-            if now is not before:
-                changes.add(path, now)
-        for path, variable in _variables(self.nodes):
-            if variable not in self.variables:
-                kind: Any = type(variable)
-                changes.add(path, variable.get_raw_value(), functools.partial(kind, **variable.get_metadata()))
-        for path, value in _attributes(self.nodes):
-            if path in self.attributes and self.attributes[path] is value:
-                continue
-            if compat.is_array(value):
-                changes.add(path, value, lambda array: array)
-            else:
-                changes.python[path] = value
-        return changes
-
-
-class Changes:
-    """Changed arrays, which are outputs of the block, and changed Python values, which are known while tracing.
-
-    Attributes:
-      values: the changed arrays (or pytrees of arrays).
-      python: path → the changed Python value.
-    """
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.python: dict[Path, Any] = {}
-        self._targets: list[tuple[Path, Callable[[Any], Any] | None]] = []
-
-    def add(self, path: Path, value: Any, make: Callable[[Any], Any] | None = None) -> None:
-        """Record the new `value` of the variable at `path`, or, with `make`, the new attribute `make(value)` at `path`."""
-        self.values.append(value)
-        self._targets.append((path, make))
-
-    def write(self, nodes: Any, values: list[Any]) -> None:
-        """Make the same changes to `nodes`, the objects outside the block. `values` are the changed arrays as block outputs.
-
-        Raises:
-          UnsupportedError: a variable was created in an object that does not exist outside the block.
-        """
-        by_path = dict(nnx.iter_graph(nodes))
-        for (path, make), value in zip(self._targets, values, strict=True):
-            if make is None:
-                by_path[path].set_raw_value(value)
-            else:
-                _set(by_path, path, make(value))
-        for path, value in self.python.items():
-            _set(by_path, path, value)
-
-
-def _set(by_path: dict[Path, Any], path: Path, value: Any) -> None:
-    owner, key = by_path.get(path[:-1]), path[-1]
-    if owner is None:
-        raise UnsupportedError(
-            f"a checkpointed block created a new object at {'/'.join(map(str, path[1:-1]))!r}, and the object cannot leave "
-            "the checkpoint; create it in __init__, or call the model once before checkpointing it"
-        )
-    if isinstance(owner, dict | list | nnx.List | nnx.Dict):
-        owner[key] = value
-    else:
-        setattr(owner, key, value)
-
-
-def _variables(nodes: Any) -> Iterator[tuple[Path, nnx.Variable[Any]]]:
-    for path, node in nnx.iter_graph(nodes):
-        if isinstance(node, nnx.Variable):
-            yield path, node
-
-
-def _attributes(nodes: Any) -> Iterator[tuple[Path, Any]]:
-    """The arrays and Python values that are plain attributes, without Flax's own bookkeeping."""
-    for path, node in nnx.iter_graph(nodes):
-        is_flax = any(str(key).startswith(("_pytree__", "_length")) for key in path)
-        if path and not is_flax and not isinstance(node, nnx.Variable) and not nnx.graphlib.is_node(node):
-            yield path, node
-
-
 # --- module paths -----------------------------------------------------------------------------------------------------
 
 
@@ -232,13 +72,90 @@ def _modules_in(root: Any) -> list[tuple[str, nnx.Module]]:
 
 
 def _shapes(module: nnx.Module) -> list[Any]:
-    return [getattr(variable.get_raw_value(), "shape", None) for _, variable in _variables(module)]
+    variables = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)]
+    return [getattr(variable.get_raw_value(), "shape", None) for variable in variables]
 
 
 def known_paths(root: Any, prefix: str = "") -> AbstractContextManager[None]:
     """Inside this context `path_of` returns `prefix` and a path for each module in `root`, a module or a pytree of modules."""
     paths = ByIdentity((node, f"{prefix}/{path}".strip("/") or type(node).__name__) for path, node in _modules_in(root))
     return compat.setting(_paths, _paths.get() | paths)
+
+
+@contextmanager
+def known_paths_in(arguments: Any) -> Iterator[None]:
+    """`known_paths` for each module in a pytree of arguments. The path of such a module itself is the name of its class."""
+    with ExitStack() as stack:
+        for root in nodes_in(arguments):
+            if isinstance(root, nnx.Module):
+                stack.enter_context(known_paths(root))
+        yield
+
+
+# --- training steps ------------------------------------------------------------------------------------------------------
+
+
+def step_of_arrays(step: Call, args: tuple[Any, ...], structs: Call) -> tuple[Call, tuple[Any, ...]]:
+    """`step(*args)` as a function of arrays, and its arguments as shapes, one for each of `args`.
+
+    If there are NNX objects among `args`, the function returns the arrays that the step returns and those that it writes to the
+    objects. The state of an object in several arguments belongs to the first of them. No array of `args` is kept.
+
+    Args:
+      structs: replaces the arrays in a pytree by their shapes.
+    """
+    if not nodes_in(args):
+        return step, structs(args)
+    flat, treedef = jax.tree.flatten(args, is_leaf=is_node)
+    objects = Objects([leaf for leaf in flat if is_node(leaf)])
+    nodes = iter(Copies(objects, structs(objects.leaves)).nodes)
+    abstract = jax.tree.unflatten(treedef, [next(nodes) if is_node(leaf) else structs(leaf) for leaf in flat])
+    pure, state, *_ = as_pure_function(_in_paths(step), abstract, {})
+    _warn_of_lost_writes(step, abstract)
+    ends = [len(Objects(nodes_in(abstract[: place + 1])).leaves) for place in range(len(args))]
+    parts = [
+        (state[start:end], [None if is_node(leaf) else leaf for leaf in jax.tree.leaves(arg, is_leaf=is_node)])
+        for start, end, arg in zip([0, *ends], ends, abstract, strict=False)
+    ]
+
+    def of_arrays(*parts: Any) -> list[Any]:
+        arguments = [leaf for _, leaves in parts for leaf in leaves]
+        arrays, _ = pure([leaf for leaves, _ in parts for leaf in leaves], *arguments)
+        return list(arrays)
+
+    return of_arrays, tuple(parts)
+
+
+def _in_paths(step: Call) -> Call:
+    def run(*args: Any) -> Any:
+        with known_paths_in(args):
+            return step(*args)
+
+    return run
+
+
+def _warn_of_lost_writes(step: Call, args: tuple[Any, ...]) -> None:
+    """Warn if `step` is under `jax.jit`, which drops what a function writes to NNX objects and does not return."""
+    if not isinstance(step, _JAX_JIT):
+        return
+    returned: set[int] = set()
+
+    def inner(*args: Any) -> Any:
+        outputs = step.__wrapped__(*args)
+        returned.update(map(id, jax.tree.leaves(outputs)))
+        return outputs
+
+    pure, state, arguments, _ = as_pure_function(inner, args, {})
+    lost: list[int] = []
+    jax.eval_shape(lambda *given: lost.append(sum(id(out) not in returned for out in pure(*given)[0])), state, *arguments)
+    if lost[-1]:
+        warn(
+            f"step: it is under jax.jit, which drops what the step writes to its NNX arguments and does not return: {lost[-1]} "
+            "arrays. XLA then removes what computes them, perhaps the whole gradient. Use nnx.jit, or return nnx.state(model)."
+        )
+
+
+_JAX_JIT = type(jax.jit(lambda: None))
 
 
 # --- intercepting -----------------------------------------------------------------------------------------------------
@@ -251,10 +168,8 @@ def intercepting(policies: BlockPolicies, arguments: Any) -> Iterator[None]:
     if not classes:
         yield
         return
-    roots = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=is_node) if isinstance(leaf, nnx.Module)]
     with ExitStack() as stack:
-        for root in roots:
-            stack.enter_context(known_paths(root))
+        stack.enter_context(known_paths_in(arguments))
         stack.enter_context(patched(classes, functools.partial(dispatching, path_of=path_of, call=call)))
         yield
 

@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax.errors import TraceContextError
 
 from remat_jax import compat
 from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - replaces the model's own checkpoints
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.nnx_state import as_pure_function, hidden_objects, is_node, nodes_in, refusing_hidden_writes
 from remat_jax.core import BlockUnderPolicy, StackRow, block_under_policy
 from remat_jax.core.marks import Mark, Marked, bind_mark
 from remat_jax.core.shared import Offer, readings, staying
 from remat_jax.core.tied_chain import run_tied, unlinked
 from remat_jax.core.walk import of_arrays
+from remat_jax.errors import UnsupportedError
 from remat_jax.policy import JaxPolicy, Policy, is_off
 
 RegionPolicy = Policy | JaxPolicy | Marked
@@ -36,7 +39,7 @@ def run_block(
     """`function(parameters, *args, **kwargs)` as one checkpointed block.
 
     Arrays anywhere in `args` and `kwargs` are inputs of the block. The policy's rules for inputs do not apply to arrays in
-    `parameters`, nor to arrays that the function closes over.
+    `parameters`, to arrays in NNX objects, nor to arrays that the function closes over.
 
     Args:
       path: the block's module path, the prefix of its residuals' names.
@@ -46,12 +49,23 @@ def run_block(
     """
     if is_off(policy):
         return function(parameters, *args, **kwargs)
-    with unlinked():
-        jaxpr, values, outputs_of = traced(function, (parameters, *args), kwargs)
+    if nodes_in((parameters, args, kwargs)):
+        function = refusing_hidden_writes(function, f"block {path or 'function'!r}")
+    try:
+        with unlinked():
+            jaxpr, values, outputs_of = traced(function, (parameters, *args), kwargs)
+    except TraceContextError as error:
+        hidden = hidden_objects((parameters, *args), kwargs)
+        raise UnsupportedError(
+            f"block {path or 'function'!r} writes to an NNX object that is neither the block nor among its arguments"
+            f"{f' (perhaps {hidden})' if hidden else ''}: {error}. Values that are written while tracing cannot leave the "
+            "trace. Make the object an attribute of the block's module, or an argument of the block."
+        ) from error
     # Arrays and tracers that the function closes over become arguments of the block. Otherwise JAX could not differentiate it.
     jaxpr, consts = compat.hoist_consts(jaxpr)
     values = [*consts, *values]
-    size = len(consts) + sum(map(compat.is_operand, jax.tree.leaves(parameters)))
+    others = jax.tree.leaves((tuple(args), kwargs), is_leaf=is_node)
+    size = len(values) - sum(compat.is_operand(leaf) and not is_node(leaf) for leaf in others)
     jaxpr, values = _from_parameters(jaxpr, values, size)
     is_input = [place >= size for place in range(len(jaxpr.in_avals))]
     return outputs_of(run_jaxpr(jaxpr, policy, path, is_input, values, audit, has_parameters=has_parameters))
@@ -111,9 +125,14 @@ def traced(
 ) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
     """Trace `function(*args, **kwargs)`: `(closed jaxpr, arrays in the arguments, outputs_of)`.
 
-    `outputs_of(jaxpr's outputs)` is the result of the call. Arguments that are no arrays (Python and NumPy scalars, strings,
-    None, functions) reach the function unchanged, and outputs that are no arrays are returned unchanged.
+    `outputs_of(jaxpr's outputs)` is the result of the call, and makes the call's changes to the NNX objects in the arguments,
+    whose arrays come before the others. Arguments that are no arrays (Python and NumPy scalars, strings, None, functions)
+    reach the function unchanged, and outputs that are no arrays are returned unchanged.
     """
+    if nodes_in((args, kwargs)):
+        pure, state, arguments, write = as_pure_function(function, args, kwargs)
+        jaxpr, values, returned_of = traced(pure, (state, *arguments), {})
+        return jaxpr, values, lambda arrays: write(returned_of(arrays))
     flat, values = of_arrays(function, args, kwargs)
     traces: list[tuple[list[Any], Any]] = []
 

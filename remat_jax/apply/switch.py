@@ -16,7 +16,7 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.effect import run_under, traced_under
-from remat_jax.apply.nnx import as_pure_function
+from remat_jax.apply.nnx_state import as_pure_function
 from remat_jax.apply.own_checkpoints import check_choice
 from remat_jax.apply.remat import remat, subclass
 from remat_jax.apply.scope import BlockPolicies, Record
@@ -279,7 +279,7 @@ def _bridged_class(cls: Any, policies: BlockPolicies, part: Part, parts: tuple[P
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._pytree__state.initializing:
             return cls.__call__(self, *args, **kwargs)
-        pure, state, arguments, write = as_pure_function(self, cls.__call__, args, kwargs)
+        pure, state, arguments, write = as_pure_function(cls.__call__, (self, *args), kwargs)
         returned, record = run_under(policies, pure, (state, *arguments), {})
         is_whole = kwargs.get("method") is None
         if is_whole and part in calls.parts and not record.reached:

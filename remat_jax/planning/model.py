@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from remat_jax import compat
 from remat_jax.apply import scope
-from remat_jax.apply.nnx import is_node
+from remat_jax.apply.nnx_state import is_node
 from remat_jax.core.marks import CHECKPOINTS, Block
 from remat_jax.core.rewrite import count_regions
 from remat_jax.core.walk import of_arrays
