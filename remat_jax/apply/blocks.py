@@ -129,7 +129,7 @@ class OwnCheckpoints:
                 with silenced():
                     around = checkpoints_around_blocks(jax.make_jaxpr(kept)(*arguments))
                 # Regions that are blocks themselves are replaced even under "keep".
-                self._count = around + records[-1].replaced
+                self._count = around + records[-1].replaced + records[-1].kept
             except RematError:
                 # A block is never called. Applying a policy raises this error later.
                 self._count = 0

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - replaces the model's own checkpoints
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.own_checkpoints import in_place
 from remat_jax.core import BlockUnderPolicy, StackRow, block_under_policy
 from remat_jax.core.marks import Mark, Marked, bind_mark
 from remat_jax.core.shared import Offer, readings, staying
@@ -52,7 +52,13 @@ def run_block(
     jaxpr, consts = compat.hoist_consts(jaxpr)
     size = len(consts) + sum(map(compat.is_array, jax.tree.leaves(parameters)))
     is_input = [place >= size for place in range(len(jaxpr.in_avals))]
-    return outputs_of(run_jaxpr(jaxpr, policy, path, is_input, [*consts, *values], audit, has_parameters=has_parameters))
+
+    def run(jaxpr: Any, inputs: Sequence[bool], values: Sequence[Any], looped: bool) -> list[Any]:
+        return run_jaxpr(
+            jaxpr, policy, path, inputs, values, audit, has_parameters=has_parameters, looped=looped or None
+        )
+
+    return outputs_of(in_place(jaxpr, policy, is_input, [*consts, *values], run))
 
 
 def run_jaxpr(

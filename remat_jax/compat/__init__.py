@@ -35,6 +35,7 @@ from remat_jax.compat.rematerialisation import binding_ours as binding_ours
 from remat_jax.compat.rematerialisation import block_name as block_name
 from remat_jax.compat.rematerialisation import blocks_around_which as blocks_around_which
 from remat_jax.compat.rematerialisation import checkpoint_parts as checkpoint_parts
+from remat_jax.compat.rematerialisation import checkpoints_stay as checkpoints_stay
 from remat_jax.compat.rematerialisation import chunk_checkpoint as chunk_checkpoint
 from remat_jax.compat.rematerialisation import classic_rematerialisation as classic_rematerialisation
 from remat_jax.compat.rematerialisation import given_name as given_name
@@ -62,6 +63,7 @@ from remat_jax.compat.tracing import is_staged as is_staged
 from remat_jax.compat.tracing import is_staging as is_staging
 from remat_jax.compat.tracing import is_traced as is_traced
 from remat_jax.compat.tracing import made_by as made_by
+from remat_jax.compat.tracing import method_inside_decorators as method_inside_decorators
 from remat_jax.compat.tracing import not_captured as not_captured
 from remat_jax.compat.tracing import on_device as on_device
 from remat_jax.compat.tracing import program_id as program_id

@@ -229,6 +229,11 @@ def blocks_around_which(*, checkpoints_stay: bool) -> contextlib.AbstractContext
     return setting(_block_name, _KEEPING if checkpoints_stay else _REPLACING)
 
 
+def checkpoints_stay() -> bool:
+    """Whether new blocks in this context keep the model's own checkpoints."""
+    return _block_name.get() == _KEEPING
+
+
 def replaces_checkpoints(eqn: Any) -> bool | None:
     """Whether `eqn` is a block that replaces the model's own checkpoints around it; None if its name does not say."""
     return {_REPLACING: True, _KEEPING: False}.get(_name_of_block(eqn))
