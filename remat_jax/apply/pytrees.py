@@ -21,6 +21,7 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, entered, intercepted, is_inside, named_scopes
+from remat_jax.apply.haiku import is_haiku
 from remat_jax.apply.methods import CALL, block_path, classes_and_methods, defines, with_own_method
 from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
@@ -70,12 +71,12 @@ def path_of(module: Any) -> str:
 def intercepting(policies: BlockPolicies, arguments: tuple[Any, ...]) -> Iterator[None]:
     """Intercept the calls of the blocks of `policies` that are no Flax modules; paths start at the function's `arguments`."""
     blocks = [block for block, _ in policies.entries]
-    named = [(cls, name) for cls, name in classes_and_methods(blocks) if not issubclass(cls, _NOT_TREES)]
+    named = [(cls, name) for cls, name in classes_and_methods(blocks) if not _has_own_file(cls)]
     methods: set[tuple[Any, str]] = {
         (each, name)
         for cls, name in named
         for each in (cls, *with_own_method(cls, name))
-        if defines(each, name) and not issubclass(each, _NOT_TREES)
+        if defines(each, name) and not _has_own_file(each)
     }
     any_path = any(isinstance(block, str) for block in blocks)
     if not methods and not any_path:
@@ -141,7 +142,11 @@ class ModelArrays:
 
 def is_tree_class(block: Any) -> bool:
     """Whether `block` is a class of callable instances, but no Flax module class and no `functools.partial`."""
-    return isinstance(block, type) and not issubclass(block, _NOT_TREES) and defines(block, CALL)
+    return isinstance(block, type) and not _has_own_file(block) and defines(block, CALL)
+
+
+def _has_own_file(cls: type) -> bool:
+    return issubclass(cls, _NOT_TREES) or is_haiku(cls)
 
 
 def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

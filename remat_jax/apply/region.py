@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.own_checkpoints import in_place
+from remat_jax.apply.own_checkpoints import RunBlock, in_place
 from remat_jax.core import BlockUnderPolicy, StackRow, block_under_policy
 from remat_jax.core.marks import Mark, Marked, bind_mark
 from remat_jax.core.shared import Offer, readings, staying
@@ -46,19 +47,65 @@ def run_block(
     """
     if is_off(policy):
         return function(parameters, *args, **kwargs)
-    with unlinked():
-        jaxpr, values, outputs_of = traced(function, (parameters, *args), kwargs)
-    # Arrays and tracers that the function closes over become arguments of the block. Otherwise JAX could not differentiate it.
-    jaxpr, consts = compat.hoist_consts(jaxpr)
-    size = len(consts) + sum(map(compat.is_array, jax.tree.leaves(parameters)))
-    is_input = [place >= size for place in range(len(jaxpr.in_avals))]
 
     def run(jaxpr: Any, inputs: Sequence[bool], values: Sequence[Any], looped: bool) -> list[Any]:
         return run_jaxpr(
             jaxpr, policy, path, inputs, values, audit, has_parameters=has_parameters, looped=looped or None
         )
 
+    transform = haiku_transform()
+    if transform is not None:
+        if transform.running_init():  # the parameters do not exist yet
+            return function(parameters, *args, **kwargs)
+        return _in_haiku(transform.remat, function, (parameters, *args), kwargs, policy, run)
+    with unlinked():
+        jaxpr, values, outputs_of = traced(function, (parameters, *args), kwargs)
+    # Arrays and tracers that the function closes over become arguments of the block. Otherwise JAX could not differentiate it.
+    jaxpr, consts = compat.hoist_consts(jaxpr)
+    size = len(consts) + sum(map(compat.is_array, jax.tree.leaves(parameters)))
+    is_input = [place >= size for place in range(len(jaxpr.in_avals))]
     return outputs_of(in_place(jaxpr, policy, is_input, [*consts, *values], run))
+
+
+def haiku_transform() -> Any | None:
+    """The module `haiku` if a function that it transforms is running, else None. Haiku is never imported here."""
+    haiku = sys.modules.get("haiku")
+    try:
+        if haiku is None or not hasattr(haiku, "remat"):
+            return None
+        haiku.running_init()
+    except ValueError:  # no transform is running
+        return None
+    return haiku
+
+
+def _in_haiku(
+    remat: Callable[..., Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: RegionPolicy,
+    run: RunBlock,
+) -> Any:
+    """`function(*args, **kwargs)` as a block in a Haiku transform.
+
+    `hk.remat` makes the parameters, state and random keys of the transform inputs and outputs of a checkpoint region, of which
+    the block is the body.
+    """
+    of_values, values, outputs_of = _arrays_only(function, args, kwargs)
+    inputs = jax.tree.leaves((args[1:], kwargs))
+
+    def body(*values: Any) -> list[Any]:
+        with compat.region_replaced_by(None), unlinked():
+            return of_values(*values)
+
+    def as_block(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        jaxpr, consts = compat.hoist_consts(jaxpr)
+        is_input = [any(operand is value for value in inputs) for operand in operands]
+        return in_place(jaxpr, policy, [False] * len(consts) + is_input, [*consts, *operands], run)
+
+    with compat.classic_rematerialisation(), compat.region_replaced_by(as_block):
+        return outputs_of(remat(body)(*values))
 
 
 def run_jaxpr(
@@ -94,6 +141,14 @@ def traced(
     `outputs_of(jaxpr's outputs)` is the result of the call. Arguments that are no arrays (Python scalars, strings, None,
     functions) reach the function unchanged, and outputs that are no arrays are returned unchanged.
     """
+    array_outputs, values, outputs_of = _arrays_only(function, args, kwargs)
+    return jax.make_jaxpr(array_outputs)(*values), values, outputs_of
+
+
+def _arrays_only(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., list[Any]], list[Any], Callable[[Sequence[Any]], Any]]:
+    """`(function of the arrays that returns arrays, arrays in the arguments, outputs_of)`, as in `traced`."""
     flat, values = of_arrays(function, args, kwargs)
     traces: list[tuple[list[Any], Any]] = []
 
@@ -108,7 +163,7 @@ def traced(
         computed = iter(arrays)
         return jax.tree.unflatten(structure, [next(computed) if out is None else out for out in outputs])
 
-    return jax.make_jaxpr(array_outputs)(*values), values, outputs_of
+    return array_outputs, values, outputs_of
 
 
 def bind_block(

@@ -49,6 +49,7 @@ from remat_jax.compat.rematerialisation import let_checkpoints_give_way as let_c
 from remat_jax.compat.rematerialisation import named as named
 from remat_jax.compat.rematerialisation import names_in as names_in
 from remat_jax.compat.rematerialisation import offloaded_by as offloaded_by
+from remat_jax.compat.rematerialisation import region_replaced_by as region_replaced_by
 from remat_jax.compat.rematerialisation import remat3 as remat3
 from remat_jax.compat.rematerialisation import replaces_checkpoints as replaces_checkpoints
 from remat_jax.compat.tracing import axes_of_vmaps as axes_of_vmaps

@@ -1,0 +1,51 @@
+"""Blocks in Haiku transforms. Parameters, state and random keys lie in Haiku's frame, not in a module.
+
+`hk.remat` makes what a function reads and changes in the frame an input and an output of a checkpoint region. The block is the
+body of this region, so dropout draws the same numbers as without a policy, and state is written back. Haiku is used only
+if the user has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.calls import entered, run_module
+from remat_jax.apply.region import RegionPolicy, run_block
+
+
+def is_haiku(cls: type) -> bool:
+    """Whether `cls` is a Haiku module class."""
+    module = getattr(sys.modules.get("haiku"), "Module", None)
+    return module is not None and issubclass(cls, module)
+
+
+def intercepting() -> AbstractContextManager[None]:
+    """Inside this context every Haiku module that is a block of the active policies runs as a checkpointed block."""
+    haiku = sys.modules.get("haiku")
+    intercept = getattr(haiku, "intercept_methods", None)
+    context: AbstractContextManager[None] = nullcontext() if intercept is None else intercept(_interceptor)
+    return context
+
+
+def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    module, method = context.module, context.method_name
+    path = getattr(module, "module_name", None)
+    if path is None:  # the module is being made
+        return next_fun(*args, **kwargs)
+
+    def checkpointed(policy: RegionPolicy, audit: Audit) -> Any:
+        def run(_: None, *args: Any, **kwargs: Any) -> Any:
+            with entered(module, method):
+                return next_fun(*args, **kwargs)
+
+        return run_block(run, policy, path, None, args, kwargs, audit)
+
+    # The name of a method is a named scope that Haiku has entered.
+    return run_module(module, path, lambda: next_fun(*args, **kwargs), checkpointed, method)
