@@ -1,22 +1,18 @@
 """Blocks in Haiku transforms. Parameters, state and random keys lie in Haiku's frame, not in a module.
 
-`hk.remat` makes what a function reads and changes in the frame an input and an output of a checkpoint region. The block is the
-body of this region, so dropout draws the same numbers as without a policy, and state is written back. Haiku is used only
-if the user has imported it.
+`apply/region.py` makes them inputs and outputs of the block, so dropout draws the same numbers as without a policy, and state is
+written back. Haiku is used only if the user has imported it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import jax
-
-from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import entered, run_module
+from remat_jax.apply.methods import block_path
 from remat_jax.apply.region import RegionPolicy, run_block
 
 
@@ -45,7 +41,6 @@ def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             with entered(module, method):
                 return next_fun(*args, **kwargs)
 
-        return run_block(run, policy, path, None, args, kwargs, audit)
+        return run_block(run, policy, block_path(path, method), None, args, kwargs, audit)
 
-    # The name of a method is a named scope that Haiku has entered.
     return run_module(module, path, lambda: next_fun(*args, **kwargs), checkpointed, method)

@@ -19,21 +19,23 @@ _NOT_RUN = frozenset({"__init__", "__post_init__", "__new__", "setup"})
 
 @dataclass(frozen=True)
 class Method:
-    """The method `name` of `cls`, and of its subclasses, also where they define it anew."""
+    """The method `name` of `classes`, and of their subclasses, also where they define it anew.
 
-    cls: type
+    Several classes may share one function.
+    """
+
+    classes: tuple[type, ...]
     name: str
 
 
-# Function → (its class, its name). The class holds the function, so the class must not be held here.
-_methods: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[type], str]] = weakref.WeakKeyDictionary()
+# Function → (its classes, its name). A class holds the function, so the class must not be held here.
+_methods: weakref.WeakKeyDictionary[Any, tuple[weakref.WeakSet[type], str]] = weakref.WeakKeyDictionary()
 
 
 def method_of(block: Any) -> Method | None:
     """The method that `checked_method` found for `block`; None for every other block."""
     known = _methods.get(block) if callable(block) and not isinstance(block, type) and is_hashable(block) else None
-    cls = known[0]() if known is not None else None
-    return None if known is None or cls is None else Method(cls, known[1])
+    return None if known is None else Method(tuple(known[0]), known[1])
 
 
 def checked_method(block: Any, argument: str) -> bool:
@@ -61,7 +63,7 @@ def checked_method(block: Any, argument: str) -> bool:
         raise ArgumentError(f"{argument}={cls.__name__}.{name}: a static method runs on no instance. {_INSTEAD}")
     if name in _NOT_RUN:
         raise ArgumentError(f"{argument}={cls.__name__}.{name}: this method makes the module. {_INSTEAD}")
-    _methods[block] = weakref.ref(cls), name
+    _methods[block] = weakref.WeakSet(owners), name
     return True
 
 
@@ -113,7 +115,7 @@ def classes_and_methods(blocks: Iterable[Any]) -> Iterator[tuple[type, str]]:
         if isinstance(block, type):
             yield block, CALL
         elif method is not None:
-            yield method.cls, method.name
+            yield from ((cls, method.name) for cls in method.classes)
 
 
 def subclasses(base: type) -> list[Any]:
@@ -126,3 +128,10 @@ def subclasses(base: type) -> list[Any]:
             found[each] = None
             waiting += type.__subclasses__(each)
     return list(found)
+
+
+def loaded_methods(qualname: str) -> list[Any]:
+    """The methods of this qualified name (`Layer.encode`) of all loaded classes."""
+    owner, _, name = qualname.rpartition(".")
+    loaded = [getattr(cls, name) for cls in subclasses(object) if cls.__qualname__ == owner and name in vars(cls)]
+    return [method for method in loaded if getattr(method, "__qualname__", "") == qualname and checked_method(method, "block")]

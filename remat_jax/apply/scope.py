@@ -96,7 +96,7 @@ def _selects(block: Block, module: type, path: str, method: str) -> bool:
     if isinstance(block, str):
         return method == CALL and block != CHECKPOINTS and fnmatchcase(path, block)
     named = method_of(block)
-    return named is not None and method == named.name and issubclass(module, named.cls)
+    return named is not None and method == named.name and issubclass(module, named.classes)
 
 
 def checked_block(block: Any, argument: str = "block") -> Block:
