@@ -24,7 +24,9 @@ X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 def same(got: Any, wanted: Any) -> bool:
     """Whether all arrays are equal up to float32's rounding."""
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    return all(bool(jnp.allclose(a, b, rtol=1e-5, atol=1e-6)) for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True))
+    return all(
+        bool(jnp.allclose(a, b, rtol=1e-5, atol=1e-6)) for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True)
+    )
 
 
 def check(loss: Any, block: Any, arguments: tuple[Any, ...], counts: dict[str, int]) -> None:
@@ -44,13 +46,13 @@ def scanned(method: Any) -> Any:
     def one_layer(self: Any, carry: Any, _: None) -> Any:
         return method(self, carry), None
 
-    layers = nn.scan(
-        one_layer, variable_axes={"params": 0, "sums": 0}, split_rngs={"params": True, "dropout": True}, length=3
-    )
+    layers = nn.scan(one_layer, variable_axes={"params": 0, "sums": 0}, split_rngs={"params": True, "dropout": True}, length=3)
     return functools.wraps(layers)(lambda self, x: layers(self, x, None)[0])
 
 
-each_example = functools.partial(nn.vmap, variable_axes={"params": None, "sums": 0}, split_rngs={"params": False, "dropout": True})
+each_example = functools.partial(
+    nn.vmap, variable_axes={"params": None, "sums": 0}, split_rngs={"params": False, "dropout": True}
+)
 BOTH = {"full": 13, "dots": 11, "1 x full | 1 x dots": 12}
 DECORATED: dict[str, tuple[list[Any], dict[str, int]]] = {
     "remat": ([nn.remat], BOTH),
@@ -69,7 +71,9 @@ def linen_case(decorators: list[Any]) -> tuple[type, Any, tuple[Any, ...]]:
         return x + nn.Dropout(0.5, deterministic=False)(h)
 
     call.__name__ = "__call__"
-    layer: Any = type("Layer", (nn.Module,), {"__call__": functools.reduce(lambda f, wrap: wrap(f), decorators, nn.compact(call))})
+    layer: Any = type(
+        "Layer", (nn.Module,), {"__call__": functools.reduce(lambda f, wrap: wrap(f), decorators, nn.compact(call))}
+    )
     model = nn.Sequential([layer(), layer()])
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     params = model.init(keys, X)["params"]
@@ -236,7 +240,10 @@ def coder_case(cls: Any) -> Case:
         graph, params = nnx.split(cls(nnx.Rngs(0)))
         make = functools.partial(nnx.merge, graph)
     else:
-        params, make = cls(jnp.linspace(-1.0, 1.0, 32).reshape(4, 8), jnp.linspace(-1.0, 2.0, 32).reshape(8, 4)), lambda model: model
+        params, make = (
+            cls(jnp.linspace(-1.0, 1.0, 32).reshape(4, 8), jnp.linspace(-1.0, 2.0, 32).reshape(8, 4)),
+            lambda model: model,
+        )
 
     def loss(params: Any, x: Any) -> Any:
         model = make(params)

@@ -15,7 +15,7 @@ from flax import linen
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.methods import CALL, defines, with_own_method
+from remat_jax.apply.methods import CALL, defines
 
 Call = Callable[..., Any]
 

@@ -1,7 +1,7 @@
 """Blocks in Haiku transforms. Parameters, state and random keys lie in Haiku's frame, not in a module.
 
-`apply/region.py` makes them inputs and outputs of the block, so dropout draws the same numbers as without a policy, and state is
-written back. Haiku is used only if the user has imported it.
+`apply/region.py` makes them inputs and outputs of the block, so dropout draws the same numbers as without a policy, and state
+is written back. Haiku is used only if the user has imported it.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def classes_and_methods(blocks: Iterable[Any]) -> Iterator[tuple[type, str]]:
 def subclasses(base: type) -> list[Any]:
     """All subclasses, each once, in the order of their definition."""
     found: dict[Any, None] = {}
-    waiting = list(type.__subclasses__(base))
+    waiting: list[Any] = list(type.__subclasses__(base))
     while waiting:
         each = waiting.pop(0)
         if each not in found and each is not type:

@@ -90,7 +90,7 @@ def _has_effect(policy: Any) -> bool:
 
 
 RunBlock = Callable[[Any, list[bool], Sequence[Any], bool], list[Any]]
-"""`run(body, inputs, values, looped)` evaluates a block under its policy. `looped`: whether a scan in the block is around it."""
+"""`run(body, inputs, values, looped)` evaluates a block under its policy. `looped`: whether a scan is around the body."""
 
 
 def in_place(jaxpr: Any, policy: Any, inputs: Sequence[bool], values: Sequence[Any], run: RunBlock) -> list[Any]:
@@ -128,7 +128,7 @@ def _inside(jaxpr: Any, inputs: Sequence[bool], values: Sequence[Any], run: RunB
     return interpret(jaxpr, values, visit)
 
 
-def _whole(jaxpr: Any) -> Any | None:
+def _whole(jaxpr: Any) -> Any:
     """The only equation that computes floating-point arrays, if it is a checkpoint region, a `jit` or a scan; else None."""
     smooth = [eqn for eqn in jaxpr.jaxpr.eqns if any(is_smooth(var.aval) for var in eqn.outvars)]
     around = len(smooth) == 1 and (compat.is_checkpoint(smooth[0]) or smooth[0].primitive.name in ("jit", "pjit", "scan"))

@@ -49,9 +49,7 @@ def run_block(
         return function(parameters, *args, **kwargs)
 
     def run(jaxpr: Any, inputs: Sequence[bool], values: Sequence[Any], looped: bool) -> list[Any]:
-        return run_jaxpr(
-            jaxpr, policy, path, inputs, values, audit, has_parameters=has_parameters, looped=looped or None
-        )
+        return run_jaxpr(jaxpr, policy, path, inputs, values, audit, has_parameters=has_parameters, looped=looped or None)
 
     transform = haiku_transform()
     if transform is not None:
