@@ -75,8 +75,9 @@ class Workload:
         callable model that is a pytree, such as an Equinox module: its floating-point arrays are then the parameters, as for
         `equinox.filter_value_and_grad`, and its other arrays are frozen.
       batch: a tuple of arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
-      blocks: the units of checkpointing: a class whose instances are called (a Linen, NNX or Equinox module), a function marked
-        with `block`, a glob on module paths, a tuple of these, or `"checkpoints"` for the loss's `jax.checkpoint` regions.
+      blocks: the units of checkpointing: a class whose instances are called (a Linen, NNX, Equinox or Haiku module), a method
+        of a class (`Model.encode`), a function marked with `block`, a glob on module paths, a tuple of these, or
+        `"checkpoints"` for the loss's `jax.checkpoint` regions.
       optimizer: an optax optimizer; its update is then part of the step.
       trainable: which parameters have gradients and optimizer state: None for all, a glob (or a tuple of globs) on parameter
         paths such as `"*lora*"`, or a function of the path and the leaf.

@@ -41,9 +41,9 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
 
     Args:
       fn: any function that runs the model, under `jit` or not, differentiated or not.
-      policies: maps a block to its policy. A block is a class whose instances are called (subclasses count), a function marked
-        with `block`, a glob on module paths, or `"checkpoints"`. A policy is a `Policy`, its name or text, a JAX
-        policy object, or `LayerPolicies` or their text.
+      policies: maps a block to its policy. A block is a class whose instances are called (subclasses count), a method of a
+        class (`Model.encode`), a function marked with `block`, a glob on module paths, or `"checkpoints"`. A policy is a
+        `Policy`, its name or text, a JAX policy object, or `LayerPolicies` or their text.
       own_checkpoints: `"keep"` keeps the model's own checkpoints around the blocks, with a `RematWarning`: these checkpoints
         discard the residuals that a policy keeps.
 
@@ -129,7 +129,7 @@ class OwnCheckpoints:
                 with silenced():
                     around = checkpoints_around_blocks(jax.make_jaxpr(kept)(*arguments))
                 # Regions that are blocks themselves are replaced even under "keep".
-                self._count = around + records[-1].replaced
+                self._count = around + records[-1].replaced + records[-1].kept
             except RematError:
                 # A block is never called. Applying a policy raises this error later.
                 self._count = 0

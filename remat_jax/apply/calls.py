@@ -1,4 +1,4 @@
-"""Intercepts calls of classes and of marked functions, for libraries that have no hook around a call (NNX, Equinox)."""
+"""Intercepts calls of methods and of marked functions, for libraries that have no hook around a call (NNX, Equinox)."""
 
 from __future__ import annotations
 
@@ -10,38 +10,50 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+from flax import linen
 
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.methods import CALL, defines
 from remat_jax.identity import ByIdentity
 
 Call = Callable[..., Any]
 
 # The globs whose blocks are being traced. A glob selects only the outermost modules that it matches.
 _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
-# The blocks that are being traced under their policy.
-_inside: ContextVar[tuple[Any, ...]] = ContextVar("inside", default=())
+# The calls that are being traced under their policy: a module or function, and the method.
+_inside: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("inside", default=())
 
 
-def is_inside(block: Any) -> bool:
-    """Whether a module or function is being traced under its policy."""
-    return any(block is running for running in _inside.get())
+def is_inside(block: Any, method: str = CALL) -> bool:
+    """Whether this method of a module, or this function, is being traced under its policy."""
+    return any(method == of_running and _is_same(block, running) for running, of_running in _inside.get())
 
 
-def entered(block: Any) -> AbstractContextManager[None]:
-    """Inside this context `block` is being traced under its policy, so a call of `block` is not checkpointed again."""
-    return compat.setting(_inside, (*_inside.get(), block))
+def entered(block: Any, method: str = CALL) -> AbstractContextManager[None]:
+    """Inside this context the method is being traced under its policy, so a call of it is not checkpointed again."""
+    return compat.setting(_inside, (*_inside.get(), (block, method)))
 
 
-def run_module(module: Any, path: str, plain: Callable[[], Any], checkpointed: Callable[[Any, Audit], Any]) -> Any:
-    """A call of `module` at `path`: `checkpointed(policy, audit)` if an active policy selects the module, else `plain()`."""
+def _is_same(block: Any, running: Any) -> bool:
+    """Whether two modules are one. Flax's transforms around a method (`@nn.remat`) run it on a copy of the Linen module."""
+    if not isinstance(block, linen.Module) or type(block) is not type(running) or block.scope is None:
+        return block is running
+    return running.scope is not None and block.path == running.path
+
+
+def run_module(
+    module: Any, path: str, plain: Callable[[], Any], checkpointed: Callable[[Any, Audit], Any], method: str = CALL
+) -> Any:
+    """A call of `module` at `path`: `checkpointed(policy, audit)` if an active policy selects the method, else `plain()`."""
     policies = scope.active()
-    if policies is None or is_inside(module):
+    if policies is None or is_inside(module, method):
         return plain()
     record = scope.record()
-    record.modules.setdefault(path, type(module).__name__)
-    entry = policies.find(type(module), path, _globs.get())
+    if method == CALL:
+        record.modules.setdefault(path, type(module).__name__)
+    entry = policies.find(type(module), path, _globs.get(), method)
     if entry is None:
         return plain()
     block, policy = entry
@@ -51,16 +63,27 @@ def run_module(module: Any, path: str, plain: Callable[[], Any], checkpointed: C
         return checkpointed(policy, record.audit)
 
 
-def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Call:
-    """A wrapper of `original`, the `__call__` of a class. It runs blocks as `call(module, original, policy, …)`."""
+@contextmanager
+def intercepted(methods: Iterable[tuple[type, str]], path_of: Callable[[Any], str], call: Call) -> Iterator[None]:
+    """Inside this context a call of one of the `methods` (class, name) that is a block runs as `call(module, original, …)`."""
+    by_name: dict[str, set[type]] = {}
+    for cls, name in methods:
+        by_name.setdefault(name, set()).add(cls)
+    with ExitStack() as stack:
+        for name, classes in by_name.items():
+            stack.enter_context(patched(classes, functools.partial(_dispatching, name, path_of, call), name))
+        yield
 
+
+def _dispatching(method: str, path_of: Callable[[Any], str], call: Call, original: Call) -> Call:
     @functools.wraps(original)
     def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run_module(
             self,
             path_of(self),
             lambda: original(self, *args, **kwargs),
-            lambda policy, audit: call(self, original, policy, args, kwargs, audit),
+            lambda policy, audit: call(self, original, policy, args, kwargs, audit, method=method),
+            method,
         )
 
     return dispatch
@@ -132,69 +155,61 @@ def named_scopes(parts: Parts, parts_in: Callable[[Any], Parts], shapes: Callabl
         yield
 
 
-def with_own_call(cls: Any) -> Iterable[type]:
-    """The subclasses, at any depth, that define `__call__` themselves."""
-    for subclass in cls.__subclasses__():
-        if "__call__" in vars(subclass):
-            yield subclass
-        yield from with_own_call(subclass)
-
-
 # This lock is held only while a class is changed. User code never runs under it, because user code may wait for other threads.
 _patch_lock = threading.Lock()
-_patches: dict[type, _Patch] = {}
-# class → its wrapped `__call__` in this context. Other threads have their own contexts and wrapped calls.
-_wrapped: ContextVar[dict[type, Call]] = ContextVar("wrapped", default={})  # noqa: B039 - never mutated, only replaced
+_patches: dict[tuple[type, str], _Patch] = {}
+# (class, method) → the wrapped method in this context. Other threads have their own contexts and wrapped methods.
+_wrapped: ContextVar[dict[tuple[type, str], Call]] = ContextVar("wrapped", default={})  # noqa: B039 - only replaced
 
 
 @contextmanager
-def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[None]:
-    """Replace the `__call__` of each class by `wrap(__call__)` inside this context.
+def patched(classes: Iterable[type], wrap: Callable[[Call], Call], method: str = CALL) -> Iterator[None]:
+    """Replace the `method` of each class that has it by `wrap(method)` inside this context.
 
     Several threads may patch one class. Each thread sees its own wrapped call; the last thread to leave restores the class.
     """
     with ExitStack() as stack:
         wrapped = dict(_wrapped.get())
         for cls in classes:
-            if any("__call__" in vars(base) for base in cls.__mro__):
-                original = stack.enter_context(_one_patched(cls))
-                wrapped[cls] = wrap(wrapped.get(cls, original))
+            if defines(cls, method):
+                original = stack.enter_context(_one_patched(cls, method))
+                wrapped[cls, method] = wrap(wrapped.get((cls, method), original))
         stack.enter_context(compat.setting(_wrapped, wrapped))
         yield
 
 
 class _Patch:
-    """Replaces the `__call__` of a class by a function that looks up the wrapped call of the current context.
+    """Replaces a method of a class by a function that looks up the wrapped method of the current context.
 
     Attributes:
-      own: the `__call__` that the class itself defines; None if the class inherits its `__call__`.
-      original: the `__call__` for contexts that have not wrapped the class.
+      own: the method as the class itself defines it; None if the class inherits it.
+      original: the method for contexts that have not wrapped the class.
       users: the number of contexts that have wrapped the class.
     """
 
-    def __init__(self, cls: Any) -> None:
-        before, self.own, self.users = cls.__call__, vars(cls).get("__call__"), 0
+    def __init__(self, cls: Any, method: str) -> None:
+        before, self.own, self.users = getattr(cls, method), vars(cls).get(method), 0
 
         @functools.wraps(before)
         def inherited(module: Any, *args: Any, **kwargs: Any) -> Any:
             # Looked up at each call, because the base class may be patched later.
-            return super(cls, module).__call__(*args, **kwargs)  # type: ignore[misc]
+            return getattr(super(cls, module), method)(*args, **kwargs)
 
         self.original = original = inherited if self.own is None else before
 
         @functools.wraps(before)
         def look_up(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return _wrapped.get().get(cls, original)(module, *args, **kwargs)
+            return _wrapped.get().get((cls, method), original)(module, *args, **kwargs)
 
-        cls.__call__ = look_up
+        setattr(cls, method, look_up)
 
 
 @contextmanager
-def _one_patched(cls: Any) -> Iterator[Call]:
+def _one_patched(cls: Any, method: str) -> Iterator[Call]:
     with _patch_lock:
-        if cls not in _patches:
-            _patches[cls] = _Patch(cls)
-        patch = _patches[cls]
+        if (cls, method) not in _patches:
+            _patches[cls, method] = _Patch(cls, method)
+        patch = _patches[cls, method]
         patch.users += 1
     try:
         yield patch.original
@@ -202,8 +217,8 @@ def _one_patched(cls: Any) -> Iterator[Call]:
         with _patch_lock:
             patch.users -= 1
             if not patch.users:
-                del _patches[cls]
+                del _patches[cls, method]
                 if patch.own is None:
-                    del cls.__call__
+                    delattr(cls, method)
                 else:
-                    cls.__call__ = patch.own
+                    setattr(cls, method, patch.own)

@@ -11,7 +11,7 @@ import jax
 from flax.errors import TraceContextError
 
 from remat_jax import compat
-from remat_jax.apply import linen, nnx, pytrees, scope
+from remat_jax.apply import haiku, linen, nnx, pytrees, scope
 from remat_jax.apply.nnx_state import Objects, is_node
 from remat_jax.apply.per_layer import kept_programs
 from remat_jax.apply.region import traced
@@ -80,7 +80,7 @@ def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kw
     """`fn(*args, **kwargs)` with calls of blocks intercepted, and checkpoint regions under the policy for `CHECKPOINTS`."""
     offloads = any(getattr(policy, "offloads", False) for _, policy in policies.entries)
     explained = compat.eager_offload_explained() if offloads else contextlib.nullcontext()
-    with explained, linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
+    with explained, linen.intercepting(), haiku.intercepting(), nnx.intercepting(policies, (args, kwargs)):
         with pytrees.intercepting(policies, (*args, *kwargs.values())):
             return run_regions(fn, args, kwargs)
 

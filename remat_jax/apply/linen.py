@@ -14,6 +14,7 @@ from flax.linen.transforms import lift_direct_transform
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, entered, run_module
+from remat_jax.apply.methods import CALL, block_path
 from remat_jax.apply.region import RegionPolicy, run_block
 
 
@@ -25,22 +26,23 @@ def call(
     kwargs: dict[str, Any],
     audit: Audit,
     *,
+    method: str = CALL,
     intercepted: bool = False,
 ) -> Any:
-    """`original(module, *args, **kwargs)` of a bound module as one checkpointed block.
+    """`original(module, *args, **kwargs)` of a bound module, a call of `method`, as one checkpointed block.
 
     Parameters keep their names, unlike under `nn.remat` of a class. Variables and RNG streams are lifted: dropout draws the
     same numbers as without the checkpoint, and mutable collections are updated.
 
     Args:
-      intercepted: whether Flax has intercepted this call of `__call__` and captures its outputs.
+      intercepted: whether Flax has intercepted this call and captures its outputs.
     """
 
     def body(clone: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with entered(clone), compat.not_captured(clone, "__call__") if intercepted else nullcontext():
+        with entered(clone, method), compat.not_captured(clone, method) if intercepted else nullcontext():
             return original(clone, *args, **kwargs)
 
-    return _lift(body, module, policy, args, kwargs, audit)
+    return _lift(body, module, policy, args, kwargs, audit, method)
 
 
 def call_together(modules: Sequence[nn.Module], run: Callable[..., Any], policy: RegionPolicy, x: Any, audit: Audit) -> Any:
@@ -59,8 +61,9 @@ def _lift(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     audit: Audit,
+    method: str = CALL,
 ) -> Any:
-    path = "/".join(module.path) or type(module).__name__
+    path = block_path("/".join(module.path) or type(module).__name__, method)
 
     def transform(function: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) -> Any:
         def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,15 +81,16 @@ def _lift(
 
 
 def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    module = context.module
-    if context.method_name != "__call__":
+    module, method = context.module, context.method_name
+    if module.scope is None:
         return next_fun(*args, **kwargs)
-    return run_module(
-        module,
-        "/".join(module.path),
-        lambda: next_fun(*args, **kwargs),
-        lambda policy, audit: call(module, type(module).__call__, policy, args, kwargs, audit, intercepted=True),
-    )
+
+    def checkpointed(policy: RegionPolicy, audit: Audit) -> Any:
+        # Flax intercepts a decorated method (`@nn.remat`, `@nn.scan`) inside its decorators, so the block is inside them too.
+        original = compat.method_inside_decorators(context)
+        return call(module, original, policy, args, kwargs, audit, method=method, intercepted=True)
+
+    return run_module(module, "/".join(module.path), lambda: next_fun(*args, **kwargs), checkpointed, method)
 
 
 def intercepting() -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Blocks that are NNX modules: the `__call__` of their class is intercepted, and their state is an input and an output.
+"""Blocks that are NNX modules: the methods of their class are intercepted, and their state is an input and an output.
 
 `apply/nnx_state.py` keeps the state: only what the call changed leaves the block.
 
@@ -7,7 +7,6 @@ NNX leaves no module paths in the jaxpr. So this file adds the paths as named sc
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -18,7 +17,8 @@ from flax import nnx
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.calls import Call, dispatching, entered, named_scopes, patched, with_own_call
+from remat_jax.apply.calls import Call, entered, intercepted, named_scopes
+from remat_jax.apply.methods import CALL, block_path, classes_and_methods, with_own_method
 from remat_jax.apply.nnx_state import Copies, Objects, as_pure_function, is_node, nodes_in
 from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
@@ -37,8 +37,9 @@ def call(
     kwargs: dict[str, Any],
     audit: Audit,
     path: str = "",
+    method: str = CALL,
 ) -> Any:
-    """`original(module, *args, **kwargs)` as one checkpointed block.
+    """`original(module, *args, **kwargs)`, a call of `method`, as one checkpointed block.
 
     The state of the module, and of every NNX object among the arguments (an `nnx.Rngs`, a cache), is an input and an output
     of the block. The call leaves these objects as it would without a policy.
@@ -47,10 +48,10 @@ def call(
 
     def run(inner: Any, *args: Any, **kwargs: Any) -> Any:
         parts = [part for part in _modules_in(inner) if part[0]]
-        with entered(inner), known_paths(inner, path), named_scopes(parts, _modules_in, _shapes):
+        with entered(inner, method), known_paths(inner, path), named_scopes(parts, _modules_in, _shapes):
             return original(inner, *args, **kwargs)
 
-    return run_block(run, policy, path, module, args, kwargs, audit)
+    return run_block(run, policy, block_path(path, method), module, args, kwargs, audit)
 
 
 def call_together(modules: Sequence[nnx.Module], run: Callable[..., Any], policy: RegionPolicy, x: Any, audit: Audit) -> Any:
@@ -164,21 +165,21 @@ _JAX_JIT = type(jax.jit(lambda: None))
 @contextmanager
 def intercepting(policies: BlockPolicies, arguments: Any) -> Iterator[None]:
     """Intercept the calls of the NNX blocks of `policies`; paths start at the modules among `arguments`."""
-    classes = set(_block_classes(policies))
-    if not classes:
+    methods = set(_block_methods(policies))
+    if not methods:
         yield
         return
     with ExitStack() as stack:
         stack.enter_context(known_paths_in(arguments))
-        stack.enter_context(patched(classes, functools.partial(dispatching, path_of=path_of, call=call)))
+        stack.enter_context(intercepted(methods, path_of, call))
         yield
 
 
-def _block_classes(policies: BlockPolicies) -> Iterable[type]:
-    """The classes whose `__call__` may run a block: the given classes and their subclasses; for a glob, all NNX classes."""
-    for block, _ in policies.entries:
-        if isinstance(block, str):
-            yield from with_own_call(nnx.Module)
-        elif isinstance(block, type) and issubclass(block, nnx.Module):
-            yield from with_own_call(block)
-            yield block
+def _block_methods(policies: BlockPolicies) -> Iterable[tuple[type, str]]:
+    """The methods that may run a block: of the given classes and their subclasses; for a glob, of all NNX classes."""
+    blocks = [block for block, _ in policies.entries]
+    if any(isinstance(block, str) for block in blocks):
+        yield from ((cls, CALL) for cls in with_own_method(nnx.Module))
+    for cls, name in classes_and_methods(blocks):
+        if issubclass(cls, nnx.Module):
+            yield from ((each, name) for each in (cls, *with_own_method(cls, name)))

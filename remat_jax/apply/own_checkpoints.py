@@ -5,19 +5,24 @@
 The outer checkpoint would discard the residuals that the block's policy keeps. JAX traces the body of a `jax.checkpoint` region
 before it binds the region. If the traced body contains a block with a policy, the body is evaluated without the region. A scan,
 a lifted transform or `nnx.bridge` may be between the region and the block.
+
+A region that is the whole block (`@nnx.remat` on `__call__`) is replaced too (`in_place`):
+
+    checkpoint(policy)(jax.checkpoint(f))   →   checkpoint(policy)(f)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from remat_jax import compat
 from remat_jax.apply import scope
-from remat_jax.core.marks import mark_of
-from remat_jax.core.walk import equations
+from remat_jax.core.block import is_smooth
+from remat_jax.core.marks import Marked, mark_of
+from remat_jax.core.walk import bodies, equations, interpret, rebind, retrace
 from remat_jax.errors import ArgumentError
 from remat_jax.policy import LayerPolicies, is_off
 from remat_jax.warning import warn
@@ -65,9 +70,7 @@ def _gives_way(body: Any) -> bool:
         regions.append(body)
     replaces = {compat.replaces_checkpoints(eqn) for eqn in equations(body)}
     for mark in filter(None, map(mark_of, equations(body))):
-        policy = mark.marked.policy
-        policies = [of_run for _, of_run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]
-        if not all(map(is_off, policies)):
+        if _has_effect(mark.marked):
             replaces.add(not mark.marked.keeps)
     if True in replaces:
         scope.record().replaced += 1
@@ -78,3 +81,61 @@ def _gives_way(body: Any) -> bool:
 
 
 compat.let_checkpoints_give_way(_gives_way)
+
+
+def _has_effect(policy: Any) -> bool:
+    """Whether a block's policy is other than `off`, in any layer."""
+    policy = policy.policy if isinstance(policy, Marked) else policy
+    return not all(map(is_off, [of_run for _, of_run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]))
+
+
+RunBlock = Callable[[Any, list[bool], Sequence[Any], bool], list[Any]]
+"""`run(body, inputs, values, looped)` evaluates a block under its policy. `looped`: whether a scan is around the body."""
+
+
+def in_place(jaxpr: Any, policy: Any, inputs: Sequence[bool], values: Sequence[Any], run: RunBlock) -> list[Any]:
+    """The block `jaxpr` on `values`, under its policy.
+
+    If the whole block is one checkpoint region of the model, the policy takes the region's place. A `jit` or a scan may be
+    around the region: the methods of NNX and Equinox modules may have several decorators.
+    """
+    if not _has_effect(policy) or not _is_region(jaxpr):
+        return run(jaxpr, list(inputs), values, False)
+    if compat.checkpoints_stay():
+        warn(KEPT)
+        scope.record().kept += 1
+        return run(jaxpr, list(inputs), values, False)
+    scope.record().replaced += 1
+    return _inside(jaxpr, inputs, values, run, False)
+
+
+def _inside(jaxpr: Any, inputs: Sequence[bool], values: Sequence[Any], run: RunBlock, looped: bool) -> list[Any]:
+    if not _is_region(jaxpr):
+        return run(jaxpr, list(inputs), values, looped)
+    whole = _whole(jaxpr)
+    flags = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+
+    def visit(eqn: Any, operands: list[Any]) -> list[Any] | None:
+        selected = [not hasattr(atom, "val") and flags.get(atom, False) for atom in eqn.invars]
+        if eqn is not whole:
+            flags.update(dict.fromkeys(eqn.outvars, any(selected)))
+            return None
+        if compat.is_checkpoint(eqn):
+            return _inside(compat.checkpoint_parts(eqn)[0], selected, operands, run, looped)
+        around = looped or eqn.primitive.name == "scan"
+        return rebind(eqn, operands, lambda _, body: retrace(body, lambda *args: _inside(body, selected, args, run, around)))
+
+    return interpret(jaxpr, values, visit)
+
+
+def _whole(jaxpr: Any) -> Any:
+    """The only equation that computes floating-point arrays, if it is a checkpoint region, a `jit` or a scan; else None."""
+    smooth = [eqn for eqn in jaxpr.jaxpr.eqns if any(is_smooth(var.aval) for var in eqn.outvars)]
+    around = len(smooth) == 1 and (compat.is_checkpoint(smooth[0]) or smooth[0].primitive.name in ("jit", "pjit", "scan"))
+    return smooth[0] if around and not compat.is_chunk_policy(smooth[0].params.get("policy")) else None
+
+
+def _is_region(jaxpr: Any) -> bool:
+    """Whether the whole `jaxpr` is one checkpoint region, maybe inside a `jit` or a scan."""
+    whole = _whole(jaxpr)
+    return whole is not None and (compat.is_checkpoint(whole) or _is_region(bodies(whole)[0]))

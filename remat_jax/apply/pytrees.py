@@ -20,7 +20,9 @@ from flax import linen, nnx
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.calls import Call, dispatching, entered, is_inside, named_scopes, patched, with_own_call
+from remat_jax.apply.calls import Call, entered, intercepted, is_inside, named_scopes
+from remat_jax.apply.haiku import is_haiku
+from remat_jax.apply.methods import CALL, block_path, classes_and_methods, defines, with_own_method
 from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import ArgumentError, nearest
@@ -35,14 +37,25 @@ _paths: ContextVar[ByIdentity[str]] = ContextVar("paths", default=ByIdentity()) 
 _paths_of_class: ContextVar[dict[type, frozenset[str]]] = ContextVar("paths_of_class", default={})  # noqa: B039 - the same
 
 
-def call(module: Any, original: Call, policy: RegionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any], audit: Audit) -> Any:
-    """`original(module, *args, **kwargs)` as one checkpointed block; the arrays in `module` are its parameters."""
+def call(
+    module: Any,
+    original: Call,
+    policy: RegionPolicy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    audit: Audit,
+    method: str = CALL,
+) -> Any:
+    """`original(module, *args, **kwargs)`, a call of `method`, as one checkpointed block.
+
+    The arrays in `module` are the block's parameters.
+    """
 
     def pure(module: Any, *args: Any, **kwargs: Any) -> Any:
-        with entered(module), named_scopes(_parts_in(module)[1:], _parts_in, _shapes):
+        with entered(module, method), named_scopes(_parts_in(module)[1:], _parts_in, _shapes):
             return original(module, *args, **kwargs)
 
-    return run_block(pure, policy, path_of(module), module, args, kwargs, audit)
+    return run_block(pure, policy, block_path(path_of(module), method), module, args, kwargs, audit)
 
 
 def path_of(module: Any) -> str:
@@ -59,15 +72,20 @@ def path_of(module: Any) -> str:
 def intercepting(policies: BlockPolicies, arguments: tuple[Any, ...]) -> Iterator[None]:
     """Intercept the calls of the blocks of `policies` that are no Flax modules; paths start at the function's `arguments`."""
     blocks = [block for block, _ in policies.entries]
-    named: list[Any] = [block for block in blocks if isinstance(block, type) and not issubclass(block, _NOT_TREES)]
-    classes: set[Any] = {cls for block in named for cls in (block, *with_own_call(block)) if is_tree_class(cls)}
+    named = [(cls, name) for cls, name in classes_and_methods(blocks) if not _has_own_file(cls)]
+    methods: set[tuple[Any, str]] = {
+        (each, name)
+        for cls, name in named
+        for each in (cls, *with_own_method(cls, name))
+        if defines(each, name) and not _has_own_file(each)
+    }
     any_path = any(isinstance(block, str) for block in blocks)
-    if not classes and not any_path:
+    if not methods and not any_path:
         yield
         return
     if any_path:
-        classes |= {type(node) for argument in arguments for _, node in callables(argument)}
-    with known_paths(*arguments), patched(classes, functools.partial(dispatching, path_of=path_of, call=call)):
+        methods |= {(type(node), CALL) for argument in arguments for _, node in callables(argument)}
+    with known_paths(*arguments), intercepted(methods, path_of, call):
         yield
 
 
@@ -125,7 +143,11 @@ class ModelArrays:
 
 def is_tree_class(block: Any) -> bool:
     """Whether `block` is a class of callable instances, but no Flax module class and no `functools.partial`."""
-    return isinstance(block, type) and not issubclass(block, _NOT_TREES) and scope.has_call(block)
+    return isinstance(block, type) and not _has_own_file(block) and defines(block, CALL)
+
+
+def _has_own_file(cls: type) -> bool:
+    return issubclass(cls, _NOT_TREES) or is_haiku(cls)
 
 
 def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +11,9 @@ import jax
 from flax.errors import TraceContextError
 
 from remat_jax import compat
-from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - replaces the model's own checkpoints
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.nnx_state import as_pure_function, hidden_objects, is_node, nodes_in, refusing_hidden_writes
+from remat_jax.apply.own_checkpoints import RunBlock, in_place
 from remat_jax.core import BlockUnderPolicy, StackRow, block_under_policy
 from remat_jax.core.marks import Mark, Marked, bind_mark
 from remat_jax.core.shared import Offer, readings, staying
@@ -49,6 +50,15 @@ def run_block(
     """
     if is_off(policy):
         return function(parameters, *args, **kwargs)
+
+    def run(jaxpr: Any, inputs: Sequence[bool], values: Sequence[Any], looped: bool) -> list[Any]:
+        return run_jaxpr(jaxpr, policy, path, inputs, values, audit, has_parameters=has_parameters, looped=looped or None)
+
+    transform = haiku_transform()
+    if transform is not None:
+        if transform.running_init():  # the parameters do not exist yet
+            return function(parameters, *args, **kwargs)
+        return _in_haiku(transform.remat, function, (parameters, *args), kwargs, policy, run)
     if nodes_in((parameters, args, kwargs)):
         function = refusing_hidden_writes(function, f"block {path or 'function'!r}")
     try:
@@ -68,7 +78,7 @@ def run_block(
     size = len(values) - sum(compat.is_operand(leaf) and not is_node(leaf) for leaf in others)
     jaxpr, values = _from_parameters(jaxpr, values, size)
     is_input = [place >= size for place in range(len(jaxpr.in_avals))]
-    return outputs_of(run_jaxpr(jaxpr, policy, path, is_input, values, audit, has_parameters=has_parameters))
+    return outputs_of(in_place(jaxpr, policy, is_input, values, run))
 
 
 def _from_parameters(jaxpr: Any, values: Sequence[Any], size: int) -> tuple[Any, list[Any]]:
@@ -91,6 +101,47 @@ def _from_parameters(jaxpr: Any, values: Sequence[Any], size: int) -> tuple[Any,
 
     with unlinked():
         return jax.make_jaxpr(of_arrays)(*arrays), arrays
+
+
+def haiku_transform() -> Any | None:
+    """The module `haiku` if a function that it transforms is running, else None. Haiku is never imported here."""
+    haiku = sys.modules.get("haiku")
+    try:
+        if haiku is None or not hasattr(haiku, "remat"):
+            return None
+        haiku.running_init()
+    except ValueError:  # no transform is running
+        return None
+    return haiku
+
+
+def _in_haiku(
+    remat: Callable[..., Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: RegionPolicy,
+    run: RunBlock,
+) -> Any:
+    """`function(*args, **kwargs)` as a block in a Haiku transform.
+
+    `hk.remat` makes the parameters, state and random keys of the transform inputs and outputs of a checkpoint region, of which
+    the block is the body.
+    """
+    of_values, values, outputs_of = _arrays_only(function, args, kwargs)
+    inputs = jax.tree.leaves((args[1:], kwargs))
+
+    def body(*values: Any) -> list[Any]:
+        with compat.region_replaced_by(None), unlinked():
+            return of_values(*values)
+
+    def as_block(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        jaxpr, consts = compat.hoist_consts(jaxpr)
+        is_input = [any(operand is value for value in inputs) for operand in operands]
+        return in_place(jaxpr, policy, [False] * len(consts) + is_input, [*consts, *operands], run)
+
+    with compat.established_forms(), compat.region_replaced_by(as_block):
+        return outputs_of(remat(body)(*values))
 
 
 def run_jaxpr(
@@ -133,6 +184,14 @@ def traced(
         pure, state, arguments, write = as_pure_function(function, args, kwargs)
         jaxpr, values, returned_of = traced(pure, (state, *arguments), {})
         return jaxpr, values, lambda arrays: write(returned_of(arrays))
+    array_outputs, values, outputs_of = _arrays_only(function, args, kwargs)
+    return jax.make_jaxpr(array_outputs)(*values), values, outputs_of
+
+
+def _arrays_only(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., list[Any]], list[Any], Callable[[Sequence[Any]], Any]]:
+    """`(function of the arrays that returns arrays, arrays in the arguments, outputs_of)`, as in `traced`."""
     flat, values = of_arrays(function, args, kwargs)
     traces: list[tuple[list[Any], Any]] = []
 
@@ -147,7 +206,7 @@ def traced(
         computed = iter(arrays)
         return jax.tree.unflatten(structure, [next(computed) if out is None else out for out in outputs])
 
-    return jax.make_jaxpr(array_outputs)(*values), values, outputs_of
+    return array_outputs, values, outputs_of
 
 
 def bind_block(

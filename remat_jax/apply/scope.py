@@ -19,6 +19,7 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.methods import CALL, checked_method, defines, method_of
 from remat_jax.core.marks import CHECKPOINTS, Block, Marked, name_of
 from remat_jax.errors import ArgumentError, BlockError, NoEffectError, RematError, nearest
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy, as_block_policy
@@ -60,10 +61,12 @@ class BlockPolicies:
             )
         return cls(tuple((checked_block(block), as_block_policy(value)) for block, value in policies.items()), keeps)
 
-    def find(self, module: type, path: str, entered: Sequence[str]) -> tuple[Block, Policy | JaxPolicy | Marked] | None:
-        """The first entry, except the globs in `entered`, that selects a module of this class at this path."""
+    def find(
+        self, module: type, path: str, entered: Sequence[str], method: str = CALL
+    ) -> tuple[Block, Policy | JaxPolicy | Marked] | None:
+        """The first entry, except the globs in `entered`, that selects a method of a module of this class at this path."""
         for block, policy in self.entries:
-            if block not in entered and _selects(block, module, path):
+            if block not in entered and _selects(block, module, path, method):
                 return block, self._marked(block, policy)
         return None
 
@@ -87,40 +90,38 @@ class BlockPolicies:
         return replace(self, trial=next(_trials))
 
 
-def _selects(block: Block, module: type, path: str) -> bool:
+def _selects(block: Block, module: type, path: str, method: str) -> bool:
     if isinstance(block, type):
-        return issubclass(module, block)
-    return isinstance(block, str) and block != CHECKPOINTS and fnmatchcase(path, block)
+        return method == CALL and issubclass(module, block)
+    if isinstance(block, str):
+        return method == CALL and block != CHECKPOINTS and fnmatchcase(path, block)
+    named = method_of(block)
+    return named is not None and method == named.name and issubclass(module, named.classes)
 
 
 def checked_block(block: Any, argument: str = "block") -> Block:
     """`block`, checked.
 
     Raises:
-      ArgumentError: `block` is no class whose instances are called, no marked function and no text.
+      ArgumentError: `block` is no class whose instances are called, no method, no marked function and no text.
     """
     if isinstance(block, str) and block:
         return block
     if isinstance(block, type):
         below: list[type] = type.__subclasses__(block) if block.__module__ != "builtins" else []
-        if issubclass(block, linen.Module | nnx.Module) or any(map(has_call, (block, *below))):
+        if issubclass(block, linen.Module | nnx.Module) or any(defines(cls, CALL) for cls in (block, *below)):
             return block
         raise ArgumentError(
             f"{argument}={block!r}: this class has no __call__, so its instances are never called. Name a class that has one, "
-            "or put @remat_jax.block on the function or method that runs a layer, and name this function."
+            "the method that runs a layer (Layer.encode), or a function marked with @remat_jax.block."
         )
-    if inspect.isfunction(block) and block in marked:
+    if (inspect.isfunction(block) and block in marked) or checked_method(block, argument):
         return block
     raise ArgumentError(
-        f"{argument}={block!r}: expected a class whose instances are called (a Flax or Equinox module), a function marked with "
-        "@remat_jax.block, a glob on module paths such as 'layers_*', or 'checkpoints'; for a plain function use "
-        "remat_jax.remat(function, policy)"
+        f"{argument}={block!r}: expected a class whose instances are called (a Flax or Equinox module), a method of a class "
+        "(Layer.encode), a function marked with @remat_jax.block, a glob on module paths such as 'layers_*', or 'checkpoints'; "
+        "for a plain function use remat_jax.remat(function, policy)"
     )
-
-
-def has_call(cls: type) -> bool:
-    """Whether a class has a `__call__`."""
-    return any("__call__" in vars(base) for base in cls.__mro__)
 
 
 marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
@@ -136,6 +137,7 @@ class Record:
       modules: the modules that were called: path → class name.
       overruled: the blocks that an inner `checkpoint_blocks` ran under its own policies.
       replaced: how many of the model's own checkpoints the policies replaced; a scanned checkpoint counts once.
+      kept: how many of the model's own checkpoints were kept, each of which is a whole block.
       is_whole: whether the record is complete even if a `jit` inside was traced before the call.
     """
 
@@ -144,6 +146,7 @@ class Record:
     modules: dict[str, str] = field(default_factory=dict)
     overruled: set[Block] = field(default_factory=set)
     replaced: int = 0
+    kept: int = 0
     is_whole: bool = False
 
     def add(self, inner: Record, policies: BlockPolicies) -> None:
@@ -154,6 +157,7 @@ class Record:
         self.overruled |= (inner.reached & blocks) | inner.overruled
         self.modules = inner.modules | self.modules
         self.replaced += inner.replaced
+        self.kept += inner.kept
 
 
 _active = compat.trace_context(None, reaches_blocks=False)
@@ -218,7 +222,8 @@ def _never_called(block: Block, record: Record) -> str:
         return f"block={block!r}: the glob matches no path of a called module.{hint} {seen}"
     hint = nearest(block.__name__, set(record.modules.values()))
     if not isinstance(block, type):
-        return f"block={block.__name__}: this function was never called, so its policy has no effect.{hint} {seen}"
+        kind = "function" if method_of(block) is None else "method"
+        return f"block={name_of(block)}: this {kind} was never called, so its policy has no effect.{hint} {seen}"
     return (
         f"block={block.__name__}: this class was never called, so its policy has no effect.{hint} {seen} "
         "Name the class whose __call__ runs once per layer."

@@ -16,6 +16,7 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.effect import run_under, traced_under
+from remat_jax.apply.methods import checked_method
 from remat_jax.apply.nnx_state import as_pure_function
 from remat_jax.apply.own_checkpoints import check_choice
 from remat_jax.apply.remat import remat, subclass
@@ -142,7 +143,9 @@ def _nnx_blocks(model: nnx.Module, blocks: Any) -> list[nnx.Module]:
     classes = tuple(block for block in wanted if isinstance(block, type))
     globs = [block for block in wanted if isinstance(block, str)]
     if len(classes) + len(globs) != len(wanted):
-        raise ArgumentError(f"blocks={blocks!r}: expected a module class, a tuple of them, or a glob on module paths")
+        others = [block for block in wanted if not isinstance(block, type | str)]
+        remedy = " For a method use checkpoint_blocks." if any(checked_method(other, "blocks") for other in others) else ""
+        raise ArgumentError(f"blocks={blocks!r}: expected a module class, a tuple of them, or a glob on module paths.{remedy}")
     matched = {path for path, _ in modules if any(fnmatchcase("/".join(map(str, path)), glob) for glob in globs)}
     # `*` matches slashes too, so a glob selects only the outermost modules that it matches.
     outermost = {path for path in matched if not any(path[:length] in matched for length in range(len(path)))}

@@ -45,6 +45,7 @@ from remat_jax.compat.rematerialisation import binding_ours as binding_ours
 from remat_jax.compat.rematerialisation import block_function as block_function
 from remat_jax.compat.rematerialisation import blocks_around_which as blocks_around_which
 from remat_jax.compat.rematerialisation import checkpoint_parts as checkpoint_parts
+from remat_jax.compat.rematerialisation import checkpoints_stay as checkpoints_stay
 from remat_jax.compat.rematerialisation import chunk_checkpoint as chunk_checkpoint
 from remat_jax.compat.rematerialisation import is_block as is_block
 from remat_jax.compat.rematerialisation import is_chunk_policy as is_chunk_policy
@@ -53,6 +54,7 @@ from remat_jax.compat.rematerialisation import let_checkpoints_give_way as let_c
 from remat_jax.compat.rematerialisation import named as named
 from remat_jax.compat.rematerialisation import names_in as names_in
 from remat_jax.compat.rematerialisation import offloaded_by as offloaded_by
+from remat_jax.compat.rematerialisation import region_replaced_by as region_replaced_by
 from remat_jax.compat.rematerialisation import remat3 as remat3
 from remat_jax.compat.rematerialisation import replaces_checkpoints as replaces_checkpoints
 from remat_jax.compat.rematerialisation import unnamed as unnamed
@@ -73,6 +75,7 @@ from remat_jax.compat.tracing import is_staged as is_staged
 from remat_jax.compat.tracing import is_staging as is_staging
 from remat_jax.compat.tracing import is_traced as is_traced
 from remat_jax.compat.tracing import made_by as made_by
+from remat_jax.compat.tracing import method_inside_decorators as method_inside_decorators
 from remat_jax.compat.tracing import not_captured as not_captured
 from remat_jax.compat.tracing import on_device as on_device
 from remat_jax.compat.tracing import program_of as program_of

@@ -122,7 +122,7 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
 
     Linen opens the block's own scope once, or twice if the block is lifted, so at most two scopes change.
     """
-    old, new = before.rpartition("/")[2], path.rpartition("/")[2]
+    old, new = (each.rpartition("/")[2].partition(".")[0] for each in (before, path))
     scopes, opened = list(stack.stack), 0
     for place, scope in enumerate(scopes if old != new else ()):
         if type(scope).__name__ != "Scope":

@@ -161,6 +161,14 @@ def is_chunk_policy(policy: Any) -> bool:
     return policy is _keeps_nothing
 
 
+_replacement: ContextVar[Callable[..., list[Any]] | None] = ContextVar("replacement", default=None)
+
+
+def region_replaced_by(evaluate: Callable[[Any, Sequence[Any]], list[Any]] | None) -> contextlib.AbstractContextManager[None]:
+    """In this context a checkpoint region is evaluated by `evaluate(closed body, operands)` instead of being bound."""
+    return setting(_replacement, evaluate)
+
+
 _binding_ours: ContextVar[bool] = ContextVar("binding_ours", default=False)
 
 
@@ -179,6 +187,10 @@ def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
 
     @functools.wraps(bind)
     def bind_or_evaluate(*args: Any, jaxpr: Any, differentiated: bool, **params: Any) -> list[Any]:
+        instead = _replacement.get()
+        if instead is not None and not differentiated:
+            with setting(_replacement, None):
+                return instead(closed(jaxpr), args)
         ours = _binding_ours.get() or is_chunk_policy(params.get("policy"))
         if not differentiated and not ours and gives_way(closed(jaxpr)):
             return list(jaxpr_function(closed(jaxpr))(*args))
@@ -285,6 +297,11 @@ def block_function(run: Callable[..., Any], rule: Callable[..., Any]) -> Callabl
 def blocks_around_which(*, checkpoints_stay: bool) -> contextlib.AbstractContextManager[None]:
     """In this context, names of new blocks say whether the model's own checkpoints around the block are kept or replaced."""
     return setting(_block_name, _KEEPING if checkpoints_stay else _REPLACING)
+
+
+def checkpoints_stay() -> bool:
+    """Whether new blocks in this context keep the model's own checkpoints."""
+    return _block_name.get() == _KEEPING
 
 
 def replaces_checkpoints(eqn: Any) -> bool | None:

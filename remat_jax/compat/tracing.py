@@ -273,6 +273,11 @@ def block_settings() -> Any:
         return trace_settings()
 
 
+def method_inside_decorators(context: Any) -> Callable[..., Any]:
+    """The method whose call a Linen interceptor got, without the decorators around it (`@nn.jit`, `@nn.remat`, `@nn.scan`)."""
+    return _linen_module.wrap_method_once(context.orig_method.func)
+
+
 @contextlib.contextmanager
 def not_captured(module: Any, method: str) -> Iterator[None]:
     """Inside this context `capture_intermediates` skips `method` of this Linen module, but not its submodules."""

@@ -23,7 +23,7 @@ from remat_jax.errors import UnsupportedError
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy
 
 Block = type | str | Callable[..., Any]
-"""A class whose instances are called (a Flax module or another), a function marked by `block`, or a glob on module paths."""
+"""A class whose instances are called, a method of a class, a function marked by `block`, or a glob on module paths."""
 
 CHECKPOINTS = "checkpoints"
 """Selects the function's own `jax.checkpoint` regions as blocks."""
@@ -31,7 +31,7 @@ CHECKPOINTS = "checkpoints"
 
 def name_of(block: Block) -> str:
     """The name of a block in messages."""
-    return block if isinstance(block, str) else block.__name__
+    return block if isinstance(block, str) else block.__qualname__.rpartition("<locals>.")[2]
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,8 @@ class _Namer:
 
     def _relative(self, path: tuple[str, ...]) -> tuple[str, ...]:
         """`path` without the block's own scope at its beginning. If Linen has lifted the block, this scope is there twice."""
-        block = self.path[-1] if self.path else ""
+        # The path of a method ends with its name, `layers_0.encode`.
+        block = self.path[-1].partition(".")[0] if self.path else ""
         for _ in range(2):
             if path and block and (path[0] == block or path[0].startswith(block + ".")):
                 path = path[1:]

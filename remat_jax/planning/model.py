@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from remat_jax import compat
 from remat_jax.apply import scope
+from remat_jax.apply.methods import CALL, defines, loaded_methods, subclasses
 from remat_jax.apply.nnx_state import is_node
 from remat_jax.core.marks import CHECKPOINTS, Block
 from remat_jax.core.rewrite import count_regions
@@ -215,10 +216,12 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: 
         raise PlanningError(f"{plan_name} puts a policy on {name!r}, which is not a block of {workload.name!r}; plan again")
     if kind in ("glob", CHECKPOINTS):
         return name
-    loaded: list[Any] = list(scope.marked) if kind == "function" else _subclasses(linen.Module) + _subclasses(nnx.Module)
+    loaded: list[Any] = list(scope.marked) if kind == "function" else subclasses(linen.Module) + subclasses(nnx.Module)
     if kind == "class" and not any(each.__qualname__ == name for each in loaded):
-        loaded = [each for each in _subclasses(object) if any("__call__" in vars(base) for base in each.__mro__)]
+        loaded = [each for each in subclasses(object) if defines(each, CALL)]
     named = [each for each in loaded if each.__qualname__ == name]
+    if kind == "function" and not named:
+        named = loaded_methods(name)
     exact = [each for each in named if each.__module__ == module]
     modules = sorted({each.__module__ for each in exact or named})
     if len(modules) != 1:
@@ -239,18 +242,6 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: 
         )
     # If a notebook redefines a class, take the last definition.
     return (exact or named)[-1]
-
-
-def _subclasses(base: Any) -> list[Any]:
-    """All subclasses, each once, in the order of their definition."""
-    subclasses: dict[Any, None] = {}
-    waiting = list(type.__subclasses__(base))
-    while waiting:
-        each = waiting.pop(0)
-        if each not in subclasses and each is not type:
-            subclasses[each] = None
-            waiting += type.__subclasses__(each)
-    return list(subclasses)
 
 
 def _state(leaf: Any) -> Any:

@@ -1,0 +1,301 @@
+"""Blocks whose method is decorated with transforms, and blocks that are methods other than `__call__`, in each library."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax.cost.count import matmuls
+from remat_jax.errors import ArgumentError, BlockError
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+def same(got: Any, wanted: Any) -> bool:
+    """Whether all arrays are equal up to float32's rounding."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    return all(
+        bool(jnp.allclose(a, b, rtol=1e-5, atol=1e-6)) for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True)
+    )
+
+
+def check(loss: Any, block: Any, arguments: tuple[Any, ...], counts: dict[str, int]) -> None:
+    """Gradients and auxiliary outputs are those of the plain loss; `counts` has the matrix products under each policy."""
+    plain = jax.jit(jax.value_and_grad(loss, has_aux=True))(*arguments)
+    for policy, count in counts.items():
+        gradient = jax.value_and_grad(rj.checkpoint_blocks(loss, {block: policy}), has_aux=True)
+        assert matmuls(gradient, *arguments) == count, policy
+        assert same(jax.jit(gradient)(*arguments), plain), policy
+
+
+# --- decorated calls ----------------------------------------------------------------------------------------------------
+
+
+def scanned(method: Any) -> Any:
+    @functools.wraps(method)
+    def one_layer(self: Any, carry: Any, _: None) -> Any:
+        return method(self, carry), None
+
+    layers = nn.scan(one_layer, variable_axes={"params": 0, "sums": 0}, split_rngs={"params": True, "dropout": True}, length=3)
+    return functools.wraps(layers)(lambda self, x: layers(self, x, None)[0])
+
+
+each_example = functools.partial(
+    nn.vmap, variable_axes={"params": None, "sums": 0}, split_rngs={"params": False, "dropout": True}
+)
+BOTH = {"full": 13, "dots": 11, "1 x full | 1 x dots": 12}
+DECORATED: dict[str, tuple[list[Any], dict[str, int]]] = {
+    "remat": ([nn.remat], BOTH),
+    "jit": ([nn.jit], BOTH),
+    "vmap": ([each_example], BOTH),
+    "scan": ([scanned], {"full": 42, "dots": 36, "3 x full | 3 x dots": 39}),
+    "remat inside scan": ([nn.remat, scanned], {"full": 42, "dots": 36}),
+    "remat around jit": ([nn.jit, nn.remat], BOTH),
+}
+
+
+def linen_case(decorators: list[Any]) -> tuple[type, Any, tuple[Any, ...]]:
+    def call(self: Any, x: Any) -> Any:
+        h = nn.Dense(4, name="down")(jnp.tanh(nn.Dense(8, name="up")(x)))
+        self.sow("sums", "h", h.sum())
+        return x + nn.Dropout(0.5, deterministic=False)(h)
+
+    call.__name__ = "__call__"
+    layer: Any = type(
+        "Layer", (nn.Module,), {"__call__": functools.reduce(lambda f, wrap: wrap(f), decorators, nn.compact(call))}
+    )
+    model = nn.Sequential([layer(), layer()])
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    params = model.init(keys, X)["params"]
+
+    def loss(params: Any, x: Any) -> Any:
+        y, state = model.apply({"params": params}, x, rngs={"dropout": jax.random.key(2)}, mutable=["sums"])
+        return jnp.sum(y**2), state
+
+    return layer, loss, (params, X)
+
+
+@pytest.mark.parametrize("name", DECORATED)
+def test_a_decorated_call_of_linen_takes_a_policy(name: str) -> None:
+    decorators, counts = DECORATED[name]
+    layer, loss, arguments = linen_case(decorators)
+    check(loss, layer, arguments, counts)
+
+
+def test_the_policy_replaces_the_remat_that_decorates_a_linen_call() -> None:
+    layer, loss, (params, x) = linen_case([nn.remat])
+    job = rj.Workload(loss, params, (x,), layer, has_aux=True)
+    plain_layer, plain_loss, (plain, _) = linen_case([])
+    as_plain = rj.Workload(plain_loss, plain, (x,), plain_layer, has_aux=True)
+    assert job.replaced_checkpoints == 2
+    for policy in ("full", "dots"):
+        assert rj.residuals(job, policy).device_bytes == rj.residuals(as_plain, policy).device_bytes
+    with pytest.warns(rj.RematWarning, match="own_checkpoints='keep'"):
+        kept = rj.checkpoint_blocks(loss, {layer: "dots"}, own_checkpoints="keep")
+        jax.eval_shape(kept, params, x)
+
+
+def nnx_case(decorator: Any) -> tuple[type, Any, tuple[Any, ...]]:
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+            self.calls = nnx.BatchStat(jnp.zeros(()))
+
+        @decorator
+        def __call__(self, x: Any) -> Any:
+            self.calls[...] += 1.0
+            return x + self.down(jnp.tanh(self.up(x)))
+
+    rngs = nnx.Rngs(0)
+    graph, params, state = nnx.split(nnx.List([Layer(rngs), Layer(rngs)]), nnx.Param, ...)
+
+    def loss(params: Any, state: Any, x: Any) -> Any:
+        layers = nnx.merge(graph, params, state, copy=True)
+        for layer in layers:
+            x = layer(x)
+        return jnp.sum(x**2), [layer.calls[...] for layer in layers]
+
+    return Layer, loss, (params, state, X)
+
+
+@pytest.mark.parametrize("decorator", [nnx.remat, nnx.jit, lambda f: nnx.jit(nnx.remat(f)), lambda f: nnx.remat(nnx.jit(f))])
+def test_a_decorated_call_of_nnx_takes_a_policy(decorator: Any) -> None:
+    layer, loss, arguments = nnx_case(decorator)
+    check(loss, layer, arguments, BOTH)
+
+
+def test_the_policy_replaces_the_remat_that_decorates_an_nnx_call() -> None:
+    (layer, loss, arguments), (plain_layer, plain_loss, _) = nnx_case(nnx.remat), nnx_case(lambda f: f)
+    job = rj.Workload(loss, arguments[0], arguments[1:], layer, has_aux=True)
+    as_plain = rj.Workload(plain_loss, arguments[0], arguments[1:], plain_layer, has_aux=True)
+    assert job.replaced_checkpoints == 2
+    assert rj.residuals(job, "dots").device_bytes == rj.residuals(as_plain, "dots").device_bytes
+    with pytest.warns(rj.RematWarning, match="own_checkpoints='keep'"):
+        jax.eval_shape(rj.checkpoint_blocks(loss, {layer: "full"}, own_checkpoints="keep"), *arguments)
+
+
+def test_the_policy_takes_the_place_of_a_remat_inside_a_scan() -> None:
+    class Stack(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.w = nnx.Param(jax.random.normal(rngs.params(), (3, 4, 4)))
+
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        @nnx.remat
+        def __call__(self, x: Any) -> Any:
+            return jnp.tanh(jnp.tanh(x @ self.w[...]) @ self.w[...])
+
+    graph, params = nnx.split(Stack(nnx.Rngs(0)))
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(nnx.merge(graph, params)(x) ** 2), None
+
+    check(loss, Stack, (params, X), {"full": 24, "dots": 18, "1 x full | 2 x dots": 20})
+
+
+# --- methods ------------------------------------------------------------------------------------------------------------
+
+
+class LinenCoder(nn.Module):
+    def setup(self) -> None:
+        self.up, self.down = nn.Dense(8), nn.Dense(4)
+
+    def encode(self, x: Any) -> Any:
+        return jnp.tanh(self.down(jnp.tanh(self.up(x))))
+
+    def decode(self, x: Any) -> Any:
+        return self.down(jnp.sin(self.up(x)))
+
+    def __call__(self, x: Any) -> Any:
+        return self.decode(self.encode(x))
+
+    @property
+    def width(self) -> int:
+        return 4
+
+    @classmethod
+    def make(cls) -> Any:
+        return cls()
+
+    @staticmethod
+    def twice(x: Any) -> Any:
+        return 2 * x
+
+
+class LinenChild(LinenCoder):
+    pass
+
+
+class NnxCoder(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+    def encode(self, x: Any) -> Any:
+        return jnp.tanh(self.down(jnp.tanh(self.up(x))))
+
+    def decode(self, x: Any) -> Any:
+        return self.down(jnp.sin(self.up(x)))
+
+
+class EqxCoder(eqx.Module):
+    up: Any
+    down: Any
+
+    def encode(self, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(x @ self.up) @ self.down)
+
+    def decode(self, x: Any) -> Any:
+        return jnp.sin(x @ self.up) @ self.down
+
+
+@jax.tree_util.register_pytree_node_class
+class PlainCoder:
+    def __init__(self, up: Any, down: Any) -> None:
+        self.up, self.down = up, down
+
+    encode, decode = EqxCoder.encode, EqxCoder.decode
+
+    def tree_flatten(self) -> Any:
+        return (self.up, self.down), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Any:
+        return cls(*children)
+
+
+def coder_case(cls: Any) -> Case:
+    if issubclass(cls, nn.Module):
+        params = cls().init(jax.random.key(0), X)
+        return lambda params, x: (jnp.sum(cls().apply(params, x) ** 2), None), (params, X)
+    if issubclass(cls, nnx.Module):
+        graph, params = nnx.split(cls(nnx.Rngs(0)))
+        make = functools.partial(nnx.merge, graph)
+    else:
+        params, make = (
+            cls(jnp.linspace(-1.0, 1.0, 32).reshape(4, 8), jnp.linspace(-1.0, 2.0, 32).reshape(8, 4)),
+            lambda model: model,
+        )
+
+    def loss(params: Any, x: Any) -> Any:
+        model = make(params)
+        return jnp.sum(model.decode(model.encode(x)) ** 2), None
+
+    return loss, (params, X)
+
+
+@pytest.mark.parametrize("cls", [LinenCoder, LinenChild, NnxCoder, EqxCoder])
+def test_a_method_is_a_block(cls: Any) -> None:
+    loss, arguments = coder_case(cls)
+    # `full` recomputes both products of `encode`, whose output the tanh after them reads, and the first product of `decode`.
+    check(loss, cls.encode, arguments, {"full": 13, "dots": 11, "1 x full": 13})
+    check(loss, cls.decode, arguments, {"full": 12})
+
+
+def test_a_method_of_a_plain_class_and_two_methods_at_once() -> None:
+    loss, arguments = coder_case(PlainCoder)
+    # The class shares its functions with another class.
+    both = rj.checkpoint_blocks(loss, {PlainCoder.encode: "full", PlainCoder.decode: "full"})
+    assert matmuls(jax.value_and_grad(both, has_aux=True), *arguments) == 14
+
+
+def test_a_method_in_a_workload() -> None:
+    loss, (params, x) = coder_case(LinenCoder)
+    job = rj.Workload(loss, params, (x,), (LinenCoder.encode, LinenCoder.decode), has_aux=True)
+    names = [row.name for row in rj.residuals(job, "dots").rows]
+    assert {"LinenCoder.encode/up:dot_general#0", "LinenCoder.decode/up:dot_general#0"} <= set(names)
+    assert rj.measure(job, "full", target="cpu").device_bytes > 0
+
+
+class Other:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (LinenCoder.width, "a property has no call"),
+        (LinenCoder.make, "LinenCoder.make: a class method runs on no instance"),
+        (LinenCoder.twice, "LinenCoder.twice: a static method runs on no instance"),
+        (LinenCoder().encode, "name the method of the class, LinenCoder.encode"),
+        (NnxCoder.__init__, "NnxCoder.__init__: this method makes the module"),
+        (lambda x: x, "expected a class whose instances are called"),
+        (Other, r"the method that runs a layer \(Layer.encode\)"),
+    ],
+)
+def test_what_is_no_method_of_instances(block: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        rj.checkpoint_blocks(lambda x: x, {block: "full"})
+
+
+def test_a_method_that_is_never_called() -> None:
+    with pytest.raises(BlockError, match=r"block=NnxCoder.encode: this method was never called"):
+        rj.checkpoint_blocks(lambda x: x * 2, {NnxCoder.encode: "full"})(1.0)
