@@ -28,7 +28,12 @@ from remat_jax.compat.jaxprs import uses_references as uses_references
 from remat_jax.compat.jaxprs import varying_axes as varying_axes
 from remat_jax.compat.jaxprs import with_equations as with_equations
 from remat_jax.compat.jaxprs import with_params as with_params
-from remat_jax.compat.rematerialisation import OFFLOAD as OFFLOAD
+from remat_jax.compat.policy_objects import OFFLOAD as OFFLOAD
+from remat_jax.compat.policy_objects import Selects as Selects
+from remat_jax.compat.policy_objects import names_in as names_in
+from remat_jax.compat.policy_objects import offloaded_by as offloaded_by
+from remat_jax.compat.policy_objects import selected_in as selected_in
+from remat_jax.compat.policy_objects import selects as selects
 from remat_jax.compat.rematerialisation import bind_checkpoint as bind_checkpoint
 from remat_jax.compat.rematerialisation import bind_established as bind_established
 from remat_jax.compat.rematerialisation import binding_ours as binding_ours
@@ -42,12 +47,9 @@ from remat_jax.compat.rematerialisation import hidden_body as hidden_body
 from remat_jax.compat.rematerialisation import is_block as is_block
 from remat_jax.compat.rematerialisation import is_checkpoint as is_checkpoint
 from remat_jax.compat.rematerialisation import is_chunk_policy as is_chunk_policy
-from remat_jax.compat.rematerialisation import kept_names_in as kept_names_in
 from remat_jax.compat.rematerialisation import kind as kind
 from remat_jax.compat.rematerialisation import let_checkpoints_give_way as let_checkpoints_give_way
 from remat_jax.compat.rematerialisation import named as named
-from remat_jax.compat.rematerialisation import names_in as names_in
-from remat_jax.compat.rematerialisation import offloaded_by as offloaded_by
 from remat_jax.compat.rematerialisation import remat3 as remat3
 from remat_jax.compat.rematerialisation import replaces_checkpoints as replaces_checkpoints
 from remat_jax.compat.tracing import axes_of_vmaps as axes_of_vmaps
