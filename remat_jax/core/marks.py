@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad, batching
 
 from remat_jax import compat
-from remat_jax.errors import UnsupportedError
+from remat_jax.errors import UnsupportedError, inside_a_step
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy
 
 Block = type | str | Callable[..., Any]
@@ -129,8 +129,10 @@ def _batch(
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, mark: Mark) -> Any:
     raise UnsupportedError(
         f"block={name_of(mark.marked.block)}: policies by layer must be set before the block is differentiated, but this "
-        "function takes the gradient of the block itself. Give checkpoint_blocks the loss function, and differentiate the "
-        "function that it returns."
+        "function takes the gradient of the block itself. Give checkpoint_blocks or plan.apply the loss function, and "
+        "differentiate the function that it returns. In a train step, put it around the loss inside:\n"
+        f"{inside_a_step('rj.checkpoint_blocks(loss_fn, policies)')}\n"
+        "With a plan, write plan.apply(loss_fn, strict=False); without strict=False if loss_fn takes the batch as an argument."
     )
 
 
