@@ -63,6 +63,7 @@ from remat_jax.compat.tracing import is_on_host as is_on_host
 from remat_jax.compat.tracing import is_staged as is_staged
 from remat_jax.compat.tracing import is_staging as is_staging
 from remat_jax.compat.tracing import is_traced as is_traced
+from remat_jax.compat.tracing import loops_around as loops_around
 from remat_jax.compat.tracing import made_by as made_by
 from remat_jax.compat.tracing import not_captured as not_captured
 from remat_jax.compat.tracing import on_device as on_device
@@ -75,6 +76,7 @@ from remat_jax.compat.versions import JAX_VERSION as JAX_VERSION
 from remat_jax.compat.versions import SCANNED_OFFLOAD_MISCOMPILED as SCANNED_OFFLOAD_MISCOMPILED
 from remat_jax.compat.versions import SCANNED_OFFLOAD_REMEDY as SCANNED_OFFLOAD_REMEDY
 from remat_jax.compat.versions import eager_offload_explained as eager_offload_explained
+from remat_jax.compat.versions import has_gpu as has_gpu
 from remat_jax.compat.versions import installed_version as installed_version
 from remat_jax.compat.versions import limits as limits
 from remat_jax.compat.versions import miscompiles_scanned_offload as miscompiles_scanned_offload
