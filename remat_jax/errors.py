@@ -100,6 +100,20 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
+def inside_a_step(policed: str) -> str:
+    """The lines of a train step that takes the gradient itself, with `policed` in place of its loss function `loss_fn`.
+
+    >>> print(inside_a_step("plan.apply(loss_fn, strict=False)"))
+        def train_step(state, batch):
+            def loss_fn(params): ...
+            value, gradients = jax.value_and_grad(plan.apply(loss_fn, strict=False))(state.params)
+    """
+    return (
+        "    def train_step(state, batch):\n        def loss_fn(params): ...\n"
+        f"        value, gradients = jax.value_and_grad({policed})(state.params)"
+    )
+
+
 def described(error: BaseException) -> str:
     """The type and the message (at most 600 characters) of an error that a model or a library raised."""
     return f"{type(error).__name__}: {str(error).strip()[:600]}"

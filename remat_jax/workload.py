@@ -18,7 +18,7 @@ from remat_jax.apply.pytrees import ModelArrays
 from remat_jax.apply.scope import checked_block
 from remat_jax.apply.switch import repeated_modules
 from remat_jax.core.marks import Block
-from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.errors import ArgumentError, UnsupportedError, inside_a_step
 from remat_jax.mesh import (
     argument_shardings,
     as_mesh,
@@ -283,7 +283,10 @@ class Workload:
         if not self.has_loss:
             raise UnsupportedError(
                 f"workload={self.name!r} was made from a finished step. The step takes its gradient inside, so its residuals "
-                "cannot be seen from outside. Make a Workload of the loss instead."
+                "cannot be seen from outside. Make a Workload of the loss instead:\n"
+                "    def loss(params, batch): ...  # what loss_fn computes, with the batch as an argument\n"
+                "    job = rj.Workload(loss, params, (batch,), blocks=…, optimizer=optimizer)\n"
+                f"The step itself needs one change, a policy around its loss:\n{inside_a_step(_POLICED)}"
             )
 
     def split_loss(self, policy: Any) -> tuple[Callable[..., Any], Any, Any]:
@@ -370,6 +373,9 @@ class Workload:
             shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", out)
             expected = "(scalar, aux)" if self.has_aux else "a floating-point scalar; with aux, pass has_aux=True"
             raise ArgumentError(f"loss: it returns {shown}, expected {expected}")
+
+
+_POLICED = "plan.apply(loss_fn, strict=False)"  # the loss closes over the batch, so a call cannot be compared with the plan
 
 
 def _check_batch(batch: Any) -> None:

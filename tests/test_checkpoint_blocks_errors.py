@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
-from remat_jax.errors import ArgumentError, BlockError, PolicyError
+from remat_jax.errors import ArgumentError, BlockError, PolicyError, UnsupportedError
 from tests.small_models import Mlp, Stack, make_loss
 
 # Matmuls of value and gradient of two `Mlp`s, plain and under `full`.
@@ -25,8 +27,10 @@ def test_wrong_keys_and_values_are_refused_at_once() -> None:
         rj.checkpoint_blocks(loss, {})
     with pytest.raises(ArgumentError, match="block=3: expected a class whose instances are called"):
         rj.checkpoint_blocks(loss, {3: "full"})
-    with pytest.raises(ArgumentError, match="for a plain function use remat_jax.remat"):
+    with pytest.raises(ArgumentError, match=r"make a plain function a block, mark it, layer = remat_jax.block\(layer\)"):
         rj.checkpoint_blocks(loss, {loss: "full"})
+    with pytest.raises(ArgumentError, match=r"put a functools.partial into a lambda"):
+        rj.block(functools.partial(loss))
     with pytest.raises(PolicyError, match="policy=None is read differently"):
         rj.checkpoint_blocks(loss, {Mlp: None})
     with pytest.raises(ArgumentError, match="fn=3: expected a function"):
@@ -62,3 +66,23 @@ def test_an_error_of_the_model_leaves_nothing_behind() -> None:
         matmuls(jax.value_and_grad(loss), params, x) == PLAIN
         and matmuls(jax.value_and_grad(rj.checkpoint_blocks(loss, {Mlp: "full"})), params, x) == FULL
     )
+
+
+def test_a_glob_does_not_select_a_marked_function() -> None:
+    layer = rj.block(lambda w, x: x * w)
+    with pytest.raises(BlockError, match="A glob selects modules; to select a function, mark it with @remat_jax.block"):
+        rj.checkpoint_blocks(lambda w, x: layer(w, x).sum(), {"layer": "full"})(jnp.ones(3), jnp.ones(3))
+
+
+@pytest.mark.versions
+def test_a_step_with_its_loss_inside_is_shown_where_policies_by_layer_go() -> None:
+    loss, params, x = make_loss()
+    policies = {Mlp: "1 x full | 1 x dots"}
+
+    def train_step(params: Any, x: Any, around: Any = lambda loss_fn: loss_fn) -> Any:
+        return jax.value_and_grad(around(lambda params: loss(params, x)))(params)
+
+    with pytest.raises(UnsupportedError, match=r"value_and_grad\(rj.checkpoint_blocks\(loss_fn, policies\)\)\(state.params\)"):
+        rj.checkpoint_blocks(train_step, policies)(params, x)
+    inside = functools.partial(train_step, around=lambda loss_fn: rj.checkpoint_blocks(loss_fn, policies))
+    assert matmuls(inside, params, x) == PLAIN + 1

@@ -343,3 +343,21 @@ def test_a_product_that_triton_cannot_tile_is_compiled_without_triton_and_told(m
         assert report.warnings == (report.compiler_warning,)
     else:
         assert report.device_bytes < without.device_bytes and report.compiler_warning is None
+
+
+def test_a_policy_that_frees_nothing_is_said_once_the_step_without_it_is_known() -> None:
+    """XLA for CPUs merges the recomputation of unrolled blocks with the forward pass."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(x)))
+
+    model, x = nn.Sequential([Block() for _ in range(4)]), jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    job = rj.Workload(lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, (x,), blocks=Block)
+    assert rj.measure(job, "full", "cpu").warnings == ()
+    assert rj.measure(job, "off", "cpu").warnings == () == rj.measure(job, "everything", "cpu").warnings
+    with pytest.warns(rj.RematWarning, match="policy full frees .* here: the step needs .* ask for a GPU target"):
+        (text,) = rj.measure(job, "full", "cpu").warnings
+    assert "drops 12.0 MiB of residuals" in text  # of 12.5 MiB without checkpoints

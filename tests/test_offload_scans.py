@@ -4,6 +4,7 @@ freed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,10 @@ import remat_jax as rj
 from examples.models import pi0
 from examples.models.pi0_config import Pi0Config
 from examples.models.siglip import SiglipBlock
+from remat_jax import compat
+from remat_jax.errors import UnsupportedError
+from remat_jax.hardware import target as target_named
+from remat_jax.memory.compile.exporting import export_step
 from tests.small_models import assert_bit_equal, assert_same, to_host, values
 
 LAYERS, ROWS, LENGTH, WIDTH, WORDS = 8, 16, 512, 256, 40000
@@ -217,3 +222,53 @@ def test_outside_of_scans_every_input_is_offloaded(x64: None) -> None:
     offload = rj.replan(loss, "offload_inputs")
     assert to_host(jax.grad(offload), params, x) == [(2, 3, 5)] * 4
     assert_bit_equal(jax.grad(offload)(params, x), jax.grad(rj.replan(loss, "full"))(params, x))
+
+
+@rj.block
+def inner_layer(weights: Any, x: Any) -> Any:
+    return x + jnp.tanh(jnp.sin(x @ weights["up"])) @ weights["down"]
+
+
+@rj.block
+def last_layer(weights: Any, x: Any) -> Any:
+    return x + jnp.cos(x @ weights["up"]) @ weights["down"]
+
+
+@rj.block
+def period(weights: Any, x: Any) -> Any:
+    inner, last = weights
+    x, _ = jax.lax.scan(lambda x, layer: (inner_layer(layer, x), None), x, inner)
+    return last_layer(last, x)
+
+
+def periods(weights: Any, x: Any) -> Any:
+    return jnp.mean(jax.lax.scan(lambda x, weights: (period(weights, x), None), x, weights)[0] ** 2)
+
+
+NESTED = {
+    "inputs": {inner_layer: "offload_inputs", last_layer: "full"},
+    "arrays": {inner_layer: "offload: *:sin#*", last_layer: "full"},
+    "by layer": {inner_layer: "6 x offload_inputs"},
+    "inside a block": {period: "offload: *:tanh#*"},
+}
+IN_THE_OUTER_SCAN = {"last": {inner_layer: "full", last_layer: "offload_inputs"}, "period": {period: "offload_inputs"}}
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", [*NESTED, *IN_THE_OUTER_SCAN])
+def test_offload_in_a_scan_inside_a_scan_is_refused_for_gpus_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA for GPUs ends with an internal error; on a CPU the gradient is that of the plain function."""
+    layers = {"up": jnp.ones((2, 3, 8, 16)) / 8, "down": jnp.ones((2, 3, 16, 8)) / 8}
+    weights, x = (layers, jax.tree.map(lambda leaf: leaf[:, 0], layers)), jnp.ones((4, 8))
+    policies = {**NESTED, **IN_THE_OUTER_SCAN}[name]
+    gradient = jax.grad(rj.checkpoint_blocks(periods, policies))
+    assert_same(jax.jit(gradient)(weights, x), jax.jit(jax.grad(periods))(weights, x))
+    step = rj.Workload(periods, weights, (x,), tuple(policies)).step(policies)
+    refused: Any = pytest.raises(UnsupportedError, match=r"(inner_layer|period).*in a scan inside another scan")
+    is_refused = name in NESTED
+    with refused if is_refused else contextlib.nullcontext():
+        export_step(name, step, target_named("h100"))
+    monkeypatch.setattr(compat, "has_gpu", lambda: True)
+    monkeypatch.setattr(compat, "refuse_miscompiled_offload", lambda: None)
+    with refused if is_refused else contextlib.nullcontext():
+        jax.eval_shape(jax.grad(rj.checkpoint_blocks(periods, policies)), weights, x)

@@ -82,7 +82,7 @@ def test_five_minutes_at_a_small_size() -> None:
     result = CliRunner().invoke(app, shlex.split(small)[1:])
     assert result.exit_code == 0, result.output
     names: dict[str, Any] = {}
-    assert Path("plan.html").is_file() and run(after, "start.md", names) == 1
+    assert Path("plan.html").is_file() and run(after, "start.md", names) == 2
     assert names["losses"][-1] < names["losses"][0] - 0.1
 
 

@@ -106,3 +106,13 @@ def test_what_it_was_made_for_is_in_its_file_and_older_files_are_read(plan, tmp_
     assert jax.eval_shape(old.apply(loss_of(nn.remat(Layer))), PARAMS, TOKENS).shape == ()
     with pytest.raises(PlanningError, match="planned for tokens"):
         jax.eval_shape(old.apply(loss_of()), PARAMS, jnp.ones((128, 32)))
+
+
+def test_a_loss_that_closes_over_the_batch_is_shown_how_to_apply_the_plan(plan):
+    def closure(params: Any) -> Any:
+        return loss_of()(params, TOKENS)
+
+    with pytest.raises(PlanningError, match=r"(?s)called without it.*value_and_grad\(plan.apply\(loss_fn, strict=False\)\)"):
+        jax.grad(plan.apply(closure))(PARAMS)
+    expected, actual = (jax.grad(fn)(PARAMS) for fn in (closure, plan.apply(closure, strict=False)))
+    jax.tree.map(lambda wanted, found: np.testing.assert_allclose(wanted, found, rtol=1e-5, atol=1e-6), expected, actual)

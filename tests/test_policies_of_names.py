@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -84,11 +85,83 @@ def test_one_name_that_is_given_is_enough_and_other_policies_are_not_judged() ->
     assert count["one of two"] == count["all but"] == count["full"] - 2 and count["none"] == count["full"]
 
 
-def test_the_names_of_both_forms_of_jaxs_policies_are_read() -> None:
-    """JAX 0.11.2 makes the policy that offloads with a class, other versions with a function."""
-    of_class = type("SaveAndOffloadOnlyTheseNames", (), {"__module__": "jax._src.ad_checkpoint", "__call__": print})()
-    of_class.names_which_can_be_offloaded = frozenset({"hidden"})
-    assert compat.kept_names_in(of_class) == compat.kept_names_in(offloading("hidden")) == {"hidden"}
+def of_names(prim: Any, *_: Any, names: tuple[str, ...] = ("hiden", "hidden"), **params: Any) -> bool:
+    """A user's own policy of names."""
+    return prim.name == "name" and params["name"] in names
+
+
+class OfNames:
+    def __init__(self, *names: str) -> None:
+        self.settings = {"names": names}
+
+    def __call__(self, prim: Any, *_: Any, **params: Any) -> bool:
+        return prim.name == "name" and params["name"] in self.settings["names"]
+
+
+@pytest.mark.versions
+def test_the_names_of_every_form_of_policy_are_read() -> None:
+    closure = offloading("hidden")
+    named = [closure, functools.partial(closure), lambda *args, **params: closure(*args, **params)]
+    assert [compat.selects(policy).offloaded for policy in named] == [{"hidden"}] * 3
+    of_classes = [OfNames("hidden"), NAMES.save_only_these_names("hidden"), rj.jax_policy("save: hidden, @dots")]
+    assert [compat.selects(policy).saved for policy in of_classes] == [{"hidden"}] * 3
+    assert compat.selects(of_names).saved == {"hiden", "hidden"}
+    assert compat.selects(NAMES.everything_saveable).everything and compat.selects(NAMES.save_any_names_but_these("a")).any_name
+    assert compat.names_in(NAMES.save_any_names_but_these("a")) >= {"a"}
+
+
+IDLE = {
+    "save_only": NAMES.save_only_these_names("out"),
+    "offload": offloading("out"),
+    "partial": functools.partial(offloading("out")),
+    "closure": OfNames("out").__call__,
+    "both": NAMES.save_from_both_policies(NAMES.dots_saveable, NAMES.save_only_these_names("out")),
+    "all but": NAMES.save_any_names_but_these("hidden"),
+    "one of two lists": NAMES.save_and_offload_only_these_names(
+        names_which_can_be_saved=["hidden"],
+        names_which_can_be_offloaded=["out"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "offload text": "offload: out",
+    "save text": "save: out",
+}
+
+
+class NamedOutput(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
+        hidden = checkpoint_name(nn.Dense(32)(x), "hidden")
+        return checkpoint_name(x + nn.Dense(8)(jnp.tanh(hidden)), "out"), None
+
+
+Scanned = nn.scan(NamedOutput, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("policy", IDLE.values(), ids=IDLE)
+def test_a_policy_that_names_the_output_of_a_block_keeps_nothing(policy: Any) -> None:
+    """The next iteration of the scan reads the output as its input, and the block's own backward pass does not read it."""
+    model, x = Scanned(), jnp.ones((4, 8))
+    params = model.init(jax.random.key(0), x, None)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(model.apply(params, x, None)[0] ** 2)
+
+    job = rj.Workload(loss, params, (x,), NamedOutput)
+    checkpointed = rj.checkpoint_blocks(loss, {NamedOutput: policy})
+    block = rj.remat(lambda x: checkpoint_name(checkpoint_name(x * 2.0, "hidden") ** 2, "out"), policy)
+    calls = (lambda: rj.measure(job, policy), lambda: jax.eval_shape(jax.grad(checkpointed), params, x), lambda: block(x))
+    for call in calls:
+        with pytest.raises(NoEffectError, match=r"(keeps|offloads) nothing.*Name the input of the block.*offload_inputs"):
+            call()
+
+
+@pytest.mark.parametrize("policy", [NAMES.dots_saveable, NAMES.offload_dot_with_no_batch_dims("device", "pinned_host"), "dots"])
+def test_a_policy_of_products_needs_a_product(policy: Any) -> None:
+    with pytest.raises(NoEffectError, match="products.* has none, so it keeps nothing|'@dots' matches no residual"):
+        rj.remat(lambda x: jnp.sin(jnp.sin(x)), policy)(jnp.ones(3))
+    rj.remat(lambda x: jnp.sin(x @ x), policy)(jnp.ones((3, 3)))
 
 
 def test_a_name_in_a_derivative_rule_counts() -> None:

@@ -172,7 +172,7 @@ def test_a_jax_that_compiles_it_right_runs_it(monkeypatch: pytest.MonkeyPatch, v
 
 def test_where_no_gpu_is_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 11, 0))
-    assert not versions._has_gpu()
+    assert not versions.has_gpu()
     differentiate()
 
 

@@ -6,10 +6,18 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from remat_jax import compat
+from remat_jax.apply.audit_jax import (
+    NAME_THE_INPUT,
+    JaxSelection,
+    check_jax_policy,
+    idle_names,
+    is_settled,
+    jax_selection,
+    some,
+)
 from remat_jax.core import BlockUnderPolicy
-from remat_jax.core.walk import given_names
-from remat_jax.errors import NoEffectError, nearest
+from remat_jax.core.origins import output_names
+from remat_jax.errors import NoEffectError
 from remat_jax.policy import (
     CONVOLUTION,
     CONVS,
@@ -38,13 +46,13 @@ class _Selection:
 def _selections(
     path: str, block: BlockUnderPolicy, along: Sequence[int] | None = None, *, whole: bool = True
 ) -> list[_Selection]:
-    """The effects, in one block, of the globs that save or offload (`Policy.kept_globs`).
+    """The effects, in one block, of the globs that save or offload (`Policy.kept_globs`), or of plain names (`kept_names`).
 
     `along` has the indices of the differentiated inputs (None: all). If not `whole` (`Audit.saw`), every `has_effect` is True.
     """
     assert isinstance(block.policy, Policy)
     selections = []
-    for selector in block.policy.kept_globs:
+    for selector in block.policy.kept_globs or block.policy.kept_names:
         chosen = [candidate for candidate in block.candidates if matches(selector, candidate)]
         has_effect = not whole or _has_effect(selector, block, chosen, along)
         if has_effect or chosen:
@@ -78,17 +86,19 @@ class _TracedBlock:
     Attributes:
       candidates: the arrays that selectors can match, by name.
       moves: whether this block, or an earlier block under the same policy, moves an offloaded array.
+      outputs: the names of the block's outputs, if a selection has no effect.
       unmatched: the selectors that match nothing.
-      given: the names that the model gives with `checkpoint_name`; empty unless the policy is a JAX policy of names.
+      by_jax: what the policy selects, if it is a JAX policy.
     """
 
     path: str
     candidates: dict[str, Candidate]
     offloaded: frozenset[str]
     moves: bool
+    outputs: frozenset[str]
     unmatched: Sequence[str]
     selections: Sequence[_Selection]
-    given: frozenset[str]
+    by_jax: JaxSelection | None
 
 
 class Audit:
@@ -118,7 +128,8 @@ class Audit:
         selections: list[_Selection] = []
         # One block that moves an array is enough, and `moves_bytes` costs a trace.
         moved_before = any(before.moves for before in self._blocks.get((policy, layers), ()))
-        moves = moved_before or (bool(block.offloaded) and (not whole or block.moves_bytes))
+        offloads = isinstance(policy, Policy) and bool(block.offloaded)
+        moves = moved_before or (offloads and (not whole or block.moves_bytes))
         if isinstance(policy, Policy):
             unmatched = policy.unmatched(candidates.values())
             if unmatched:
@@ -126,8 +137,13 @@ class Audit:
                 candidates = {candidate.name: candidate for candidate in block.candidates}
                 unmatched = policy.unmatched(candidates.values())
             selections = _selections(path, block, whole=whole)
-        names = _given(block, compat.kept_names_in(policy))
-        traced = _TracedBlock(path, candidates, block.offloaded, moves, unmatched, selections, names)
+        idle = (offloads and not moves) or not all(selection.has_effect for selection in selections)
+        outputs = output_names(block.named.jaxpr.jaxpr) if idle else frozenset()
+        by_jax = None
+        if not isinstance(policy, Policy):
+            earlier = [each.by_jax for each in self._blocks.get((policy, layers), ()) if each.by_jax is not None]
+            by_jax = jax_selection(path, block, whole=whole, settled=is_settled(policy, earlier))
+        traced = _TracedBlock(path, candidates, block.offloaded, moves, outputs, unmatched, selections, by_jax)
         self._blocks.setdefault((policy, layers), []).append(traced)
 
     def add(self, other: Audit) -> None:
@@ -138,7 +154,7 @@ class Audit:
     def check(self) -> None:
         """Raise if a selector matches no residual or keeps nothing, or if a policy that offloads moves no array.
 
-        Also raises if the model gives none of the names that a JAX policy keeps. Warns if a policy selects matmuls in blocks
+        The same holds for JAX policies (`check_jax_policy`). Warns if a policy selects matmuls in blocks
         that have only convolutions.
 
         Raises:
@@ -152,27 +168,7 @@ class Audit:
                 _check_policy(policy, blocks, candidates, subject, remark)
                 warn(f"{subject}:{remark}" if remark else None)
             else:
-                _check_names(policy, blocks)
-
-
-def _given(block: BlockUnderPolicy, kept: frozenset[str]) -> frozenset[str]:
-    """The names that the model gives in a block. Derivative rules are searched only if the block lacks a name of `kept`."""
-    names = frozenset(given_names(block.jaxpr) if kept else ())
-    if kept - names:
-        names |= {name for name in given_names(block.linearised.jaxpr) if ":" not in name}
-    return names
-
-
-def _check_names(policy: JaxPolicy, blocks: Sequence[_TracedBlock]) -> None:
-    kept, names = compat.kept_names_in(policy), {name for block in blocks for name in block.given}
-    if not kept or kept & names:
-        return  # a list of names may serve several models; `doctor` lists the names that this model lacks
-    raise NoEffectError(
-        f"policy={getattr(policy, '__qualname__', policy)}: no checkpoint_name in {_paths(blocks)} gives "
-        f"{_some(sorted(map(repr, kept)), 8)}, so the policy keeps nothing. The names that are given: "
-        f"{_some(sorted(map(repr, names)), 8)}.{nearest(min(kept), sorted(names))} Correct the name in the policy "
-        'or in the model, or use policy="full" to recompute everything.'
-    )
+                check_jax_policy(policy, [block.by_jax for block in blocks if block.by_jax is not None])
 
 
 def _of_convolutions(policy: Policy, candidates: dict[str, Candidate]) -> str:
@@ -198,28 +194,36 @@ def _check_policy(
     policy: Policy, blocks: Sequence[_TracedBlock], candidates: dict[str, Candidate], subject: str, remark: str
 ) -> None:
     offloaded = {name for block in blocks for name in block.offloaded}
+    outputs = frozenset(name for block in blocks for name in block.outputs)
     if policy.offloads and not offloaded:
         raise NoEffectError(
             f"{subject} offloads nothing in {_paths(blocks)}: an offload rule must select an array of rank 1 or more that no "
-            f"earlier rule matches.{remark} The residuals are: {_some(candidates, 8)}. Select one of these, or use "
+            f"earlier rule matches.{remark} The residuals are: {some(candidates, 8)}. Select one of these, or use "
             'policy="full" to offload nothing.'
         )
     if policy.offloads and not any(block.moves for block in blocks):
+        remedy = (
+            f"{NAME_THE_INPUT}."
+            if offloaded <= outputs
+            else "Offload arrays computed from these instead, or recompute the other arrays."
+        )
         raise NoEffectError(
-            f"{subject} offloads nothing in {_paths(blocks)}: it selects {_some(sorted(offloaded), 3)}, but the backward pass "
-            "reads none of these arrays, because the other kept arrays suffice. Offload arrays computed from these instead, or "
-            "recompute the other arrays."
+            f"{subject} offloads nothing in {_paths(blocks)}: it selects {some(sorted(offloaded), 3)}, but the backward pass "
+            f"reads none of these arrays, because the other kept arrays suffice. {remedy}"
         )
     for selector in policy.selectors:
         if selector != "*" and all(selector in block.unmatched for block in blocks):
             raise NoEffectError(
                 f"{subject}: the selector {selector!r} matches no residual of {_paths(blocks)}.{remark}"
-                f"{closest(selector, candidates)} Its residuals are: {_some(candidates, 8)}. Correct the selector or leave it "
+                f"{closest(selector, candidates)} Its residuals are: {some(candidates, 8)}. Correct the selector or leave it "
                 "out."
             )
     for selector in policy.kept_globs:
         selections = [selection for block in blocks for selection in block.selections if selection.selector == selector]
         _check_effect(selections, f"{subject}: the selector {selector!r}")
+    named = [selection for block in blocks for selection in block.selections if selection.selector in policy.kept_names]
+    if named and not any(selection.has_effect for selection in named):
+        raise idle_names(subject, _paths(blocks), frozenset(selection.selector for selection in named), outputs)
 
 
 def _check_effect(selections: Sequence[_Selection], subject: str) -> None:
@@ -227,13 +231,13 @@ def _check_effect(selections: Sequence[_Selection], subject: str) -> None:
     idle = sorted(path or "the block" for path in {selection.path for selection in selections} - effective)
     if idle and not effective:
         raise NoEffectError(
-            f"{subject} keeps nothing in {_some(idle, 8)}: the backward pass reads none of the arrays that it selects. Select "
+            f"{subject} keeps nothing in {some(idle, 8)}: the backward pass reads none of the arrays that it selects. Select "
             "arrays that are computed from them, or leave the selector out."
         )
     # If a selector matches several arrays of a block, the backward pass may read different arrays in different layers.
     if idle and all(selection.arrays < 2 for selection in selections):
         raise NoEffectError(
-            f"{subject} has an effect in {_some(sorted(effective), 3)}, but keeps nothing in {_some(idle, 8)}: the backward "
+            f"{subject} has an effect in {some(sorted(effective), 3)}, but keeps nothing in {some(idle, 8)}: the backward "
             "pass there does not read the array. Restrict the selector to the blocks where it has an effect: begin the "
             "selector with their path."
         )
@@ -258,7 +262,7 @@ def check_differentiated(blocks: Iterable[tuple[BlockUnderPolicy, Sequence[int]]
             paths = {selection.path or "the block" for selection in selections if selection.selector == selector}
             raise NoEffectError(
                 f"policy={str(policy)!r}: the selector {selector!r} keeps nothing in "
-                f"{_some(sorted(paths) or ['any block'], 8)}: the requested gradients do not need the arrays that it selects. "
+                f"{some(sorted(paths) or ['any block'], 8)}: the requested gradients do not need the arrays that it selects. "
                 "A block whose input is not differentiated needs fewer residuals. Select another array, or leave the selector "
                 "out."
             )
@@ -282,10 +286,4 @@ def closest(selector: str, names: Iterable[str]) -> str:
 
 
 def _paths(blocks: Sequence[_TracedBlock]) -> str:
-    return _some(dict.fromkeys(block.path or "the block" for block in blocks), 3)
-
-
-def _some(names: Iterable[str], limit: int) -> str:
-    shown = list(names)
-    more = f", and {len(shown) - limit} more" if len(shown) > limit else ""
-    return (", ".join(shown[:limit]) or "none") + more
+    return some(dict.fromkeys(block.path or "the block" for block in blocks), 3)

@@ -203,7 +203,10 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
     if fn is None:
         return functools.partial(block, parameters=parameters)
     if not inspect.isroutine(fn):
-        raise ArgumentError(f"fn={fn!r}: expected a function; a class whose instances are called needs no mark")
+        raise ArgumentError(
+            f"fn={fn!r}: expected a function (put a functools.partial into a lambda or a def); a class whose instances are "
+            "called needs no mark"
+        )
     names = (parameters,) if isinstance(parameters, str) else parameters
     held = None if names is None else _Parameters(fn, tuple(names))
     path = fn.__name__.replace("<lambda>", "lambda")

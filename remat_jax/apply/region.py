@@ -16,6 +16,7 @@ from remat_jax.apply.nnx_state import as_pure_function, hidden_objects, is_node,
 from remat_jax.apply.own_checkpoints import RunBlock, in_place
 from remat_jax.core import BlockUnderPolicy, StackRow, block_under_policy
 from remat_jax.core.marks import Mark, Marked, bind_mark
+from remat_jax.core.nested_offload import names_in_scans, refusal
 from remat_jax.core.shared import Offer, readings, staying
 from remat_jax.core.tied_chain import run_tied, unlinked
 from remat_jax.core.walk import of_arrays
@@ -216,6 +217,7 @@ def bind_block(
     looped: bool | None = None,
     apart: bool | None = None,
     rows: Mapping[int, StackRow] | None = None,
+    scans: int = 0,
 ) -> list[Any]:
     """Evaluate a block on `values` under `jax.checkpoint`.
 
@@ -230,11 +232,13 @@ def bind_block(
       looped: whether the block is in a loop; None to ask JAX.
       apart: whether each pass has its own loop around the block; None to ask JAX, which does not notice that a loop runs once.
       rows: index of a value that is a row of a scanned stack → its stack and row index. All rows have the same row index.
+      scans: how many scans are around the block, if JAX does not notice all of them.
     """
     apart = compat.in_loop(around_gradient=False) if apart is None else apart
     looped = compat.in_loop() if looped is None else looped
     if block.offloaded and looped:
         compat.refuse_miscompiled_offload()
+        _refuse_nested_offload(block, max(scans, compat.loops_around()))
     read = readings(values, block.named.inputs)
     offers = [Offer(place, name, read[place]) for place, name in block.offloaded_inputs.items() if place in read]
     for offer in offers:
@@ -248,3 +252,12 @@ def bind_block(
     run = block.checkpointed(prevent_cse=not apart, rows=tuple(rows), once=bool(block.offloaded), staying=lambda: staying(read))
     stacks, index = [row.stack for row in rows.values()], [row.index for row in rows.values()][:1]
     return list(run(*values, *stacks, *index))
+
+
+def _refuse_nested_offload(block: BlockUnderPolicy, loops: int) -> None:
+    """Raise UnsupportedError if a GPU is here and the block, inside `loops` loops, offloads in a scan inside a scan."""
+    if not compat.has_gpu():
+        return
+    inner = block.offloaded & names_in_scans(block.named.jaxpr)
+    if loops > 1 or inner:
+        raise refusal(block.named.path, inner or block.offloaded)

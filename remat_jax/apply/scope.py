@@ -117,10 +117,17 @@ def checked_block(block: Any, argument: str = "block") -> Block:
         )
     if (inspect.isfunction(block) and block in marked) or checked_method(block, argument):
         return block
+    name = getattr(block, "__name__", "layer").replace("<lambda>", "layer")
+    remedy = (
+        f" To make a plain function a block, mark it, {name} = remat_jax.block({name}), call the marked function in the loss, "
+        f"and name it here; remat_jax.remat({name}, policy) gives one function one policy without naming it."
+        if callable(block)
+        else ""
+    )
     raise ArgumentError(
         f"{argument}={block!r}: expected a class whose instances are called (a Flax or Equinox module), a method of a class "
-        "(Layer.encode), a function marked with @remat_jax.block, a glob on module paths such as 'layers_*', or 'checkpoints'; "
-        "for a plain function use remat_jax.remat(function, policy)"
+        "(Layer.encode), a function marked with @remat_jax.block, a glob on module paths such as 'layers_*', or "
+        f"'checkpoints'.{remedy}"
     )
 
 
@@ -219,7 +226,10 @@ def _never_called(block: Block, record: Record) -> str:
         return "block='checkpoints': the function has no jax.checkpoint region. Name the class or function that runs a layer."
     if isinstance(block, str):
         hint = nearest(block.strip("*"), list(record.modules))
-        return f"block={block!r}: the glob matches no path of a called module.{hint} {seen}"
+        functions = (
+            "" if called else " A glob selects modules; to select a function, mark it with @remat_jax.block and name it."
+        )
+        return f"block={block!r}: the glob matches no path of a called module.{hint} {seen}{functions}"
     hint = nearest(block.__name__, set(record.modules.values()))
     if not isinstance(block, type):
         kind = "function" if method_of(block) is None else "method"

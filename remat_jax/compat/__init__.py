@@ -38,7 +38,12 @@ from remat_jax.compat.jaxprs import uses_references as uses_references
 from remat_jax.compat.jaxprs import varying_axes as varying_axes
 from remat_jax.compat.jaxprs import with_equations as with_equations
 from remat_jax.compat.jaxprs import with_params as with_params
-from remat_jax.compat.rematerialisation import OFFLOAD as OFFLOAD
+from remat_jax.compat.policy_objects import OFFLOAD as OFFLOAD
+from remat_jax.compat.policy_objects import Selects as Selects
+from remat_jax.compat.policy_objects import names_in as names_in
+from remat_jax.compat.policy_objects import offloaded_by as offloaded_by
+from remat_jax.compat.policy_objects import selected_in as selected_in
+from remat_jax.compat.policy_objects import selects as selects
 from remat_jax.compat.rematerialisation import bind_checkpoint as bind_checkpoint
 from remat_jax.compat.rematerialisation import bind_established as bind_established
 from remat_jax.compat.rematerialisation import binding_ours as binding_ours
@@ -49,11 +54,8 @@ from remat_jax.compat.rematerialisation import checkpoints_stay as checkpoints_s
 from remat_jax.compat.rematerialisation import chunk_checkpoint as chunk_checkpoint
 from remat_jax.compat.rematerialisation import is_block as is_block
 from remat_jax.compat.rematerialisation import is_chunk_policy as is_chunk_policy
-from remat_jax.compat.rematerialisation import kept_names_in as kept_names_in
 from remat_jax.compat.rematerialisation import let_checkpoints_give_way as let_checkpoints_give_way
 from remat_jax.compat.rematerialisation import named as named
-from remat_jax.compat.rematerialisation import names_in as names_in
-from remat_jax.compat.rematerialisation import offloaded_by as offloaded_by
 from remat_jax.compat.rematerialisation import region_replaced_by as region_replaced_by
 from remat_jax.compat.rematerialisation import remat3 as remat3
 from remat_jax.compat.rematerialisation import replaces_checkpoints as replaces_checkpoints
@@ -74,6 +76,7 @@ from remat_jax.compat.tracing import is_operand as is_operand
 from remat_jax.compat.tracing import is_staged as is_staged
 from remat_jax.compat.tracing import is_staging as is_staging
 from remat_jax.compat.tracing import is_traced as is_traced
+from remat_jax.compat.tracing import loops_around as loops_around
 from remat_jax.compat.tracing import made_by as made_by
 from remat_jax.compat.tracing import method_inside_decorators as method_inside_decorators
 from remat_jax.compat.tracing import not_captured as not_captured
@@ -87,6 +90,7 @@ from remat_jax.compat.versions import JAX_VERSION as JAX_VERSION
 from remat_jax.compat.versions import SCANNED_OFFLOAD_MISCOMPILED as SCANNED_OFFLOAD_MISCOMPILED
 from remat_jax.compat.versions import SCANNED_OFFLOAD_REMEDY as SCANNED_OFFLOAD_REMEDY
 from remat_jax.compat.versions import eager_offload_explained as eager_offload_explained
+from remat_jax.compat.versions import has_gpu as has_gpu
 from remat_jax.compat.versions import installed_version as installed_version
 from remat_jax.compat.versions import limits as limits
 from remat_jax.compat.versions import miscompiles_scanned_offload as miscompiles_scanned_offload

@@ -1,10 +1,9 @@
-"""Checkpoint regions, names and policies of JAX's established rematerialisation and of the new one, `jax_remat3`."""
+"""Checkpoint regions and names of JAX's established rematerialisation and of the new one, `jax_remat3`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -17,7 +16,7 @@ from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import remat as _remat
 
-from remat_jax.compat.equations import body_of_call, given_name, is_jaxpr, kind, parameters
+from remat_jax.compat.equations import body_of_call, given_name, kind, parameters
 from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, jaxpr_function
 from remat_jax.compat.tracing import established_forms, setting, traced_for, traces
 
@@ -71,46 +70,6 @@ def _made_from_one(leaf: Any) -> Any:
 
 def _traces_a_region() -> bool:
     return any(traced_for(trace) in _REGIONS for trace in traces())
-
-
-def names_in(policy: Any) -> frozenset[str]:
-    """The names that a JAX policy such as `save_only_these_names(…)` was made with.
-
-    The names are the strings in sets, lists and tuples among the policy's attributes and closure variables. JAX's
-    callables among these are searched in the same way.
-
-    >>> sorted(names_in(jax.checkpoint_policies.save_only_these_names("scores", "hidden")))
-    ['hidden', 'scores']
-    """
-    if not (getattr(policy, "__module__", "") or type(policy).__module__ or "").startswith("jax"):
-        return frozenset()  # strings in a user's own function may mean anything
-    held = list(getattr(policy, "__dict__", {}).values())
-    if inspect.isfunction(policy):
-        held += inspect.getclosurevars(policy).nonlocals.values()
-    names: set[str] = set()
-    for value in held:
-        if isinstance(value, set | frozenset | list | tuple):
-            names.update(element for element in value if isinstance(element, str))
-        elif callable(value) and not inspect.isclass(value):
-            names |= names_in(value)
-    return frozenset(names)
-
-
-def kept_names_in(policy: Any) -> frozenset[str]:
-    """The names of the arrays that a JAX policy saves or offloads, if it keeps only named arrays; else empty.
-
-    >>> names = jax.checkpoint_policies
-    >>> kept_names_in(names.save_only_these_names("hidden")), kept_names_in(names.save_any_names_but_these("hidden"))
-    (frozenset({'hidden'}), frozenset())
-    """
-    maker = getattr(policy, "__qualname__", type(policy).__qualname__).partition(".")[0]
-    return names_in(policy) if maker in _MAKERS_OF_KEPT_NAMES else frozenset()
-
-
-# JAX 0.11.2 makes both policies by classes and JAX 0.12 by functions; JAX 0.10.2 has a class for the first only.
-_MAKERS_OF_KEPT_NAMES = frozenset(
-    {"SaveOnlyTheseNames", "SaveAndOffloadOnlyTheseNames", "save_only_these_names", "save_and_offload_only_these_names"}
-)
 
 
 def remat3() -> bool:
@@ -251,24 +210,6 @@ def _with_outputs(jaxpr: Any, outputs: Sequence[Any]) -> Any:
 
 
 _save_exactly()
-
-
-OFFLOAD = _pe.Offloadable(src="device", dst="pinned_host")
-"""The value that a JAX policy returns to offload an array."""
-
-
-def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
-    """For each array in `jaxpr`, at any depth, that the JAX policy would offload: its name, else the name of its primitive."""
-    names = []
-    for eqn in jaxpr.jaxpr.eqns:
-        verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
-        if type(verdict).__name__ == "Offloadable":
-            names.append(given_name(eqn) or kind(eqn))
-        for value in parameters(eqn).values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if is_jaxpr(inner):
-                    names += offloaded_by(policy, closed(inner))
-    return names
 
 
 # In a jaxpr, the name of a checkpointed block's function marks the block. The name also says whether the block replaces the

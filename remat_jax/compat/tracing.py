@@ -78,6 +78,11 @@ def in_solver() -> bool:
 _SOLVERS = frozenset({"custom_linear_solve solve", "custom_linear_solve transpose_solve"})
 
 
+def loops_around() -> int:
+    """How many loops are around the current trace. A loop around the differentiation does not count."""
+    return sum(map(_is_loop, _traces_inside_differentiation()))
+
+
 def is_fixed_in_loops(leaf: Any) -> bool:
     """Whether `leaf` was computed before the loops that are being traced, so that every iteration reads the same array.
 

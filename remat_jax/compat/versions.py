@@ -61,7 +61,8 @@ def _cured_here() -> bool | None:
         return None
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether JAX sees a GPU."""
     # During tracing it is unknown on which device the function will run, so any GPU counts.
     try:
         return bool(jax.devices("gpu"))
@@ -71,7 +72,7 @@ def _has_gpu() -> bool:
 
 def refuse_miscompiled_offload() -> None:
     """Raise UnsupportedError for offload in a loop, if a GPU is here and this JAX would silently compute wrong gradients."""
-    if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _has_gpu() and _miscompiles_scanned_offload_here():
+    if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and has_gpu() and _miscompiles_scanned_offload_here():
         raise UnsupportedError(
             f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiled backward pass reads another layer's "
             f"residuals, so gradients are silently wrong (openxla/xla#46231). Use {SCANNED_OFFLOAD_REMEDY} (XLA reads these "

@@ -37,7 +37,7 @@ from jax.extend.core import ClosedJaxpr
 from remat_jax import compat
 from remat_jax.core.naming import Named, name_linearised
 from remat_jax.core.once import transposed_once
-from remat_jax.core.origins import is_on_host, origin
+from remat_jax.core.origins import Origin, is_on_host, origin
 from remat_jax.core.repeated import Linearise, NamedBlock, name_block
 from remat_jax.core.rewrite import established
 from remat_jax.core.stack_rows import read_row
@@ -108,6 +108,17 @@ class BlockUnderPolicy:
             return True
         residuals = jaxpr.outvars if jaxpr is not None else ()
         return any(not hasattr(atom, "val") and is_on_host(atom) for atom in residuals)
+
+    def residuals(self) -> list[Origin] | None:
+        """The arrays that pass to the backward pass when the block is differentiated along every input, except inputs on the
+        device and constants; None if the block has no reverse-mode derivative."""
+        try:
+            jaxpr = self._forward(range(len(self.jaxpr.in_avals)))
+        except Exception:  # a block without a reverse-mode derivative can still run forward
+            return None
+        atoms = [atom for atom in jaxpr.outvars if not hasattr(atom, "val")] if jaxpr is not None else []
+        sources = [(origin(jaxpr, atom), is_on_host(atom)) for atom in atoms]
+        return [source for source, on_host in sources if on_host or source.kind not in ("argument", "constant")]
 
     def kept(self, inputs: Sequence[int] | None = None) -> frozenset[str] | None:
         """The names of the residuals that the policy keeps when the block is differentiated along `inputs` (None: all inputs).

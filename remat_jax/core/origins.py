@@ -92,6 +92,12 @@ def origin(jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range |
     return Origin(("literal", id(atom)), "constant", "literal")  # the jaxpr holds the literal, which has no hash
 
 
+def output_names(jaxpr: Jaxpr) -> frozenset[str]:
+    """All names of the outputs of the open `jaxpr`."""
+    sources = [origin(jaxpr, atom) for atom in jaxpr.outvars]
+    return frozenset(name for source in sources for name in (source.name, *source.aliases))
+
+
 # Open jaxpr → the result of `_makers`.
 _known_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 

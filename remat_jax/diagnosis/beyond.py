@@ -44,10 +44,11 @@ from remat_jax.memory.advice import (
     SCORES,
     STATE,
     Advice,
+    in_bfloat16,
     undonated_arguments,
 )
 from remat_jax.memory.compile.compiler import compile_programs, export_step
-from remat_jax.memory.softmax_products import is_softmax_of
+from remat_jax.memory.softmax_products import traced_products
 from remat_jax.mesh import under
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import in_chunks, offload_optimizer
@@ -67,25 +68,21 @@ def compiled_advice(
     """`report.advice` with compiled bytes, the largest reduction first.
 
     If a changed step cannot be compiled, its bytes stay estimates. Reductions below 2 % of the unchanged step's device memory
-    are left out, and so are micro-batches if the step cannot be traced with them.
+    are left out.
     """
     compiled = [_compiled(workload, policy, advice, report, target, timeout) for advice in report.advice]
-    worth = [advice for advice in compiled if advice is not None and advice.bytes >= LEAST * report.device_bytes]
+    worth = [advice for advice in compiled if advice.bytes >= LEAST * report.device_bytes]
     return tuple(sorted(worth, key=lambda advice: -advice.bytes))
 
 
-def _compiled(
-    workload: Workload, policy: Any, advice: Advice, report: MemoryReport, target: Target, timeout: float
-) -> Advice | None:
+def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryReport, target: Target, timeout: float) -> Advice:
     step = _changed_step(workload, policy, advice)
     if step is None:
         return advice
     try:
         program = export_step(advice.what, step, target)
-    except Exception:  # the loss may refuse another batch size or dtype, and some heads and attentions cannot be rewritten
-        if advice.what == MICRO:
-            return None
-        if advice.what in (DTYPE, HEAD, SCORES):
+    except Exception:  # some heads and attentions cannot be rewritten
+        if advice.what in (HEAD, SCORES):
             return advice
         raise
     try:
@@ -112,9 +109,7 @@ def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingSt
     if advice.what == STATE:
         changed.optimizer = offload_optimizer(workload.optimizer)
     elif advice.what == DTYPE:
-        changed.params = jax.tree.map(
-            lambda leaf: leaf.update(dtype=jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, workload.params
-        )
+        changed.params = in_bfloat16(workload.params)
     elif advice.what == DONATION:
         changed.donate = True
     return changed.step(policy)
@@ -182,23 +177,18 @@ def _dependents(eqns: Sequence[Any], made: Sequence[Any]) -> list[Any]:
     return dependents
 
 
-def _has_exponential(eqns: Sequence[Any], product: Any, *, is_head: bool = False) -> bool:
-    inside = [inner for eqn in eqns for body in bodies(eqn) for inner in equations(body)]
-    exponentials = (eqn.outvars[0] for eqn in (*eqns, *inside) if eqn.primitive.name == "exp")
-    return any(is_softmax_of(exponential, product, is_head=is_head) for exponential in exponentials)
-
-
 # --- a head in chunks --------------------------------------------------------------------------------------------------
 
 
 def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """A `Change` that runs every output head of the loss in chunks. The first output of `jaxpr` must be the loss."""
     eqns, outputs = jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars
-    heads = list(_heads(eqns))
+    here = {id(eqn) for eqn in eqns}
+    heads = [each.eqn for each in traced_products(jaxpr) if each.is_head and id(each.eqn) in here]
     after = _dependents(eqns, [eqn.outvars[0] for eqn in heads])
     made = {atom for eqn in (*heads, *after) for atom in eqn.outvars}
     if not heads or outputs[0] not in made:
-        raise UnsupportedError("the loss does not read the logits of a head outside loops")
+        raise UnsupportedError("the loss does not read the logits of a head outside loops, or returns them")
     if any(atom.aval.size >= eqn.outvars[0].aval.size for atom in outputs for eqn in heads if atom in made):
         raise UnsupportedError("the loss returns an array as large as its logits")
     removed = {*heads, *after}
@@ -214,15 +204,8 @@ def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     varying = {*inputs, *(atom for eqn in _dependents(eqns, inputs) for atom in eqn.outvars)}
     terms = [value for atom, value in beside.items() if atom in varying and jnp.issubdtype(value.dtype, jnp.floating)]
     loss += sum(jnp.sum(value.astype(jnp.float32)) for value in terms)
-    whole = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
-    return [loss.astype(outputs[0].aval.dtype), *whole[1:]]
-
-
-def _heads(eqns: Sequence[Any]) -> Iterator[Any]:
-    for eqn in eqns:
-        if _is_product(eqn) and not _has_batch(eqn) and eqn.outvars[0].aval.size:
-            if _has_exponential(_dependents(eqns, eqn.outvars), eqn.outvars[0], is_head=True):
-                yield eqn
+    results = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
+    return [loss.astype(outputs[0].aval.dtype), *results[1:]]
 
 
 _VIEWS = ("convert_element_type", "transpose")
@@ -283,7 +266,7 @@ def attention_in_a_kernel(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _has_attention(jaxpr: Any) -> bool:
-    if any(True for _ in _attentions(jaxpr.jaxpr.eqns)):
+    if any(True for _ in _attentions(jaxpr)):
         return True
     marks = ((eqn, mark_of(eqn)) for eqn in jaxpr.jaxpr.eqns)
     inside = (body for eqn, mark in marks for body in ([_flat(mark.jaxpr)] if mark is not None else bodies(eqn)))
@@ -291,7 +274,7 @@ def _has_attention(jaxpr: Any) -> bool:
 
 
 def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    attentions = {attention[1]: attention for attention in _attentions(jaxpr.jaxpr.eqns)}
+    attentions = {attention[1]: attention for attention in _attentions(jaxpr)}
     env = values_of_inputs(jaxpr, args)
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
@@ -308,19 +291,13 @@ def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
 
 
-def _attentions(eqns: Sequence[Any]) -> Iterator[_Attention]:
-    for eqn in eqns:
-        if not _is_product(eqn) or not _has_batch(eqn):
-            continue
-        after = _dependents(eqns, eqn.outvars)
-        mixed = next(filter(_is_product, after), None)
-        if mixed is None or not _has_batch(mixed):
-            continue
-        between = after[: after.index(mixed)]
-        made = {atom for maker in (eqn, *between) for atom in maker.outvars}
-        reads = [atom in made for atom in mixed.invars]
-        if sum(reads) == 1 and _has_exponential(between, eqn.outvars[0]):
-            yield eqn, mixed, reads.index(False)
+def _attentions(jaxpr: Any) -> Iterator[_Attention]:
+    """Yield the attentions whose two matmuls are equations of the closed `jaxpr` itself."""
+    here = {id(eqn) for eqn in jaxpr.jaxpr.eqns}
+    for product in traced_products(jaxpr):
+        mixed, place = product.mixed[0] if product.is_attention and len(product.mixed) == 1 else (None, 0)
+        if id(product.eqn) in here and id(mixed) in here and _has_batch(mixed):
+            yield product.eqn, mixed, place
 
 
 def _kernel(scores: Any, mixed: Any, place: int, env: dict[Any, Any]) -> Any:

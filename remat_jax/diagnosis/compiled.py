@@ -16,6 +16,7 @@ from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport
 from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.hlo.copies import Overlap
+from remat_jax.memory.measure import measure, without_effect
 from remat_jax.report.tables import format_bytes, format_seconds
 
 # Both passes of the code after the last block take about this many times as long as that code's forward pass.
@@ -89,6 +90,7 @@ _SCHEDULER_FLAG = re.compile(_SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
 def compiled_traps(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
     """The traps that show in the step compiled for the GPU `target`."""
     yield from offload_came_to_nothing(observed, report)
+    yield from frees_nothing(observed, report, target, timeout)
     yield from pinned_pool(observed, report.host_bytes_per_host)
     yield from host_memory(report)
     yield from last_block_offloaded(observed, target)
@@ -128,6 +130,21 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
             f"JAX {report.jax_version} miscompiles offload inside a scan: the backward pass reads another layer's residuals, "
             "and gradients on a GPU are silently wrong (openxla/xla#46231)",
             f"Use {compat.SCANNED_OFFLOAD_REMEDY}",
+        )
+
+
+def frees_nothing(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
+    """A policy under which the compiled step needs as much device memory as without checkpoints."""
+    if observed.policies is None or report.receipt is not None or report.replaced_checkpoints:
+        return
+    problem = without_effect(report, measure(observed.workload, "off", target, timeout))
+    if problem is not None:
+        yield Finding(
+            "frees_nothing",
+            observed.workload.name,
+            "",
+            problem,
+            'Use policy "off", which recomputes nothing, or look at report.live_table() for what occupies the memory',
         )
 
 

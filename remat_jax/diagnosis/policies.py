@@ -9,10 +9,11 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply.audit import closest
+from remat_jax.apply.audit_jax import NAME_THE_INPUT
 from remat_jax.core.flow import CALLS, flagged
 from remat_jax.core.marks import name_of
 from remat_jax.core.matmuls import MATMULS
-from remat_jax.core.origins import origin
+from remat_jax.core.origins import output_names
 from remat_jax.core.walk import bodies, equations, given_names, variables
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Kept, Observed, Region, is_view
@@ -85,7 +86,7 @@ def named_for_offload(observed: Observed) -> Iterator[Finding]:
     """Offloaded names whose arrays the backward pass does not read, so that nothing is moved."""
     for region in observed.regions:
         unmoved = _offloaded_by_name(region) - {kept.name for kept in region.offloaded}
-        outputs = _outputs(region) if unmoved else set()
+        outputs = output_names(region.block.jaxpr.jaxpr) if unmoved else frozenset()
         for name in sorted(unmoved):
             if name in outputs:
                 yield _named_output(region, name)
@@ -108,8 +109,7 @@ def _named_output(region: Region, name: str) -> Finding:
         "named_output",
         f"{name!r} is offloaded, but it is the output of {block}: the next {reader} reads it as its input, which stays "
         f"on the device (up to {input_bytes} bytes each time)",
-        "Name the input of the block instead of its output (jax#23869): the selector @inputs, the policy offload_inputs, or "
-        "checkpoint_name on the first line",
+        NAME_THE_INPUT,
     )
 
 
@@ -149,12 +149,6 @@ def _offloaded_by_name(region: Region) -> set[str]:
     if region.policy is None or region.policy is jax.checkpoint_policies.nothing_saveable:
         return set()
     return names & set(compat.offloaded_by(region.policy, region.block.jaxpr))
-
-
-def _outputs(region: Region) -> set[str]:
-    jaxpr = region.block.jaxpr.jaxpr
-    sources = [origin(jaxpr, atom) for atom in jaxpr.outvars]
-    return {name for source in sources for name in (source.name, *source.aliases)}
 
 
 def _distinct_policies(observed: Observed) -> list[Policy]:

@@ -98,10 +98,9 @@ class _Adviser:
     def all(self) -> Iterator[Advice]:
         """Yield all advice that applies to the step, including changes that free little."""
         chunked = f"rj.in_chunks(head_loss, {CHUNKS}, axis=…), a head and its loss in {CHUNKS} chunks"
-        kernel = 'jax.nn.dot_product_attention(q, k, v, implementation="cudnn"), or another kernel that never stores the scores'
         heads, scores = ([each for each in self.products if each.is_head is is_head] for is_head in (True, False))
         yield from self._products(HEAD, "logits", heads, 1 / CHUNKS, chunked)
-        yield from self._products(SCORES, "attention scores", scores, 0, kernel)
+        yield from self._products(SCORES, "attention scores", scores, 0, _kernel_for(scores))
         yield from self._state()
         yield from self._micro_batches()
         yield from self._donation()
@@ -132,8 +131,16 @@ class _Adviser:
             return False
         return any(
             (self._is_part(buffer, product.elements) or self._is_part(buffer, product.read))
-            and (product.is_head or is_unnamed or _is_inside(buffer.module, product.path))
+            and (
+                self._has_classes(buffer, product) if product.is_head else is_unnamed or _is_inside(buffer.module, product.path)
+            )
             for product in products
+        )
+
+    def _has_classes(self, buffer: LiveBuffer, product: SoftmaxProduct) -> bool:
+        """Whether a dimension of a buffer may be one device's part of the classes of a head."""
+        return any(
+            dim and product.classes % dim == 0 and self.devices % (product.classes // dim) == 0 for dim in _dims(buffer.shape)
         )
 
     def _is_unnamed(self, buffer: LiveBuffer) -> bool:
@@ -163,7 +170,7 @@ class _Adviser:
         yield Advice(STATE, saved, "rj.offload_optimizer(optimizer)", why)
 
     def _micro_batches(self) -> Iterator[Advice]:
-        if not micro_batches_divide(self.workload, self.step.local_arguments):
+        if not micro_batches_divide(self.workload, self.step.local_arguments) or not _takes_micro_batches(self.workload):
             return
         saved = self._saved(lambda buffer: 1 / MICRO_BATCHES if self._is_activation(buffer) else 1)
         trained = jax.tree.leaves(self.arguments.get("parameters", ()))
@@ -198,22 +205,28 @@ class _Adviser:
         yield Advice(DONATION, min(twice, self.sizes.device - left), how, why)
 
     def _dtype(self) -> Iterator[Advice]:
-        wide = [leaf for leaf in jax.tree.leaves(self.parameters) if leaf.dtype == jnp.float32]
-        if not wide:
+        wide, trained = (
+            [leaf for leaf in jax.tree.leaves(trees) if leaf.dtype == jnp.float32]
+            for trees in (self.parameters, self.arguments.get("parameters", ()))
+        )
+        if not wide or not _takes(self.workload, in_bfloat16(self.workload.params), self.workload.batch):
             return
-        elements = {math.prod(leaf.shape) for leaf in wide}
+        elements, of_trained = ({math.prod(leaf.shape) for leaf in leaves} for leaves in (wide, trained))
         state = self._state_follows()
 
         def share(buffer: LiveBuffer) -> float:
             if not buffer.shape.startswith("f32") or _elements(buffer.shape) not in elements:
                 return 1.0
             is_narrowed = "parameters" in buffer.module or (state and buffer.module == "optimizer state")
-            is_gradient = buffer.phase in ("backward", "other", RESULT)
+            is_gradient = buffer.phase in ("backward", "other", RESULT) and _elements(buffer.shape) in of_trained
             return 0.5 if is_gradient or (buffer.phase == "argument" and is_narrowed) else 1.0
 
         how = "params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params); bfloat16 rounds small updates away"
-        parts = ["parameters", "gradients", *(["optimizer's state"] if state else [])]
-        why = f"{format_bytes(device_bytes(wide))} of parameters are float32, and so are {' and '.join(parts[1:])}"
+        parts = " and ".join(["the gradients", *(["the optimizer's state"] if state else [])])
+        whose = "" if len(trained) == len(wide) else f" of the {format_bytes(device_bytes(trained))} that are trained"
+        why = f"{format_bytes(device_bytes(wide))} of parameters are float32" + (
+            f", and so are {parts}{whose}" if trained else ""
+        )
         yield Advice(DTYPE, self._saved(share), how, why)
 
     def _state_follows(self) -> bool:
@@ -222,6 +235,37 @@ class _Adviser:
         trained = self.step.arguments[0]
         narrow = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), trained)
         return device_bytes(result_structs(self.workload.optimizer.init, narrow)) < device_bytes(self.step.arguments[1])
+
+
+def _kernel_for(scores: list[SoftmaxProduct]) -> str:
+    """The code for attention that never stores `scores`. cuDNN takes only some dtypes and sizes."""
+    cudnn = 'jax.nn.dot_product_attention(q, k, v, implementation="cudnn")'
+    if all(product.suits_cudnn for product in scores):
+        return f"{cudnn}, or another kernel that never stores the scores"
+    return (
+        "an attention kernel that never stores the scores, such as jax.experimental.pallas.ops.gpu.attention.mha; cuDNN's "
+        "takes only bfloat16 and float16, and at most 128 features of a head, a multiple of 8"
+    )
+
+
+def in_bfloat16(params: Any) -> Any:
+    """The structs `params` with bfloat16 in place of float32."""
+    return jax.tree.map(lambda leaf: leaf.update(dtype=jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, params)
+
+
+def _takes(workload: Workload, params: Any, batch: tuple[Any, ...]) -> bool:
+    """Whether the loss can be traced with arguments of these shapes and dtypes."""
+    try:
+        jax.eval_shape(workload.loss, params, *batch)
+    except Exception:  # whatever the user's loss raises
+        return False
+    return True
+
+
+def _takes_micro_batches(workload: Workload) -> bool:
+    """Whether the loss takes a batch with fewer rows."""
+    parts = jax.tree.map(lambda leaf: leaf.update(shape=(leaf.shape[0] // MICRO_BATCHES, *leaf.shape[1:])), workload.batch)
+    return _takes(workload, workload.params, parts)
 
 
 def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:
@@ -257,6 +301,12 @@ def _signature(tree: Any) -> Any:
 
 def _is_inside(module: str, path: str) -> bool:
     return not path or module == path or module.startswith(f"{path}/")
+
+
+def _dims(shape: str) -> tuple[int, ...]:
+    """The dimensions of a buffer whose shape XLA writes as `shape`; empty for a tuple."""
+    arrays = arrays_of(shape)
+    return tuple(arrays[0].dims) if arrays and not shape.startswith("(") else ()
 
 
 def _elements(shape: str) -> int:

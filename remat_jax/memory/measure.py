@@ -22,6 +22,7 @@ from remat_jax.memory.compile.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy, is_off
+from remat_jax.report.tables import format_bytes
 from remat_jax.warning import silenced, warn
 from remat_jax.workload import TrainingStep, Workload
 
@@ -96,7 +97,41 @@ def measure_many(
     if new:
         reports = _measured(workload, new, described, timeout, on_done, limit)
         cached.update(zip(((policy, settings) for policy in new), reports, strict=True))
-    return [cached[policy, settings] for policy in checked]
+    without = cached.get((_checked("off"), settings))
+    return [_with_effect(cached[policy, settings], None if is_off(policy) else without) for policy in checked]
+
+
+def _with_effect(report: MemoryReport, without: MemoryReport | None) -> MemoryReport:
+    text = without_effect(report, without)
+    return report if text is None else replace(report, effect_warning=text)
+
+
+# A policy has an effect if it frees at least this share of the residuals that it drops.
+_EFFECT = 0.05
+
+
+def without_effect(report: MemoryReport, without: MemoryReport | None) -> str | None:
+    """A text if the policy of `report` frees nothing or almost nothing compared with `without`, the same step under `off`.
+
+    None for a policy that offloads, whose receipt has its own warnings, and for a model with checkpoints of its own.
+    """
+    if without is None or report.receipt is not None or report.replaced_checkpoints:
+        return None
+    freed = without.device_bytes - report.device_bytes
+    dropped = (without.residual_device_bytes or 0) - (report.residual_device_bytes or 0)
+    if freed > max(0, _EFFECT * dropped) or (dropped <= 0 and report.residual_device_bytes is not None):
+        return None
+    why = "the residuals that it drops are not in memory at the peak"
+    if report.target == "cpu":
+        why = "XLA for CPUs merges the recomputation of unrolled blocks with the forward pass; ask for a GPU target"
+    elif dropped < _EFFECT * without.device_bytes:
+        why = "parameters, optimizer's state and other arrays make up the peak"
+    little = "nothing" if freed <= 0 else f"only {format_bytes(freed)}"
+    return (
+        f"policy {report.policy} frees {little} here: the step needs {format_bytes(report.device_bytes)} with it and "
+        f"{format_bytes(without.device_bytes)} without checkpoints, although it drops {format_bytes(dropped)} of residuals: "
+        f"{why}"
+    )
 
 
 _reports: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref.WeakKeyDictionary()

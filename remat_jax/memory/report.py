@@ -64,6 +64,8 @@ class MemoryReport:
       collectives: the collectives of one step, by kind and phase; None for one device, and for the target `cpu`.
       host_warning: a warning if the hosts have too little memory; None if their memory suffices or is unknown.
       policy_warning: a warning if the model's own checkpoints overrule the policy; else None.
+      effect_warning: a warning if the policy frees nothing, or almost nothing, compared with `off`, where `off` has been
+        measured for the same target; None if the policy offloads.
       compiler_warning: a warning if a compilation on a GPU would differ, with the effect on the figures; else None.
       replaced_checkpoints: how many of the model's own checkpoints around blocks the policy replaced. A checkpoint in a scan
         counts once.
@@ -124,13 +126,18 @@ class MemoryReport:
     replaced_checkpoints: int = 0
     advice: tuple[Advice, ...] = ()
     no_time: str = ""
+    effect_warning: str | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """All warnings. A missing time on the CPU is not a warning, because no CPU step has a time."""
         offload = self.receipt.warnings if self.receipt else ()
         no_time = f"no step time: {self.no_time}" if self.no_time and self.target != "cpu" else ""
-        return tuple(filter(None, (self.policy_warning, *offload, self.host_warning, self.compiler_warning, no_time)))
+        return tuple(
+            filter(
+                None, (self.policy_warning, self.effect_warning, *offload, self.host_warning, self.compiler_warning, no_time)
+            )
+        )
 
     @property
     def host_bytes_per_host(self) -> int:

@@ -1,18 +1,32 @@
 """Finds the matmuls before a softmax in a traced step: they compute the logits of the output head, and attention scores.
 
-No model needs all logits or all scores at once. The matmuls are recognised by an exponential of the same size, not by names.
+No model needs all logits or all scores at once. The search follows the data: from a matmul, through operations on single
+elements and changes of layout, to an exponential, to its sum, and to the division or the logarithm that makes a softmax of it.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies
 from remat_jax.memory.hlo.live import module_path
+
+# What a value is with respect to a matmul: its result, the exponential of it, the sum of this exponential.
+_RESULT, _EXPONENTIAL, _SUM = "result", "exponential", "sum"
+_RANDOM = frozenset({"random_bits", "random_gamma", "random_unwrap", "rng_bit_generator", "rng_uniform", "threefry2x32"})
+_LOOPS = frozenset({"scan", "while"})
+# Primitives by which dropout changes an array.
+_MIXING = frozenset({"and", "div", "mul", "select_n"})
+_ROUTING = frozenset({"approx_top_k", "sort", "top_k"})
+# Primitives after which a value is no longer the same array of logits or scores.
+_OTHER_ARRAYS = frozenset({"argmax", "argmin", "conv_general_dilated", "cumsum", "cumlogsumexp", "dot_general"})
+_CUDNN_DTYPES = frozenset({"bfloat16", "float16"})
+_CUDNN_FEATURES = 128
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,8 @@ class SoftmaxProduct:
       path: the innermost module around both the matmul and the softmax; empty if unknown.
       source: the user's source line of the matmul.
       read: the number of elements that the softmax reads: all of them, or fewer if the loss leaves out the last token.
+      classes: the length of the dimension that the softmax sums over.
+      suits_cudnn: whether cuDNN's attention takes queries and keys of this dtype and size.
     """
 
     is_head: bool
@@ -33,6 +49,8 @@ class SoftmaxProduct:
     path: str
     source: str
     read: int
+    classes: int
+    suits_cudnn: bool
 
     @property
     def elements(self) -> int:
@@ -40,75 +58,174 @@ class SoftmaxProduct:
         return math.prod(self.shape)
 
 
-@dataclass
-class _Body:
-    """The matmuls and exponentials, each with its module path, of one loop's body or of all code outside loops."""
+@dataclass(eq=False)
+class TracedProduct:
+    """A matmul in a traced program, and what the program does with its result.
 
+    Attributes:
+      eqn: the equation, a `dot_general`.
+      path: the module path.
+      in_loop: whether it is in a loop.
+      exponentials: the size and the module path of each exponential of the result.
+      summed: the length of the dimension over which an exponential of the result is summed.
+      classes: the same, if the sum makes a softmax; 0 if there is no softmax.
+      mixed: the matmuls that multiply the softmax by other values, each with the position of these values.
+      other_uses: whether the softmax is changed before it is mixed (dropout), selects values (routing), or is returned.
+    """
+
+    eqn: Any
+    path: str
     in_loop: bool
-    products: list[tuple[Any, str]] = field(default_factory=list)
-    exponentials: list[tuple[Any, str]] = field(default_factory=list)
+    exponentials: list[tuple[int, str]] = field(default_factory=list)
+    summed: int = 0
+    classes: int = 0
+    mixed: list[tuple[Any, int]] = field(default_factory=list)
+    other_uses: bool = False
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the matmul has batch dimensions."""
+        return bool(self.eqn.params["dimension_numbers"][1][0])
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the matmul computes the logits of an output head."""
+        return bool(self.classes) and not (self.is_batched or self.in_loop or self.mixed or self.other_uses)
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether the matmul computes attention scores whose softmax is read only to mix values."""
+        return bool(self.classes) and self.is_batched and bool(self.mixed) and not self.other_uses
+
+    def summary(self) -> SoftmaxProduct:
+        """The matmul as plain data."""
+        paths = [each.split("/") for each in (self.path, *(module for _, module in self.exponentials))]
+        shared, read = "/".join(os.path.commonprefix(paths)), max(size for size, _ in self.exponentials)
+        features = math.prod(self.eqn.invars[0].aval.shape[dim] for dim in self.eqn.params["dimension_numbers"][0][0])
+        dtypes = {str(atom.aval.dtype) for atom in self.eqn.invars}
+        suits_cudnn = len(dtypes) == 1 and dtypes <= _CUDNN_DTYPES and features <= _CUDNN_FEATURES and features % 8 == 0
+        source, shape = compat.source_line(self.eqn), tuple(self.eqn.outvars[0].aval.shape)
+        return SoftmaxProduct(self.is_head, shape, shared, source, read, self.classes, suits_cudnn)
 
 
 def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
-    """Every matmul in the closed `jaxpr`, at any depth, whose result a softmax reads. Equal `SoftmaxProduct`s count once."""
-    products: dict[SoftmaxProduct, None] = {}
-    for body in _bodies(jaxpr):
-        read = {_size(atom) for eqn, _ in body.products if _has_batch(eqn) for atom in eqn.invars}
-        for eqn, path in body.products:
-            result = eqn.outvars[0]
-            is_head = not _has_batch(eqn)
-            # An output head is outside loops. Scores are an operand of another batched matmul, which multiplies them by values.
-            is_candidate = not body.in_loop if is_head else _size(result) in read
-            readers = [(atom, module) for atom, module in body.exponentials if is_softmax_of(atom, result, is_head=is_head)]
-            if is_candidate and readers:
-                paths = [each.split("/") for each in (path, *(module for _, module in readers))]
-                shared, most = "/".join(os.path.commonprefix(paths)), max(_size(atom) for atom, _ in readers)
-                products[SoftmaxProduct(is_head, tuple(result.aval.shape), shared, compat.source_line(eqn), most)] = None
-    return tuple(products)
+    """Every output head and attention in the closed `jaxpr`, at any depth. Equal `SoftmaxProduct`s count once."""
+    return tuple(dict.fromkeys(each.summary() for each in traced_products(jaxpr) if each.is_head or each.is_attention))
 
 
-def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) -> list[_Body]:
-    """A `_Body` for each loop in `jaxpr`, then one for all equations outside loops."""
-    loops: list[_Body] = []
-    body = _Body(in_loop)
+def traced_products(jaxpr: Any) -> list[TracedProduct]:
+    """Every matmul in the closed `jaxpr`, at any depth."""
+    flow = _Flow()
+    for atoms in flow.follow(jaxpr, [_NOTHING] * len(jaxpr.in_avals), (), in_loop=False):
+        for _, product in atoms.roles:
+            product.other_uses = True
+    return flow.products
 
-    def collect(jaxpr: Any, path: tuple[str, ...]) -> None:
+
+@dataclass(frozen=True)
+class _Value:
+    """What is known about a value: its roles with respect to matmuls, and whether it has random numbers and no other data."""
+
+    roles: frozenset[tuple[str, TracedProduct]] = frozenset()
+    is_random: bool = False
+    is_fixed: bool = False
+
+
+_NOTHING, _FIXED = _Value(), _Value(is_fixed=True)
+
+
+class _Flow:
+    """Follows the results of matmuls through a jaxpr."""
+
+    def __init__(self) -> None:
+        self.products: list[TracedProduct] = []
+
+    def follow(self, jaxpr: Any, inputs: Sequence[_Value], path: tuple[str, ...], *, in_loop: bool) -> list[_Value]:
+        """The outputs of the closed `jaxpr`, called with `inputs` in the module `path`."""
+        values = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.jaxpr.eqns:
-            name, here = eqn.primitive.name, path + compat.scopes(eqn)
-            module = module_path("/".join([*here, name]))[0]
-            if name == "dot_general":
-                body.products.append((eqn, module))
-            elif name == "exp":
-                body.exponentials.append((eqn.outvars[0], module))
-            for inner in bodies(eqn):
-                if name in ("scan", "while"):
-                    loops.extend(_bodies(inner, here, in_loop=True))
-                else:
-                    collect(inner, here)
+            operands = [_value(values, atom) for atom in eqn.invars]
+            values.update(zip(eqn.outvars, self._outputs(eqn, operands, path, in_loop), strict=True))
+        return [_value(values, atom) for atom in jaxpr.jaxpr.outvars]
 
-    collect(jaxpr, path)
-    return [*loops, body]
+    def _outputs(self, eqn: Any, operands: list[_Value], path: tuple[str, ...], in_loop: bool) -> list[_Value]:
+        name, here = eqn.primitive.name, path + compat.scopes(eqn)
+        inside = [] if name == "pallas_call" else bodies(eqn)
+        if inside:
+            return self._call(eqn, inside, operands, here, in_loop)
+        module = module_path("/".join([*here, name]))[0]
+        if name == "dot_general":
+            self._mix(eqn, operands)
+            self.products.append(TracedProduct(eqn, module, in_loop))
+            return [_Value(frozenset({(_RESULT, self.products[-1])}))]
+        is_fixed = all(value.is_fixed for value in operands) and name not in _RANDOM
+        is_random = name in _RANDOM or (not is_fixed and all(value.is_random or value.is_fixed for value in operands))
+        roles = frozenset(_roles(eqn, name, operands, module))
+        kept = [frozenset(role for role in roles if _fits(role, atom)) for atom in eqn.outvars]
+        return [_Value(each, is_random, is_fixed) for each in kept]
+
+    def _call(self, eqn: Any, inside: list[Any], operands: list[_Value], path: tuple[str, ...], in_loop: bool) -> list[_Value]:
+        name, outputs = eqn.primitive.name, [_NOTHING] * len(eqn.outvars)
+        for body in inside:
+            size = len(body.in_avals)
+            # The first operand of a `cond` is no argument of its branches.
+            is_called = name != "while" and size <= len(operands)
+            given = operands[len(operands) - size :] if is_called else [_NOTHING] * size
+            results = self.follow(body, given, path, in_loop=in_loop or name in _LOOPS)
+            if len(results) == len(outputs):
+                outputs = [_joined(pair) for pair in zip(outputs, results, strict=True)]
+        return outputs
+
+    def _mix(self, eqn: Any, operands: Sequence[_Value]) -> None:
+        """Record that a matmul multiplies a softmax by values. A matmul of the backward pass does not count."""
+        (contracted, batch), backward = eqn.params["dimension_numbers"], "transpose(" in str(eqn.source_info.name_stack)
+        for place, other in ((0, 1), (1, 0)):
+            rest = eqn.invars[other].aval.ndim - len(contracted[other]) - len(batch[other])
+            for role, product in () if backward or not rest else operands[place].roles:
+                if role == _EXPONENTIAL:
+                    product.mixed.append((eqn, other))
 
 
-def is_softmax_of(exponential: Any, product: Any, *, is_head: bool) -> bool:
-    """Whether an exponential may belong to a softmax of `product`, the result of a matmul. Compares their shapes.
+def _roles(eqn: Any, name: str, operands: Sequence[_Value], module: str) -> Iterator[tuple[str, TracedProduct]]:
+    """Yield the roles of the results of an equation without a body. Note in each matmul what the equation does with it."""
+    meets_random = name in _MIXING and any(value.is_random for value in operands)
+    reduces = name.startswith("reduce") and name != "reduce_precision"
+    for place, value in enumerate(operands):
+        for role, product in value.roles:
+            if role == _SUM:
+                if name == "log" or (name == "div" and place == 1) or (name == "integer_pow" and eqn.params["y"] < 0):
+                    product.classes = product.summed
+                elif not reduces:
+                    yield role, product
+                continue
+            product.other_uses |= name in _ROUTING or meets_random
+            if name in ("exp", "exp2") and role == _RESULT:
+                product.exponentials.append((_size(eqn.outvars[0]), module))
+                yield _EXPONENTIAL, product
+            elif name == "reduce_sum" and role == _EXPONENTIAL and len(eqn.params["axes"]) < eqn.invars[0].aval.ndim:
+                product.summed = math.prod(eqn.invars[0].aval.shape[axis] for axis in eqn.params["axes"])
+                yield _SUM, product
+            elif name not in _OTHER_ARRAYS and not reduces:
+                yield role, product
 
-    For attention only the numbers of elements must be equal, because scores may be reshaped before the softmax. For an output
-    head the last dimensions must be equal too, or the shapes must be permutations of each other (transposed logits). Otherwise
-    a feed-forward matmul with as many elements as the scores would count as a head. If a head's last dimension is equal, the
-    exponential may have as few as half the elements, because a loss may leave out the last token.
-    """
-    shapes = exponential.aval.shape, product.aval.shape
-    size, whole = map(math.prod, shapes)
-    same_last = bool(all(shapes)) and shapes[0][-1] == shapes[1][-1]
-    if not is_head or size == whole:
-        return size == whole and (not is_head or same_last or sorted(shapes[0]) == sorted(shapes[1]))
-    return bool(same_last and size < whole <= 2 * size)
+
+def _fits(role: tuple[str, TracedProduct], atom: Any) -> bool:
+    """Whether an array may be the result of the matmul, or its exponential: it has between half and all of its elements."""
+    whole = _size(role[1].eqn.outvars[0])
+    return role[0] == _SUM or whole <= 2 * _size(atom) <= 2 * whole
 
 
-def _has_batch(eqn: Any) -> bool:
-    return bool(eqn.params["dimension_numbers"][1][0])
+def _value(values: Mapping[Any, _Value], atom: Any) -> _Value:
+    if hasattr(atom, "val"):
+        return _FIXED
+    value = values.get(atom, _NOTHING)
+    # A single number, such as a dropout rate, does not decide whether an array is random.
+    return replace(value, is_fixed=True) if _size(atom) == 1 and not value.is_random else value
+
+
+def _joined(values: Sequence[_Value]) -> _Value:
+    return _Value(frozenset(role for value in values for role in value.roles), any(value.is_random for value in values))
 
 
 def _size(atom: Any) -> int:
-    return math.prod(atom.aval.shape)
+    return math.prod(getattr(atom.aval, "shape", ()))

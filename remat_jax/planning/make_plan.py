@@ -186,22 +186,22 @@ class _Planner:
         elif stack.link is None:
             no_offload = f"the target {self.target.name} has no link to host memory"
         else:
-            return self._without_miscompiled_offload(described)
+            return self._without_refused_offload(described)
         return replace(described, stack=replace(stack, link=None)), no_offload
 
-    def _without_miscompiled_offload(self, described: Described) -> tuple[Described, str]:
-        stack, scanned = described.stack, [kind.scanned for kind in described.kinds]
-        if not any(scanned) or not compat.miscompiles_scanned_offload():
+    def _without_refused_offload(self, described: Described) -> tuple[Described, str]:
+        """`described` without offload in scans that XLA cannot compile or miscompiles; a reason if nothing can be offloaded."""
+        stack, no_offload, remedy = described.stack, "XLA cannot compile offload in a scan inside another scan", ""
+        refused = [kind.program.call.nested for kind in described.kinds]
+        if compat.miscompiles_scanned_offload():
+            refused = [kind.scanned for kind in described.kinds]
+            no_offload = f"JAX {jax.__version__} miscompiles offload inside scan"
+            remedy = f" (openxla/xla#46231), so scanned layers offload nothing here; use {compat.SCANNED_OFFLOAD_REMEDY}"
+        if not any(refused):
             return described, ""
-        no_offload = f"JAX {jax.__version__} miscompiles offload inside scan"
-        self.notes.append(
-            f"{no_offload} for GPUs (openxla/xla#46231), so scanned layers offload nothing here; use "
-            f"{compat.SCANNED_OFFLOAD_REMEDY}"
-        )
-        blocks = tuple(
-            block.without_offload() if inside else block for block, inside in zip(stack.blocks, scanned, strict=True)
-        )
-        link = None if all(scanned) else stack.link
+        self.notes.append(f"{no_offload} for GPUs{remedy or ' (maxtext#4990)'}")
+        blocks = tuple(block.without_offload() if no else block for block, no in zip(stack.blocks, refused, strict=True))
+        link = None if all(refused) else stack.link
         return replace(described, stack=replace(stack, blocks=blocks, link=link)), no_offload
 
     def _named(self, no_offload: str) -> tuple[list[StepCandidate], list[Point]]:

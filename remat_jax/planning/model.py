@@ -21,7 +21,7 @@ from remat_jax.apply.nnx_state import is_node
 from remat_jax.core.marks import CHECKPOINTS, Block
 from remat_jax.core.rewrite import count_regions
 from remat_jax.core.walk import of_arrays
-from remat_jax.errors import PlanningError, UnsupportedError
+from remat_jax.errors import PlanningError, UnsupportedError, inside_a_step
 from remat_jax.warning import warn
 from remat_jax.workload import Workload
 
@@ -103,7 +103,8 @@ class Model:
         missing = next((leaf for leaf in self.batch if there[leaf[1:]] < 0), None)
         if missing is not None:
             instead = [leaf for leaf in types if there[leaf[1:]] > 0]
-            raise PlanningError(f"{plan_name} was {_planned_for(missing, instead, fn)}. {_REMEDY}")
+            closure = f". {_OF_A_CLOSURE}" if not instead else ""
+            raise PlanningError(f"{plan_name} was {_planned_for(missing, instead, fn)}. {_REMEDY}{closure}")
         mesh = _axes(jax.sharding.get_abstract_mesh()) or _axes_of_arrays((args, kwargs))
         if self.mesh is not None and mesh and mesh != self.mesh:
             planned, called = (", ".join(f"{axis}={size}" for axis, size in axes) or "one device" for axes in (self.mesh, mesh))
@@ -133,6 +134,12 @@ class Model:
 _REMEDY = (
     "Plan again for this call, call the plain function (evaluation needs no plan), or use plan.apply(loss, strict=False), "
     "whose memory is unknown"
+)
+
+
+_OF_A_CLOSURE = (
+    "A loss inside a train step, which closes over the batch, is never called with it; with the planned batch it needs the "
+    f"planned memory:\n{inside_a_step('plan.apply(loss_fn, strict=False)')}"
 )
 
 

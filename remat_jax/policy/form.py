@@ -146,6 +146,17 @@ class Policy:
         kept = (rule.selectors for rule in self.rules if rule.action is not Action.RECOMPUTE)
         return tuple(filter(is_automatic_glob, itertools.chain.from_iterable(kept)))
 
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """The selectors of rules that save or offload, if all of them are plain names; else empty.
+
+        >>> Policy.parse("save: attention_out, mlp_out").kept_names, Policy.parse("save: attention_out, @dots").kept_names
+        (('attention_out', 'mlp_out'), ())
+        """
+        kept = [selector for rule in self.rules if rule.action is not Action.RECOMPUTE for selector in rule.selectors]
+        plain = all(not selector.startswith("@") and not is_automatic_glob(selector) for selector in kept)
+        return tuple(kept) if plain and not any(map(is_catch_all, kept)) else ()
+
     def action(self, candidate: Candidate) -> Action:
         """The action of the first rule that matches ``candidate``, else the default."""
         return next((rule.action for rule in self.rules if rule.matches(candidate)), self.default)

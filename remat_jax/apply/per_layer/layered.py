@@ -66,6 +66,7 @@ class _Surroundings:
       idle: whether the equation is in a loop without iterations, or in a part of a linear solver that JAX does not
         differentiate. The blocks there do not count as layers.
       groups: the groups of layers that contain the equation.
+      scans: how many scans are around the equation.
     """
 
     looped: bool = False
@@ -74,6 +75,7 @@ class _Surroundings:
     spans: Spans = field(default_factory=dict)
     idle: bool = False
     groups: Groups = frozenset()
+    scans: int = 0
 
     def inside(self, *, looped: bool = False) -> _Surroundings:
         """The surroundings in the body of an equation, without `rows`: the body has other values."""
@@ -182,7 +184,7 @@ class _Resolver:
         if alone:
             block = block_under_policy(body, FULL, mark.path, mark.inputs)
         with compat.layers_scope(span):
-            return bind_block(block, values, looped=around.looped or None, apart=around.apart, rows=rows)
+            return bind_block(block, values, looped=around.looped or None, apart=around.apart, rows=rows, scans=around.scans)
 
     def _scan(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
         cut = Cut(eqn, self.blocks, None if around.idle else at, around.groups)
@@ -192,13 +194,16 @@ class _Resolver:
                 def run_round(values: list[Any], segment: Segment, rows: ByIdentity[StackRow], spans: Spans) -> list[Any]:
                     apart = segment.is_loop or (around.apart and not segment.group)
                     groups = around.groups | segment.groups
-                    inside = _Surroundings(looped=True, apart=apart, rows=rows, spans=spans, groups=groups)
+                    inside = _Surroundings(
+                        looped=True, apart=apart, rows=rows, spans=spans, groups=groups, scans=around.scans + 1
+                    )
                     return self.run(cut.body, values, segment.at.copy(), inside)
 
                 return cut.run(inputs, around.spans, run_round, apart=around.apart)
         spans = cut.spans(cut.segments[0], around.spans) if cut.segments else {}
         apart = around.apart or any(segment.is_loop for segment in cut.segments)
-        inside = _Surroundings(looped=True, apart=apart, spans=spans, idle=not cut.segments, groups=around.groups)
+        idle, scans = not cut.segments, around.scans + 1
+        inside = _Surroundings(looped=True, apart=apart, spans=spans, idle=idle, groups=around.groups, scans=scans)
 
         def one_round(*args: Any) -> list[Any]:
             note_loop_inputs(eqn, args)

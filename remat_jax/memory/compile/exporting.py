@@ -15,6 +15,7 @@ import jax
 from jax import export
 
 from remat_jax import compat
+from remat_jax.core.nested_offload import refuse_nested_offload
 from remat_jax.cost.kernels import named_kernels
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
@@ -120,7 +121,10 @@ def _exported(
             with described():
                 exported = export.export(jitted, platforms=[platform], disabled_checks=checks)(*leaves)
             # Exporting has cached this trace.
-            return exported, tuple(sorted(named_kernels(jitted.trace(*leaves).jaxpr).items()))
+            jaxpr = jitted.trace(*leaves).jaxpr
+            if platform == "cuda":
+                refuse_nested_offload(jaxpr)
+            return exported, tuple(sorted(named_kernels(jaxpr).items()))
         except ValueError as error:
             if "mesh passed to shard_map" in str(error) and described is not contextlib.nullcontext:
                 raise UnsupportedError(
