@@ -81,7 +81,7 @@ class Decorated:
         return None if self.flag is None else FLAGS[self.flag % len(FLAGS)]
 
     def _layer(self, decorators: tuple[str, ...]) -> Any:
-        def __call__(self: Any, x: Any, *flags: Any) -> Any:  # noqa: N807 the name by which Flax knows the method
+        def __call__(self: Any, x: Any, *flags: Any) -> Any:
             y = jnp.tanh(nn.Dense(WIDTH, param_dtype=jnp.float64)(x))
             return y * 2 if flags and flags[0] else y
 
