@@ -275,7 +275,7 @@ def weights_out_of_a_scan() -> Outcome:
 def names_without_names() -> Outcome:
     loss, job = named_job("", "")
     params = jax.tree.map(lambda leaf: jnp.sin(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape), job.params)
-    products = next(row.name.rpartition("/")[2] for row in rj.residuals(job, "everything") if "dot_general" in row.name)
+    products = "Dense_0:dot_general#0"
     saved = rj.checkpoint_blocks(loss, {Named: f"save: *{products}"})
     runs = [matmuls(jax.value_and_grad(rj.checkpoint_blocks(loss, {Named: "full"})), params, BATCH)]
     runs.append(matmuls(jax.value_and_grad(saved), params, BATCH))

@@ -172,19 +172,22 @@ def transformed(loss: Callable[..., Any], name: str) -> Callable[..., Any]:  # n
         return everywhere(lambda *args: jax.value_and_grad(value, argnums=(0, 1))(*args))
     if name == "grad of shard_map":
         return jax.value_and_grad(everywhere(value), argnums=(0, 1))
-    if name == "grad of jvp":
-        return jax.grad(
-            lambda p, x, ids, keys: jax.jvp(lambda p, x: value(p, x, ids, keys), (p, x), directions(p, x))[1], argnums=(0, 1)
-        )
+    return _second_order(value, directions, name)
+
+
+def _second_order(value: Callable[..., Any], directions: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Forward over reverse (`hvp`), reverse over forward, or reverse over reverse."""
     gradient = jax.grad(value, argnums=(0, 1))
-    if name == "grad of grad":
+    if name == "hvp":
+        return lambda p, x, ids, keys: jax.jvp(lambda p, x: gradient(p, x, ids, keys), (p, x), directions(p, x))
 
-        def along(p: Any, x: Any, ids: Any, keys: Any) -> Any:
-            pairs = zip(*map(jax.tree.leaves, (gradient(p, x, ids, keys), directions(p, x))), strict=True)
-            return sum(jnp.sum(g * d).real for g, d in pairs)
+    def along(p: Any, x: Any, ids: Any, keys: Any) -> Any:
+        if name == "grad of jvp":
+            return jax.jvp(lambda p, x: value(p, x, ids, keys), (p, x), directions(p, x))[1]
+        pairs = zip(*map(jax.tree.leaves, (gradient(p, x, ids, keys), directions(p, x))), strict=True)
+        return sum(jnp.sum(slope * direction).real for slope, direction in pairs)
 
-        return jax.grad(along, argnums=(0, 1))
-    return lambda p, x, ids, keys: jax.jvp(lambda p, x: gradient(p, x, ids, keys), (p, x), directions(p, x))
+    return jax.grad(along, argnums=(0, 1))
 
 
 def everywhere(function: Callable[..., Any]) -> Callable[..., Any]:

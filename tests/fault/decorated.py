@@ -106,7 +106,9 @@ class Flagging(nn.Module):
 @st.composite
 def decorated(draw: st.DrawFn) -> Decorated:
     """Decorators, a flag where nothing traces it, a policy and a way to apply it."""
-    names = tuple(draw(st.lists(st.sampled_from(["remat", "jit", "vmap"]), max_size=3)))
+    names = tuple(
+        draw(st.lists(st.sampled_from(["remat", "jit", "vmap"]), max_size=3).filter(lambda names: names.count("vmap") < 2))
+    )
     flag = draw(st.one_of(st.none(), st.integers(0, 5))) if not names else None
     inside = True if names else draw(st.booleans())
     return Decorated(
