@@ -75,7 +75,11 @@ def test_the_plain_derivative_is_the_array_itself() -> None:
         np.testing.assert_array_equal(derivatives[dtype], NUMBERS[dtype], dtype)
 
 
-@pytest.mark.parametrize("policy", ["save: kept", "offload: kept", "everything", NAMED, EVERYTHING], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    ["save: kept", "offload: kept", "everything", NAMED, EVERYTHING],
+    ids=["save", "offload", "everything", "JAX's names", "JAX's everything"],
+)
 def test_a_kept_array_has_all_its_bits(policy: Any) -> None:
     assert_exact(rj.remat(block, policy))
 
