@@ -38,6 +38,9 @@ class Report:
 REPORTS: list[Report] = []
 """All reports, in the order of the modules that have them."""
 
+NOT_RUN = "not run: "
+"""Begins what is quoted from a report, where no program without remat_jax is run."""
+
 FAULT = "FAULT"
 """The verdict where remat_jax is wrong, or raises an error that is not its own."""
 

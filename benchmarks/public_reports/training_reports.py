@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
-from benchmarks.public_reports.report import Outcome, compared, counted, distance, message, mib, report, shown
+from benchmarks.public_reports.report import NOT_RUN, Outcome, compared, counted, distance, message, mib, report, shown
 from remat_jax.cost.count import matmuls
 
 W = jnp.cos(jnp.arange(16.0)).reshape(4, 4) / 2
@@ -52,7 +52,12 @@ def micro_batches_by_tokens() -> Outcome:
 def norm_of_accumulated_gradients() -> Outcome:
     norms = [float(jnp.linalg.norm(g)) for g in (jax.grad(whole)(W, BATCH, MASK), mean_of_means(W, BATCH, MASK))]
     ours = float(jnp.linalg.norm(accumulated(W, BATCH, MASK)))
-    return counted(f"norm {norms[1]:.4f}, whole batch {norms[0]:.4f}", f"{ours:.4f}", abs(ours - norms[0]) < 1e-5, cured=True)
+    return counted(
+        f"norm {norms[1]:.4f}, whole batch {norms[0]:.4f}",
+        f"{ours:.4f}",
+        abs(ours - norms[0]) < 1e-5,
+        cured=abs(norms[1] - norms[0]) > 1e-3,
+    )
 
 
 @report("google-deepmind/optax#1567", "accumulated gradients of bfloat16 weights differ from those of the whole batch")
@@ -105,7 +110,7 @@ def dtypes_of_accumulated_updates() -> Outcome:
     wanted = 0.5 * jax.grad(whole)(w.astype(jnp.float32), BATCH, MASK)
     plain = message(lambda: f"off by {distance(multi_steps(), wanted):.1%}")
     off = distance(ours(), wanted)
-    return counted(plain, f"off by {off:.1%}", off < 5e-3, cured="Error" in plain or off < float("0.05"))
+    return counted(plain, f"off by {off:.1%}", off < 5e-3, cured="Error" in plain)
 
 
 @report(
@@ -118,16 +123,18 @@ def dtype_of_the_sum() -> Outcome:
         for dtype in (None, jnp.float32, jnp.bfloat16)
     }
     text = ", ".join(f"{getattr(dtype, 'name', dtype)}" for dtype in found.values())
-    return shown("bfloat16, the dtype of the weights", f"`dtype=` None, float32, bfloat16 return {text}", len(found) == 3)
+    return shown(
+        NOT_RUN + "the dtype of the weights",
+        f"`dtype=` None, float32, bfloat16 return {text}",
+        [dtype.name for dtype in found.values()] == ["bfloat16", "float32", "bfloat16"],
+    )
 
 
 @report("Physical-Intelligence/openpi#286", "a model that fits with a small batch only: accumulation is asked for")
 def a_batch_that_fits() -> Outcome:
     gradients = [jax.grad(whole)(W, BATCH, MASK), accumulated(W, BATCH, MASK, 12)]
     off = distance(gradients[1], gradients[0])
-    return counted(
-        "not offered; `optax.MultiSteps` is suggested", f"12 micro-batches of one: off by {off:.0e}", off < 1e-5, cured=True
-    )
+    return shown(NOT_RUN + "`optax.MultiSteps` is suggested", f"12 micro-batches of one: off by {off:.0e}", off < 1e-5)
 
 
 def adam_step(tx: Any) -> Any:
@@ -165,7 +172,7 @@ def no_second_copy() -> Outcome:
     text = str(traced)
     out, back = text.count("Space.Host"), text.count("Space.Device")
     return shown(
-        "one `device_put` for every leaf, each step",
+        NOT_RUN + "a `device_put` for every leaf",
         f"4 leaves on the host: {out} copies out, {back} back",
         out <= 4 and back <= 4,
     )
@@ -200,7 +207,7 @@ def a_missing_name() -> Outcome:
     policy = jax.checkpoint_policies.save_only_these_names("qkv_proj")
     plain = message(lambda: f"{rj.residuals(job, policy).device_bytes} B")
     ours = message(lambda: rj.residuals(job, "save: qkv_proj"))
-    return shown(f"silent in JAX; here {plain}", ours, "Error" in plain and "Error" in ours)
+    return shown(f"a JAX policy object, here: {plain}", ours, "Error" in plain and "Error" in ours)
 
 
 @report("AI-Hypercomputer/maxtext#4288", "`full` resolves to `policy=None`, read as “no remat”: the default silently drops it")
@@ -212,7 +219,7 @@ def none_is_full() -> Outcome:
     }
     said = message(lambda: rj.checkpoint_blocks(loss, {Named: None}))
     return shown(
-        "a policy that is None has two meanings",
+        NOT_RUN + "None has two meanings",
         f"`off` runs {runs['off']} products, `full` {runs['full']}; None: {said}",
         runs["full"] > runs["off"] and "Error" in said,
     )
@@ -238,7 +245,7 @@ def nested_scans() -> Outcome:
     job = rj.Workload(loss, ws, (x,), layer)
     offloaded = message(lambda: f"{mib(rj.measure(job, 'offload_inputs', 'h100').host_bytes)} on the host")
     full = mib(rj.measure(job, "full", "h100").device_bytes)
-    return shown("XLA fails after minutes", f"H100: {offloaded}; `full`: {full}", "INTERNAL" not in offloaded)
+    return shown(NOT_RUN + "XLA fails to compile it", f"H100: {offloaded}; `full`: {full}", "INTERNAL" not in offloaded)
 
 
 @report(
@@ -280,9 +287,8 @@ def names_without_names() -> Outcome:
     runs = [matmuls(jax.value_and_grad(rj.checkpoint_blocks(loss, {Named: "full"})), params, BATCH)]
     runs.append(matmuls(jax.value_and_grad(saved), params, BATCH))
     off = distance(jax.grad(saved)(params, BATCH), jax.grad(loss)(params, BATCH))
-    return counted(
+    return shown(
         f"{runs[0]} products: `full` is all that works without names",
         f"{runs[1]} with `save: *{products}`",
         off < 1e-5 and runs[1] < runs[0],
-        cured=True,
     )
