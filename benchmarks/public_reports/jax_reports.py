@@ -202,9 +202,13 @@ def a_kernel_under_the_next_rematerialisation() -> Outcome:
     def runs(wrap: Any) -> Any:
         return primitives(jax.grad(lambda x: jnp.sin(wrap(lambda x: kernel(x) * 2)(x)).sum()), "exp", X)
 
-    with jax._src.config.remat3(True):
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    try:
         plain = message(lambda: runs(lambda f: jax.checkpoint(f, policy=keep)))
         ours = runs(lambda f: rj.remat(f, "save: kernel_out"))
+    finally:
+        jax.config.update("jax_remat3", before)
     return counted(f"with `jax_remat3`: {plain} runs", f"{ours} run", ours == 1, cured=plain != "1")
 
 

@@ -147,7 +147,7 @@ def cases(draw: st.DrawFn) -> Case:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def transformed(loss: Callable[..., Any], name: str) -> Callable[..., Any]:  # noqa: C901 - one branch for each way
+def transformed(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The loss and its derivative, or a part of it, with respect to parameters and input."""
 
     def value(params: Any, x: Any, ids: Any, keys: Any) -> Any:
