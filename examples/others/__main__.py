@@ -16,6 +16,7 @@ FILES = (
     "bonsai_vit",
     "transformers_gpt2",
     "gemma3",
+    "alphafold_evoformer",
     "equinox_decoder",
 )
 BEGIN = (
