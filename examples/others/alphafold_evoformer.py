@@ -18,8 +18,7 @@ Printed by commit c77e5d2 (22 April 2026) with JAX 0.10.2:
       found in 310 s, the first answer that fits after 310 s
       best named policy that fits: full, 11.8 GiB, estimated 940 ms
 
-Other work kept the two cores busy. One compilation took about two minutes, so the search ended at its timeout of 300 s with only
-a named policy compiled.
+Other work kept the two cores busy. One compilation took about two minutes, and the search ended at its timeout of 300 s.
 """
 
 from __future__ import annotations
