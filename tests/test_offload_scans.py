@@ -256,7 +256,9 @@ IN_THE_OUTER_SCAN = {"last": {inner_layer: "full", last_layer: "offload_inputs"}
 
 @pytest.mark.versions
 @pytest.mark.parametrize("name", [*NESTED, *IN_THE_OUTER_SCAN])
-def test_offload_in_a_scan_inside_a_scan_is_refused_for_gpus_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_in_a_scan_inside_a_scan_is_refused_for_gpus_only(
+    name: str, monkeypatch: pytest.MonkeyPatch, x64: None
+) -> None:
     """XLA for GPUs ends with an internal error; on a CPU the gradient is that of the plain function."""
     layers = {"up": jnp.ones((2, 3, 8, 16)) / 8, "down": jnp.ones((2, 3, 16, 8)) / 8}
     weights, x = (layers, jax.tree.map(lambda leaf: leaf[:, 0], layers)), jnp.ones((4, 8))
