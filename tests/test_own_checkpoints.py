@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
@@ -399,32 +398,3 @@ def test_a_plan_is_that_of_the_model_without_checkpoints_and_applies_to_the_loss
     assert counted[0] == 48 + 8 and 48 <= counted[1] < counted[0]
     for a, b in zip(*(jax.tree.leaves(jax.grad(f)(params, x)) for f in (loss, plan.apply(loss))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-@rj.block
-def perceptron(weights: Any, x: jax.Array) -> jax.Array:
-    return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
-
-
-def named(array: jax.Array) -> jax.Array:
-    return checkpoint_name(array, "parameters")
-
-
-@pytest.mark.parametrize(("prepare", "region"), [(named, lambda f: f), (lambda w: named(named(w).T), jax.checkpoint)])
-def test_parameters_that_are_named_or_viewed_before_the_block_are_not_kept_again(prepare: Any, region: Any) -> None:
-    """haliax names each layer's parameters inside its own checkpoint, which is wider than the block."""
-
-    def loss(weights: Any, x: jax.Array) -> jax.Array:
-        def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-            return perceptron(jax.tree.map(prepare, weights), checkpoint_name(x, "x")), None
-
-        return jnp.sum(jax.lax.scan(region(layer), x, weights)[0] ** 2)
-
-    up, down = jnp.ones((LAYERS, 8, 32)) / 9, jnp.linspace(0, 1, LAYERS * 256).reshape(LAYERS, 32, 8)
-    weights = {"up": up, "down": down} if prepare is named else {"up": up.mT, "down": down.mT}
-    x = jnp.linspace(0, 1, 16).reshape(2, 8)
-    kept = rj.residuals(rj.Workload(loss, weights, (x,), perceptron), "full").device_bytes
-    assert kept <= (LAYERS + 1) * x.nbytes, "the layers' inputs and the output"
-    for policy in ("full", "1 x full | 3 x dots"):
-        gradients = jax.grad(rj.checkpoint_blocks(loss, {perceptron: policy}))(weights, x)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), gradients, jax.grad(loss)(weights, x))

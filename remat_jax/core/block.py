@@ -102,23 +102,18 @@ class BlockUnderPolicy:
         An array that the policy offloads is not moved if the backward pass does not read it. For example, in tanh(x @ w) the
         backward pass does not read x @ w if the tanh is saved.
         """
-        try:
-            jaxpr = self._forward(self._along_all[0])
-        except Exception:  # a block without a reverse-mode derivative can still run forward
-            return True
-        residuals = jaxpr.outvars if jaxpr is not None else ()
-        return any(not hasattr(atom, "val") and is_on_host(atom) for atom in residuals)
+        between = self._between(self._along_all[0])
+        return between is None or any(on_host for _, on_host in between)
 
     def residuals(self) -> list[Origin] | None:
-        """The arrays that pass to the backward pass when the block is differentiated along every input, except inputs on the
-        device and constants; None if the block has no reverse-mode derivative."""
-        try:
-            jaxpr = self._forward(range(len(self.jaxpr.in_avals)))
-        except Exception:  # a block without a reverse-mode derivative can still run forward
+        """The arrays that pass to the backward pass when the block is differentiated along every input.
+
+        Inputs on the device and constants are left out. None if the block has no reverse-mode derivative.
+        """
+        between = self._between(self._along_all[0])
+        if between is None:
             return None
-        atoms = [atom for atom in jaxpr.outvars if not hasattr(atom, "val")] if jaxpr is not None else []
-        sources = [(origin(jaxpr, atom), is_on_host(atom)) for atom in atoms]
-        return [source for source, on_host in sources if on_host or source.kind not in ("argument", "constant")]
+        return [source for source, on_host in between if on_host or source.kind not in ("argument", "constant")]
 
     def kept(self, inputs: Sequence[int] | None = None) -> frozenset[str] | None:
         """The names of the residuals that the policy keeps when the block is differentiated along `inputs` (None: all inputs).
@@ -132,20 +127,23 @@ class BlockUnderPolicy:
         return self.names.kept(key, self.linearised, lambda: self._names_between(live))
 
     def _names_between(self, live: Sequence[int]) -> frozenset[str] | None:
+        between = self._between(live)
+        if between is None:
+            return None
+        return frozenset(name for source, _ in between for name in (source.name, *source.aliases))
+
+    def _between(self, inputs: Iterable[int]) -> list[tuple[Origin, bool]] | None:
+        """The residuals along `inputs`, each with whether it is on the host; None without a reverse-mode derivative."""
+        smooth = [index for index in inputs if is_smooth(self.jaxpr.in_avals[index])]
+        if not smooth:
+            return []
+        block = self.checkpointed(prevent_cse=False)
         try:
-            jaxpr = self._forward(live)
-            origins = [origin(jaxpr, atom) for atom in jaxpr.outvars] if jaxpr is not None else []
+            with compat.setting(_differentiated, None):
+                jaxpr = retrace(self.jaxpr, lambda *primals: linear_part(block, primals, smooth)).jaxpr
+            return [(origin(jaxpr, atom), not hasattr(atom, "val") and is_on_host(atom)) for atom in jaxpr.outvars]
         except Exception:  # a block without a reverse-mode derivative can still run forward
             return None
-        return frozenset(name for source in origins for name in (source.name, *source.aliases))
-
-    def _forward(self, inputs: Iterable[int]) -> Any:
-        """The open jaxpr from the block's inputs to its residuals along `inputs`; None if none of these inputs is smooth."""
-        smooth = [index for index in inputs if is_smooth(self.jaxpr.in_avals[index])]
-        block = self.checkpointed(prevent_cse=False)
-        with compat.setting(_differentiated, None):
-            linear = retrace(self.jaxpr, lambda *primals: linear_part(block, primals, smooth)) if smooth else None
-        return None if linear is None else linear.jaxpr
 
     def checkpointed(
         self, *, prevent_cse: bool, rows: Sequence[int] = (), once: bool = False, staying: Callable[[], Iterable[int]] = tuple
