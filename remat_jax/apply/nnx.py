@@ -19,7 +19,7 @@ from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, entered, intercepted, named_scopes
 from remat_jax.apply.methods import CALL, block_path, classes_and_methods, with_own_method
-from remat_jax.apply.nnx_state import Copies, Objects, as_pure_function, is_node, nodes_in
+from remat_jax.apply.nnx_state import NodeCopies, Objects, as_pure_function, is_node, nodes_in
 from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.identity import ByIdentity
@@ -109,7 +109,7 @@ def step_of_arrays(step: Call, args: tuple[Any, ...], structs: Call) -> tuple[Ca
         return step, structs(args)
     flat, treedef = jax.tree.flatten(args, is_leaf=is_node)
     objects = Objects([leaf for leaf in flat if is_node(leaf)])
-    nodes = iter(Copies(objects, structs(objects.leaves)).nodes)
+    nodes = iter(NodeCopies(objects, structs(objects.leaves)).nodes)
     abstract = jax.tree.unflatten(treedef, [next(nodes) if is_node(leaf) else structs(leaf) for leaf in flat])
     pure, state, *_ = as_pure_function(_in_paths(step), abstract, {})
     _warn_of_lost_writes(step, abstract)

@@ -2,7 +2,7 @@
 
     objects → leaves → copies → the call → changes → objects
 
-`Objects` are the caller's NNX objects. The call runs on `Copies` of them, whose leaves may be tracers. `Changes` describes
+`Objects` are the caller's NNX objects. The call runs on `NodeCopies` of them, whose leaves may be tracers. `Changes` describes
 what the call did to the copies: variables written, attributes set, deleted, swapped or aliased, and new objects. Written to the
 caller's objects, the changes leave them as the same call on the objects themselves would.
 
@@ -54,7 +54,7 @@ def as_pure_function(function: Call, args: tuple[Any, ...], kwargs: dict[str, An
     state, arguments = objects.leaves, [None if is_node(leaf) else leaf for leaf in flat]
 
     def pure(state: Any, *arguments: Any) -> Any:
-        copies = Copies(objects, state)
+        copies = NodeCopies(objects, state)
         positional, named = jax.tree.unflatten(treedef, filled(arguments, places, copies.nodes))
         return copies.changes(function(*positional, **named), jax.tree.leaves((state, arguments)))
 
@@ -78,8 +78,8 @@ class Objects:
         self.by_index = {index: node for node, index in references.items()}
 
 
-class Copies:
-    """Copies of `Objects` with other leaves.
+class NodeCopies:
+    """NodeCopies of `Objects` with other leaves.
 
     Attributes:
       nodes: the pytree of the objects, with the copies in it.

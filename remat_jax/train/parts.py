@@ -92,16 +92,15 @@ def accumulate_gradients(
             total, count, gradients = carry
             term, backward, (terms, aux) = jax.vjp(lambda params: summed(params, *micro_batch(index)), params, has_aux=True)
             # Like a mean, and unlike a sum, a scaled loss has gradients that float16 can represent. A power of two is exact.
-            scale = sums.power_of_two(sums.value(terms), term.dtype)
-            scaled = backward((1 / scale).astype(term.dtype))[0]
+            scale = sums.power_of_two(sums.value(terms), term.dtype) if is_narrow else None
+            scaled = backward(jnp.ones_like(term) if scale is None else (1 / scale).astype(term.dtype))[0]
             for each in terms:
                 count = sums.plus(count, each)
             total = sums.plus(total, term.astype(total[0].dtype))
             return (total, count, jax.tree.map(functools.partial(sums.plus_scaled, scale), gradients, scaled)), aux
 
-        mean_dtype = jax.eval_shape(
-            lambda: jnp.zeros((), _mean_dtype(*_parts(loss(params, *micro_batch(0)), has_aux)[0]))
-        ).dtype
+        traced = jax.make_jaxpr(lambda: jnp.zeros((), _mean_dtype(*_parts(loss(params, *micro_batch(0)), has_aux)[0])))()
+        mean_dtype, is_narrow = traced.out_avals[0].dtype, sums.overflows_early(traced)
         dtypes = jax.tree.map(lambda p: sums.with_precision(p.dtype, precision) if precision is not None else p.dtype, params)
         summands = jax.tree.map(
             lambda p, out: jnp.zeros_like(p, out if precision is not None else sums.wide(out)), params, dtypes

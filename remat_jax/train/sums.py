@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from remat_jax.core.walk import equations
 from remat_jax.errors import ArgumentError
 
 Pair = tuple[Any, Any]
@@ -102,10 +103,18 @@ def with_precision(dtype: Any, precision: Any) -> Any:
     return jnp.promote_types(wide(precision), jnp.complex64)
 
 
+def overflows_early(jaxpr: Any) -> bool:
+    """Whether the closed `jaxpr` computes floats with a smaller range than float32 and bfloat16, such as float16."""
+    dtypes = {getattr(var.aval, "dtype", None) for eqn in equations(jaxpr) for var in (*eqn.invars, *eqn.outvars)}
+    floats = (dtype for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating))
+    return any(jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp for dtype in floats)
+
+
 def plus_scaled(scale: Any, total: Any, term: Any) -> Any:
-    """`total + scale * term` in `total`'s dtype, computed in at least float32."""
+    """`total + scale * term` in `total`'s dtype, computed in at least float32. A `scale` of None is 1."""
     dtype = wide(total.dtype)
-    return (total.astype(dtype) + scale.astype(real(dtype)) * term.astype(dtype)).astype(total.dtype)
+    scaled = term.astype(dtype) if scale is None else scale.astype(real(dtype)) * term.astype(dtype)
+    return (total.astype(dtype) + scaled).astype(total.dtype)
 
 
 def divided(total: Any, divisor: Any) -> Any:
