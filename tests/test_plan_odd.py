@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from remat_jax.planning.propose_candidates import Proposals
 
 import remat_jax as rj
 from remat_jax.errors import CompileError, UnsupportedError
@@ -23,7 +24,6 @@ from remat_jax.planning.fit_memory import predicted
 from remat_jax.planning.model import Model as PlannedModel
 from remat_jax.planning.plan_data import Point
 from remat_jax.planning.problem import describe
-from remat_jax.planning.propose_candidates import Proposals
 from remat_jax.report.tables import render
 from remat_jax.workload import Workload
 from tests import shard_map_models

@@ -1,8 +1,7 @@
-"""Candidate steps: the choices of their blocks, their bytes and estimated time, and their compiled memory."""
+"""Candidates: training steps that may be compiled, with their estimates, and what compiling showed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -44,50 +43,90 @@ Loads = tuple[Load, ...]
 
 
 @dataclass(frozen=True)
-class StepCandidate:
-    """One candidate for the training step.
+class Kept:
+    """What one layer keeps between the passes.
 
     Attributes:
-      name: the named policy, or the text of groups of layers; empty for a plan of the solver.
-      seconds: the time to keep, recompute and copy residuals, estimated from the traced program. It is only a part of the
-        step's time.
-      choices: the choices of a plan of the solver; None for a named policy or groups of layers.
-      like: the choices that are equivalent to the named policy; None if there are none.
-      cuts: where a scan is cut between blocks with equal choices. A cut changes the compiled memory, but not the estimates.
-      inside: for groups of layers, the policy of each layer inside a group; else empty.
-      grouped: the number of layers in groups, counted from the first layer.
-      expected_bytes: the predicted device bytes; None to predict them from the loads.
+      saved, offloaded: the names of the arrays that the backward pass reads and the layer keeps, on the device and on the host.
+      checkpointed: whether the layer is a checkpoint; without one, XLA may fuse and recompute freely.
     """
 
-    name: str
-    loads: Loads
-    seconds: float
-    choices: Choices | None = None
+    saved: frozenset[str]
+    offloaded: frozenset[str] = frozenset()
+    checkpointed: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A training step that may be compiled. Two candidates are equal if and only if they are the same program.
+
+    These fields say which program it is:
+
+      kept: what each layer keeps, in forward order.
+      cuts: where a scan is cut between layers that keep the same.
+      groups: for each group of layers, its first layer and the first layer after it.
+      memory_limit: XLA's memory limit in bytes; None for the device's memory.
+      changes: what is changed beyond the blocks, such as `head_in_chunks`.
+
+    These say what is known of it:
+
+      source: the generator that proposed it.
+      name: the named policy, or the text of groups of layers; empty for a mix of policies.
+      loads: the bytes of each layer.
+      seconds: the time to keep, recompute and copy residuals, estimated from the traced program. It is only a part of the
+        step's time.
+      choices: the solver's choices for each layer; None if they cannot express the program.
+      expected_bytes: the predicted device bytes; None to predict them from the loads.
+      near: a step that differs little from it, so that its time has the same pace; None for the pace of its family.
+    """
+
+    kept: tuple[Kept, ...]
     cuts: Cuts = ()
-    like: Choices | None = None
-    inside: str = ""
-    grouped: int = 0
-    expected_bytes: int | None = None
-
-    @property
-    def policy_name(self) -> str:
-        """The named policy of every block, or of every layer inside groups; empty for a plan of the solver."""
-        return self.inside or self.name
-
-    @property
-    def effective_choices(self) -> Choices | None:
-        """The choices of each block; None if no choices describe the candidate."""
-        return self.like if self.choices is None else self.choices
+    groups: tuple[tuple[int, int], ...] = ()
+    memory_limit: int | None = None
+    changes: tuple[str, ...] = ()
+    source: str = field(default="", compare=False)
+    name: str = field(default="", compare=False)
+    loads: Loads = field(default=(), compare=False, repr=False)
+    seconds: float = field(default=0.0, compare=False)
+    choices: Choices | None = field(default=None, compare=False, repr=False)
+    expected_bytes: int | None = field(default=None, compare=False)
+    near: Candidate | None = field(default=None, compare=False, repr=False)
 
     @property
     def host_bytes(self) -> int:
         """Estimated bytes in host memory."""
         return sum(load.offloaded for load in self.loads)
 
-    def is_same(self, other: StepCandidate) -> bool:
-        """Whether both candidates count as the same program, because all their estimates are equal."""
-        mine, theirs = ((step.name == "off", step.loads, step.cuts, step.inside) for step in (self, other))
-        return mine == theirs and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
+    @property
+    def saved_bytes(self) -> int:
+        """Estimated bytes that the layers save on the device, without their inputs."""
+        return sum(load.saved for load in self.loads)
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether the layers are checkpoints, as under every policy but `off`."""
+        return all(kept.checkpointed for kept in self.kept)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its memory follows from what its checkpoints keep: no groups, no memory limit, nothing changed beyond them."""
+        return self.checkpoints and not (self.groups or self.memory_limit or self.changes)
+
+    @property
+    def family(self) -> str:
+        """Candidates of one family are compiled to similar multiples of their traced times."""
+        if self.memory_limit is not None:
+            return "memory limit"
+        if not self.checkpoints:
+            return "off"
+        return "groups" if self.groups else "named" if self.name else "mix"
+
+    @property
+    def title(self) -> str:
+        """The candidate in words, for findings."""
+        limit = " with a memory limit" if self.memory_limit is not None else ""
+        return (self.name or ("a mix of policies that offloads" if self.host_bytes else "a mix of policies")) + limit
 
 
 @dataclass(frozen=True)
@@ -112,7 +151,7 @@ class Compiled:
 class Tried:
     """A compiled candidate and its predicted memory."""
 
-    candidate: StepCandidate
+    candidate: Candidate
     compiled: Compiled
     predicted_bytes: int
 

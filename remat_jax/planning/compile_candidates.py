@@ -9,16 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from remat_jax.apply.blocks import AS_WRITTEN
 from remat_jax.errors import BlockError, CompileError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.compiler import Sizes, compile_programs
 from remat_jax.memory.compile.exporting import ExportedProgram, export_step
 from remat_jax.memory.compile.options import Kernels
 from remat_jax.memory.compile.process import Children
-from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
+from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
+from remat_jax.planning.findings import Finding, info
+from remat_jax.planning.loop import MOST_COMPILED, SIDE_BY_SIDE
 from remat_jax.planning.problem import Described
-from remat_jax.planning.search_plans import MOST_COMPILED, SIDE_BY_SIDE
 from remat_jax.planning.translate import policies_of
 from remat_jax.report.tables import format_bytes, format_seconds
 from remat_jax.workload import Workload
@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Compiler:
-    """Compiles the steps of candidates until `deadline` (of `time.monotonic`), and appends failures to `notes`.
+    """Compiles the steps of candidates until `deadline` (of `time.monotonic`); failures become `findings`.
 
     `timeout` is the seconds for the whole search. `count` is the number of steps submitted so far.
     """
@@ -47,8 +47,10 @@ class Compiler:
     deadline: float
     kernels: Kernels
     progress: Progress
-    notes: list[str]
+    findings: list[Finding]
     count: int = field(default=0, init=False)
+    _only_failures: bool = field(default=False, init=False)
+    """Whether a call of `compile` was the first, and all its steps failed."""
     _tracing: float = field(default=0.0, init=False)
     """The longest tracing time of a step, in seconds."""
     _longest: float = field(default=0.0, init=False)
@@ -69,31 +71,27 @@ class Compiler:
         """Whether too little time is left to trace another step and to count the FLOPs that the plan recomputes."""
         return self._left < 2 * self._tracing
 
-    @property
-    def is_time_left(self) -> bool:
-        """Whether another call of `compile` would end before the deadline if it took as long as the longest one."""
-        return self._left > self._longest and not self.is_over
-
-    def compile(
-        self, candidates: Sequence[StepCandidate], best: Tried | None, *, memory_limit: int | None = None
-    ) -> list[Compiled]:
+    def compile(self, candidates: Sequence[Candidate], best: Tried | None) -> list[Compiled]:
         """The compiled memory of each candidate; an empty list if the time is up and a step already fits (`best`).
 
-        `memory_limit` is in bytes; None means XLA's own limit. Once a step fits, a failure of another step is only a note.
+        Once a step fits, a failure of another step is only a finding.
 
         Raises:
-          CompileError, PolicyError, BlockError, UnsupportedError: no step fits yet, all `candidates` failed, and either they
-            are the first of the search, or the time is up. The first error is raised.
+          CompileError, PolicyError, BlockError, UnsupportedError: no step fits yet, all `candidates` failed, and either no step
+            could be compiled in two calls, or the time is up. The first error is raised.
         """
         if best is not None and self.is_over:
-            self.notes.append(f"The search ended after timeout={self.timeout:g} s; a longer timeout may find a faster plan")
             return []
         begin = time.monotonic()
         keys = [step.name or f"plan {self.count + index + 1}" for index, step in enumerate(candidates)]
+        keys = [
+            key if step.memory_limit is None else f"{key} with a memory limit"
+            for key, step in zip(keys, candidates, strict=True)
+        ]
         self._report(keys, best)
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
 
-            def sizes_of(program: ExportedProgram) -> Sizes:
+            def sizes_of(program: ExportedProgram, memory_limit: int | None) -> Sizes:
                 left = max(1.0, self._left if best is not None else self.deadline - time.monotonic())
                 options: dict[str, Any] = {"memory_limit": memory_limit, "kernels": self.kernels, "children": children}
                 return compile_programs([program], self.target, timeout=left, **options)[program.key]
@@ -106,33 +104,35 @@ class Compiler:
         if best is None:
             self._raise_fatal(list(errors.values()), all_failed=len(errors) == len(keys))
         self.count += len(keys)
-        for key, error in errors.items():
-            self.notes.append(f"Left out: {key} could not be compiled: {first_sentence(error)}")
+        self.findings += [
+            info("left_out", f"Left out: {key} could not be compiled: {first_sentence(error)}") for key, error in errors.items()
+        ]
         return [
             Compiled(FAILED, 0, sound=False) if future.exception() else _compiled(candidate, future.result())
             for candidate, future in zip(candidates, futures, strict=True)
         ]
 
     def _submitted(
-        self, pool: ThreadPoolExecutor, sizes_of: Callable[[ExportedProgram], Sizes], key: str, candidate: StepCandidate
+        self, pool: ThreadPoolExecutor, sizes_of: Callable[[ExportedProgram, int | None], Sizes], key: str, candidate: Candidate
     ) -> Future[Sizes]:
         """Trace a candidate's step in this thread, and submit it for compilation."""
         begin = time.monotonic()
         try:
-            policies = "off" if candidate.name in ("off", AS_WRITTEN) else policies_of(self.described, candidate)
+            policies = policies_of(self.described, candidate) if candidate.checkpoints else "off"
             program = export_step(key, self.workload.step(policies), self.target)
         except Exception as error:  # `_raise_fatal` raises all but `_OF_ONE_STEP` unless a step already fits
             refused: Future[Sizes] = Future()
             refused.set_exception(error)
             return refused
         self._tracing = max(self._tracing, time.monotonic() - begin)
-        return pool.submit(sizes_of, program)
+        return pool.submit(sizes_of, program, candidate.memory_limit)
 
     def _raise_fatal(self, errors: Sequence[BaseException], *, all_failed: bool) -> None:
         """Raise the first error not in `_OF_ONE_STEP`. If there is none, raise the first error in the cases of `compile`."""
         fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
-        if all_failed and (not self.count or time.monotonic() > self.deadline):
+        if all_failed and (self._only_failures or time.monotonic() > self.deadline):
             fatal += errors
+        self._only_failures = all_failed and not self.count
         if fatal:
             raise fatal[0]
 
@@ -140,13 +140,13 @@ class Compiler:
         so_far = ""
         if best is not None:
             seconds = best.compiled.seconds or self.described.base_seconds + best.candidate.seconds
-            name = best.candidate.name or "a plan"
+            name = best.candidate.title
             so_far = f"; best so far: {name}, {format_seconds(seconds)}, {format_bytes(best.compiled.device_bytes)}"
         most = max(MOST_COMPILED, self.count + len(keys))
         self.progress(f"compiling {' and '.join(keys)} for {self.target.name}{so_far}", self.count, most)
 
 
-def _compiled(candidate: StepCandidate, sizes: Sizes) -> Compiled:
+def _compiled(candidate: Candidate, sizes: Sizes) -> Compiled:
     is_wrong = candidate.host_bytes > 0 and sizes.is_miscompiled
     return Compiled(sizes.device, sizes.host, sound=not is_wrong, sizes=sizes)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat_jax.memory.compile.options import GRAPHS, OPTION
-from remat_jax.planning.plan_data import CUT_SHORT, LayerRow, Part, PlanData, Point, over_budget, plan_point
+from remat_jax.planning.plan_data import LayerRow, Part, PlanData, Point, over_budget, plan_point
 from remat_jax.policy import NAMED
 from remat_jax.report.tables import format_bytes, format_estimate, table
 
@@ -105,7 +105,7 @@ def _over_everything(plan: PlanData) -> str:
 def next_gib(plan: PlanData) -> str:
     """The gain from more memory, as a sentence."""
     more = f"{format_bytes(plan.next_bytes)} more".replace(".0 ", " ")
-    if plan.next_gib_seconds is None and any(note.startswith(CUT_SHORT) for note in plan.notes):
+    if plan.next_gib_seconds is None and plan.cut_short:
         return f"The timeout came before the gain from {more} was computed."
     if plan.next_gib_seconds is None:
         return "More memory would not make the step faster, by the estimate."

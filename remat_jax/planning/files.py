@@ -8,13 +8,15 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from remat_jax.core.marks import CHECKPOINTS
 from remat_jax.errors import ArgumentError, PlanningError, RematError
-from remat_jax.memory.compile.options import GRAPHS, KINDS, OPTION
+from remat_jax.memory.compile.options import GRAPHS, OPTION
+from remat_jax.memory.compile.options import KINDS as GRAPH_KINDS
+from remat_jax.planning.findings import KINDS, SEVERITIES, Finding
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.plan_data import LayerRow, Part, PlanData, Point
 from remat_jax.policy import LayerPolicies, Policy
@@ -22,10 +24,11 @@ from remat_jax.reading import read_limited
 from remat_jax.report.document import write_whole
 from remat_jax.workload import Workload
 
-VERSION = 3
-READ = (1, 2, 3)
+VERSION = 4
+READ = (1, 2, 3, 4)
 """The versions that can be read. Since version 2, adjacent runs of one policy are separate scans. Since version 3, a file has
-the mesh and the number of the loss's own checkpoints, and blocks may be functions or checkpoints."""
+the mesh and the number of the loss's own checkpoints, and blocks may be functions or checkpoints. Since version 4, findings and
+promises are data instead of notes."""
 MOST_BYTES = 64 * 2**20
 """The maximum size of a plan file."""
 MOST_RUNS = 10_000
@@ -35,18 +38,18 @@ MOST_FACTOR = 100
 _MOST = 2**127
 """Every count is below this. 2⁶³ is too small: the FLOPs of a large cluster's step exceed it."""
 _ACTIONS = ("save", "offload", "recompute")
-_DERIVED = ("version", "texts", "best_named")
+_DERIVED = ("version", "texts", "best_named", "notes")
 """Keys of a file that are not fields of `PlanData`."""
 
 
 def to_dict(plan: PlanData) -> dict[str, Any]:
     """The plan as plain data."""
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    for name in ("frontier", "named", "parts"):
+    for name in ("frontier", "named", "parts", "findings"):
         values[name] = [dataclasses.asdict(item) for item in values[name]]
     policies = [{"block": list(block_key(block)), **_written(policy)} for block, policy in plan.policies.items()]
     best = plan.best_named
-    derived = {"texts": plan.texts, "best_named": best.name if best else None}
+    derived = {"texts": plan.texts, "best_named": best.name if best else None, "notes": list(plan.notes)}
     return {"version": VERSION, **values, "policies": policies, "model": dataclasses.asdict(plan.model), **derived}
 
 
@@ -101,6 +104,8 @@ def _arguments(data: Any, workload: Workload | None, file: str) -> dict[str, Any
         raise PlanningError(
             f"{file} has version {data['version']!r}, but this release reads only versions {readable}: plan again"
         )
+    if data["version"] < 4:
+        data = {**data, "findings": _old_findings(data)}
     values = _fields({key: value for key, value in data.items() if key not in _DERIVED}, _PLAN, _NEWER, "the plan")
     if workload is not None:
         values["model"].check_workload(workload, file)
@@ -111,6 +116,16 @@ def _arguments(data: Any, workload: Workload | None, file: str) -> dict[str, Any
     if len(values["policies"]) < len(policies):
         raise _Malformed("policies lists a block twice")
     return values
+
+
+def _old_findings(data: dict[str, Any]) -> list[dict[str, str]]:
+    """The findings of a file before version 4: its notes, and what it does not say."""
+    notes = [{"kind": "note", "severity": "info", "text": text} for text in _list(data.get("notes"), "notes")]
+    text = (
+        f"The plan's file has version {data['version']}: it does not say whether a further residual fits, whether the timeout "
+        "ended the search, or whether an offload is needed; plan again"
+    )
+    return [*notes, {"kind": "old_file", "severity": "info", "text": text}]
 
 
 # --- checks of values -------------------------------------------------------------------------------------------------
@@ -153,10 +168,13 @@ def _flag(value: Any, name: str) -> bool:
     return value
 
 
-def _action(value: Any, name: str) -> str:
-    if value not in _ACTIONS:
-        raise _Malformed(f"{name}={value!r} is none of {', '.join(_ACTIONS)}")
-    return str(value)
+def _one_of(words: Collection[str]) -> _Check:
+    def check(value: Any, name: str) -> str:
+        if value not in tuple(words):
+            raise _Malformed(f"{name}={ascii(value)[:40]} is none of {', '.join(words)}")
+        return str(value)
+
+    return check
 
 
 def _compiler_options(value: Any, name: str) -> dict[str, int | str]:
@@ -168,7 +186,7 @@ def _compiler_options(value: Any, name: str) -> dict[str, int | str]:
         raise _Malformed(f"{name}={ascii(value)[:80]}: the factor is an integer from 1 to {MOST_FACTOR}")
     kinds = value.get(GRAPHS, "FUSION")
     if not isinstance(kinds, str) or not re.fullmatch(r"[A-Z_]{1,40}(,[A-Z_]{1,40}){0,20}", kinds):
-        raise _Malformed(f"{name}={ascii(value)[:120]}: {GRAPHS!r} must be a list of kinds, such as {KINDS!r}")
+        raise _Malformed(f"{name}={ascii(value)[:120]}: {GRAPHS!r} must be a list of kinds, such as {GRAPH_KINDS!r}")
     return dict(value)
 
 
@@ -258,7 +276,7 @@ def _policy(block: tuple[str, str, str], runs: tuple[Any, ...], groups: tuple[An
         raise _Malformed(f"policies: {error}") from None
 
 
-_ROW: dict[str, _Check] = {"residual": _text, "action": _action, "bytes": _count, "seconds": _or_none(_seconds)}
+_ROW: dict[str, _Check] = {"residual": _text, "action": _one_of(_ACTIONS), "bytes": _count, "seconds": _or_none(_seconds)}
 _PART: dict[str, _Check] = {
     **dict.fromkeys(("block", "policy"), _text),
     **dict.fromkeys(("first", "layers", "saved_bytes", "offloaded_bytes", "recomputed_bytes"), _count),
@@ -284,6 +302,7 @@ _MODEL: dict[str, _Check] = {
     "mesh": _or_none(_each(_pair(_text, functools.partial(_count, least=2), "an axis of mesh"))),
     "checkpoints": _or_none(_count),
 }
+_FINDING: dict[str, _Check] = {"kind": _one_of(KINDS), "severity": _one_of(SEVERITIES), "text": _text}
 _POLICY: dict[str, _Check] = {"block": _key, "runs": _runs, "groups": _each(_pair(_count, _positive))}
 _PLAN: dict[str, _Check] = {
     "policies": _each(_object(_policy, _POLICY, "policies", {"groups": []})),
@@ -292,7 +311,9 @@ _PLAN: dict[str, _Check] = {
     **dict.fromkeys(("frontier", "named"), _each(_object(Point, _POINT, "a point of the frontier", {"timed": False}))),
     "parts": _parts,
     "tried": _each(_pair(_text, _count)),
-    **dict.fromkeys(("notes", "assumed_rates"), _each(_text)),
+    **dict.fromkeys(("assumed_rates", "left_out"), _each(_text)),
+    "findings": _each(_object(Finding, _FINDING, "a finding")),
+    **dict.fromkeys(("is_maximal", "cut_short", "offload_needed"), _or_none(_flag)),
     **dict.fromkeys(("workload", "target", "jax_version"), _text),
     "host_budget": _or_none(_count),
     **dict.fromkeys(("next_gib_seconds", "lower_bound"), _or_none(_seconds)),
@@ -302,6 +323,9 @@ _PLAN: dict[str, _Check] = {
     "model": _object(Model, _MODEL, "model", {"mesh": None, "checkpoints": None}),
     "compiler_options": _compiler_options,
 }
-_NEWER: dict[str, Any] = {"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30}
+_NEWER: dict[str, Any] = {
+    **{"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30},
+    **{"is_maximal": None, "cut_short": None, "offload_needed": None, "left_out": []},
+}
 """The values of fields that older files lack. Older plans have no memory limit and no lower bound, and their times are traced
-estimates."""
+estimates; before version 4, promises are unknown."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from remat_jax.planning.candidate import FAILED, Compiled, Loads, StepCandidate, Tried, singles
+from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Loads, Tried, singles
 from remat_jax.solver import Stack
 
 Array = Any
@@ -31,9 +31,8 @@ _ROUNDS = 8
 
 _FITTED = 2
 """Predictions count as fitted once this many steps are compiled. Earlier predictions count as guesses."""
-_OVER = 0.01
-"""A prediction counts as surely too large only if it exceeds the budget by more than this share of the budget (`is_surely_over`
-has a second condition)."""
+_LEAST_ERROR, _FIRST_ERROR, _NAMED_ERROR, _OFF_ERROR = 0.005, 0.02, 0.05, 0.1
+"""The errors of predictions as shares of the budget (`Fit.error`)."""
 _OFF_SHARE = 0.5
 """Under `off` XLA may rematerialise by itself. This share of the saved bytes is assumed to stay in memory; a share of 0.55 was
 observed."""
@@ -50,24 +49,20 @@ class Fit:
         self.tried: list[Tried] = []
         self._fitted: dict[tuple[int, float, bool], Stack] = {}
 
-    def learn(self, candidates: Sequence[StepCandidate], compiled: Sequence[Compiled]) -> None:
+    def learn(self, candidates: Sequence[Candidate], compiled: Sequence[Compiled]) -> None:
         """Add compiled candidates, with the memory that was predicted for them."""
         expected = [self.expected(candidate) for candidate in candidates]
         self.tried += map(Tried, candidates, compiled, expected)
 
     @property
-    def best(self) -> Tried | None:
-        """The compiled step that fits and has the lowest traced estimate.
+    def compiled(self) -> list[Tried]:
+        """The steps whose compilation did not fail."""
+        return [step for step in self.tried if step.compiled.device_bytes < FAILED]
 
-        On ties, `off` is preferred, then a step without offload, then the step with less memory.
-        """
-
-        # At equal estimates, the step without any checkpoint is certainly no slower.
-        def rank(tried: Tried) -> tuple[float, bool, bool, int]:
-            candidate = tried.candidate
-            return candidate.seconds, candidate.name != "off", candidate.host_bytes > 0, tried.compiled.device_bytes
-
-        return min(filter(self.fits, self.tried), key=rank, default=None)
+    @property
+    def fitting(self) -> list[Tried]:
+        """The compiled steps within both budgets."""
+        return [step for step in self.tried if self.fits(step)]
 
     @property
     def smallest(self) -> Tried:
@@ -81,23 +76,19 @@ class Fit:
         compiled = tried.compiled
         return compiled.sound and compiled.device_bytes <= self.budget and compiled.host_bytes <= self.host_budget
 
-    def known(self, candidate: StepCandidate) -> Tried | None:
+    def known(self, candidate: Candidate) -> Tried | None:
         """The compiled step of a candidate; None if it was not compiled."""
-        return next((step for step in self.tried if step.candidate.is_same(candidate)), None)
+        return next((step for step in self.tried if step.candidate == candidate), None)
 
     @property
     def host_left(self) -> float:
         """The host budget for residuals: other bytes in host memory, such as an offloaded optimizer state, are subtracted."""
-        others = [step.compiled.host_bytes - step.candidate.host_bytes for step in self._compiled]
+        others = [step.compiled.host_bytes - step.candidate.host_bytes for step in self.compiled]
         return max(0.0, self.host_budget - max(0, min(others, default=0)))
 
     @property
-    def _compiled(self) -> list[Tried]:
-        return [step for step in self.tried if step.compiled.device_bytes < FAILED]
-
-    @property
     def stack(self) -> Stack:
-        """The stack fitted to the compiled steps. `off` and groups of layers are left out: they are different programs."""
+        """The stack fitted to the compiled steps that are plain (`Candidate.is_plain`)."""
         return self.around(self.budget)
 
     def around(self, size: float, *, uncut: bool = False) -> Stack:
@@ -106,52 +97,63 @@ class Fit:
         if key not in self._fitted:
             steps = [
                 (step.candidate.loads, step.compiled.device_bytes)
-                for step in self._compiled
-                if step.candidate.name != "off" and not step.candidate.inside and not (uncut and self.is_cut(step.candidate))
+                for step in self.compiled
+                if step.candidate.is_plain and not (uncut and self.is_cut(step.candidate))
             ]
             self._fitted[key] = fitted(self.guess, steps, size)
         return self._fitted[key]
 
-    def is_cut(self, candidate: StepCandidate) -> bool:
-        """Whether layers of one kind have different policies, or a scan is cut between them."""
-        loads = iter(candidate.loads)
-        return bool(candidate.cuts) or any(len(set(islice(loads, block.repeats))) > 1 for block in self.guess.blocks)
+    def is_cut(self, candidate: Candidate) -> bool:
+        """Whether layers of one kind keep different arrays, or a scan is cut between them."""
+        kept = iter(candidate.kept)
+        return bool(candidate.cuts) or any(len(set(islice(kept, block.repeats))) > 1 for block in self.guess.blocks)
 
-    def expected(self, candidate: StepCandidate) -> int:
-        """The device bytes of a candidate: compiled if known, otherwise predicted."""
+    def expected(self, candidate: Candidate) -> int:
+        """The device bytes of a candidate: compiled if known, otherwise predicted.
+
+        Without checkpoints, XLA may rematerialise by itself: only a share of the saved bytes counts.
+        """
         if (tried := self.known(candidate)) is not None:
             return tried.compiled.device_bytes
         if candidate.expected_bytes is not None:
             return candidate.expected_bytes
-        return round(predicted(self.stack, candidate.loads))
+        spared = 0.0 if candidate.checkpoints else (1 - _OFF_SHARE) * candidate.saved_bytes
+        return round(predicted(self.stack, candidate.loads) - spared)
 
-    def shown(self, candidate: StepCandidate) -> int:
+    def shown(self, candidate: Candidate) -> int:
         """The device bytes: compiled if known, otherwise predicted by a stack that is exact near the prediction (`around`)."""
         if (tried := self.known(candidate)) is not None:
             return tried.compiled.device_bytes
         return round(predicted(self.around(predicted(self.stack, candidate.loads)), candidate.loads))
 
-    def least_expected(self, candidate: StepCandidate) -> float:
-        """The expected bytes; for an uncompiled `off`, without the residuals that XLA may rematerialise by itself."""
-        expected = float(self.expected(candidate))
-        if candidate.name == "off" and self.known(candidate) is None:
-            expected -= (1 - _OFF_SHARE) * sum(load.saved for load in candidate.loads)
-        return expected
+    def error(self, candidate: Candidate) -> float:
+        """By how many bytes the prediction for a candidate may miss.
 
-    @property
-    def missed(self) -> float:
-        """The error in bytes of the last fitted prediction for a plan of the solver; infinite if there was none."""
-        plans = [step for step in self.tried[_FITTED:] if not step.candidate.name and step.compiled.device_bytes < FAILED]
-        return abs(plans[-1].predicted_bytes - plans[-1].compiled.device_bytes) if plans else math.inf
+        For a mix, the error of the last fitted prediction for a mix of its sort (cut or not), and at least a share of the
+        budget. Before there is one, and for other candidates, a larger share.
+        """
+        if candidate.family == "off":
+            return _OFF_ERROR * self.budget
+        if candidate.family != "mix":
+            return _NAMED_ERROR * self.budget
+        alike = [
+            step
+            for step in self.compiled[_FITTED:]
+            if step.candidate.family == "mix" and self.is_cut(step.candidate) == self.is_cut(candidate)
+        ]
+        if not alike:
+            return (_FIRST_ERROR if self.compiled else _NAMED_ERROR) * self.budget
+        missed = abs(alike[-1].predicted_bytes - alike[-1].compiled.device_bytes)
+        return max(_LEAST_ERROR * self.budget, missed)
 
-    def is_surely_over(self, candidate: StepCandidate, stack: Stack) -> bool:
-        """Whether the prediction of `stack` is over the budget by more than `_OVER` × budget, and by more than 2 × `missed`."""
-        return round(predicted(stack, candidate.loads)) - self.budget > max(2 * self.missed, _OVER * self.budget)
+    def may_fit(self, candidate: Candidate) -> bool:
+        """Whether the prediction is over the budget by at most twice its error."""
+        return self.expected(candidate) <= self.budget + 2 * self.error(candidate)
 
-    def may_fit(self, candidate: StepCandidate) -> bool:
-        """Whether arguments and saved bytes alone are within the budget; for `off`, only half the saved bytes count."""
-        share = _OFF_SHARE if candidate.name == "off" else 1
-        return self.arguments + sum(load.saved for load in candidate.loads) * share <= self.budget
+    def cannot_fit(self, candidate: Candidate) -> bool:
+        """Whether arguments and saved bytes alone exceed the budget; without checkpoints, only half the saved bytes count."""
+        share = 1 if candidate.checkpoints else _OFF_SHARE
+        return self.arguments + candidate.saved_bytes * share > self.budget
 
 
 def predicted(stack: Stack, loads: Loads) -> float:

@@ -9,12 +9,13 @@ from typing import Any
 
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Rates
-from remat_jax.planning.candidate import FAILED, StepCandidate, Tried, runs, singles
-from remat_jax.planning.choose_fastest import Times
+from remat_jax.planning.candidate import FAILED, Candidate, Tried, runs, singles
+from remat_jax.planning.generators import more, without_host
+from remat_jax.planning.generators.groups import INSIDE
+from remat_jax.planning.known import Known
 from remat_jax.planning.model import block_name
 from remat_jax.planning.plan_data import LayerRow, Part, Point, next_bytes, unbeaten
 from remat_jax.planning.problem import Described, Kind, busy_seconds, copy_seconds
-from remat_jax.planning.propose_candidates import Proposals
 from remat_jax.planning.translate import choices_of, policy_of
 from remat_jax.policy import Policy
 from remat_jax.solver import Block, BlockPolicy, Choice, Stack
@@ -23,23 +24,16 @@ POINTS = 12
 
 
 def outcome(
-    described: Described,
-    target: Target,
-    proposals: Proposals,
-    times: Times,
-    searched: Tried,
-    best: Tried,
-    remarks: Sequence[Point],
-    is_over: Callable[[], bool],
+    described: Described, target: Target, known: Known, best: Tried, remarks: Sequence[Point], is_over: Callable[[], bool]
 ) -> dict[str, Any]:
     """The fields of a `Plan` that a search decides. Once `is_over` returns True, no further problem is solved.
 
-    `searched` is the best step by the traced estimate, `best` is the plan's step, and `remarks` are further points for `named`.
+    `best` is the plan's step, and `remarks` are further points for `named`.
     """
-    fit = times.fit
+    fit, times = known.fit, known.times
     stack = fit.stack
 
-    def point(candidate: StepCandidate) -> Point:
+    def point(candidate: Candidate) -> Point:
         tried, (seconds, timed) = fit.known(candidate), times.of(candidate)
         failed = tried is not None and tried.compiled.device_bytes == FAILED
         unsound = tried is not None and not tried.compiled.sound
@@ -55,12 +49,14 @@ def outcome(
         )
 
     tried = [point(step.candidate) for step in fit.tried]
-    named = [point(candidate) for candidate in proposals.named]
-    bound = None if is_over() else _lower_bound(proposals, times, best)
-    next_gib = None if is_over() else _next_gib(proposals, times, searched, best)
-    predicted = proposals.frontier(stack, POINTS, is_over)
-    seconds, timed = times.of_compiled(best)
-    compiled = [step for step in fit.tried if step.compiled.device_bytes != FAILED]
+    shown = [*known.named, *([] if known.as_written is None else [known.as_written])]
+    named = [point(candidate) for candidate in shown]
+    bound = None if is_over() else _lower_bound(known, best)
+    next_gib = None if is_over() else _next_gib(known, best)
+    predicted = known.solved.frontier(stack, POINTS, is_over)
+    seconds, timed = times.of(best.candidate)
+    # The promises are about the plan's step, which may be a simpler one than the fastest.
+    is_best = known.best is best
     return {
         "device_bytes": best.compiled.device_bytes,
         "predicted_bytes": best.predicted_bytes,
@@ -75,23 +71,26 @@ def outcome(
         "assumed_rates": _assumed(best, target),
         "next_bytes": next_bytes(fit.budget),
         "next_gib_seconds": next_gib,
-        "tried": tuple((step.candidate.name or "a plan", step.compiled.device_bytes) for step in compiled),
+        "tried": tuple((step.candidate.name or "a plan", step.compiled.device_bytes) for step in fit.compiled),
+        "is_maximal": is_best and more.is_maximal(known),
+        "offload_needed": without_host.offload_needed(known, best.candidate),
     }
 
 
-def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tuple[Part, ...]:
+def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[Part, ...]:
     """The layers' actions, with one `Part` per run of equal layers."""
     kinds = {block.name: kind for block, kind in zip(stack.blocks, described.kinds, strict=True)}
     blocks = singles(stack)
     first = {block.name: at for at, block in reversed(list(enumerate(blocks)))}
     parts = []
-    for start, stop in runs(stack, candidate.choices or candidate.loads, candidate.cuts):
+    grouped = max((end for _, end in candidate.groups), default=0)
+    for start, stop in runs(stack, [(kept, at < grouped) for at, kept in enumerate(candidate.kept)], candidate.cuts):
         block, load = blocks[start], candidate.loads[start]
         kind, layers = kinds[block.name], stop - start
         policy, text, choices = _policy_at(kind, block, candidate, start)
         # Price the whole policy: a named policy may also keep arrays that are not residuals of the solver.
         price = kind.program.price(policy)
-        if start < candidate.grouped:
+        if start < grouped:
             # The backward pass first recomputes the whole group, then each layer.
             price = replace(price, seconds=price.seconds + block.forward_seconds)
         busy = busy_seconds(stack.link, price)
@@ -115,11 +114,12 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
     return tuple(parts)
 
 
-def _policy_at(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> tuple[Policy, str, Sequence[Choice]]:
+def _policy_at(kind: Kind, block: Block, candidate: Candidate, at: int) -> tuple[Policy, str, Sequence[Choice]]:
     """The policy of the block at index `at` of the stack, its text, and its choices."""
-    if candidate.choices is None:
-        policy = Policy.parse(candidate.policy_name)
+    if candidate.name:
+        policy = Policy.parse(INSIDE if candidate.groups else candidate.name if candidate.checkpoints else "off")
         return policy, candidate.name, choices_of(kind, block, policy)
+    assert candidate.choices is not None, "a mix is made of the solver's choices"
     choices = candidate.choices[at]
     policy = policy_of(kind, BlockPolicy(block, choices))
     return policy, policy.name or str(policy), choices
@@ -146,36 +146,37 @@ _ALIKE = 1 + 1e-9
 """Two sums count as equal up to this factor, because the same numbers may be added in different orders."""
 
 
-def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | None:
+def _lower_bound(known: Known, best: Tried) -> float | None:
     """A lower bound on a step's seconds under any plan; None if the solver's bound does not apply to `best`.
 
     The solver's problem lacks groups of layers, XLA's rematerialisation under a memory limit, and some arrays that a named
     policy may keep. The solver bounds the traced estimate; this bound is scaled to the plan's time.
     """
-    candidate, sizes = best.candidate, best.compiled.sizes
-    limited = sizes is not None and bool(sizes.limit_options)
-    if limited or (candidate.effective_choices is None and candidate.name != "off"):
+    candidate, times = best.candidate, known.times
+    if candidate.choices is None and (candidate.name != "off" or candidate.memory_limit is not None):
         return None
-    extra = proposals.bound()
+    extra = known.solved.bound()
     # The plan may be faster than the bound, because a whole policy may cost less than the sum of its residuals, or because the
     # step needs less memory than predicted.
     if extra > candidate.seconds * _ALIKE:
         return None
-    seconds, _ = times.of_compiled(best)
+    seconds, _ = times.of(candidate)
     return seconds * (times.traced_base + min(extra, candidate.seconds)) / times.traced(candidate)
 
 
-def _next_gib(proposals: Proposals, times: Times, searched: Tried, best: Tried) -> float | None:
-    """The seconds by which the step is estimated to be faster with `next_bytes` more memory; None if no plan is faster.
+def _next_gib(known: Known, best: Tried) -> float | None:
+    """The seconds by which a step is faster with `next_bytes` more memory; None if no plan is faster.
 
-    The time with more memory is a traced estimate, multiplied by the ratio of the time of `searched` to its traced estimate.
+    A step that was compiled counts with its compiled memory and time, any other with its estimates.
     """
-    stack, budget = times.fit.stack, times.fit.budget
-    of_any_size = [*filter(None, [proposals.solve(stack, math.inf)]), *proposals.named]
-    if all(candidate.seconds * _ALIKE >= best.candidate.seconds for candidate in of_any_size):
+    stack, budget, seconds = known.fit.stack, known.fit.budget, known.seconds(best.candidate)
+    anything = known.solved.plan(stack, math.inf)
+    of_any_size = [*([] if anything is None else [anything]), *known.named]
+    if all(known.seconds(candidate) * _ALIKE >= seconds for candidate in of_any_size):
         return None
-    larger = proposals.solve(stack, budget + next_bytes(budget))
-    if larger is None:
-        return 0.0
-    (seconds, _), (start, _) = times.of_compiled(best), times.of_compiled(searched)
-    return max(0.0, seconds - start * times.traced(larger) / times.traced(searched.candidate))
+    more = budget + next_bytes(budget)
+    larger = known.solved.plan(stack, more)
+    within = [step.candidate for step in known.fit.compiled if step.compiled.sound and step.compiled.device_bytes <= more]
+    if larger is not None and known.fit.known(larger) is None:
+        within.append(larger)
+    return max(0.0, *(seconds - known.seconds(candidate) for candidate in within))

@@ -45,7 +45,16 @@ class Plan(PlanData):
         makes it faster, or if `timeout` ended the search.
       next_bytes: 1 GiB; for a budget below 16 GiB, between 1/32 and 1/16 of the budget.
       tried: (name, device bytes) of each compiled step, in order.
-      notes: further remarks on the plan and the search.
+      findings: what else is to be known of the plan and the search, each with a kind, a severity and a sentence (`Finding`);
+        `notes` are the sentences.
+      is_maximal: whether the search showed that no further residual fits beside those that the plan's step saves. A variant of
+        the step saves one more residual in all layers of one run, and is at least 0.3 % faster by the estimate. At most two
+        variants are checked: the variant that saves fewest bytes, and the variant predicted to be smallest. Each was compiled
+        and does not fit or is no faster, or its prediction is clearly over the budget (`docs/how/planner.md`).
+      cut_short: whether `timeout` ended the search.
+      offload_needed: whether the plan's step does not fit with the offloaded residuals on the device; None if it offloads
+        nothing, or if this was not shown.
+      left_out: the candidates that were still worth a compilation when compilations or time were used up.
       model: the model that the plan was made for.
       jax_version: the JAX version that compiled the plan's step.
       compiler_options: the options to pass to the `jax.jit` of the step as its `compiler_options`: XLA's memory limit, if the

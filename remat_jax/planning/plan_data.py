@@ -7,13 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat_jax.core.marks import Block
+from remat_jax.planning.findings import Finding
 from remat_jax.planning.model import Model, block_name
 from remat_jax.policy import Policy
-
-NOT_MAXIMAL = "Not shown: that no further residual can be saved in a run of layers"
-"""The beginning of the note that makes `PlanData.is_maximal` false."""
-CUT_SHORT = "Not shown: the whole frontier"
-"""The beginning of the note that is added if `timeout` ended the search before the frontier was computed."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,7 @@ class PlanData:
     host_budget: int | None
     next_gib_seconds: float | None
     tried: tuple[tuple[str, int], ...]
-    notes: tuple[str, ...]
+    findings: tuple[Finding, ...]
     model: Model = field(repr=False)
     jax_version: str = ""
     compiler_options: Mapping[str, int | str] = field(default_factory=dict)
@@ -128,6 +124,15 @@ class PlanData:
     timed: bool = False
     assumed_rates: tuple[str, ...] = ()
     next_bytes: int = 2**30
+    is_maximal: bool | None = None
+    cut_short: bool | None = None
+    offload_needed: bool | None = None
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The texts of the findings."""
+        return tuple(finding.text for finding in self.findings)
 
     @property
     def texts(self) -> dict[str, str]:
@@ -145,16 +150,6 @@ class PlanData:
     def is_off(self) -> bool:
         """Whether the plan checkpoints nothing."""
         return all(isinstance(policy, Policy) and not policy.checkpoint for policy in self.policies.values())
-
-    @property
-    def is_maximal(self) -> bool:
-        """Whether the search showed that no further residual fits beside the residuals that its best step saves.
-
-        A variant of that step saves one more residual in all layers of one run, and is at least 0.3 % faster by the traced
-        estimate. At most two variants are checked: the variant that saves fewest bytes, and the variant predicted to be
-        smallest. Each was compiled and does not fit, or its prediction is clearly over the budget (`docs/how/planner.md`).
-        """
-        return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
 
 
 def over_budget(plan: PlanData, point: Point) -> str:

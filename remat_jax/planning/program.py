@@ -30,6 +30,7 @@ class Price:
       seconds, flops: the time of recomputation, and the recomputed FLOPs of matmuls and convolutions.
       kept_seconds: the time to keep residuals.
       saved_bytes, host_bytes: the bytes kept from the forward to the backward pass, on the device and on the host.
+      saved, offloaded: the names of the arrays with these bytes. Policies of equal names make the same program.
     """
 
     seconds: float
@@ -37,6 +38,8 @@ class Price:
     flops: int
     saved_bytes: int
     host_bytes: int
+    saved: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
 
 
 STACKED = 3
@@ -197,6 +200,8 @@ class BlockProgram:
             sum(_flops(eqn.eqn) for eqn in again),
             sum(array.bytes for array in kept),
             host,
+            frozenset(array.names[0] for array in kept if array.names),
+            frozenset(array.names[0] for array in read & away),
         )
 
     @property

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,29 +16,30 @@ from typing import Any
 from remat_jax.apply.audit import Audit
 from remat_jax.core import marks as marking
 from remat_jax.errors import PlanningError
-from remat_jax.planning.candidate import Choices, Cuts, Load, StepCandidate, block_policies
+from remat_jax.planning.candidate import Candidate, Choices, Cuts, Kept, Load, block_policies
 from remat_jax.planning.model import block_name
 from remat_jax.planning.problem import Described, Kind, block_seconds, extra_seconds
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy
 from remat_jax.solver import Block, BlockPolicy, Choice
 
 
-def own_candidate(described: Described, choices: Choices) -> StepCandidate:
+def own_candidate(described: Described, choices: Choices) -> Candidate:
     """A candidate from the solver's choices, priced like any policy. Equal layers of a kind are priced once."""
-    stack, loads, seconds, first = described.stack, list[Load](), 0.0, 0
+    stack, loads, kept, seconds, first = described.stack, list[Load](), list[Kept](), 0.0, 0
     for kind, block in zip(described.kinds, stack.blocks, strict=True):
         chosen = choices[first : first + block.repeats]
         first += block.repeats
-        load_of = {}
+        known = {}
         for layer, count in Counter(chosen).items():
             policy = BlockPolicy(block, layer)
-            load_of[layer] = _load(policy)
             price = kind.program.price(policy_of(kind, policy), kind.paths[0])
+            known[layer] = _load(policy), Kept(price.saved, price.offloaded)
             each, last = (block_seconds(stack.link, block, price, last=last) for last in (False, True))
             seconds += count * each
             seconds += last - each if first == len(choices) and layer == chosen[-1] else 0.0
-        loads += [load_of[layer] for layer in chosen]
-    return StepCandidate("", tuple(loads), seconds, choices)
+        loads += [known[layer][0] for layer in chosen]
+        kept += [known[layer][1] for layer in chosen]
+    return Candidate(tuple(kept), loads=tuple(loads), seconds=seconds, choices=choices)
 
 
 def _load(policy: BlockPolicy) -> Load:
@@ -48,20 +48,19 @@ def _load(policy: BlockPolicy) -> Load:
     return Load(round(policy.saved_bytes - policy.block.input_bytes), round(again), round(policy.host_bytes))
 
 
-def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
-    """The candidate with its scans cut at `cuts`; cuts outside a scan or between blocks with different choices are dropped."""
-    choices = candidate.choices
-    assert choices is not None, "a named policy has no choices, so its scans are not cut"
+def recut(described: Described, candidate: Candidate, cuts: Cuts) -> Candidate:
+    """The candidate with its scans cut at `cuts`; cuts outside a scan, or between layers that differ, are dropped."""
     kept, first = [], 0
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         # If several kinds alternate in one scan, a cut for one kind would cut the others too: drop it.
         if kind.scanned and kind.program.call.stride == 1:
-            kept += [at for at in cuts if first < at < first + block.repeats and choices[at - 1] == choices[at]]
+            inside = (at for at in cuts if first < at < first + block.repeats)
+            kept += [at for at in inside if candidate.kept[at - 1] == candidate.kept[at]]
         first += block.repeats
     return replace(candidate, cuts=tuple(kept))
 
 
-def named_candidate(described: Described, name: str) -> StepCandidate:
+def named_candidate(described: Described, name: str) -> Candidate:
     """The candidate of a named policy or `off`; raises `PolicyError` if the policy has no effect on the workload."""
     meant = Policy.parse(name)
     if meant.checkpoint:
@@ -70,21 +69,21 @@ def named_candidate(described: Described, name: str) -> StepCandidate:
             # One block per kind is enough: all layers of a kind have the same block.
             audit.saw(kind.paths[0], replace(kind.program.call.block, policy=meant))
         audit.check()
-    loads = []
+    loads, kept = list[Load](), list[Kept]()
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         price = kind.program.price(meant)
         needed = sum(residual.bytes for residual in block.residuals if residual.needed)
         again = max(0, round(needed) - price.saved_bytes - price.host_bytes)
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
-    named = StepCandidate(name, tuple(loads), extra_seconds(described, meant))
-    like = None if name == "off" else _like(described, named, meant)
-    # The loads above do not count recomputed intermediates. Use the loads of the equivalent choices, so that equal programs
-    # compare equal.
-    return named if like is None else replace(named, like=like.choices, loads=like.loads)
+        kept += [Kept(price.saved, price.offloaded, meant.checkpoint)] * block.repeats
+    named = Candidate(tuple(kept), source="named", name=name, loads=tuple(loads), seconds=extra_seconds(described, meant))
+    alike = _alike(described, named, meant) if meant.checkpoint else None
+    # The loads above do not count recomputed intermediates. The loads of the equivalent choices do.
+    return named if alike is None else replace(named, choices=alike.choices, loads=alike.loads)
 
 
-def _like(described: Described, named: StepCandidate, policy: Policy) -> StepCandidate | None:
-    """The candidate whose choices are equivalent to a named policy; None if there is none."""
+def _alike(described: Described, named: Candidate, policy: Policy) -> Candidate | None:
+    """The same program as a named policy, from choices of the solver; None if no choices express it."""
     chosen: list[tuple[Choice, ...]] = []
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         names = (residual.name for residual in block.residuals)
@@ -98,9 +97,7 @@ def _like(described: Described, named: StepCandidate, policy: Policy) -> StepCan
     except PlanningError:
         # The policy keeps an array that is not one of the solver's residuals.
         return None
-    kept = [[(load.saved, load.offloaded) for load in candidate.loads] for candidate in (equivalent, named)]
-    alike = kept[0] == kept[1] and math.isclose(equivalent.seconds, named.seconds, rel_tol=1e-9, abs_tol=1e-15)
-    return equivalent if alike else None
+    return equivalent if equivalent == named else None
 
 
 def choices_of(kind: Kind, block: Block, policy: Policy) -> list[Choice]:
@@ -117,9 +114,9 @@ def choices_of(kind: Kind, block: Block, policy: Policy) -> list[Choice]:
     return choices
 
 
-def policies_of(described: Described, candidate: StepCandidate) -> dict[marking.Block, Any]:
+def policies_of(described: Described, candidate: Candidate) -> dict[marking.Block, Any]:
     """A dict from block to its policy, or to `LayerPolicies` if its layers differ or a scan is cut."""
-    if candidate.choices is None:
+    if candidate.name or candidate.choices is None:
         return dict.fromkeys((kind.block for kind in described.kinds), as_block_policy(candidate.name))
     layers: dict[marking.Block, dict[int, Policy]] = {kind.block: {} for kind in described.kinds}
     cuts: dict[marking.Block, list[int]] = {kind.block: [] for kind in described.kinds}

@@ -15,11 +15,11 @@ from remat_jax.memory.compile.options import OPTION, WITHOUT_TRITON, Kernels
 from remat_jax.planning.candidate import Tried
 from remat_jax.planning.check_budget import check_arguments_fit
 from remat_jax.planning.compile_candidates import Progress, first_sentence
+from remat_jax.planning.findings import Finding, info, warning
 from remat_jax.planning.plan import Plan
 from remat_jax.report.tables import format_bytes
 from remat_jax.workload import Workload
 
-PLANNED_FOR_LESS = "Planned for"
 _SHORTEST = 1.0
 """The compile process gets at least this many seconds."""
 
@@ -37,9 +37,9 @@ def fitting_without_triton(
 
     Without a GPU, XLA takes Triton for every matmul. A GPU takes the faster kernel, often cuBLAS's, and then a step may need
     more memory. So for a GPU target the plan's step is compiled once more, without Triton. If it exceeds the budget, a second
-    plan, with a note, is made for a budget that is smaller by the difference between both compilations. If there is no second
-    plan in time that fits without Triton, or if the step cannot be compiled without Triton, the first plan is returned with a
-    note.
+    plan, with a finding, is made for a budget that is smaller by the difference between both compilations. If there is no
+    second plan in time that fits without Triton, or if the step cannot be compiled without Triton, the first plan is returned
+    with a finding.
 
     Args:
       plan_for: makes a plan for a budget in bytes within a number of seconds, given compiled steps; returns it with all
@@ -69,14 +69,17 @@ def fitting_without_triton(
         )
         return sizes[program.key].device
 
+    def with_finding(made: Plan, finding: Finding, *others: Finding) -> Plan:
+        return replace(made, findings=(*made.findings, *others, finding))
+
     first, tried = plan_for(budget, timeout, [])
     if target.kind != "gpu":
         return first
     try:
         needed = bytes_without_triton(first, budget)
     except CompileError as error:
-        note = f"Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls: {first_sentence(error)}"
-        return replace(first, notes=(*first.notes, note))
+        text = f"Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls: {first_sentence(error)}"
+        return with_finding(first, warning("kernels", text))
     if needed <= budget:
         return first
     smaller = budget - (needed - first.device_bytes)
@@ -85,12 +88,12 @@ def fitting_without_triton(
             check_arguments_fit(workload, smaller)
             second, _ = plan_for(smaller, left(), tried)
             if bytes_without_triton(second, smaller) <= budget:
-                note = (
-                    f"{PLANNED_FOR_LESS} {format_bytes(smaller)} instead of {format_bytes(budget)}, which the first "
+                text = (
+                    f"Planned for {format_bytes(smaller)} instead of {format_bytes(budget)}, which the first "
                     "plan may exceed on the GPU, because XLA chooses the kernel of each matmul there"
                 )
-                failed = [text for text in first.notes if text.startswith("Left out")]  # not compiled again
-                return replace(second, notes=(*second.notes, *failed, note))
+                failed = [finding for finding in first.findings if finding.kind == "left_out"]  # not compiled again
+                return with_finding(second, info("kernels", text), *failed)
     over = f"{format_bytes(needed - budget)} more than the budget ({100 * needed / budget - 100:.1f} %)"
-    note = f"On the GPU the step may need {over}, because XLA chooses the kernel of each matmul there; try a smaller budget"
-    return replace(first, notes=(*first.notes, note))
+    text = f"On the GPU the step may need {over}, because XLA chooses the kernel of each matmul there; try a smaller budget"
+    return with_finding(first, warning("kernels", text))

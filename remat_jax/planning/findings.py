@@ -1,0 +1,48 @@
+"""What a search found out beside the plan, as data: findings with a kind, a severity and a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS = {
+    "left_out": "a candidate could not be compiled",
+    "not_shown": "a promise that was not shown for this plan",
+    "cut_short": "the timeout ended the search",
+    "preferred": "the plan is not the fastest compiled step",
+    "no_offload": "why nothing may be offloaded",
+    "replaced": "the policies replace checkpoints of the model's own",
+    "options": "how the step has to be compiled",
+    "kernels": "memory with other kernels than those compiled",
+    "host": "host memory that a machine may not have",
+    "miscompiled": "a program that must not be run",
+    "beyond": "what else takes memory, and how to reduce it",
+    "old_file": "what a file of an older form does not say",
+    "note": "a note of a file of an older form",
+}
+"""The kinds of findings."""
+SEVERITIES = ("info", "warning")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a reader of a plan should know.
+
+    Attributes:
+      kind: one of `KINDS`.
+      severity: `warning` if it concerns running the plan's step, else `info`.
+      text: a sentence.
+    """
+
+    kind: str
+    severity: str
+    text: str
+
+
+def info(kind: str, text: str) -> Finding:
+    """A finding about the search."""
+    return Finding(kind, "info", text)
+
+
+def warning(kind: str, text: str) -> Finding:
+    """A finding about the plan's step, which is also issued as a warning."""
+    return Finding(kind, "warning", text)

@@ -1,0 +1,30 @@
+"""Steps compiled with the budget as XLA's memory limit, under which XLA rematerialises by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from remat_jax.planning.candidate import Candidate
+from remat_jax.planning.known import Known
+
+_NEAR = 1.1
+"""A step that needs at most this multiple of the budget may be compiled again with the budget as XLA's memory limit."""
+
+
+def propose(known: Known) -> Iterable[Candidate]:
+    """`off` and the fastest compiled step slightly over the budget, with the limit.
+
+    XLA hardly rematerialises inside a scan, so scanned layers are compiled with a limit only if nothing else fits. Nothing is
+    proposed while no step is compiled, or on a CPU.
+    """
+    fit, budget = known.fit, known.fit.budget
+    if not known.has_times or not fit.compiled or (known.scanned and fit.fitting):
+        return []
+    off = None if known.scanned else known.named_policy("off")
+    near = [off] if off is not None and fit.expected(off) <= _NEAR * budget else []
+    over = [step.candidate for step in fit.compiled if budget < step.compiled.device_bytes <= _NEAR * budget]
+    near += sorted((step for step in over if step.memory_limit is None), key=lambda step: step.seconds)[:1]
+    # With less, XLA might recompute for a step that fits as it is.
+    chosen = [step for step in dict.fromkeys(near) if (tried := fit.known(step)) is None or not fit.fits(tried)]
+    return [replace(step, memory_limit=round(budget), source="memory_limit", expected_bytes=round(budget)) for step in chosen]

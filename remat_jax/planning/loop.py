@@ -1,0 +1,89 @@
+"""The search: compiles the most promising proposals until none is worth it, or compilations or time are used up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from remat_jax.planning.candidate import Candidate, Compiled, Tried
+from remat_jax.planning.generators import GENERATORS, Generator
+from remat_jax.planning.known import Known
+
+Compile = Callable[[Sequence[Candidate], Tried | None], list[Compiled]]
+"""Compiles candidates in parallel, given the best step so far; an empty result means that the time is up."""
+
+MOST_COMPILED = 8
+"""The maximum number of compilations once a step fits."""
+MOST_UNTIL_ONE_FITS = 12
+SIDE_BY_SIDE = 2
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why a search ended, and what it left.
+
+    Attributes:
+      by: `gain` if no proposal that may fit is worth a compilation, else `compilations` or `time`.
+      left: the proposals that were still worth a compilation, the most promising first.
+    """
+
+    by: str
+    left: tuple[Candidate, ...] = ()
+
+
+def search(known: Known, compile_them: Compile, generators: Iterable[Generator] = tuple(GENERATORS.values())) -> Ended:
+    """Compile proposals two at a time, and learn from each; `known.best` is then the fastest step that fits, if any does.
+
+    A proposal's score is its chance to fit times its expected gain (`Known.chance`, `Known.gain`).
+    """
+    begin, generators = len(known.fit.tried), tuple(generators)
+    while chosen := most_promising(known, proposals(known, generators)):
+        most = MOST_COMPILED if known.best is not None else MOST_UNTIL_ONE_FITS
+        chosen = chosen[: max(0, most - (len(known.fit.tried) - begin))]
+        if not chosen:
+            return Ended("compilations", left(known, generators))
+        answers = compile_them(chosen, known.best)
+        if not answers:
+            return Ended("time", left(known, generators))
+        known.fit.learn(chosen, answers)
+    return Ended("gain")
+
+
+def proposals(known: Known, generators: Iterable[Generator]) -> list[Candidate]:
+    """What all generators propose and is not compiled, each program once."""
+    proposed = dict.fromkeys(candidate for propose in generators for candidate in propose(known))
+    return [candidate for candidate in proposed if known.fit.known(candidate) is None]
+
+
+def left(known: Known, generators: Iterable[Generator]) -> tuple[Candidate, ...]:
+    """The proposals that are worth a compilation, the most promising first."""
+    best = None if known.best is None else known.best.candidate
+    scored = [(known.chance(step) * known.gain(step, best), step) for step in proposals(known, generators)]
+    return tuple(step for score, step in sorted(scored, key=lambda pair: -pair[0]) if score and _is_worth(known, step, best))
+
+
+def most_promising(known: Known, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """At most two candidates that are worth a compilation: the one of the highest score, and the one that adds most to it."""
+    best, chosen = None if known.best is None else known.best.candidate, list[Candidate]()
+    worth = [(known.chance(step), step) for step in candidates if _is_worth(known, step, best)]
+    scores = [(chance * known.gain(step, best), chance, step) for chance, step in worth if chance]
+    if not scores:
+        return chosen
+    # Of two that promise the same, a step without checkpoints has fewer ways to disappoint.
+    _, fits, first = max(scores, key=lambda scored: (round(scored[0] / known.worth, 1), not scored[2].checkpoints))
+    others = [
+        # If the first fits, the second has to be faster than it; if not, faster than the best step so far.
+        (chance * (fits * known.gain(step, first) + (1 - fits) * known.gain(step, best)), step)
+        for _, chance, step in scores
+        if step is not first
+    ]
+    score, second = max(others, key=lambda scored: scored[0], default=(0.0, first))
+    return [first, second][: SIDE_BY_SIDE if score >= _LEAST_SCORE * known.worth else 1]
+
+
+_LEAST_SCORE = 0.1
+"""Beside the most promising candidate, another is compiled if its score is at least this share of `Known.worth`."""
+
+
+def _is_worth(known: Known, candidate: Candidate, best: Candidate | None) -> bool:
+    return best is None or known.gain(candidate, best) >= known.worth

@@ -1,0 +1,64 @@
+"""The time of a step: its compiled time, or its traced time at the pace of the compiled steps."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from remat_jax.planning.candidate import Candidate, Tried
+from remat_jax.planning.fit_memory import Fit
+from remat_jax.planning.problem import KEEP_ALL
+
+
+@dataclass(frozen=True)
+class Times:
+    """The time of a whole step: its compiled time (`Compiled.seconds`), or the traced estimate times a pace.
+
+    If any compiled step has no compiled time, as on a CPU, every time is the traced estimate. The traced estimate is
+    `traced_base` plus the time to keep, recompute and copy residuals. `keeping_everything` is the time to keep all residuals.
+    """
+
+    fit: Fit
+    traced_base: float
+    keeping_everything: float = 0.0
+
+    @property
+    def compiled(self) -> bool:
+        """Whether every compiled step has a compiled time."""
+        compiled = self.fit.compiled
+        return bool(compiled) and all(step.compiled.seconds for step in compiled)
+
+    @property
+    def pace(self) -> float:
+        """The median ratio of compiled to traced time over the compiled steps; 1 if traced times are used."""
+        return self._median(self.fit.compiled)
+
+    def pace_of(self, candidate: Candidate) -> float:
+        """The pace of the step that is near (`Candidate.near`), else of the candidate's family, or `pace` if none is compiled."""
+        near = [step for step in self.fit.compiled if step.candidate == candidate.near]
+        family = [step for step in self.fit.compiled if step.candidate.family == candidate.family]
+        return self._median(near or family or self.fit.compiled)
+
+    def _median(self, steps: list[Tried]) -> float:
+        if not self.compiled:
+            return 1.0
+        ratios = [(step.compiled.seconds or 0.0) / self.traced(step.candidate) for step in steps]
+        return statistics.median(ratios or [1.0])
+
+    def traced(self, candidate: Candidate) -> float:
+        """The traced estimate of a step's seconds."""
+        return self.traced_base + candidate.seconds
+
+    def of(self, candidate: Candidate) -> tuple[float, bool]:
+        """The seconds of a step, and whether they come from its compiled schedule."""
+        tried = self.fit.known(candidate)
+        if tried is not None and self.compiled and tried.compiled.seconds:
+            return tried.compiled.seconds, True
+        return self.pace_of(candidate) * self.traced(candidate), False
+
+    @property
+    def base(self) -> float:
+        """The seconds of a step that keeps everything."""
+        everything = [step.compiled.seconds for step in self.fit.tried if step.candidate.name in KEEP_ALL]
+        times = list(filter(None, everything)) if self.compiled else []
+        return min(times, default=self.pace * (self.traced_base + self.keeping_everything))
