@@ -15,7 +15,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, PlanningError
-from remat_jax.planning import search_plans
+from remat_jax.planning import loop
 from tests.small_models import times
 
 WIDTH, LAYERS, POLICIES = 16, 3, ("full", "dots_with_no_batch_dims", "offload_dot_with_no_batch_dims", "1 x full | 2 x dots")
@@ -151,7 +151,7 @@ def test_globs_are_attribute_paths():
 @pytest.mark.parametrize(("make", "share"), [(Model, 0.2), (Model, 0.6), (Model, 1.0), (Scanned, 0.6), (Scanned, 1.0)])
 def test_a_plan_applies_to_the_loss_as_it_is_written(make, share, monkeypatch):
     if make is Model:  # which plan is found is asked elsewhere; here, that any is that of the model
-        monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 3)
+        monkeypatch.setattr(loop, "MOST_COMPILED", 3)
     workload = planned(make)
     full, off = (rj.measure(workload, policy, "cpu").device_bytes for policy in ("full", "off"))
     budget = int(full + share * (off - full))
@@ -305,7 +305,7 @@ def test_a_marked_function_under_vmap_is_a_block():
 
 
 def test_the_regions_that_are_there_are_planned(monkeypatch):
-    monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 3)
+    monkeypatch.setattr(loop, "MOST_COMPILED", 3)
     fn, layers = run(STYLES["checkpoints"][1], False), [weights(seed) for seed in range(LAYERS)]
     x = jax.ShapeDtypeStruct((512, WIDTH), jnp.float32)
     workload = rj.Workload(fn, layers, (x,), "checkpoints")
@@ -367,7 +367,7 @@ def test_marks_say_what_they_need():
 
 
 def test_a_plan_of_a_marked_function_is_a_file(tmp_path, monkeypatch):
-    monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 3)
+    monkeypatch.setattr(loop, "MOST_COMPILED", 3)
     fn, layers = run(layer_function, False), [weights(seed) for seed in range(LAYERS)]
     workload = rj.Workload(fn, layers, (jax.ShapeDtypeStruct((512, WIDTH), jnp.float32),), layer_function)
     plan = rj.plan(workload, rj.measure(workload, "dots", "cpu").device_bytes, "cpu")

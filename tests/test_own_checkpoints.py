@@ -16,7 +16,7 @@ from flax import nnx
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError
-from remat_jax.planning import search_plans
+from remat_jax.planning import loop
 
 LAYERS = 4
 
@@ -377,7 +377,7 @@ def test_off_is_the_step_as_written() -> None:
 
 
 def test_a_plan_is_that_of_the_model_without_checkpoints_and_applies_to_the_loss_as_written(monkeypatch: Any) -> None:
-    monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 3)
+    monkeypatch.setattr(loop, "MOST_COMPILED", 3)
     job = wide()
     budget = rj.measure(job, "dots").device_bytes
     plan, plain = (rj.plan(workload, budget, "cpu") for workload in (job, wide(own=False)))

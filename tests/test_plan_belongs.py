@@ -13,7 +13,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import PlanningError
-from remat_jax.planning import search_plans
+from remat_jax.planning import loop
 
 
 class Layer(nn.Module):
@@ -44,7 +44,7 @@ def plan() -> Any:
     job = rj.Workload(loss_of(), PARAMS, (TOKENS,), Layer, name="three layers")
     full, most = (rj.measure(job, policy, "cpu").device_bytes for policy in ("full", "off"))
     with pytest.MonkeyPatch.context() as patched:  # which plan it is does not matter here
-        patched.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 2)
+        patched.setattr(loop, "MOST_COMPILED", 2)
         plan = rj.plan(job, (full + most) // 2, "cpu")
     assert not plan.is_off
     return plan

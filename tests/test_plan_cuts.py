@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import flax.linen as nn
 import jax
@@ -12,8 +11,6 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.memory.measure import measure_many
-from remat_jax.planning.candidate import Compiled, Tried, runs
-from remat_jax.planning.fit_memory import Fit, predicted
 from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import describe
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
@@ -22,30 +19,7 @@ from tests import plan_models
 from tests.plan_by_hand import PlannedLayer, part
 from tests.plan_by_hand import plan as planned
 from tests.planning_models import RATES, decoder
-from tests.test_plan_search import LAYER, NAMED, SAVE, STACK, Searched, own
-
-
-def cut(candidate, cuts):
-    """`recut` for the six equal layers of `STACK`."""
-    choices = candidate.choices
-    return replace(candidate, cuts=tuple(at for at in cuts if at and choices[at - 1] == choices[at]))
-
-
-def searched(budget, size, **options):
-    """A search in a scanned stack; `size` returns the bytes of a candidate."""
-    able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
-    given = {"scanned": True, "most_runs": 3, "recut": cut, **options}
-    return Searched(budget, able, lambda some: [Compiled(size(candidate), 0) for candidate in some], **given)
-
-
-TRUTH = replace(STACK, fixed_bytes=1700.0)
-
-
-def alone_is_cheap(candidate):
-    """A step needs a fifteenth less if its last layer is in a scan of its own."""
-    alone = runs(STACK, candidate.choices, candidate.cuts)[-1] == (5, 6) if candidate.choices else False
-    return round(predicted(TRUTH, candidate.loads) * (14 / 15 if alone else 1))
-
+from tests.searches import SAVE
 
 # --- what is compiled -------------------------------------------------------------------------------------------------
 
@@ -77,7 +51,7 @@ def test_a_scan_of_one_layer_needs_what_its_policy_says(sizes):
 
 def test_cuts_are_of_scans_and_between_layers_that_do_the_same():
     described = {scanned: describe(plan_models.job(scanned=scanned), "h200") for scanned in (True, False)}
-    full = {scanned: named_candidate(problem, "full").like for scanned, problem in described.items()}
+    full = {scanned: named_candidate(problem, "full").choices for scanned, problem in described.items()}
     unrolled = recut(described[False], own_candidate(described[False], full[False]), (3, 5))
     assert unrolled.cuts == ()
     candidate = own_candidate(described[True], (*full[True][:4], *[(SAVE,) * len(full[True][0])] * 2))
@@ -86,56 +60,16 @@ def test_cuts_are_of_scans_and_between_layers_that_do_the_same():
     assert cut.cuts == (2, 5) and cut.loads == candidate.loads
     (policies,) = policies_of(described[True], cut).values()
     assert policies.cuts == (2, 5) and [len(layers) for layers, _ in policies.ranges] == [2, 2, 1, 1]
-    assert cut.seconds == candidate.seconds and not cut.is_same(candidate)
+    assert cut.seconds == candidate.seconds and cut != candidate
     parts = parts_of(described[True], described[True].stack, cut)
     assert [(part.first, part.layers) for part in parts] == [(run.start, len(run)) for run, _ in policies.ranges]
-
-
-@pytest.mark.parametrize("budget", [3900, 4300, 4500, 5500])
-def test_no_residual_more_fits_with_the_runs_as_they_are(budget):
-    """A run that has its neighbour's policy stays separate: together they would need more."""
-    search = searched(budget, alone_is_cheap)
-    best = search.run()
-    assert best.compiled.device_bytes <= budget and search.proposals.is_maximal(best)
-    if best.candidate.effective_choices is not None and best.candidate.seconds > 0:
-        more = search.proposals.one_more(best.candidate)
-        fewest = min((sum(load.saved for load in candidate.loads) for candidate in more), default=None)
-        smallest = [candidate for candidate in more if sum(load.saved for load in candidate.loads) == fewest]
-        assert all(alone_is_cheap(candidate) > budget for candidate in smallest[:1])
-
-
-def test_a_plan_for_all_layers_alike_is_compiled_before_a_cut_one_is_the_last_word():
-    """Although one was compiled before and did not fit: the fastest plan predicted to fit by the steps without a cut."""
-    search = searched(5400, alone_is_cheap)
-    full, everything, dots = (own((NAMED[name],) * 6) for name in ("full", "everything", "dots"))
-    mixed = own((NAMED["full"],) * 4 + (NAMED["everything"],) * 2)
-    sizes = {full: 3300, everything: 6800, mixed: 5390}
-    search.fit.tried = [Tried(candidate, Compiled(size, 0), size) for candidate, size in sizes.items()]
-    assert search.fit.best is not None and search.fit.best.candidate is mixed and dots.seconds < mixed.seconds
-    assert search.search._last(search.fit.best)[0].is_same(dots)
-
-
-def test_of_a_named_policy_too_one_residual_more_is_compiled():
-    """If choices are equivalent to a named policy, it must not be the fastest only because nobody tried it."""
-    named = replace(own((NAMED["full"],) * 6, name="full"), like=(NAMED["full"],) * 6)
-    asked = []
-
-    def compile_them(some):
-        asked.extend(some)
-        return [Compiled(4000 if candidate.name else 9000, 0) for candidate in some]
-
-    search = Searched(4030, [named], compile_them)
-    best = search.run()
-    assert best.candidate is named and search.proposals.is_maximal(best)
-    fewest = min((sum(load.saved for load in candidate.loads) for candidate in asked if not candidate.name), default=None)
-    assert fewest == 6 * 400, "the activations of all layers"
 
 
 def test_the_likeness_of_named_policies():
     described = describe(plan_models.job(scanned=True), "h200")
     full = named_candidate(described, "full")
-    assert full.like is not None and own_candidate(described, full.like).seconds == pytest.approx(full.seconds)
-    assert named_candidate(described, "off").like is None and full.choices is None
+    assert full.choices is not None and own_candidate(described, full.choices).seconds == pytest.approx(full.seconds)
+    assert named_candidate(described, "off").choices is None
 
 
 @pytest.mark.parametrize("name", ["full", "dots", "dots_with_no_batch_dims"])
@@ -155,17 +89,10 @@ def test_a_file_carries_the_cuts_and_one_without_is_read(tmp_path):
     assert rj.Plan.load(plan.save(tmp_path / "plan.json")) == plan
     assert "PlannedLayer 2, in a scan of its own:" in plan.explain() and plan.explain().count("of its own") == 1
     data = json.loads((tmp_path / "plan.json").read_text())
-    assert data["version"] == 3 and [count for count, _ in data["policies"][0]["runs"]] == [2, 1, 1]
+    assert data["version"] == 4 and [count for count, _ in data["policies"][0]["runs"]] == [2, 1, 1]
     data["version"], data["policies"][0]["runs"] = 1, [[4, rj.Policy.parse("full").to_dict()]]
     (tmp_path / "old.json").write_text(json.dumps(data))
     assert rj.Plan.load(tmp_path / "old.json").policies == {PlannedLayer: rj.LayerPolicies.parse("4 x full")}
-
-
-def test_steps_that_are_cut_say_nothing_of_those_that_are_not():
-    fit = Fit(STACK, 5000.0)
-    uncut = own((NAMED["full"],) * 6)
-    assert not fit.is_cut(uncut) and fit.is_cut(cut(uncut, (3,)))
-    assert LAYER.repeats == 6
 
 
 @pytest.mark.parametrize("name", ["full", "offload_inputs", "offload: @dots", "dots"])
@@ -192,4 +119,4 @@ def test_a_named_policy_is_the_program_of_its_choices():
     described = describe(rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Sine), "h200")
     assert any(not residual.needed for block in described.stack.blocks for residual in block.residuals)
     candidate = named_candidate(described, "full")
-    assert candidate.is_same(own_candidate(described, candidate.like))
+    assert candidate == own_candidate(described, candidate.choices)

@@ -138,8 +138,8 @@ def test_the_keys_are_the_attribute_names():
     ("change", "message"),
     [
         (
-            lambda data: data.update(version=4),
-            "has version 4, but this release reads only versions 1, 2 and 3: plan again",
+            lambda data: data.update(version=5),
+            "has version 5, but this release reads only versions 1, 2, 3 and 4: plan again",
         ),
         (lambda data: data.update(version="1"), "has version '1'"),
         (lambda data: data.update(version=True), "has version True"),

@@ -13,10 +13,10 @@ from benchmarks.plan.workloads import Case
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import target as target_named
 from remat_jax.planning import Plan
+from remat_jax.planning.known import WORTH_COMPILING
 from remat_jax.planning.make_plan import leanest
 from remat_jax.planning.model import block_name
 from remat_jax.planning.problem import Described, Kind, extra_seconds, kept_bytes
-from remat_jax.planning.propose_candidates import WORTH_COMPILING
 from remat_jax.planning.translate import selectors
 from remat_jax.policy import LayerPolicies, Policy
 

@@ -110,7 +110,7 @@ class Candidate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its memory follows from what its checkpoints keep: no groups, no memory limit, nothing changed beyond them."""
+        """Whether its memory follows from what its checkpoints keep: no groups, no memory limit, no other changes."""
         return self.checkpoints and not (self.groups or self.memory_limit or self.changes)
 
     @property

@@ -118,8 +118,7 @@ class Compiler:
         """Trace a candidate's step in this thread, and submit it for compilation."""
         begin = time.monotonic()
         try:
-            policies = policies_of(self.described, candidate) if candidate.checkpoints else "off"
-            program = export_step(key, self.workload.step(policies), self.target)
+            program = export_step(key, self.workload.step(policies_of(self.described, candidate)), self.target)
         except Exception as error:  # `_raise_fatal` raises all but `_OF_ONE_STEP` unless a step already fits
             refused: Future[Sizes] = Future()
             refused.set_exception(error)

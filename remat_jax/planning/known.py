@@ -24,6 +24,8 @@ _COPIES_DOUBT = 0.25
 """How much of an offload's copies may not be hidden although the estimate says so, or the reverse."""
 _LEAST_CHANCE = 0.02
 """The chance of what is predicted not to fit, but may."""
+_TEACHES, _FULL_CHANCE = "full", 0.5
+"""While nothing fits, `full` counts as if it had at least this chance, because the memory of groups of layers follows from it."""
 _UNIT = NormalDist()
 
 
@@ -84,9 +86,14 @@ class Known:
     def chance(self, candidate: Candidate) -> float:
         """The chance that a candidate fits; 0 if it surely does not.
 
-        While nothing fits, everything has a chance. A named policy that is predicted not to fit has one unless its arguments
+        While nothing fits, everything has a chance, and `full` a fair one. A named policy that is predicted not to fit has one unless its arguments
         and its saved bytes alone exceed the budget.
         """
+        if candidate.name == _TEACHES and not self.fit.fitting:
+            return max(_FULL_CHANCE, self._chance(candidate))
+        return self._chance(candidate)
+
+    def _chance(self, candidate: Candidate) -> float:
         if candidate.host_bytes > self.fit.host_left or self.fit.cannot_fit(candidate):
             return 0.0
         room = self.fit.budget - self.fit.expected(candidate)

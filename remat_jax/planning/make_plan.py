@@ -246,6 +246,8 @@ class _Planner:
 
     def plan(self) -> Plan:
         ended = search(self.known, self.compiler.compile)
+        if not self.known.fit.compiled:
+            self.leanest()
         if self.known.best is None:
             raise self._infeasible()
         best, preferred = choose_fastest(self.known)
@@ -295,7 +297,7 @@ class _Planner:
             self.findings.append(info("not_shown", f"Not shown: whether the offloaded residuals would fit on the device{why}"))
         if not fields["is_maximal"]:
             self.findings.append(info("not_shown", f"Not shown: that no further residual can be saved in a run of layers{why}"))
-        if self.workload.replaced_checkpoints:
+        if self.workload.replaced_checkpoints and candidate.checkpoints:
             self.findings.append(info("replaced", replaced_text(self.workload.replaced_checkpoints)))
         if candidate.memory_limit is not None:
             text = "The step fits only with the budget as XLA's memory limit: give plan.compiler_options to its jax.jit"

@@ -34,7 +34,7 @@ class Times:
         return self._median(self.fit.compiled)
 
     def pace_of(self, candidate: Candidate) -> float:
-        """The pace of the step that is near (`Candidate.near`), else of the candidate's family, or `pace` if none is compiled."""
+        """The pace of the step that is near (`Candidate.near`), else of the family, or `pace` if none is compiled."""
         near = [step for step in self.fit.compiled if step.candidate == candidate.near]
         family = [step for step in self.fit.compiled if step.candidate.family == candidate.family]
         return self._median(near or family or self.fit.compiled)

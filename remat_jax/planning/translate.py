@@ -97,7 +97,8 @@ def _alike(described: Described, named: Candidate, policy: Policy) -> Candidate 
     except PlanningError:
         # The policy keeps an array that is not one of the solver's residuals.
         return None
-    return equivalent if equivalent == named else None
+    kept = [[(load.saved, load.offloaded) for load in candidate.loads] for candidate in (equivalent, named)]
+    return equivalent if equivalent == named and kept[0] == kept[1] else None
 
 
 def choices_of(kind: Kind, block: Block, policy: Policy) -> list[Choice]:
@@ -117,7 +118,8 @@ def choices_of(kind: Kind, block: Block, policy: Policy) -> list[Choice]:
 def policies_of(described: Described, candidate: Candidate) -> dict[marking.Block, Any]:
     """A dict from block to its policy, or to `LayerPolicies` if its layers differ or a scan is cut."""
     if candidate.name or candidate.choices is None:
-        return dict.fromkeys((kind.block for kind in described.kinds), as_block_policy(candidate.name))
+        policy = as_block_policy(candidate.name if candidate.checkpoints else "off")
+        return dict.fromkeys((kind.block for kind in described.kinds), policy)
     layers: dict[marking.Block, dict[int, Policy]] = {kind.block: {} for kind in described.kinds}
     cuts: dict[marking.Block, list[int]] = {kind.block: [] for kind in described.kinds}
     chosen = enumerate(block_policies(described.stack, candidate.choices))
