@@ -118,15 +118,15 @@ ELEMENTWISE = frozenset(
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
     tanh xor zeta""".split()
 )
-"""The primitives whose operands have the shape of the result, or rank 0."""
+"""The primitives that JAX broadcasts: operands have the shape of the result, except for dimensions of size 1, or rank 0."""
 
 
 def _axes(eqn: Any) -> Iterator[_Axis]:
     name = eqn.primitive.name
     if name in ELEMENTWISE:
-        if len(eqn.outvars) == 1:
-            for dim in range(eqn.outvars[0].aval.ndim):
-                yield _Axis(tuple(dim if atom.aval.ndim else None for atom in eqn.invars), (dim,))
+        shapes = [atom.aval.shape for atom in eqn.invars]
+        for dim, size in enumerate(eqn.outvars[0].aval.shape) if len(eqn.outvars) == 1 else ():
+            yield _Axis(tuple(dim if shape and shape[dim] == size else None for shape in shapes), (dim,))
     elif name in _RULES:
         yield from _RULES[name](eqn)
 
