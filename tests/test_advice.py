@@ -30,7 +30,7 @@ from remat_jax.memory.advice import (
     micro_batches_divide,
     undonated_arguments,
 )
-from remat_jax.memory.softmax_products import softmax_products
+from remat_jax.core.softmax_products import softmax_products
 
 pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 
