@@ -254,6 +254,12 @@ class Workload:
         workload.loss, workload.own_loss = under(self.mesh, self._model.loss(loss)), loss
         return workload
 
+    def with_optimizer(self, optimizer: Any) -> Workload:
+        """The same step with another optimizer."""
+        workload = copy.copy(self)
+        workload.optimizer = optimizer
+        return workload
+
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         """`fn` with `policy` on the workload's blocks: a policy, policies by layer, or a mapping from block to either."""
         if not isinstance(policy, dict):

@@ -11,8 +11,9 @@ from remat_jax.cli.output import Answer, Json, answering, check_folder, check_pi
 from remat_jax.cli.workloads import MeshOption, WorkloadArgument, load_on_mesh
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
+from remat_jax.planning.changes import CHANGES, checked
 from remat_jax.planning.check_budget import budget_bytes, host_budget_bytes
-from remat_jax.planning.explain import named_table, next_gib, plan_table
+from remat_jax.planning.explain import beyond_table, named_table, next_gib, plan_table
 from remat_jax.planning.make_plan import plan as make_plan
 from remat_jax.planning.page import picture
 from remat_jax.planning.plan import Plan
@@ -26,6 +27,9 @@ def plan(
     target: Annotated[str, typer.Option(help="The target to plan and compile for; see remat-jax targets.")],
     mesh: MeshOption = None,
     host_budget: Annotated[str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. Default: no limit.")] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help=f"A change beyond the blocks that the plan may make: {', '.join(CHANGES)}.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit of the whole call in seconds.")] = DEFAULT_TIMEOUT,
     explain: Annotated[bool, typer.Option("--explain", help="Explain for every residual where it is, and why.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON, for Plan.load.")] = None,
@@ -43,14 +47,14 @@ def plan(
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.
         described = target_named(target)
-        device, host = budget_bytes(budget, described), host_budget_bytes(host_budget)
+        device, host, allowed = budget_bytes(budget, described), host_budget_bytes(host_budget), checked(allow or ())
         for option, path in (("save", save), ("html", html), ("plot", plot)):
             check_folder(option, path)
         check_picture(plot)
         job = load_on_mesh(workload, mesh, described)
         with progress() as show_step:
-            made = make_plan(job, device, described, host, timeout=timeout, progress=show_step)
-        answer.show(plan_table(made), named_table(made), next_gib(made), *made.notes)
+            made = make_plan(job, device, described, host, allow=allowed, timeout=timeout, progress=show_step)
+        answer.show(plan_table(made), named_table(made), *filter(None, [beyond_table(made)]), next_gib(made), *made.notes)
         if explain:
             answer.show("", made.explain())
         written = _write(made, save, html, plot, answer)

@@ -80,8 +80,12 @@ def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...
 
 
 def largest_advice(workload: Workload, sizes: Sizes, devices: int = 1) -> str | None:
+    """`largest` of the advice for a compiled step."""
+    return largest(advise(workload, sizes, traced_products(workload), devices), sizes)
+
+
+def largest(advice: tuple[Advice, ...], sizes: Sizes) -> str | None:
     """A sentence with the advice that frees most memory, for a step that needs too much; None if no advice frees 5 %."""
-    advice = advise(workload, sizes, traced_products(workload), devices)
     return f"Beyond the blocks: {advice[0]}" if advice and advice[0].bytes >= SHOWN * sizes.device else None
 
 

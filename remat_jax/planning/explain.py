@@ -9,7 +9,7 @@ from typing import Any
 from remat_jax.memory.compile.options import GRAPHS, OPTION
 from remat_jax.planning.plan_data import LayerRow, Part, PlanData, Point, over_budget, plan_point
 from remat_jax.policy import NAMED
-from remat_jax.report.tables import format_bytes, format_estimate, table
+from remat_jax.report.tables import format_bytes, format_estimate, render, table
 
 GIB = 2**30
 _SHORT = 3
@@ -32,7 +32,10 @@ def plan_table(plan: PlanData) -> Any:
     ]
     host = f", host {format_bytes(plan.host_budget)}" if plan.host_budget is not None else ""
     budgets = f"{format_bytes(plan.budget)}{host}"
-    title = f"Plan for {plan.workload} on {plan.target} within {budgets}: {format_bytes(plan.device_bytes)} compiled"
+    with_changes = f" with {' and '.join(plan.changes)}" if plan.changes else ""
+    title = (
+        f"Plan for {plan.workload}{with_changes} on {plan.target} within {budgets}: {format_bytes(plan.device_bytes)} compiled"
+    )
     return table(title, columns, rows, caption=summary(plan))
 
 
@@ -42,6 +45,21 @@ def named_table(plan: PlanData) -> Any:
     rows += [_named_row(point, plan, _verdict(plan, point)) for point in sorted(plan.named, key=_by_time)]
     columns = ("policy", "device", "", "host", "step", "", "over keeping everything", "")
     return table("The plan and the named policies", columns, rows)
+
+
+def beyond_table(plan: PlanData) -> Any:
+    """What each change beyond the blocks gives as a plan, as a table; None if there is none to show."""
+    if not plan.beyond:
+        return None
+    rows = []
+    for each in plan.beyond:
+        gain = None if each.seconds is None else plan.seconds - each.seconds
+        how = "" if each.seconds is None else "compiled" if each.compiled else "estimated"
+        verdict = each.remark or ("in this plan" if each.change in plan.changes else "")
+        gained = "" if gain is None or each.change in plan.changes else signed(plan, gain)
+        rows.append((each.change, format_bytes(each.device_bytes), time_text(plan, each.seconds), how, gained, verdict))
+    columns = ("change", "device", "step", "", "faster by", "")
+    return table("Changes beyond the blocks, each as a plan (allow=…)", columns, rows)
 
 
 def summary(plan: PlanData) -> str:
@@ -86,7 +104,8 @@ def explanation(plan: PlanData) -> str:
         lines.append(f"{part.where}, in a scan of its own:" if cut else f"{part.where}:")
         lines += _lines(part, plan)
         before = part
-    lines += ["", next_gib(plan), *plan.notes]
+    changes = render(beyond_table(plan)).splitlines() if plan.beyond else []
+    lines += ["", next_gib(plan), *plan.notes, *changes]
     return "\n".join(lines)
 
 

@@ -16,9 +16,10 @@ from remat_jax.core.marks import CHECKPOINTS
 from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.memory.compile.options import GRAPHS, OPTION
 from remat_jax.memory.compile.options import KINDS as GRAPH_KINDS
+from remat_jax.planning.changes import CHANGES
 from remat_jax.planning.findings import KINDS, SEVERITIES, Finding
 from remat_jax.planning.model import Model, block_key, find_block
-from remat_jax.planning.plan_data import LayerRow, Part, PlanData, Point
+from remat_jax.planning.plan_data import Beyond, LayerRow, Part, PlanData, Point
 from remat_jax.policy import LayerPolicies, Policy
 from remat_jax.reading import read_limited
 from remat_jax.report.document import write_whole
@@ -45,7 +46,7 @@ _DERIVED = ("version", "texts", "best_named", "notes")
 def to_dict(plan: PlanData) -> dict[str, Any]:
     """The plan as plain data."""
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    for name in ("frontier", "named", "parts", "findings"):
+    for name in ("frontier", "named", "parts", "findings", "beyond"):
         values[name] = [dataclasses.asdict(item) for item in values[name]]
     policies = [{"block": list(block_key(block)), **_written(policy)} for block, policy in plan.policies.items()]
     best = plan.best_named
@@ -302,6 +303,13 @@ _MODEL: dict[str, _Check] = {
     "mesh": _or_none(_each(_pair(_text, functools.partial(_count, least=2), "an axis of mesh"))),
     "checkpoints": _or_none(_count),
 }
+_BEYOND: dict[str, _Check] = {
+    "change": _one_of(CHANGES),
+    "device_bytes": _or_none(_count),
+    "seconds": _or_none(_seconds),
+    "compiled": _flag,
+    "remark": _text,
+}
 _FINDING: dict[str, _Check] = {"kind": _one_of(KINDS), "severity": _one_of(SEVERITIES), "text": _text}
 _POLICY: dict[str, _Check] = {"block": _key, "runs": _runs, "groups": _each(_pair(_count, _positive))}
 _PLAN: dict[str, _Check] = {
@@ -312,6 +320,8 @@ _PLAN: dict[str, _Check] = {
     "parts": _parts,
     "tried": _each(_pair(_text, _count)),
     **dict.fromkeys(("assumed_rates", "left_out"), _each(_text)),
+    "changes": _each(_one_of(CHANGES)),
+    "beyond": _each(_object(Beyond, _BEYOND, "a change")),
     "findings": _each(_object(Finding, _FINDING, "a finding")),
     **dict.fromkeys(("is_maximal", "cut_short", "offload_needed"), _or_none(_flag)),
     **dict.fromkeys(("workload", "target", "jax_version"), _text),
@@ -326,6 +336,7 @@ _PLAN: dict[str, _Check] = {
 _NEWER: dict[str, Any] = {
     **{"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30},
     **{"is_maximal": None, "cut_short": None, "offload_needed": None, "left_out": []},
+    **{"changes": [], "beyond": []},
 }
 """The values of fields that older files lack. Older plans have no memory limit and no lower bound, and their times are traced
 estimates; before version 4, promises are unknown."""

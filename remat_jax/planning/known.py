@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
 from remat_jax.planning.candidate import Candidate, Cuts, Tried
 from remat_jax.planning.fit_memory import Fit
-from remat_jax.planning.problem import KEEP_ALL
+from remat_jax.planning.problem import KEEP_ALL, Kind
 from remat_jax.planning.solved import Solved
 from remat_jax.planning.times import Times
 
@@ -25,7 +24,7 @@ _COPIES_DOUBT = 0.25
 _LEAST_CHANCE = 0.02
 """The chance of what is predicted not to fit, but may."""
 _TEACHES, _FULL_CHANCE = "full", 0.5
-"""While nothing fits, `full` counts as if it had at least this chance, because the memory of groups of layers follows from it."""
+"""While nothing fits, `full` has at least this chance, because the memory of groups of layers follows from it."""
 _UNIT = NormalDist()
 
 
@@ -42,7 +41,7 @@ class Known:
       scanned: whether layers are scanned, so that layers that differ cut the scan.
       devices, has_times: of the target: the number of devices, and whether compiled steps have times.
       as_written: the model with its own checkpoints, if the policies replace these.
-      problem: the workload and its description, for generators of other programs than checkpoints of single layers.
+      kinds, parameter_bytes: the kinds of blocks, and the size of all parameters, for groups of layers.
     """
 
     fit: Fit
@@ -54,7 +53,8 @@ class Known:
     devices: int = 1
     has_times: bool = True
     as_written: Candidate | None = None
-    problem: Any = None
+    kinds: Sequence[Kind] = ()
+    parameter_bytes: int = 0
 
     @property
     def worth(self) -> float:
@@ -86,8 +86,8 @@ class Known:
     def chance(self, candidate: Candidate) -> float:
         """The chance that a candidate fits; 0 if it surely does not.
 
-        While nothing fits, everything has a chance, and `full` a fair one. A named policy that is predicted not to fit has one unless its arguments
-        and its saved bytes alone exceed the budget.
+        While nothing fits, everything has a chance, and `full` a fair one. A named policy that is predicted not to fit has one
+        unless its arguments and its saved bytes alone exceed the budget.
         """
         if candidate.name == _TEACHES and not self.fit.fitting:
             return max(_FULL_CHANCE, self._chance(candidate))

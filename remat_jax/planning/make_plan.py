@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
-from remat_jax import compat
 from remat_jax.apply.blocks import replaced_text
-from remat_jax.errors import ArgumentError, InfeasibleBudget, PolicyError, UnsupportedError
+from remat_jax.errors import ArgumentError, InfeasibleBudget
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.advice import largest_advice
+from remat_jax.memory.advice import SHOWN, Advice, advise, largest, traced_products
 from remat_jax.memory.compile.devices import check_devices, host_shortage
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, GRAPHS, Kernels, check_timeout
+from remat_jax.planning.beyond import Predicted, estimated, with_changes
 from remat_jax.planning.candidate import Candidate, Tried
-from remat_jax.planning.check_budget import argument_bytes, budget_bytes, check_arguments_fit, host_budget_bytes, infeasible
+from remat_jax.planning.changes import CHANGES, checked
+from remat_jax.planning.check_budget import budget_bytes, check_arguments_fit, host_budget_bytes, infeasible
 from remat_jax.planning.choose_fastest import choose_fastest
-from remat_jax.planning.compile_candidates import Compiler, Progress, first_sentence, one_line
-from remat_jax.planning.findings import Finding, info, warning
-from remat_jax.planning.fit_memory import Fit
-from remat_jax.planning.generators.as_written import as_written, counted_flops
-from remat_jax.planning.known import Known
+from remat_jax.planning.compile_candidates import Compiler, Progress, one_line
+from remat_jax.planning.findings import info, warning
+from remat_jax.planning.fit_memory import predicted
+from remat_jax.planning.generators.as_written import counted_flops
 from remat_jax.planning.loop import Ended, search
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
-from remat_jax.planning.plan_data import Point
-from remat_jax.planning.problem import KEEP_ALL, Described, describe, keeping_seconds, recompute_flops
-from remat_jax.planning.solved import Solved
-from remat_jax.planning.times import Times
-from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
+from remat_jax.planning.plan_data import Beyond
+from remat_jax.planning.problem import KEEP_ALL, recompute_flops
+from remat_jax.planning.search_problem import Problem, problem
+from remat_jax.planning.translate import policies_of
 from remat_jax.planning.without_triton import fitting_without_triton
-from remat_jax.policy import NAMED, LayerPolicies, is_off
+from remat_jax.policy import LayerPolicies
 from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
-
-_MOST_RUNS = 3
-"""The maximum number of runs of layers of one kind. Each run of scanned layers becomes a scan of its own."""
 
 
 def plan(
@@ -51,6 +45,7 @@ def plan(
     target: str | Target,
     host_budget: Any = None,
     *,
+    allow: str | Iterable[str] = (),
     timeout: float = DEFAULT_TIMEOUT,
     progress: Progress | None = None,
 ) -> Plan:
@@ -69,6 +64,9 @@ def plan(
       target: the name of a target (`"h200"`), or a `Target`.
       host_budget: host memory per device in bytes or as a text, including an offloaded optimizer state. None means no limit;
         0 forbids offload.
+      allow: changes beyond the blocks that the plan may make, which leave what the step computes: `"head_in_chunks"`,
+        `"optimizer_on_host"`. Each is kept if it makes the plan faster, or possible. `Plan.beyond` says what each gives; for
+        changes that are not allowed it is an estimate.
       timeout: seconds for the whole call. At the timeout, the fastest compiled step that fits is returned, and
         `Plan.cut_short` is true.
       progress: called with the current activity, the number of compiled steps, and the expected total, which may grow.
@@ -94,16 +92,25 @@ def plan(
     """
     target = target if isinstance(target, Target) else target_named(target)
     device, host = budget_bytes(budget, target), host_budget_bytes(host_budget)
+    allowed = checked(allow)
     _check(workload, timeout, target)
-    check_arguments_fit(workload, device)
-    say = progress or _silent
+    say, ends, planners = progress or _silent, time.monotonic() + timeout, list[_Planner]()
     with silenced(), Kernels.temporary() as kernels:
 
-        def plan_for(budget: int, timeout: float, known: list[Tried]) -> tuple[Plan, list[Tried]]:
-            planner = _Planner(workload, budget, target, host, timeout, say, kernels, known)
-            return planner.plan(), planner.known.fit.tried
+        def plan_of(workload: Workload, share: float) -> Plan:
+            check_arguments_fit(workload, device)
 
-        made = fitting_without_triton(plan_for, workload, device, target, timeout, say, kernels)
+            def plan_for(budget: int, timeout: float, known: list[Tried]) -> tuple[Plan, list[Tried]]:
+                planners.append(_Planner(workload, budget, target, host, timeout, say, kernels, known))
+                return planners[-1].plan(), planners[-1].known.fit.tried
+
+            return fitting_without_triton(plan_for, workload, device, target, share * (ends - time.monotonic()), say, kernels)
+
+        if allowed:
+            made = with_changes(plan_of, workload, allowed)
+        else:
+            made = plan_of(workload, 1.0)
+            made = replace(made, beyond=planners[-1].beyond(made))
     warn(finding.text for finding in made.findings if finding.severity == "warning")
     return made
 
@@ -149,89 +156,22 @@ class _Planner:
     progress: Progress
     kernels: Kernels
     tried: Sequence[Tried] = ()
-    findings: list[Finding] = field(default_factory=list, init=False)
+    advice: tuple[Advice, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        self.deadline = time.monotonic() + self.timeout
+        begin = time.monotonic()
+        self.deadline = begin + self.timeout
         self.progress(f"{self.workload.name}: tracing", 0, 1)
-        self.described, no_offload = self._described()
-        named, self.remarks = self._named(no_offload)
-        self.known = self._known(named)
+        self.problem = self._problem(self.workload)
+        self.described, self.known, self.findings = self.problem.described, self.problem.known, self.problem.findings
+        self.known.fit.tried += self.tried
+        self.described_seconds = time.monotonic() - begin
         self.compiler = Compiler(
             self.workload, self.described, self.target, self.timeout, self.deadline, self.kernels, self.progress, self.findings
         )
 
-    def _known(self, named: Sequence[Candidate]) -> Known:
-        described, kinds = self.described, self.described.kinds
-        host_budget = math.inf if self.host_budget is None else float(self.host_budget)
-        nested = any(kind.program.call.nested for kind in kinds)
-        fit = Fit(described.stack, float(self.budget), host_budget, argument_bytes(self.workload))
-        fit.tried += self.tried
-        make = functools.partial(own_candidate, described)
-        # The model as written stands for `off`, which is the same program.
-        written = None
-        if self.workload.replaced_checkpoints:
-            everything, full = (named_candidate(described, name) for name in ("everything", "full"))
-            written = as_written(self.workload, everything, full)
-        return Known(
-            fit,
-            Times(fit, described.base_seconds, keeping_seconds(described)),
-            Solved(fit, named, make, 1 if nested else _MOST_RUNS),
-            tuple(named),
-            (lambda candidate, cuts: candidate) if nested else functools.partial(recut, described),
-            scanned=any(kind.scanned for kind in kinds),
-            devices=self.target.devices,
-            has_times=self.target.kind != "cpu",
-            as_written=written,
-            problem=self,
-        )
-
-    def _described(self) -> tuple[Described, str]:
-        """The planning problem, in which offload is allowed only where it can run.
-
-        Also returns why named policies may not offload, or "" if they may.
-        """
-        described = describe(self.workload, self.target, timeout=max(1.0, self.deadline - time.monotonic()))
-        stack = described.stack
-        if self.target.kind == "cpu":
-            no_offload = "a CPU has one memory"
-        elif self.host_budget == 0:
-            no_offload = "no host memory is allowed"
-        elif stack.link is None:
-            no_offload = f"the target {self.target.name} has no link to host memory"
-        else:
-            return self._without_refused_offload(described)
-        return replace(described, stack=replace(stack, link=None)), no_offload
-
-    def _without_refused_offload(self, described: Described) -> tuple[Described, str]:
-        """`described` without offload in scans that XLA cannot compile or miscompiles; a reason if nothing can be offloaded."""
-        stack, no_offload, remedy = described.stack, "XLA cannot compile offload in a scan inside another scan", ""
-        refused = [kind.program.call.nested for kind in described.kinds]
-        if compat.miscompiles_scanned_offload():
-            refused = [kind.scanned for kind in described.kinds]
-            no_offload = f"JAX {jax.__version__} miscompiles offload inside scan"
-            remedy = f" (openxla/xla#46231), so scanned layers offload nothing here; use {compat.SCANNED_OFFLOAD_REMEDY}"
-        if not any(refused):
-            return described, ""
-        self.findings.append(warning("no_offload", f"{no_offload} for GPUs{remedy or ' (maxtext#4990)'}"))
-        blocks = tuple(block.without_offload() if no else block for block, no in zip(stack.blocks, refused, strict=True))
-        link = None if all(refused) else stack.link
-        return replace(described, stack=replace(stack, blocks=blocks, link=link)), no_offload
-
-    def _named(self, no_offload: str) -> tuple[list[Candidate], list[Point]]:
-        """The applicable named policies as candidates, and the inapplicable named policies as points with a remark."""
-        candidates, remarks = [], dict[str, str]()
-        for name, policy in NAMED.items():
-            if is_off(policy) and self.workload.replaced_checkpoints:
-                continue  # here `off` is the model as written
-            if policy.offloads and no_offload:
-                remarks[name] = no_offload
-                continue
-            try:
-                candidates.append(named_candidate(self.described, name))
-            except (PolicyError, UnsupportedError) as error:
-                remarks[name] = first_sentence(error)
-        return candidates, [Point(name, None, 0, None, False, remark=remark) for name, remark in remarks.items()]
+    def _problem(self, workload: Workload) -> Problem:
+        return problem(workload, self.budget, self.target, self.host_budget, timeout=max(1.0, self._left()))
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
         """Compile `full`, and the plan of least predicted memory if `full` does not fit."""
@@ -255,7 +195,7 @@ class _Planner:
         self._add_as_written(best)
         self.progress("reading the frontier", len(self.known.fit.tried), len(self.known.fit.tried))
         policies = policies_of(self.described, best.candidate)
-        fields = outcome(self.described, self.target, self.known, best, self.remarks, self._is_late)
+        fields = outcome(self.described, self.target, self.known, best, self.problem.remarks, self._is_late)
         self._find(ended, best, fields)
         return Plan(
             policies=policies,
@@ -273,8 +213,11 @@ class _Planner:
             **fields,
         )
 
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
+
     def _is_late(self) -> bool:
-        return time.monotonic() > self.deadline
+        return self._left() < 0
 
     def _add_as_written(self, best: Tried) -> None:
         """If policies replace the model's checkpoints, compile the model as written too, for comparison."""
@@ -309,8 +252,39 @@ class _Planner:
             self.findings.append(warning("host", f"Host memory: {short}, or plan with a host_budget"))
         if sizes.warning is not None:
             self.findings.append(warning("miscompiled", f"{sizes.warning[0].upper()}{sizes.warning[1:]}"))
-        if candidate.name not in KEEP_ALL and (beyond := largest_advice(self.workload, sizes, self.target.devices)):
-            self.findings.append(info("beyond", beyond))
+        if candidate.name not in KEEP_ALL:
+            self.advice = advise(self.workload, sizes, traced_products(self.workload), self.target.devices)
+            self.findings += [info("beyond", text) for text in filter(None, [largest(self.advice, sizes)])]
+
+    def beyond(self, made: Plan) -> tuple[Beyond, ...]:
+        """What the changes that free much would give, if they were allowed: by estimates, while time is left."""
+        freed = {advice.what: advice.bytes for advice in self.advice if advice.bytes >= SHOWN * made.device_bytes}
+        advised = {name: freed[change.advice] for name, change in CHANGES.items() if change.advice in freed}
+        if self._left() < len(advised) * self.described_seconds:
+            return ()
+        if advised:
+            self.progress("estimating changes beyond the blocks", len(made.tried), len(made.tried))
+        return estimated(self._predicted, self.workload, advised)
+
+    def _predicted(self, changed: Workload, freed: int) -> Predicted | None:
+        """The fastest candidate of a changed workload that is predicted to fit, with what this search learnt.
+
+        The change frees `freed` bytes of the compiled peak. Arguments that it moves to the host are copied twice in a step, and
+        no compute hides their copies, because the update comes last.
+        """
+        other, learnt, link = self._problem(changed).known, self.known.fit.stack, self.known.fit.guess.link
+        moved = self.known.fit.arguments - other.fit.arguments
+        copies = 0.0 if link is None else link.exposed_out(moved, 0.0) + link.exposed_in(moved, 0.0)
+        shares = learnt.blocks[0].recomputed_share, learnt.blocks[0].fetched_share
+        blocks = tuple(replace(block, recomputed_share=shares[0], fetched_share=shares[1]) for block in other.fit.guess.blocks)
+        stack = replace(other.fit.guess, blocks=blocks, fixed_bytes=max(other.fit.arguments, learnt.fixed_bytes - freed))
+        candidates = [other.solved.plan(stack, self.budget), *other.named]
+        fits = [step for step in candidates if step is not None and predicted(stack, step.loads) <= self.budget]
+        if not fits:
+            return None
+        fastest = min(fits, key=other.times.traced)
+        seconds = self.known.times.pace_of(fastest) * other.times.traced(fastest)
+        return Predicted(round(predicted(stack, fastest.loads)), seconds + copies)
 
     def _recompute_flops(self, candidate: Candidate, policies: Mapping[Any, Any]) -> int:
         """The FLOPs that the blocks recompute. With groups of layers, the FLOPs that the traced step recomputes.

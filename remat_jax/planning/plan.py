@@ -16,10 +16,11 @@ from remat_jax.apply.effect import call_signature
 from remat_jax.apply.own_checkpoints import noting_regions
 from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.planning import files
-from remat_jax.planning.explain import explanation, plan_table
+from remat_jax.planning.explain import beyond_table, explanation, plan_table
 from remat_jax.planning.page import page
 from remat_jax.planning.plan_data import PlanData
 from remat_jax.report.tables import render
+from remat_jax.train.chunked_head import chunk_head
 from remat_jax.workload import Workload
 
 P = ParamSpec("P")
@@ -54,6 +55,8 @@ class Plan(PlanData):
       cut_short: whether `timeout` ended the search.
       offload_needed: whether the plan's step does not fit with the offloaded residuals on the device; None if it offloads
         nothing, or if this was not shown.
+      changes: the changes beyond the blocks that the plan makes, of those in `allow`.
+      beyond: what each change would give as a plan, or why the workload cannot have it (`Beyond`).
       left_out: the candidates that were still worth a compilation when compilations or time were used up.
       model: the model that the plan was made for.
       jax_version: the JAX version that compiled the plan's step.
@@ -100,7 +103,8 @@ class Plan(PlanData):
         """
         if not callable(fn):
             raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
-        planned = fn if self.is_off else checkpoint_blocks(fn, self.policies)
+        changed = chunk_head(fn) if "head_in_chunks" in self.changes else fn
+        planned = changed if self.is_off else checkpoint_blocks(changed, self.policies)
         name = f"the plan for {self.workload!r}"
         passed: set[Hashable] = set()
 
@@ -163,7 +167,7 @@ class Plan(PlanData):
         return files.write(path, page(self))
 
     def __rich__(self) -> Any:
-        return Group(plan_table(self), *map(Text, self.notes))
+        return Group(plan_table(self), *filter(None, [beyond_table(self)]), *map(Text, self.notes))
 
     def __str__(self) -> str:
         return render(self)

@@ -97,6 +97,24 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Beyond:
+    """A change beyond the blocks (`planning.changes`), as a plan of its own within the same budgets.
+
+    Attributes:
+      change: its name, such as `head_in_chunks`.
+      device_bytes, seconds: of the plan with this change; None if the workload cannot have it, or if nothing would fit.
+      compiled: whether these were compiled; otherwise they are estimated, and the plan does not have the change.
+      remark: why the workload cannot have the change; empty if it can.
+    """
+
+    change: str
+    device_bytes: int | None = None
+    seconds: float | None = None
+    compiled: bool = False
+    remark: str = ""
+
+
+@dataclass(frozen=True)
 class PlanData:
     """The attributes of a `Plan`, documented there, and properties derived from them."""
 
@@ -128,6 +146,8 @@ class PlanData:
     cut_short: bool | None = None
     offload_needed: bool | None = None
     left_out: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    beyond: tuple[Beyond, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:

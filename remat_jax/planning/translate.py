@@ -118,8 +118,8 @@ def choices_of(kind: Kind, block: Block, policy: Policy) -> list[Choice]:
 def policies_of(described: Described, candidate: Candidate) -> dict[marking.Block, Any]:
     """A dict from block to its policy, or to `LayerPolicies` if its layers differ or a scan is cut."""
     if candidate.name or candidate.choices is None:
-        policy = as_block_policy(candidate.name if candidate.checkpoints else "off")
-        return dict.fromkeys((kind.block for kind in described.kinds), policy)
+        everywhere = as_block_policy(candidate.name if candidate.checkpoints else "off")
+        return dict.fromkeys((kind.block for kind in described.kinds), everywhere)
     layers: dict[marking.Block, dict[int, Policy]] = {kind.block: {} for kind in described.kinds}
     cuts: dict[marking.Block, list[int]] = {kind.block: [] for kind in described.kinds}
     chosen = enumerate(block_policies(described.stack, candidate.choices))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from remat_jax import compat
 from remat_jax.planning.candidate import FAILED, Candidate
 from remat_jax.planning.known import Known
 from remat_jax.policy import LayerPolicies, Policy
@@ -23,16 +22,16 @@ def propose(known: Known) -> Iterable[Candidate]:
     scan.
     """
     full, best = known.named_policy(INSIDE), known.best
-    if known.problem is None or full is None or (best is not None and not best.candidate.host_bytes):
+    if len(known.kinds) != 1 or full is None or (best is not None and not best.candidate.host_bytes):
         return []
     tried = known.fit.known(full)
     if tried is None or tried.compiled.device_bytes >= FAILED:
         return []
-    (kind, *others), (block, *_) = known.problem.described.kinds, known.fit.guess.blocks
-    if others or kind.program.call.nested or kind.program.call.stride != 1:
+    (kind,), (block,) = known.kinds, known.fit.guess.blocks
+    if kind.program.call.nested or kind.program.call.stride != 1:
         return []
     layers, load = block.repeats, full.loads[0]
-    gradients = compat.tree_bytes(known.problem.workload.params) / layers if kind.scanned else 0.0
+    gradients = known.parameter_bytes / layers if kind.scanned else 0.0
     layer = GroupedLayer(load.saved, 0.0, block.forward_seconds, full.seconds / layers, gradients)
     fixed = max(0.0, tried.compiled.device_bytes - layers * load.saved)
     fitting = groupings(layers, layer, known.fit.budget, fixed_bytes=fixed, scanned=kind.scanned)

@@ -1,0 +1,79 @@
+"""Plans with changes beyond the blocks: those that are allowed, one after the other, and an estimate of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from remat_jax.errors import CompileError, InfeasibleBudget, RematError
+from remat_jax.planning.changes import CHANGES
+from remat_jax.planning.choose_fastest import AS_FAST
+from remat_jax.planning.compile_candidates import first_sentence
+from remat_jax.planning.plan import Plan
+from remat_jax.planning.plan_data import Beyond
+from remat_jax.workload import Workload
+
+PlanFor = Callable[[Workload, float], Plan]
+"""Plans a workload, in a share of the time that is left."""
+
+
+def with_changes(plan_for: PlanFor, workload: Workload, allow: Sequence[str]) -> Plan:
+    """The fastest plan with some of the allowed changes.
+
+    Each change is tried on top of those that made the plan faster so far, or made one possible, and is kept if it does.
+
+    Raises:
+      InfeasibleBudget: nothing fits, not even with the changes.
+    """
+    made, failure, rows = None, None, list[Beyond]()
+    try:
+        made = plan_for(workload, 1 / (1 + len(allow)))
+    except InfeasibleBudget as error:
+        failure = error
+    for place, change in enumerate(allow):
+        try:
+            other = CHANGES[change].changed(workload)
+            planned = plan_for(other, 1 / (len(allow) - place))
+        except InfeasibleBudget:
+            rows.append(Beyond(change, remark="nothing fits with it"))
+            continue
+        except RematError as error:
+            remark = (
+                "there was no time for it" if isinstance(error, CompileError) and made is not None else first_sentence(error)
+            )
+            rows.append(Beyond(change, remark=remark))
+            continue
+        rows.append(Beyond(change, planned.device_bytes, planned.seconds, compiled=True))
+        if made is None or planned.seconds < (1 - AS_FAST) * made.seconds:
+            kept = () if made is None else made.changes
+            made, workload = replace(planned, changes=(*kept, change)), other
+    if made is None:
+        assert failure is not None, "planning either returns or raises"
+        raise failure
+    return replace(made, beyond=tuple(rows))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A plan that was not compiled: its device bytes and seconds."""
+
+    device_bytes: int
+    seconds: float
+
+
+def estimated(
+    predict: Callable[[Workload, int], Predicted | None], workload: Workload, freed: Mapping[str, int]
+) -> tuple[Beyond, ...]:
+    """What each change would give, by estimates; `freed` are the bytes of the compiled peak that each change frees."""
+    rows = []
+    for change, size in freed.items():
+        try:
+            predicted = predict(CHANGES[change].changed(workload), size)
+        except RematError as error:
+            rows.append(Beyond(change, remark=first_sentence(error)))
+            continue
+        if predicted is None:
+            rows.append(Beyond(change, remark="nothing would fit with it"))
+        else:
+            rows.append(Beyond(change, predicted.device_bytes, predicted.seconds))
+    return tuple(rows)

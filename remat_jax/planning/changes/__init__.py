@@ -1,0 +1,44 @@
+"""Changes beyond the blocks that a plan may make: one file each, with a function from a workload to the changed workload.
+
+A change keeps what the step computes. To add one, write a file with a function `changed` that raises a `RematError` if the
+workload cannot have the change, and with the name of the advice that proposes it, and add both to `CHANGES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from remat_jax.errors import ArgumentError
+from remat_jax.planning.changes import head_in_chunks, optimizer_on_host
+from remat_jax.workload import Workload
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change: the function that makes it, and the advice (`memory.advice`) that says what it frees."""
+
+    changed: Callable[[Workload], Workload]
+    advice: str
+
+
+CHANGES = {
+    "head_in_chunks": Change(head_in_chunks.changed, head_in_chunks.ADVICE),
+    "optimizer_on_host": Change(optimizer_on_host.changed, optimizer_on_host.ADVICE),
+}
+
+
+def checked(allow: Iterable[str]) -> tuple[str, ...]:
+    """The words of `allow`, each once.
+
+    Raises:
+      ArgumentError: a word is not a change.
+
+    >>> checked(["head_in_chunks"])
+    ('head_in_chunks',)
+    """
+    words = (allow,) if isinstance(allow, str) else tuple(allow)
+    unknown = [word for word in words if word not in CHANGES]
+    if unknown:
+        raise ArgumentError(f"allow={allow!r}: {unknown[0]!r} is not a change; expected some of {', '.join(CHANGES)}")
+    return tuple(dict.fromkeys(words))

@@ -1,0 +1,125 @@
+"""Plans with changes beyond the blocks: what is allowed, what it gives, and what refuses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.errors import ArgumentError, InfeasibleBudget
+from remat_jax.planning.beyond import with_changes
+from tests.plan_by_hand import plan as plan_by_hand
+
+WIDTH, WORDS, MIB = 16, 512, 2**20
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(WIDTH)(nn.tanh(nn.Dense(8 * WIDTH)(x)))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(WORDS, WIDTH)(tokens)
+        for _ in range(3):
+            x = Layer()(x)
+        return nn.Dense(WORDS, use_bias=False)(x)
+
+
+def loss(params, tokens, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(Net().apply(params, tokens), labels).mean()
+
+
+def job(rows=32, length=64, **options):
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    params = jax.eval_shape(Net().init, jax.random.key(0), tokens)
+    return rj.Workload(loss, params, (tokens, tokens), Layer, **options)
+
+
+@pytest.fixture(scope="module")
+def chunked():
+    full = rj.measure(job(), "full", "cpu").device_bytes
+    with pytest.raises(InfeasibleBudget):
+        rj.plan(job(), full // 2, "cpu")
+    return rj.plan(job(), full // 2, "cpu", allow="head_in_chunks")
+
+
+def test_a_head_in_chunks_makes_a_plan_possible(chunked):
+    (row,) = chunked.beyond
+    assert chunked.changes == ("head_in_chunks",) and chunked.device_bytes <= chunked.budget
+    assert (row.device_bytes, row.seconds, row.compiled) == (chunked.device_bytes, chunked.seconds, True)
+    assert "with head_in_chunks on cpu" in str(chunked) and "in this plan" in str(chunked)
+
+
+def test_it_computes_the_same_function(chunked, x64):
+    draw = np.random.default_rng(0)
+    tokens, labels = (jnp.asarray(draw.integers(0, WORDS, (32, 64)), jnp.int32) for _ in range(2))
+    params = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape) / 4), job().params)
+    model = replace(chunked.model, parameters=tuple((p, s, "float64") for p, s, _ in chunked.model.parameters))
+    planned = replace(chunked, model=model).apply(loss, strict=False)
+    wanted, got = (jax.jit(jax.grad(fn))(params, tokens, labels) for fn in (loss, planned))
+    for expected, actual in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_it_is_saved_and_read(chunked, tmp_path):
+    assert rj.Plan.load(chunked.save(tmp_path / "plan.json"), job()) == chunked
+
+
+def test_a_change_that_the_workload_cannot_have_says_why():
+    def mean(params, tokens, labels):
+        return Net().apply(params, tokens).mean()
+
+    work = job()
+    no_head = rj.Workload(mean, work.params, work.batch, Layer)
+    made = rj.plan(no_head, "1GiB", "cpu", allow=("head_in_chunks", "optimizer_on_host"))
+    assert made.changes == () and [row.change for row in made.beyond] == ["head_in_chunks", "optimizer_on_host"]
+    head, state = made.beyond
+    assert head.remark and head.seconds is None and "has no optimizer" in state.remark
+
+
+@pytest.mark.parametrize("word", ["head", ("head_in_chunks", "micro")])
+def test_unknown_words_are_named(word):
+    with pytest.raises(ArgumentError, match="is not a change; expected some of head_in_chunks, optimizer_on_host"):
+        rj.plan(job(), "1GiB", "cpu", allow=word)
+
+
+def test_a_change_is_kept_only_if_it_makes_the_plan_faster():
+    """Each change is tried on top of those that were kept."""
+    seconds = {(): 1.0, ("optimizer",): 1.2, ("head_in_chunks",): 0.9, ("head_in_chunks", "optimizer"): 0.8}
+    work, tried = job(optimizer=optax.adam(1e-3)), []
+
+    def plan_for(workload, share):
+        what = (("head_in_chunks",) if workload.own_loss is not work.own_loss else ()) + (
+            ("optimizer",) if workload.optimizer is not work.optimizer else ()
+        )
+        tried.append((what, share))
+        return plan_by_hand(seconds=seconds[what], device_bytes=len(what))
+
+    made = with_changes(plan_for, work, ("head_in_chunks", "optimizer_on_host"))
+    assert made.changes == ("head_in_chunks", "optimizer_on_host") and made.seconds == 0.8
+    assert tried == [((), 1 / 3), (("head_in_chunks",), 1 / 2), (("head_in_chunks", "optimizer"), 1.0)]
+    seconds["head_in_chunks",] = 0.999
+    made = with_changes(plan_for, work, ("optimizer_on_host", "head_in_chunks"))
+    assert made.changes == () and [row.seconds for row in made.beyond] == [1.2, 0.999]
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_what_is_not_allowed_is_estimated():
+    work = job(rows=64, length=128)
+    full = rj.measure(work, "full", "h200").device_bytes
+    made = rj.plan(work, full, "h200")
+    (row,) = made.beyond
+    compiled = rj.plan(work, full, "h200", allow="head_in_chunks").beyond[0]
+    assert (row.change, row.compiled, made.changes) == ("head_in_chunks", False, ())
+    assert row.device_bytes == pytest.approx(compiled.device_bytes, rel=0.5) and row.seconds > 0
+    assert "Changes beyond the blocks" in made.explain()
