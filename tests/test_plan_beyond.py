@@ -17,7 +17,7 @@ from remat_jax.errors import ArgumentError, InfeasibleBudget
 from remat_jax.planning.beyond import with_changes
 from tests.plan_by_hand import plan as plan_by_hand
 
-WIDTH, WORDS, MIB = 16, 512, 2**20
+WIDTH, WORDS = 16, 4096
 
 
 class Layer(nn.Module):
@@ -118,7 +118,7 @@ def test_what_is_not_allowed_is_estimated():
     work = job(rows=64, length=128)
     full = rj.measure(work, "full", "h200").device_bytes
     made = rj.plan(work, full, "h200")
-    (row,) = made.beyond
+    (row,) = (each for each in made.beyond if each.change == "head_in_chunks")
     compiled = rj.plan(work, full, "h200", allow="head_in_chunks").beyond[0]
     assert (row.change, row.compiled, made.changes) == ("head_in_chunks", False, ())
     assert row.device_bytes == pytest.approx(compiled.device_bytes, rel=0.5) and row.seconds > 0

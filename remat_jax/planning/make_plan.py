@@ -110,7 +110,8 @@ def plan(
             made = with_changes(plan_of, workload, allowed)
         else:
             made = plan_of(workload, 1.0)
-            made = replace(made, beyond=planners[-1].beyond(made))
+            # A second plan for a smaller budget may have failed: take what the last plan that was made learnt.
+            made = replace(made, beyond=next((each.beyond(made) for each in reversed(planners) if each.advice), ()))
     warn(finding.text for finding in made.findings if finding.severity == "warning")
     return made
 
