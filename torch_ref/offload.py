@@ -31,8 +31,8 @@ class OffloadFunction:
         InvalidArgumentError: if `function` cannot be called, or `min_bytes` is not an integer of at least 0.
         NothingToOffloadError: in a call, if no argument can be moved.
         MutatedTensorError, ReboundVariableError, ChangedRecomputationError: as in `gradient_checkpoint_forward`.
-            MutatedTensorError is also raised in forward if `function` changes an argument in place and the recomputation could start from other values: on CUDA,
-            where the copy may still be running, or if arguments overlap.
+            MutatedTensorError is also raised in forward if `function` changes an argument in place and the recomputation could
+            start from other values: on CUDA, where the copy may still be running, or if arguments overlap.
 
     >>> import torch, torch_ref
     >>> doubled = torch_ref.OffloadFunction(lambda x, factor: x * factor)
