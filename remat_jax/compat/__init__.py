@@ -76,6 +76,7 @@ from remat_jax.compat.tracing import is_operand as is_operand
 from remat_jax.compat.tracing import is_staged as is_staged
 from remat_jax.compat.tracing import is_staging as is_staging
 from remat_jax.compat.tracing import is_traced as is_traced
+from remat_jax.compat.tracing import linen_method as linen_method
 from remat_jax.compat.tracing import loops_around as loops_around
 from remat_jax.compat.tracing import made_by as made_by
 from remat_jax.compat.tracing import method_inside_decorators as method_inside_decorators
