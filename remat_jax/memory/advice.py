@@ -174,11 +174,12 @@ class _Adviser:
             return
         saved = self._saved(lambda buffer: 1 / MICRO_BATCHES if self._is_activation(buffer) else 1)
         trained = jax.tree.leaves(self.arguments.get("parameters", ()))
-        sums = sum(math.prod(leaf.shape) * max(4, compat.itemsize(leaf.dtype)) for leaf in trained)
+        sums = sum(max(4 * math.prod(leaf.shape), compat.array_bytes(leaf.shape, leaf.dtype)) for leaf in trained)
         held = sum(buffer.nbytes for buffer in self.sizes.live if self._is_activation(buffer))
         why = (
             f"{format_bytes(held)} at the peak are activations; {MICRO_BATCHES} micro-batches halve them, and the sums of "
-            f"gradients add {format_bytes(sums)}"
+            f"gradients add {format_bytes(sums)}. The function stays the same if the loss is a sum or a mean over examples; it "
+            "changes if examples share a statistic or are compared (BatchNorm, a contrastive loss)"
         )
         yield Advice(MICRO, saved - sums, f"rj.accumulate_gradients(loss, {MICRO_BATCHES})", why)
 
