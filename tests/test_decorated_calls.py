@@ -162,6 +162,114 @@ def test_the_policy_takes_the_place_of_a_remat_inside_a_scan() -> None:
     check(loss, Stack, (params, X), {"full": 24, "dots": 18, "1 x full | 2 x dots": 20})
 
 
+def test_a_vmapped_call_of_nnx_and_a_decorated_method_of_it_take_a_policy() -> None:
+    class Layer(NnxCoder):
+        @nnx.vmap(in_axes=(None, 0))
+        def __call__(self, x: Any) -> Any:
+            return jnp.tanh(self.down(jnp.tanh(self.up(x))))
+
+        encode = nnx.remat(NnxCoder.encode)
+
+    graph, params = nnx.split(Layer(nnx.Rngs(0)))
+
+    def loss(params: Any, x: Any) -> Any:
+        layer = nnx.merge(graph, params)
+        return jnp.sum(layer(layer.encode(x)) ** 2), None
+
+    check(loss, Layer, (params, X), {"full": 15, "dots": 13})  # the model's own checkpoint on `encode` recomputes two
+    check(loss, Layer.encode, (params, X), {"full": 13, "dots": 11})
+
+
+@pytest.mark.parametrize(
+    ("decorator", "own"),
+    [(jax.checkpoint, 1), (eqx.filter_checkpoint, 1), (eqx.filter_jit, 0), (lambda f: jax.vmap(f, (None, 0)), 0)],
+)
+def test_decorated_methods_of_equinox_take_a_policy(decorator: Any, own: int) -> None:
+    class Layer(EqxCoder):
+        @decorator
+        def __call__(self, x: Any) -> Any:
+            return jnp.tanh(jnp.tanh(x @ self.up) @ self.down)
+
+        @decorator
+        def encode(self, x: Any) -> Any:
+            return jnp.sin(x @ self.up) @ self.down
+
+    _, (layer, _) = coder_case(EqxCoder)
+    layer = Layer(layer.up, layer.down)
+
+    def loss(layer: Any, x: Any) -> Any:
+        return jnp.sum(layer.encode(layer(x)) ** 2), None
+
+    # The model's own checkpoint of the other method stays.
+    check(loss, Layer, (layer, X), {"full": 13 + own, "dots": 11 + own})
+    check(loss, Layer.encode, (layer, X), {"full": 12 + 2 * own, "dots": 11 + 2 * own})
+
+
+# --- one function under several names -----------------------------------------------------------------------------------
+
+
+def linen_forward(self: Any, x: Any) -> Any:
+    return x + nn.Dense(4)(jnp.tanh(nn.Dense(8)(x)))
+
+
+def alias_case(library: str, decorator: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Two layers whose class has `forward`, and `__call__ = decorator(forward)`."""
+    if library == "linen":
+
+        class Layer(nn.Module):
+            forward = nn.compact(linen_forward)
+            __call__ = decorator(forward)
+
+        model = nn.Sequential([Layer(), Layer()])
+        params = model.init(jax.random.key(0), X)
+        return Layer, lambda params, x: (jnp.sum(model.apply(params, x) ** 2), None), (params, X)
+
+    class NnxLayer(NnxCoder):
+        def forward(self, x: Any) -> Any:
+            return x + self.down(jnp.tanh(self.up(x)))
+
+        __call__ = decorator(forward)
+
+    graph, params = nnx.split(nnx.List([NnxLayer(nnx.Rngs(0)), NnxLayer(nnx.Rngs(1))]))
+
+    def loss(params: Any, x: Any) -> Any:
+        for layer in nnx.merge(graph, params):
+            x = layer(x)
+        return jnp.sum(x**2), None
+
+    return NnxLayer, loss, (params, X)
+
+
+@pytest.mark.parametrize(
+    ("library", "decorator"), [("linen", lambda f: f), ("linen", nn.jit), ("linen", nn.remat), ("nnx", lambda f: f)]
+)
+def test_a_call_by_another_name_is_the_call(library: str, decorator: Any) -> None:
+    layer, loss, arguments = alias_case(library, decorator)
+    check(loss, layer, arguments, BOTH)
+    check(loss, layer.forward, arguments, {"full": 13})
+    if library == "linen":
+        check(loss, layer.__call__, arguments, {"full": 13})
+        check(loss, "layers_?", arguments, {"full": 13})
+
+
+def test_a_method_that_a_subclass_defines_anew_is_no_longer_the_call() -> None:
+    layer, _, _ = alias_case("linen", lambda f: f)
+
+    class Child(layer):  # type: ignore[misc,valid-type]
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return jnp.sin(self.forward(x))
+
+    params = Child().init(jax.random.key(0), X)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(Child().apply(params, x) ** 2), None
+
+    # The block `Child` ends in the sine, which reads the second product; the block `forward` does not.
+    check(loss, Child, (params, X), {"full": 7})
+    check(loss, Child.forward, (params, X), {"full": 6})
+
+
 # --- methods ------------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +358,34 @@ def coder_case(cls: Any) -> Case:
         return jnp.sum(model.decode(model.encode(x)) ** 2), None
 
     return loss, (params, X)
+
+
+def test_remat_decorates_a_linen_method() -> None:
+    class Decorated(LinenCoder):
+        encode = rj.remat(LinenCoder.encode, "full")
+
+    loss, arguments = coder_case(Decorated)
+    plain_loss, _ = coder_case(LinenCoder)
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    assert matmuls(gradient, *arguments) == 13
+    assert same(jax.jit(gradient)(*arguments), jax.jit(jax.value_and_grad(plain_loss, has_aux=True))(*arguments))
+
+
+@pytest.mark.parametrize(("blocks", "count"), [("encode", 13), ("decode", 12), ("encode decode", 14)])
+def test_the_switch_takes_methods(blocks: str, count: int) -> None:
+    model = NnxCoder(nnx.Rngs(0))
+
+    def loss(state: Any) -> Any:
+        coder = nnx.merge(graph, state)
+        return jnp.sum(coder.decode(coder.encode(X)) ** 2)
+
+    graph, state = nnx.split(model)
+    plain = jax.grad(loss)(state)
+    rj.enable_gradient_checkpointing(model, "full", blocks=tuple(getattr(NnxCoder, name) for name in blocks.split()))
+    graph = nnx.graphdef(model)
+    assert matmuls(jax.value_and_grad(loss), state) == count
+    assert same(jax.grad(loss)(state), plain)
+    assert type(rj.disable_gradient_checkpointing(model)) is NnxCoder
 
 
 @pytest.mark.parametrize("cls", [LinenCoder, LinenChild, NnxCoder, EqxCoder])

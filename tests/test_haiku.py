@@ -48,6 +48,11 @@ def stacked(x: Any) -> Any:
     return hk.experimental.layer_stack(3)(lambda x: Layer(name="layer").encode(x))(x)
 
 
+def mapped(x: Any) -> Any:
+    first, second = Layer(), Layer()
+    return hk.vmap(lambda row: second.encode(first.encode(row)), split_rng=not hk.running_init())(x)
+
+
 def branched(x: Any) -> Any:
     return hk.cond(x.sum() > 1.0, lambda x: Layer(name="a")(x), lambda x: Layer(name="a")(2 * x), x)
 
@@ -59,6 +64,7 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, int]]] = {
     "glob": (two, "?", {"full": 15}),
     "own remat": (under_remat, Layer, {"full": 15, "dots": 11}),
     "layer_stack": (stacked, Layer.encode, {"full": 21, "dots": 18, "1 x full | 2 x dots": 19}),
+    "vmap": (mapped, Layer.encode, {"full": 13, "dots": 11, "1 x full | 1 x dots": 12}),
     "cond": (branched, Layer, {"full": 7}),
     "function": (function, function, {"full": 6, "dots": 5}),
 }

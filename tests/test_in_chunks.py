@@ -84,6 +84,22 @@ def test_sums_of_low_precision_are_added_up_in_float32() -> None:
     assert total == 512 and total.dtype == jnp.bfloat16  # in bfloat16, 256 + 1 is 256
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_a_narrow_head_are_added_up_in_float32(dtype: Any) -> None:
+    head, hidden = jnp.ones((2, 3), dtype), jnp.ones((512, 2), dtype)
+    loss = rj.in_chunks(lambda head, x: jnp.sum((x @ head).astype(jnp.float32)), 512, axis=(None, 0))
+
+    def by_closure(head: Any) -> Any:
+        return rj.in_chunks(lambda x: jnp.sum((x @ head).astype(jnp.float32)), 512)(hidden)
+
+    for total in (lambda head: loss(head, hidden), by_closure):
+        gradient = jax.grad(total)(head)
+        assert gradient.dtype == dtype and bool((gradient == 512).all())  # in bfloat16, 256 + 1 is 256
+        assert jax.jvp(total, (head,), (head,))[1] == 512 * 6
+    second = jax.jvp(jax.grad(lambda head: (loss(head, hidden) / 512) ** 2), (head,), (head,))[1]
+    assert bool((second == 2 * 6).all())
+
+
 def test_one_chunk_of_logits_exists_and_each_is_computed_once_more() -> None:
     params, hidden, targets = example()
 

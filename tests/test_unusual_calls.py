@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 
 import remat_jax as rj
 from remat_jax.core.origins import is_on_host
@@ -106,6 +107,16 @@ def test_a_linear_solver_has_one_layer_which_is_its_linear_function(solve: Any, 
     assert_same(jax.grad(rj.checkpoint_blocks(own, {"checkpoints": policy}))(WEIGHTS, x), gradient)
 
 
+def test_a_linear_solver_costs_what_its_solution_costs() -> None:
+    def three_products(matvec: Any, b: Any) -> Any:
+        return matvec(matvec(matvec(b)))
+
+    loss = solved(system, three_products)
+    # The backward pass solves the transposed system, and multiplies once for the matrix's gradient.
+    assert matmuls(loss, WEIGHTS, X[0]) == 3
+    assert matmuls(jax.grad(loss), WEIGHTS, X[0]) == 3 + 3 + 1
+
+
 @pytest.mark.usefixtures("x64")
 def test_calls_of_a_solver_itself_are_no_layers() -> None:
     # Under `jit`, the solver's loop and the transposed function contain the traced block.
@@ -175,6 +186,27 @@ def test_an_input_that_is_not_differentiated_needs_no_derivative(policy: str) ->
     assert matmuls(jax.grad(under), WEIGHTS) == (6 if policy == "full" else 5)
     with pytest.raises(ValueError, match="no derivative"):
         jax.grad(lambda x: jnp.sum(rj.remat(noisy, policy)(WEIGHTS, x, x)))(X)
+
+
+# --- effects ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["full", "save: *dot*", "offload_inputs", "1 x full"])
+def test_an_io_callback_in_a_differentiated_block_is_refused_with_a_remedy(policy: str) -> None:
+    seen: list[Any] = []
+
+    @rj.block
+    def reporting(params: Any, x: Any) -> Any:
+        io_callback(seen.append, None, jax.lax.stop_gradient(x.sum()))
+        return layer(params, x)
+
+    loss = rj.checkpoint_blocks(lambda params, x: reporting(params, x).sum(), {reporting: policy})
+    loss(WEIGHTS, X)
+    jax.effects_barrier()
+    assert len(seen) == 1
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        with pytest.raises(UnsupportedError, match="such as io_callback. Use jax.debug.callback"):
+            gradient(WEIGHTS, X)
 
 
 # --- NumPy values as flags ----------------------------------------------------------------------------------------------

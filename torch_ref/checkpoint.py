@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from torch_ref.errors import InvalidArgumentError
 from torch_ref.modes import mode_of
@@ -47,6 +46,8 @@ def gradient_checkpoint_forward(
             arguments on the device, autograd raises its own `RuntimeError`.
         ReboundVariableError: in the backward pass, if `model` is a function that captures a variable which was rebound
             after the call, such as a loop variable.
+        ChangedRecomputationError: in the backward pass, if the recomputation saves other tensors than the forward pass, or
+            raises an error that the forward pass did not raise, as a block with a cache may.
 
     The signature is that of DiffSynth-Studio's `diffsynth.core.gradient`; `torch_ref.faithful` lists the differences.
 
@@ -68,7 +69,7 @@ def gradient_checkpoint_forward(
     del args, kwargs
     if mode == "offload":
         replay.offload(entry)
-    return checkpoint(replay, *replay.take_kept(), use_reentrant=False, preserve_rng_state=True)
+    return replay.checkpointed()
 
 
 def check_callable(model: object) -> None:

@@ -105,7 +105,7 @@ class NoEffectError(PolicyError):
 
 
 class ChangedRecomputationError(TorchRefError, RuntimeError):
-    """A block's recomputation runs different operators than its forward pass.
+    """A block's recomputation differs from its forward pass: in its operators, in what it saves, or by an error.
 
     >>> import torch, torch_ref
     >>> runs = []

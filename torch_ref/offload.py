@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from torch_ref.checkpoint import check_callable
 from torch_ref.errors import InvalidArgumentError
@@ -31,9 +30,9 @@ class OffloadFunction:
     Raises:
         InvalidArgumentError: if `function` cannot be called, or `min_bytes` is not an integer of at least 0.
         NothingToOffloadError: in a call, if no argument can be moved.
-        MutatedTensorError, ReboundVariableError: as in `gradient_checkpoint_forward`. MutatedTensorError is also raised in
-            forward if `function` changes an argument in place and the recomputation could start from other values: on CUDA,
-            where the copy may still be running, or if arguments overlap.
+        MutatedTensorError, ReboundVariableError, ChangedRecomputationError: as in `gradient_checkpoint_forward`.
+            MutatedTensorError is also raised in forward if `function` changes an argument in place and the recomputation could
+            start from other values: on CUDA, where the copy may still be running, or if arguments overlap.
 
     >>> import torch, torch_ref
     >>> doubled = torch_ref.OffloadFunction(lambda x, factor: x * factor)
@@ -59,4 +58,4 @@ class OffloadFunction:
         replay = Replay(self.function, args, kwargs)
         del args, kwargs
         replay.offload(entry, self.min_bytes)
-        return checkpoint(replay, *replay.take_kept(), use_reentrant=False, preserve_rng_state=True)
+        return replay.checkpointed()

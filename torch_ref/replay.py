@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import TensorWeakRef
 
 from torch_ref.buffers import Buffers
@@ -18,6 +19,7 @@ from torch_ref.errors import InvalidArgumentError, MutatedTensorError, NothingTo
 from torch_ref.host import HostCopy, is_opaque, nbytes_of, owner_of, to_host, version_of
 from torch_ref.layout import Layout
 from torch_ref.receipts import CallEntry, is_offloadable, name_of
+from torch_ref.recomputation import WatchedForward, failures_explained, save_at_the_end
 
 
 class Replay:
@@ -97,11 +99,7 @@ class Replay:
         """Run the block: first with the caller's arguments, later with `kept`, whose offloaded arguments are fetched."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
-            self._buffers = Buffers(reached_modules(self.block, pytree.tree_leaves((args, kwargs))))
-            try:
-                output = self._run(*args, **kwargs)
-            finally:
-                self._buffers.changed()
+            output = self._run_first(args, kwargs)
             moved = [leaf for leaf in kept if isinstance(leaf, OffloadedArgument)]
             for argument in moved:
                 argument.check_written({other.copy for other in moved} - {argument.copy})
@@ -114,8 +112,27 @@ class Replay:
         if previous is not None:
             previous.fetch_ahead()
         args, kwargs = pytree.tree_unflatten([leaves[k] for k in self._positions], self._spec)
-        with self._buffers.as_before():
-            return self._run(*args, **kwargs)
+        with self._buffers.as_before(), failures_explained(name_of(self.block)):
+            output = self._run(*args, **kwargs)
+            if self._ends_in_a_late_write:
+                save_at_the_end()
+        return output
+
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._buffers = Buffers(reached_modules(self.block, pytree.tree_leaves((args, kwargs))))
+        try:
+            with WatchedForward(name_of(self.block)) as forward:
+                output = self._run(*args, **kwargs)
+                self._ends_in_a_late_write = forward.ends_in_a_late_write(output)
+                if self._ends_in_a_late_write:
+                    save_at_the_end()
+        finally:
+            self._buffers.changed()
+        return output
+
+    def checkpointed(self) -> Any:
+        """Call the block under PyTorch's non-reentrant checkpoint."""
+        return checkpoint(self, *self.take_kept(), use_reentrant=False, preserve_rng_state=True)
 
     def fetch_ahead(self) -> None:
         """Start copying the offloaded arguments back, if the copies are asynchronous."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from torch_ref.errors import InvalidArgumentError, NoEffectError, NothingToOffloadError
 from torch_ref.policy import OFFLOAD, RECOMPUTE, Candidate, Policy, is_catch_all, matches
@@ -58,7 +57,8 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
         NothingToOffloadError: if the policy offloads, but no array or argument of this call can be moved.
         MutatedTensorError: if an array that the policy saves is changed in place inside the block; in the backward pass,
             if an offloaded argument was changed in place after the call.
-        ChangedRecomputationError: in the backward pass, if the block runs different operators than in the forward pass.
+        ChangedRecomputationError: in the backward pass, if the block runs different operators than in the forward pass, saves
+            other tensors, or raises an error that the forward pass did not raise.
 
     This function builds on `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which saves but does not offload.
 
@@ -120,7 +120,7 @@ def run_under(
     del args, kwargs
     if chosen:
         replay.offload(entry, chosen=lambda tensor: id(tensor) in chosen)
-    output = checkpoint(replay, *replay.take_kept(), use_reentrant=False, preserve_rng_state=True)
+    output = replay.checkpointed()
     if region is not None:
         seen.candidates += region.candidates
         seen.random |= region.random

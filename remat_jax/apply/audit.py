@@ -171,6 +171,20 @@ class Audit:
                 check_jax_policy(policy, [block.by_jax for block in blocks if block.by_jax is not None])
 
 
+def _in_functions_with_rules(selector: str, candidates: dict[str, Candidate]) -> str:
+    """A remark for a selector of matmuls, if matmuls may be in functions with derivative rules of their own."""
+    kinds = {candidate.primitive for candidate in candidates.values()}
+    kinds &= {"custom_vjp_call", "custom_jvp_call", "custom_vjp_call_jaxpr"}
+    if selector not in (DOTS, DOTS_WITH_NO_BATCH_DIMS) or not kinds:
+        return ""
+    names = [name for name, candidate in candidates.items() if candidate.primitive in kinds]
+    selectors = " or ".join(f"'@primitive:{kind}'" for kind in sorted(kinds))
+    return (
+        f" A matmul in a function with a derivative rule of its own, as in float8, is part of that function: {selectors} "
+        f"selects the results of such functions, here {some(names, 4)}."
+    )
+
+
 def _of_convolutions(policy: Policy, candidates: dict[str, Candidate]) -> str:
     """A remark if the policy selects matmuls, but the blocks have only convolutions; else an empty text."""
     selector = next((selector for selector in (DOTS, DOTS_WITH_NO_BATCH_DIMS) if selector in policy.selectors), None)
@@ -214,7 +228,8 @@ def _check_policy(
     for selector in policy.selectors:
         if selector != "*" and all(selector in block.unmatched for block in blocks):
             raise NoEffectError(
-                f"{subject}: the selector {selector!r} matches no residual of {_paths(blocks)}.{remark}"
+                f"{subject}: the selector {selector!r} matches no residual of {_paths(blocks)}."
+                f"{remark}{_in_functions_with_rules(selector, candidates)}"
                 f"{closest(selector, candidates)} Its residuals are: {some(candidates, 8)}. Correct the selector or leave it "
                 "out."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -15,7 +16,7 @@ from flax import linen
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.methods import CALL, defines
+from remat_jax.apply.methods import CALL, defines, first_name
 from remat_jax.identity import ByIdentity
 
 Call = Callable[..., Any]
@@ -78,12 +79,13 @@ def intercepted(methods: Iterable[tuple[type, str]], path_of: Callable[[Any], st
 def _dispatching(method: str, path_of: Callable[[Any], str], call: Call, original: Call) -> Call:
     @functools.wraps(original)
     def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = first_name(type(self), method)
         return run_module(
             self,
             path_of(self),
             lambda: original(self, *args, **kwargs),
-            lambda policy, audit: call(self, original, policy, args, kwargs, audit, method=method),
-            method,
+            lambda policy, audit: call(self, original, policy, args, kwargs, audit, method=name),
+            name,
         )
 
     return dispatch
@@ -201,6 +203,8 @@ class _Patch:
         def look_up(module: Any, *args: Any, **kwargs: Any) -> Any:
             return _wrapped.get().get((cls, method), original)(module, *args, **kwargs)
 
+        # The undecorated function: Equinox warns of a method whose `__wrapped__` has arrays, as its own decorators do.
+        look_up.__wrapped__ = inspect.unwrap(before)
         setattr(cls, method, look_up)
 
 

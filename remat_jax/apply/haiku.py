@@ -12,7 +12,7 @@ from typing import Any
 
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import entered, run_module
-from remat_jax.apply.methods import block_path
+from remat_jax.apply.methods import block_path, first_name
 from remat_jax.apply.region import RegionPolicy, run_block
 
 
@@ -31,7 +31,7 @@ def intercepting() -> AbstractContextManager[None]:
 
 
 def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    module, method = context.module, context.method_name
+    module, method = context.module, first_name(type(context.module), context.method_name)
     path = getattr(module, "module_name", None)
     if path is None:  # the module is being made
         return next_fun(*args, **kwargs)

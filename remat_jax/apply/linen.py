@@ -14,7 +14,7 @@ from flax.linen.transforms import lift_direct_transform
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, entered, run_module
-from remat_jax.apply.methods import CALL, block_path
+from remat_jax.apply.methods import CALL, block_path, first_name
 from remat_jax.apply.region import RegionPolicy, run_block
 
 
@@ -27,7 +27,7 @@ def call(
     audit: Audit,
     *,
     method: str = CALL,
-    intercepted: bool = False,
+    intercepted: str = "",
 ) -> Any:
     """`original(module, *args, **kwargs)` of a bound module, a call of `method`, as one checkpointed block.
 
@@ -35,11 +35,11 @@ def call(
     same numbers as without the checkpoint, and mutable collections are updated.
 
     Args:
-      intercepted: whether Flax has intercepted this call and captures its outputs.
+      intercepted: Flax's name of the method, if Flax has intercepted this call and captures its outputs.
     """
 
     def body(clone: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with entered(clone, method), compat.not_captured(clone, method) if intercepted else nullcontext():
+        with entered(clone, method), compat.not_captured(clone, intercepted) if intercepted else nullcontext():
             return original(clone, *args, **kwargs)
 
     return _lift(body, module, policy, args, kwargs, audit, method)
@@ -81,14 +81,15 @@ def _lift(
 
 
 def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    module, method = context.module, context.method_name
+    # Flax has the name of the function, which the class may call otherwise (`__call__ = forward`).
+    module, method = context.module, first_name(type(context.module), context.method_name, context.orig_method.func)
     if module.scope is None:
         return next_fun(*args, **kwargs)
 
     def checkpointed(policy: RegionPolicy, audit: Audit) -> Any:
         # Flax intercepts a decorated method (`@nn.remat`, `@nn.scan`) inside its decorators, so the block is inside them too.
         original = compat.method_inside_decorators(context)
-        return call(module, original, policy, args, kwargs, audit, method=method, intercepted=True)
+        return call(module, original, policy, args, kwargs, audit, method=method, intercepted=context.method_name)
 
     return run_module(module, "/".join(module.path), lambda: next_fun(*args, **kwargs), checkpointed, method)
 

@@ -1,6 +1,7 @@
 """Blocks that are methods: `Model.encode`, the function that a class defines, stands for the calls of this method.
 
-Python does not record the class of a function, so the class is looked up among the loaded classes.
+Python does not record the class of a function, so the class is looked up among the loaded classes. A class may have one
+function under several names (`__call__ = forward`); a call of one of these names is then a call of all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def checked_method(block: Any, argument: str) -> bool:
     Raises:
       ArgumentError: it is a bound method, a property, a class method or a static method, or it does not run a layer.
     """
-    name = getattr(block, "__name__", None) or getattr(getattr(block, "fget", None), "__name__", None)
+    name = _name_in_its_class(block)
     if isinstance(block, property):
         raise ArgumentError(f"{argument}=property {name!r}: a property has no call. {_INSTEAD}")
     if inspect.ismethod(block):
@@ -79,6 +80,14 @@ def is_hashable(value: Any) -> bool:
     return True
 
 
+def _name_in_its_class(block: Any) -> Any:
+    """The name under which a loaded class has `block`: that of the function, or another (`__call__ = forward`)."""
+    name = getattr(block, "__name__", None) or getattr(getattr(block, "fget", None), "__name__", None)
+    if not callable(block) or any(_has(cls, str(name), block) for cls in subclasses(object)):
+        return name
+    return next((name for cls in subclasses(object) for name, value in list(vars(cls).items()) if value is block), name)
+
+
 def _has(cls: type, name: str, function: Any) -> bool:
     own = vars(cls).get(name)
     if own is None:
@@ -95,6 +104,21 @@ def block_path(path: str, method: str) -> str:
     return path if method == CALL else f"{path}.{method}"
 
 
+def names_of(cls: type, function: Any) -> list[str]:
+    """The names that a class has for a function, `__call__` first. Decorators that use `functools.wraps` do not count."""
+    wanted = inspect.unwrap(function)
+    attributes = (item for base in cls.__mro__ for item in list(vars(base).items()))
+    names = [name for name, value in attributes if callable(value) and inspect.unwrap(value) is wanted]
+    same = [name for name in dict.fromkeys(names) if inspect.unwrap(getattr(cls, name)) is wanted]
+    return [*same] if CALL not in same else [CALL, *(name for name in same if name != CALL)]
+
+
+def first_name(cls: type, method: str, function: Any = None) -> str:
+    """The first of the names that a class has for its `method`; `function`, if the class may have no such name."""
+    function = getattr(cls, method, None) if function is None else function
+    return method if method == CALL or function is None else next(iter(names_of(cls, function)), method)
+
+
 def defines(cls: type, method: str) -> bool:
     """Whether a class has this method, inherited or not. Every class would inherit the `__call__` of its metaclass."""
     return any(method in vars(base) for base in cls.__mro__)
@@ -109,13 +133,13 @@ def with_own_method(cls: Any, method: str = CALL) -> Iterator[type]:
 
 
 def classes_and_methods(blocks: Iterable[Any]) -> Iterator[tuple[type, str]]:
-    """The classes among `blocks` with their `__call__`, and the methods with their classes."""
+    """The classes among `blocks` with their `__call__`, and the methods with their classes, under each of their names."""
     for block in blocks:
         method = method_of(block)
-        if isinstance(block, type):
-            yield block, CALL
-        elif method is not None:
-            yield from ((cls, method.name) for cls in method.classes)
+        classes, name = ((block,), CALL) if isinstance(block, type) else (method.classes, method.name) if method else ((), "")
+        for cls in classes:
+            yield cls, name
+            yield from ((cls, other) for other in names_of(cls, getattr(cls, name)) if other != name and defines(cls, name))
 
 
 def subclasses(base: type) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from flax import linen, nnx
@@ -14,6 +14,7 @@ from remat_jax.apply import linen as linen_blocks
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import is_inside
+from remat_jax.apply.methods import CALL
 from remat_jax.apply.region import run_block
 from remat_jax.errors import ArgumentError, nearest
 from remat_jax.policy import JaxPolicy, Policy, as_policy
@@ -29,7 +30,7 @@ def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[st
     strings and None in the arguments always reach the target unchanged.
 
     Args:
-      target: a Linen module class, an NNX module class, or a function of arrays (pytrees of them).
+      target: a Linen module class, an NNX module class, a function of arrays (pytrees of them), or a method, as a decorator.
       policy: a policy, its name or text, or a JAX policy object.
       static_argnames: names of arguments that must be Python values. A traced value, or an array of rank 1 or more, raises
         `ArgumentError`.
@@ -99,16 +100,24 @@ def _function(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments)
     return checkpointed
 
 
-def call_block(target: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_block(
+    target: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = CALL
+) -> Any:
     """`target(*args, **kwargs)` of a bound Linen module, an NNX module or a function, as one checkpointed block.
+
+    Of a module it may be a call of another `method`.
 
     Raises:
       NoEffectError: a selector matches no residual, or there is nothing to offload.
     """
     audit = Audit()
-    if isinstance(target, linen.Module | nnx.Module):
+    if not isinstance(target, linen.Module | nnx.Module) and args and isinstance(args[0], linen.Module):
+        # A decorated method: `@remat` in the body of a class.
+        method = getattr(target, "__name__", CALL)
+        outputs = linen_blocks.call(args[0], compat.linen_method(target), policy, args[1:], kwargs, audit, method=method)
+    elif isinstance(target, linen.Module | nnx.Module):
         blocks = linen_blocks if isinstance(target, linen.Module) else nnx_blocks
-        outputs = blocks.call(target, type(target).__call__, policy, args, kwargs, audit)
+        outputs = blocks.call(target, getattr(type(target), method), policy, args, kwargs, audit, method=method)
     else:
         path = getattr(target, "__name__", type(target).__name__).replace("<lambda>", "lambda")
         outputs = run_block(lambda _, *args, **kwargs: target(*args, **kwargs), policy, path, (), args, kwargs, audit)
@@ -118,18 +127,25 @@ def call_block(target: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], k
 
 def _module_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_inside(self):
-            return target.__call__(self, *args, **kwargs)
         static.check(self, *args, **kwargs)
         return call_block(self, policy, args, kwargs)
 
-    return subclass(target, __call__)
+    return subclass(target, {CALL: method_or_block(target, CALL, __call__)})
 
 
-def subclass(cls: Any, call: Callable[..., Any]) -> Any:
-    """A subclass of `cls` with another `__call__`. It has the same name, from which Flax derives parameter names."""
+def method_or_block(cls: Any, method: str, block: Callable[..., Any]) -> Callable[..., Any]:
+    """`block`, a method that runs the `method` of `cls` as a block, and inside this block the `method` itself."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (getattr(cls, method) if is_inside(self, method) else block)(self, *args, **kwargs)
+
+    return call
+
+
+def subclass(cls: Any, methods: Mapping[str, Callable[..., Any]]) -> Any:
+    """A subclass of `cls` with other methods. It has the same name, from which Flax derives parameter names."""
     names = {
-        "__call__": functools.wraps(cls.__call__)(call),
+        **{name: functools.wraps(getattr(cls, name))(method) for name, method in methods.items()},
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,

@@ -19,7 +19,7 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.methods import CALL, checked_method, defines, method_of
+from remat_jax.apply.methods import CALL, checked_method, defines, first_name, method_of
 from remat_jax.core.marks import CHECKPOINTS, Block, Marked, name_of
 from remat_jax.errors import ArgumentError, BlockError, NoEffectError, RematError, nearest
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy, as_block_policy
@@ -96,7 +96,7 @@ def _selects(block: Block, module: type, path: str, method: str) -> bool:
     if isinstance(block, str):
         return method == CALL and block != CHECKPOINTS and fnmatchcase(path, block)
     named = method_of(block)
-    return named is not None and method == named.name and issubclass(module, named.classes)
+    return named is not None and issubclass(module, named.classes) and method == first_name(module, named.name)
 
 
 def checked_block(block: Any, argument: str = "block") -> Block:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
@@ -16,10 +16,10 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.effect import run_under, traced_under
-from remat_jax.apply.methods import checked_method
+from remat_jax.apply.methods import CALL, checked_method, classes_and_methods
 from remat_jax.apply.nnx_state import as_pure_function
 from remat_jax.apply.own_checkpoints import check_choice
-from remat_jax.apply.remat import remat, subclass
+from remat_jax.apply.remat import call_block, method_or_block, subclass
 from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.core.marks import CHECKPOINTS, Block
 from remat_jax.errors import ArgumentError, BlockError
@@ -39,11 +39,11 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
     Args:
       model: an NNX module, or a Linen module that is not bound.
       policy: a policy, its name or text.
-      blocks: a module class, a glob on module paths, or a tuple of them. A Linen model needs `blocks`, because it has no
-        submodules before it is called. The default for an NNX model is every module in a list of two or more modules of one
-        class; of nested lists only the outermost counts. If there is no such list, the default is the checkpoint regions of the
-        Linen modules inside the NNX model (`nnx.bridge.ToNNX`, as in OpenPI). To select blocks in these Linen modules, name
-        Linen classes, or globs on paths inside the modules.
+      blocks: a module class, a method of one (`Model.encode`), a glob on module paths, or a tuple of them. A Linen model needs
+        `blocks`, because it has no submodules before it is called. The default for an NNX model is every module in a list of
+        two or more modules of one class; of nested lists only the outermost counts. If there is no such list, the default is
+        the checkpoint regions of the Linen modules inside the NNX model (`nnx.bridge.ToNNX`, as in OpenPI). To select blocks in
+        these Linen modules, name Linen classes, or globs on paths inside the modules.
       own_checkpoints: by default `policy` replaces the model's own checkpoints around the blocks, as in `checkpoint_blocks`.
         `"keep"` keeps them, with a `RematWarning`.
 
@@ -70,8 +70,8 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
     bridged = _bridged_parts(model, blocks, modules)
     if not modules and not bridged:
         raise BlockError(_no_blocks(model, blocks))
-    for module in modules:
-        _change_class(module, _checkpointed_class(cast(Hashable, type(module)), checked, keeps))
+    for module, methods in modules.items():
+        _change_class(module, _checkpointed_class(cast(Hashable, type(module)), checked, keeps, methods))
     for part, module in bridged.items():
         policies = BlockPolicies.of(dict.fromkeys(_linen_blocks(blocks), checked), keeps=keeps)
         _change_class(module, _bridged_class(cast(Hashable, type(module)), policies, part, tuple(bridged)))
@@ -120,36 +120,42 @@ def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_made_once
-def _checkpointed_class(cls: Any, policy: Any, keeps: bool) -> type:
-    """The checkpointed subclass of `cls`, the same object for the same arguments, so that `jit` caches hit."""
-    checkpointed: Any = remat(cls, policy)
-    call = checkpointed.__call__
+def _checkpointed_class(cls: Any, policy: Any, keeps: bool, methods: tuple[str, ...]) -> type:
+    """The subclass of `cls` with checkpointed `methods`, the same object for the same arguments, so that `jit` caches hit."""
 
-    @functools.wraps(call)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with compat.blocks_around_which(checkpoints_stay=keeps):
-            return call(self, *args, **kwargs)
+    def checkpointed(name: str) -> Callable[..., Any]:
+        def block(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with compat.blocks_around_which(checkpoints_stay=keeps):
+                return call_block(self, policy, args, kwargs, name)
 
-    checkpointed.__call__ = __call__
-    checkpointed._plain_class = cls
-    return checkpointed
+        return method_or_block(cls, name, block)
+
+    return _checkpointed(cls, {name: checkpointed(name) for name in methods})
 
 
-def _nnx_blocks(model: nnx.Module, blocks: Any) -> list[nnx.Module]:
-    modules = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+def _nnx_blocks(model: nnx.Module, blocks: Any) -> dict[nnx.Module, tuple[str, ...]]:
+    """The modules that have `blocks`, and their methods that are the blocks."""
     if blocks is None:
-        return repeated_modules(model)
+        return dict.fromkeys(repeated_modules(model), (CALL,))
     wanted = blocks if isinstance(blocks, tuple) else (blocks,)
-    classes = tuple(block for block in wanted if isinstance(block, type))
+    for block in wanted:
+        if not (isinstance(block, type | str) or checked_method(block, "blocks")):
+            raise ArgumentError(
+                f"blocks={blocks!r}: expected a module class, a method of one (Layer.encode), a tuple of them, or a glob on "
+                "module paths."
+            )
+    modules = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
     globs = [block for block in wanted if isinstance(block, str)]
-    if len(classes) + len(globs) != len(wanted):
-        others = [block for block in wanted if not isinstance(block, type | str)]
-        remedy = " For a method use checkpoint_blocks." if any(checked_method(other, "blocks") for other in others) else ""
-        raise ArgumentError(f"blocks={blocks!r}: expected a module class, a tuple of them, or a glob on module paths.{remedy}")
     matched = {path for path, _ in modules if any(fnmatchcase("/".join(map(str, path)), glob) for glob in globs)}
     # `*` matches slashes too, so a glob selects only the outermost modules that it matches.
     outermost = {path for path in matched if not any(path[:length] in matched for length in range(len(path)))}
-    return [node for path, node in modules if isinstance(node, classes) or path in outermost]
+    found: dict[nnx.Module, tuple[str, ...]] = {}
+    for path, node in modules:
+        names = [name for cls, name in classes_and_methods(wanted) if isinstance(node, cls)]
+        names += [CALL] if path in outermost else []
+        if names:
+            found[node] = tuple(dict.fromkeys(names))
+    return found
 
 
 def repeated_modules(model: nnx.Module) -> list[nnx.Module]:
@@ -189,12 +195,12 @@ def _linen_class(cls: Any, policies: tuple[tuple[Any, Any], ...], own_checkpoint
         run = functools.partial(cls.__call__, self)
         return checkpoint_blocks(run, dict(policies), own_checkpoints=own_checkpoints)(*args, **kwargs)
 
-    return _checkpointed(cls, __call__)
+    return _checkpointed(cls, {CALL: __call__})
 
 
-def _checkpointed(cls: Any, call: Callable[..., Any]) -> Any:
-    """`cls` with another `__call__`. `disable_gradient_checkpointing` reads the plain class from `_plain_class`."""
-    checkpointed = subclass(cls, call)
+def _checkpointed(cls: Any, methods: Mapping[str, Callable[..., Any]]) -> Any:
+    """`cls` with other methods. `disable_gradient_checkpointing` reads the plain class from `_plain_class`."""
+    checkpointed = subclass(cls, methods)
     checkpointed._plain_class = cls
     return checkpointed
 
@@ -215,7 +221,7 @@ Part = tuple[str, type]
 """The path of a part in its model, and the class of its Linen module."""
 
 
-def _bridged_parts(model: nnx.Module, blocks: Any, modules: list[nnx.Module]) -> dict[Part, nnx.Module]:
+def _bridged_parts(model: nnx.Module, blocks: Any, modules: Iterable[nnx.Module]) -> dict[Part, nnx.Module]:
     """The parts that may have `blocks`, with their modules; empty if `modules` has NNX blocks and `blocks` no Linen class."""
     wanted = _linen_blocks(blocks)
     # A glob that matches NNX modules is not applied to Linen modules.
@@ -291,4 +297,4 @@ def _bridged_class(cls: Any, policies: BlockPolicies, part: Part, parts: tuple[P
         calls.add(part if is_whole else None, record, policies)
         return write(returned)
 
-    return _checkpointed(cls, __call__)
+    return _checkpointed(cls, {CALL: __call__})

@@ -12,6 +12,7 @@ from remat_jax.compat.equations import is_of_remat3 as is_of_remat3
 from remat_jax.compat.equations import is_rule as is_rule
 from remat_jax.compat.equations import kind as kind
 from remat_jax.compat.equations import parameters as parameters
+from remat_jax.compat.jaxprs import array_bytes as array_bytes
 from remat_jax.compat.jaxprs import batched as batched
 from remat_jax.compat.jaxprs import bind as bind
 from remat_jax.compat.jaxprs import closed as closed
@@ -21,7 +22,6 @@ from remat_jax.compat.jaxprs import has_ordered_effects as has_ordered_effects
 from remat_jax.compat.jaxprs import hoist_consts as hoist_consts
 from remat_jax.compat.jaxprs import inner_context as inner_context
 from remat_jax.compat.jaxprs import is_plain_jit as is_plain_jit
-from remat_jax.compat.jaxprs import itemsize as itemsize
 from remat_jax.compat.jaxprs import jaxpr_function as jaxpr_function
 from remat_jax.compat.jaxprs import layers_of as layers_of
 from remat_jax.compat.jaxprs import layers_scope as layers_scope
@@ -76,6 +76,7 @@ from remat_jax.compat.tracing import is_operand as is_operand
 from remat_jax.compat.tracing import is_staged as is_staged
 from remat_jax.compat.tracing import is_staging as is_staging
 from remat_jax.compat.tracing import is_traced as is_traced
+from remat_jax.compat.tracing import linen_method as linen_method
 from remat_jax.compat.tracing import loops_around as loops_around
 from remat_jax.compat.tracing import made_by as made_by
 from remat_jax.compat.tracing import method_inside_decorators as method_inside_decorators

@@ -328,12 +328,21 @@ if _linear_of_object_p is not None:
 # --- bytes --------------------------------------------------------------------------------------------------------------
 
 
-def itemsize(dtype: Any) -> int:
-    """The bytes of one element of `dtype`; for an RNG key, the bytes of its key data."""
+def array_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """The bytes of an array on a device, where XLA packs elements of less than a byte; an RNG key has those of its key data.
+
+    >>> import jax.numpy as jnp
+    >>> array_bytes((2, 3), jnp.dtype("bfloat16")), array_bytes((3,), jnp.dtype("int4"))
+    (12, 2)
+    """
+    count = math.prod(shape)
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        return int(data.size * data.dtype.itemsize)
-    return int(dtype.itemsize)
+        return int(count * data.size * data.dtype.itemsize)
+    if jnp.dtype(dtype).itemsize > 1 or dtype == jnp.bool_:
+        return int(count * jnp.dtype(dtype).itemsize)
+    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    return int(-(-count * info.bits // 8))
 
 
 def tree_bytes(tree: Any) -> int:
@@ -342,4 +351,4 @@ def tree_bytes(tree: Any) -> int:
     >>> tree_bytes({"w": jax.ShapeDtypeStruct((2, 3), "bfloat16"), "keys": jax.eval_shape(jax.random.key, 0)})
     20
     """
-    return sum(math.prod(leaf.shape) * itemsize(leaf.dtype) for leaf in jax.tree.leaves(tree))
+    return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))

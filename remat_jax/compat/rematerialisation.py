@@ -19,6 +19,7 @@ from jax._src.interpreters import remat as _remat
 from remat_jax.compat.equations import body_of_call, given_name, kind, parameters
 from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, jaxpr_function
 from remat_jax.compat.tracing import established_forms, setting, traced_for, traces
+from remat_jax.errors import UnsupportedError
 
 
 def checkpoint_parts(eqn: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -153,7 +154,17 @@ def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
         ours = _binding_ours.get() or is_chunk_policy(params.get("policy"))
         if not differentiated and not ours and gives_way(closed(jaxpr)):
             return list(jaxpr_function(closed(jaxpr))(*args))
-        return list(bind(*args, jaxpr=jaxpr, differentiated=differentiated, **params))
+        try:
+            return list(bind(*args, jaxpr=jaxpr, differentiated=differentiated, **params))
+        except NotImplementedError as error:
+            effects = sorted(map(str, closed(jaxpr).jaxpr.effects))
+            if isinstance(error, UnsupportedError) or not effects or "Effects not supported" not in str(error):
+                raise
+            raise UnsupportedError(
+                f"a checkpointed block has an effect that JAX cannot differentiate in a checkpoint ({effects[0]}), such as "
+                "io_callback. Use jax.debug.callback (it runs once in each pass) or jax.pure_callback, or return the "
+                "array from the block and call io_callback outside"
+            ) from error
 
     _ad_checkpoint.remat_p.bind = bind_or_evaluate
     region = getattr(_ad_checkpoint, "RematTraced", None)

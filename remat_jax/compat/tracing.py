@@ -280,7 +280,13 @@ def block_settings() -> Any:
 
 def method_inside_decorators(context: Any) -> Callable[..., Any]:
     """The method whose call a Linen interceptor got, without the decorators around it (`@nn.jit`, `@nn.remat`, `@nn.scan`)."""
-    return _linen_module.wrap_method_once(context.orig_method.func)
+    return linen_method(context.orig_method.func)
+
+
+def linen_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as Flax runs a method of a Linen module: with the module's scope, and as a compact method if it is one."""
+    method: Callable[..., Any] = _linen_module.wrap_method_once(function)
+    return method
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ array would be in device memory.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,7 +108,7 @@ class _Fetches:
 def _starts(jaxpr: Jaxpr, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
     """When to start each fetch: index of an equation in `places` (None: the pass's start) → indices of `others` to fetch."""
     work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
-    sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
+    sizes = [compat.array_bytes(other.shape, other.dtype) for other in others]
     starts: dict[int | None, list[int]] = {}
     copied = 0
     for number in sorted(range(len(others)), key=sizes.__getitem__):

@@ -105,6 +105,12 @@ def bodies(eqn: JaxprEqn) -> list[Any]:
     return [compat.closed(body) for value in values for body in (value if isinstance(value, tuple) else (value,))]
 
 
+def executed_bodies(eqn: JaxprEqn) -> list[Any]:
+    """The closed jaxprs inside an equation that run with it. Of a linear solver's four only its solution runs."""
+    is_solve = eqn.primitive.name == "custom_linear_solve"
+    return [compat.closed(eqn.params["jaxprs"].solve)] if is_solve else bodies(eqn)
+
+
 def differentiated_bodies(eqn: JaxprEqn) -> list[Any]:
     """The closed jaxprs inside an equation that JAX differentiates. A policy has an effect only there.
 

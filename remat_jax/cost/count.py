@@ -9,7 +9,7 @@ import jax
 
 from remat_jax import compat
 from remat_jax.core.matmuls import MATMULS, eqn_flops
-from remat_jax.core.walk import bodies
+from remat_jax.core.walk import executed_bodies
 from remat_jax.errors import UnsupportedError
 
 
@@ -55,8 +55,8 @@ def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
 
 
 def over_bodies(eqn: Any, count_body: Callable[[Any], int]) -> int:
-    """`count_body` summed over the jaxprs inside `eqn`. A scan's body counts per iteration; a `cond`, its costliest branch."""
-    counted = list(map(count_body, bodies(eqn)))
+    """`count_body` summed over the jaxprs that `eqn` runs. A scan's body counts per iteration, a `cond` as its costliest."""
+    counted = list(map(count_body, executed_bodies(eqn)))
     if eqn.primitive.name == "cond":
         return max(counted)
     return sum(counted) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)

@@ -33,7 +33,7 @@ class Array:
     def bytes(self) -> int:
         """The array's bytes in the memory of one device; 0 if it has no storage (tokens)."""
         shape, dtype = getattr(self.aval, "shape", None), getattr(self.aval, "dtype", None)
-        whole = 0 if shape is None or dtype is None else math.prod(shape) * compat.itemsize(dtype)
+        whole = 0 if shape is None or dtype is None else compat.array_bytes(shape, dtype)
         return whole if self.share == 1.0 else round(self.share * whole)
 
     @property

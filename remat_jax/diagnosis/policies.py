@@ -100,7 +100,7 @@ def named_for_offload(observed: Observed) -> Iterator[Finding]:
 
 def _named_output(region: Region, name: str) -> Finding:
     input_bytes = sum(
-        aval.size * compat.itemsize(aval.dtype)
+        compat.array_bytes(aval.shape, aval.dtype)
         for aval, parameter in zip(region.block.jaxpr.in_avals, region.parameters, strict=True)
         if not parameter
     )

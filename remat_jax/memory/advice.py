@@ -18,6 +18,7 @@ from remat_jax.memory.hlo.text import arrays_of
 from remat_jax.report.tables import format_bytes
 from remat_jax.train import OffloadedOptimizer
 from remat_jax.train.parameters import device_bytes, result_structs
+from remat_jax.train.sums import wide
 from remat_jax.workload import Workload
 
 LEAST = 0.02
@@ -122,7 +123,13 @@ class _Adviser:
         largest = max(products, key=lambda product: product.elements)
         at = f" made at {largest.source}" if largest.source else ""
         why = f"{format_bytes(held)} at the peak are {arrays}, such as {list(largest.shape)}{at}"
-        yield Advice(change, saved, how, why)
+        yield Advice(change, saved - self._sums_of_heads(products), how, why)
+
+    def _sums_of_heads(self, products: list[SoftmaxProduct]) -> int:
+        """The bytes that `in_chunks` adds: it sums the gradient of a narrow head in float32."""
+        classes = {product.classes for product in products if product.is_head}
+        heads = [leaf for leaf in jax.tree.leaves(self.arguments.get("parameters", ())) if classes & set(leaf.shape)]
+        return sum(device_bytes(leaf) * wide(leaf.dtype).itemsize // leaf.dtype.itemsize - device_bytes(leaf) for leaf in heads)
 
     def _is_product(self, buffer: LiveBuffer, products: list[SoftmaxProduct]) -> bool:
         """Whether a buffer is the result of one of the `products`, or is computed elementwise from such a result."""
@@ -178,11 +185,12 @@ class _Adviser:
             return
         saved = self._saved(lambda buffer: 1 / MICRO_BATCHES if self._is_activation(buffer) else 1)
         trained = jax.tree.leaves(self.arguments.get("parameters", ()))
-        sums = sum(math.prod(leaf.shape) * max(4, compat.itemsize(leaf.dtype)) for leaf in trained)
+        sums = sum(max(4 * math.prod(leaf.shape), compat.array_bytes(leaf.shape, leaf.dtype)) for leaf in trained)
         held = sum(buffer.nbytes for buffer in self.sizes.live if self._is_activation(buffer))
         why = (
             f"{format_bytes(held)} at the peak are activations; {MICRO_BATCHES} micro-batches halve them, and the sums of "
-            f"gradients add {format_bytes(sums)}"
+            f"gradients add {format_bytes(sums)}. The function stays the same if the loss is a sum or a mean over examples; it "
+            "changes if examples share a statistic or are compared (BatchNorm, a contrastive loss)"
         )
         yield Advice(MICRO, saved - sums, f"rj.accumulate_gradients(loss, {MICRO_BATCHES})", why)
 

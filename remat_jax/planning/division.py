@@ -61,8 +61,8 @@ def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFA
             continue
         share = math.prod(shape) / size
         shares = dict.fromkeys((source.name, *source.aliases), share) | shares
-        size *= compat.itemsize(atom.aval.dtype)
-        local, whole = local + share * size, whole + size
+        nbytes = compat.array_bytes(atom.aval.shape, atom.aval.dtype)
+        local, whole = local + share * nbytes, whole + nbytes
     return Shares(shares, local / whole if whole else 1.0)
 
 

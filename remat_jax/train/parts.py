@@ -204,7 +204,8 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
 
     **Results are added over the chunks**, so each result must be a sum along the axis, such as a summed loss or a count. Means
     of `n` chunks would add up to `n` times the mean: divide outside, as above. Results of a dtype below float32 are added in
-    float32.
+    float32, and so are the chunks' gradients of what every chunk reads whole, such as a bfloat16 head: the sum takes the memory
+    of the head's gradient in float32.
 
     Chunk i has the positions i, i + n, i + 2n, … of the axis, so an array that is sharded along the axis stays sharded if the
     positions of one chunk divide evenly over the devices. An axis that is not sharded, usually the sequence, is the better
@@ -257,7 +258,7 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
         if n == 1:
             return fn(*args, **kwargs)
         chunks = [jnp.moveaxis(cut_axis(leaf, n, at), at + 1, 0) for _, leaf, at in arrays]
-        body = compat.chunk_checkpoint(one_chunk)
+        body = compat.chunk_checkpoint(sums.with_wide_gradients(one_chunk, [chunk[0] for chunk in chunks]))
         _, results = jax.lax.scan(lambda _, chunk: (None, body(chunk)), None, chunks)
         _check_sums(jax.eval_shape(one_chunk, [leaf for _, leaf, _ in arrays]), results, n)
         return jax.tree.map(lambda result: jnp.sum(result, 0, dtype=sums.wide(result.dtype)).astype(result.dtype), results)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from remat_jax import compat
 from remat_jax.core.walk import equations
 from remat_jax.errors import ArgumentError
 
@@ -121,3 +123,53 @@ def divided(total: Any, divisor: Any) -> Any:
     """`total` divided by a real scalar, in at least float32."""
     dtype = wide(total.dtype)
     return total.astype(dtype) / divisor.astype(real(dtype))
+
+
+def with_wide_gradients(function: Callable[[Any], Any], argument: Any) -> Callable[[Any], Any]:
+    """`function`, whose calls add up the gradients of what it closes over in at least float32.
+
+    A scan adds up the gradient of a closed-over array in the array's dtype. So each narrow array gets a companion, zeros in
+    float32 that no call reads, and its gradients flow into the companion:
+
+        value ↦ companion = 0 · value,   (value, companion) ↦ value,   with the derivative of the identity in total
+
+    Args:
+      argument: a pytree like the function's argument; only shapes and dtypes are used.
+    """
+    traced, outputs = jax.make_jaxpr(function, return_shape=True)(argument)
+    jaxpr, closed_over = compat.hoist_consts(traced)
+    companions = [_companion(value) if _is_narrow(value) else None for value in closed_over]
+    if all(companion is None for companion in companions):
+        return function
+    run, treedef = compat.jaxpr_function(jaxpr), jax.tree.structure(outputs)
+
+    def wide_inside(argument: Any) -> Any:
+        pairs = zip(closed_over, companions, strict=True)
+        values = [value if companion is None else _with_companion(value, companion) for value, companion in pairs]
+        return jax.tree.unflatten(treedef, run(*values, *jax.tree.leaves(argument)))
+
+    return wide_inside
+
+
+def _is_narrow(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating) and wide(array.dtype) != array.dtype
+
+
+@jax.custom_jvp
+def _companion(value: Any) -> Any:
+    return jnp.zeros_like(value, wide(value.dtype))
+
+
+@_companion.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return _companion(*primals), tangents[0].astype(wide(primals[0].dtype))
+
+
+@jax.custom_jvp
+def _with_companion(value: Any, companion: Any) -> Any:
+    return value
+
+
+@_with_companion.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return _with_companion(*primals), tangents[1].astype(primals[0].dtype)

@@ -47,7 +47,7 @@ class HloArray:
         """Size in bytes."""
         digits = re.search(r"\d+", self.dtype)
         bits = _ITEM_BITS.get(self.dtype, int(digits[0]) if digits else 8)
-        return math.prod(self.dims) * bits // 8
+        return -(-math.prod(self.dims) * bits // 8)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,110 @@
+"""A recomputation that must run to its end, and one that differs from the forward pass."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_ref
+from parity_tests.reference.blocks import all_equal, call, gradients
+
+
+class RandomSlope(nn.Module):
+    """Its last operator that saves draws its noise after it saved it; `end` may follow without saving."""
+
+    def __init__(self, end: Any = lambda x: x) -> None:
+        super().__init__()
+        self.linear, self.end = nn.Linear(4, 4), end
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.end(torch.nn.functional.rrelu(self.linear(x), 0.1, 0.9, training=True))
+
+
+ENDS = {
+    "alone": lambda x: x,
+    "sum": lambda x: (x + 1).sum(0),
+    "dict": lambda x: {"x": x},
+    "object": lambda x: SimpleNamespace(x=x),
+    "product": nn.Linear(4, 4),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("way", ["checkpoint", "offload", "selective", "function"])
+def test_noise_that_is_drawn_after_it_was_saved(way, end):
+    torch.manual_seed(0)
+    block = RandomSlope(ENDS[end])
+    x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+    ways = {
+        "checkpoint": lambda x: call("checkpoint", block, x),
+        "offload": lambda x: call("offload", block, x),
+        "selective": lambda x: torch_ref.selective_checkpoint(block, "dots", x),
+        "function": torch_ref.OffloadFunction(block),
+    }
+
+    def array(result: Any) -> torch.Tensor:
+        return result if isinstance(result, torch.Tensor) else result["x"] if isinstance(result, dict) else result.x
+
+    # Memory that was never written often holds what the last run left there: fill it.
+    plain, _ = gradients(lambda x: array(block(x)), block.linear, x), torch.full((3, 4), 7.0)
+    assert all_equal(gradients(lambda x: array(ways[way](x)), block.linear, x), plain)
+
+
+def test_only_a_late_write_that_nothing_follows_makes_the_recomputation_run_to_its_end():
+    x = torch.ones(3, 4, requires_grad=True)
+
+    def products(activation: nn.Module) -> int:
+        block = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4))
+        with torch_ref.count_matmuls() as count:
+            call("checkpoint", block, x * 1.0).sum().backward()
+        return count.total
+
+    # Forward 2, backward 4, and in the recomputation one product, as the last one saves its inputs before it runs.
+    assert (products(nn.Tanh()), products(nn.RReLU())) == (7, 7)
+
+
+class Changing(nn.Module):
+    """A block whose second run differs from its first."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.linear, self.change, self.cache, self.queue = nn.Linear(4, 4), change, [], [2.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.cache.append(y)
+        match self.change:
+            case "cache":
+                return torch.tanh(torch.cat(self.cache, 1)).sum()
+            case "shape in an operator":
+                return torch.tanh(torch.cat(self.cache, 1) + y.detach()).sum()
+            case "fewer":
+                return torch.tanh(y) if len(self.cache) > 1 else torch.tanh(torch.sin(torch.tanh(y)))
+            case "dtype":
+                return torch.tanh(y.double() if len(self.cache) > 1 else y)
+            case _:
+                return torch.tanh(y * self.queue.pop())
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "offload", "full", "save: *linear*"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("cache", "recomputed metadata: .*2, 6, 4"),
+        ("shape in an operator", "raised RuntimeError, and its forward pass did not"),
+        ("fewer", "tensors saved during forward|computes"),
+        ("dtype", "torch.float64|computes"),
+        ("queue", "raised IndexError, and its forward pass did not: pop from empty list"),
+    ],
+)
+def test_a_block_that_runs_otherwise_the_second_time_is_named_with_the_remedy(way, change, message):
+    block, x = Changing(change), torch.ones(2, 3, 4, requires_grad=True) * 1.0
+    run = call if way in torch_ref.MODES else lambda way, *rest: torch_ref.selective_checkpoint(rest[0], way, *rest[1:])
+    output = run(way, block, x)
+    with pytest.raises(torch_ref.ChangedRecomputationError, match=message) as caught:
+        output.sum().backward()
+    assert "Changing" in str(caught.value) and "as an argument of the block" in str(caught.value)
