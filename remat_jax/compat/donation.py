@@ -17,7 +17,7 @@ _ALIAS, _DONOR, _MEMORY = "tf.aliasing_output", "jax.buffer_donor", "mhlo.memory
 
 
 def reusing_the_same_memory(values: Sequence[Any]) -> list[Any]:
-    """`values` unchanged, in a program whose results reuse only donated arguments in their own memory, on the device or the host.
+    """`values` unchanged, in a program whose results reuse only donated arguments in the same memory, device or host.
 
     `jit` gives a donated argument's buffer to the first result of its shape and dtype, and does not look at the memory unless
     `out_shardings` names it. On a CPU, a result in another memory than its buffer ends the process: JAX aborts. For such an
@@ -40,7 +40,7 @@ def keeping_memories(rule: Any) -> Any:
 
 
 def _mend(main: Any) -> None:
-    """Let XLA choose the result for each argument of `main`, a function of MLIR, that JAX gave to a result in another memory."""
+    """Let XLA choose the result for each argument of `main`, an MLIR function, that JAX gave to one in another memory."""
     if "arg_attrs" not in main.attributes:
         return
     arguments = [{entry.name: entry.attr for entry in attributes} for attributes in main.attributes["arg_attrs"]]
