@@ -38,10 +38,10 @@ def measure(
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed.
 
     If the policy, or the policy of a `replan` in the loss, offloads residuals, a second step that saves them is compiled too.
-    The receipt compares the two steps. A warning says if any other policy frees nothing. To know this, the step without
-    checkpoints (`off`) is compiled in parallel if a device has less than 1 GiB of arguments. For larger steps the warning says
-    only that the residuals that the policy drops are few. Reports are cached as long as the workload object exists. Programs compiled for a GPU
-    are also cached on disk (`remat_jax.memory.compile.cache`).
+    The receipt compares the two steps. For any other policy a warning says if it frees nothing: if a device has less than 1 GiB
+    of arguments, the step without checkpoints (`off`) is compiled in parallel; for a larger step the warning says only that the
+    policy drops few residuals. Reports are cached as long as the workload object exists. Programs compiled for a GPU are also
+    cached on disk (`remat_jax.memory.compile.cache`).
 
     A workload with a mesh needs a target with as many devices as the mesh (`"8x8xh200"`); the report's sizes are for one
     device. On the target `"attached"`, the GPU of this machine, the step also runs once, on random numbers:
