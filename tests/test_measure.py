@@ -24,6 +24,7 @@ ROWS, WIDTH, HIDDEN, LAYERS = 8192, 64, 256, 6
 """Activations of 2 and 8 MiB beside 0.13 MiB of parameters per layer."""
 
 KERNELS = LAYERS * (WIDTH * HIDDEN * 2 + HIDDEN + WIDTH)
+measure_module = importlib.import_module("remat_jax.memory.measure")
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 
 
@@ -345,19 +346,46 @@ def test_a_product_that_triton_cannot_tile_is_compiled_without_triton_and_told(m
         assert report.device_bytes < without.device_bytes and report.compiler_warning is None
 
 
-def test_a_policy_that_frees_nothing_is_said_once_the_step_without_it_is_known() -> None:
-    """XLA for CPUs merges the recomputation of unrolled blocks with the forward pass."""
-
+def small_job(optimizer: Any = None, rows: int = 512) -> rj.Workload:
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
             return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(x)))
 
-    model, x = nn.Sequential([Block() for _ in range(4)]), jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    model, x = nn.Sequential([Block() for _ in range(4)]), jax.ShapeDtypeStruct((rows, 64), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
-    job = rj.Workload(lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, (x,), blocks=Block)
-    assert rj.measure(job, "full", "cpu").warnings == ()
-    assert rj.measure(job, "off", "cpu").warnings == () == rj.measure(job, "everything", "cpu").warnings
+    return rj.Workload(lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, (x,), Block, optimizer=optimizer)
+
+
+def test_a_policy_that_frees_nothing_is_said() -> None:
+    """XLA for CPUs merges the recomputation of unrolled blocks with the forward pass."""
+    job = small_job()
     with pytest.warns(rj.RematWarning, match="policy full frees .* here: the step needs .* ask for a GPU target"):
         (text,) = rj.measure(job, "full", "cpu").warnings
     assert "drops 12.0 MiB of residuals" in text  # of 12.5 MiB without checkpoints
+    assert rj.measure(job, "off", "cpu").warnings == () == rj.measure(job, "everything", "cpu").warnings
+
+
+@pytest.mark.parametrize(("most", "compiled"), [(2**30, ["full", "off"]), (0, ["full"])])
+def test_only_a_small_step_is_compiled_without_its_policy_too(monkeypatch: Any, most: int, compiled: list[str]) -> None:
+    seen: list[str] = []
+
+    def watched(programs: Any, *args: Any, **options: Any) -> Any:
+        seen.extend(program.key for program in programs)
+        return compile_programs(programs, *args, **options)
+
+    monkeypatch.setattr(measure_module, "compile_programs", watched)
+    monkeypatch.setattr(measure_module, "_SMALL", most)
+    (text,) = rj.measure(small_job(optax.adam(1e-3), rows=2), "full", "cpu").warnings
+    assert seen == compiled
+    assert "drops 48.0 KiB of residuals" in text and ("can free little" in text) == (most == 0)
+
+
+def test_on_a_mesh_a_device_frees_its_share_of_what_a_policy_drops() -> None:
+    full = rj.measure(small_job(), "full", "cpu")
+    kept = dataclasses.replace(full, policy="off", residual_device_bytes=full.residual_device_bytes + 64 * 2**20)
+    freed = [dataclasses.replace(kept, device_bytes=full.device_bytes + size) for size in (2**20, 0)]
+    on_64 = dataclasses.replace(full, devices=64)
+    assert measure_module.without_effect(on_64, freed[0]) is None
+    assert "frees nothing here" in measure_module.without_effect(on_64, freed[1])
+    assert "frees only 1.0 MiB here" in measure_module.without_effect(full, freed[0])

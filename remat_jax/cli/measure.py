@@ -98,7 +98,8 @@ def measure(
                 step = f"compiled {name[:_MOST_LETTERS]} for {described.name}"
                 show_step(step, min(next(done), len(policies)), len(policies))
 
-            measured = measure_many(job, [*policies.values()], described, timeout, on_done=compiled, memory_limit=limit)
+            options: dict[str, Any] = {"memory_limit": limit, "seek_effect": True}
+            measured = measure_many(job, [*policies.values()], described, timeout, compiled, **options)
             reports = [_called(name, report) for name, report in zip(policies, measured, strict=True)]
             change = None
             if diff:

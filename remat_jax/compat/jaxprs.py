@@ -30,6 +30,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
+from remat_jax.compat.donation import keeping_memories
 from remat_jax.compat.equations import changed_parameters, kind
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
@@ -251,6 +252,8 @@ def _barriers(*leaves: Any) -> list[Any]:
 
 # The primitive has the name of JAX's barrier, so that readers of a program treat it as a barrier.
 _barrier_p = new_primitive("optimization_barrier", _barriers)
+# A block that offloads has barriers, and may return what it offloads: `jit` of a `jax.vjp` returns the residuals.
+mlir.register_lowering(_barrier_p, keeping_memories(mlir.lower_fun(_barriers, multiple_results=True)))
 _barrier_p.def_abstract_eval(lambda *avals: list(avals))
 ad.primitive_jvps[_barrier_p] = lambda primals, tangents: (_barrier_p.bind(*primals), tangents)
 batching.primitive_batchers[_barrier_p] = lambda args, axes: (_barrier_p.bind(*args), axes)

@@ -38,8 +38,10 @@ def measure(
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed.
 
     If the policy, or the policy of a `replan` in the loss, offloads residuals, a second step that saves them is compiled too.
-    The receipt compares the two steps. Reports are cached as long as the workload object exists. Programs compiled for a GPU
-    are also cached on disk (`remat_jax.memory.compile.cache`).
+    The receipt compares the two steps. For any other policy a warning says if it frees nothing: if a device has less than 1 GiB
+    of arguments, the step without checkpoints (`off`) is compiled in parallel; for a larger step the warning says only that the
+    policy drops few residuals. Reports are cached as long as the workload object exists. Programs compiled for a GPU are also
+    cached on disk (`remat_jax.memory.compile.cache`).
 
     A workload with a mesh needs a target with as many devices as the mesh (`"8x8xh200"`); the report's sizes are for one
     device. On the target `"attached"`, the GPU of this machine, the step also runs once, on random numbers:
@@ -71,7 +73,7 @@ def measure(
     >>> measure(job, "full").argument_bytes  # two kernels, two biases, the batch
     640
     """
-    report = measure_many(workload, [policy], target, timeout, memory_limit=memory_limit)[0]
+    report = measure_many(workload, [policy], target, timeout, memory_limit=memory_limit, seek_effect=True)[0]
     warn(report.warnings)
     return report
 
@@ -84,8 +86,12 @@ def measure_many(
     on_done: Callable[[str], None] | None = None,
     *,
     memory_limit: Any = None,
+    seek_effect: bool = False,
 ) -> list[MemoryReport]:
-    """`measure` for several policies, compiled in parallel. `on_done` gets each policy's text from another thread."""
+    """`measure` for several policies, compiled in parallel. `on_done` gets each policy's text from another thread.
+
+    Without `seek_effect` no other step is compiled to know whether a policy frees nothing.
+    """
     described = target if isinstance(target, Target) else target_named(target)
     limit = limit_bytes(memory_limit, described)
     check_devices(workload, described)
@@ -93,17 +99,34 @@ def measure_many(
     cached = _reports.setdefault(workload, {})
     settings = (described.name, repr(described.to_dict()), compat.trace_settings(), compat.xla_flags(), limit)
     checked = [_checked(policy) for policy in policies]
-    new = [policy for policy in dict.fromkeys(checked) if (policy, settings) not in cached]
+    off = _checked("off")
+    seek_effect = seek_effect and not workload.replaced_checkpoints and any(map(_is_compared, checked))
+    beside = [off] if seek_effect and _is_small(workload) and not described.attached else []
+    new = [policy for policy in dict.fromkeys([*checked, *beside]) if (policy, settings) not in cached]
     if new:
-        reports = _measured(workload, new, described, timeout, on_done, limit)
+        reports = _measured(workload, new, described, timeout, on_done, limit, trace_off=seek_effect and not beside)
         cached.update(zip(((policy, settings) for policy in new), reports, strict=True))
-    without = cached.get((_checked("off"), settings))
+    without = cached.get((off, settings))
     return [_with_effect(cached[policy, settings], None if is_off(policy) else without) for policy in checked]
 
 
 def _with_effect(report: MemoryReport, without: MemoryReport | None) -> MemoryReport:
     text = without_effect(report, without)
     return report if text is None else replace(report, effect_warning=text)
+
+
+# The largest bytes of a device's arguments for which a second step is compiled to know whether a policy frees nothing.
+_SMALL = 2**30
+
+
+def _is_small(workload: Workload) -> bool:
+    arguments = workload.step("off").local_arguments
+    return sum(map(compat.tree_bytes, arguments)) < _SMALL
+
+
+def _is_compared(policy: Any) -> bool:
+    """Whether `policy` is compared with `off`: a policy that offloads has a receipt instead."""
+    return not is_off(policy) and _saving_all(policy) == policy
 
 
 # A policy has an effect if it frees at least this share of the residuals that it drops.
@@ -118,7 +141,7 @@ def without_effect(report: MemoryReport, without: MemoryReport | None) -> str | 
     if without is None or report.receipt is not None or report.replaced_checkpoints:
         return None
     freed = without.device_bytes - report.device_bytes
-    dropped = (without.residual_device_bytes or 0) - (report.residual_device_bytes or 0)
+    dropped = _dropped(report, without.residual_device_bytes)
     if freed > max(0, _EFFECT * dropped) or (dropped <= 0 and report.residual_device_bytes is not None):
         return None
     why = "the residuals that it drops are not in memory at the peak"
@@ -131,6 +154,22 @@ def without_effect(report: MemoryReport, without: MemoryReport | None) -> str | 
         f"policy {report.policy} frees {little} here: the step needs {format_bytes(report.device_bytes)} with it and "
         f"{format_bytes(without.device_bytes)} without checkpoints, although it drops {format_bytes(dropped)} of residuals: "
         f"{why}"
+    )
+
+
+def _dropped(report: MemoryReport, without: int | None) -> int:
+    """Bytes of residuals on one device that the policy of `report` drops, of the bytes that are kept `without` it."""
+    return ((without or 0) - (report.residual_device_bytes or 0)) // report.devices
+
+
+def _drops_little(report: MemoryReport, without: ResidualTable | None) -> str | None:
+    """A text if the policy of `report` drops few residuals for the size of the step, whose need under `off` is not known."""
+    dropped = 0 if without is None else _dropped(report, without.device_bytes)
+    if report.receipt is not None or not 0 < dropped < _EFFECT * report.device_bytes:
+        return None
+    return (
+        f"policy {report.policy} can free little here: it drops {format_bytes(dropped)} of residuals, and the step needs "
+        f"{format_bytes(report.device_bytes)}: parameters, optimizer's state and other arrays make up the peak"
     )
 
 
@@ -158,6 +197,8 @@ def _measured(
     timeout: float,
     on_done: Callable[[str], None] | None,
     limit: int | None,
+    *,
+    trace_off: bool,
 ) -> list[MemoryReport]:
     baselines = [_baseline(workload, policy) for policy in policies]
     keys = _keys([each for pair in zip(policies, baselines, strict=True) for each in pair if each is not None])
@@ -167,6 +208,7 @@ def _measured(
         compiling = pool.submit(compile_programs, list(programs.values()), described, **options)
         # Trace the losses while the steps are compiled.
         tables = [_residuals(workload, policy) for policy in policies]
+        without_policy = _residuals(workload, _checked("off")) if trace_off else None
         products = traced_products(workload) if described.kind == "gpu" else ()
         sizes = {policy: compiling.result()[key] for policy, key in keys.items()}
     reports = []
@@ -174,7 +216,8 @@ def _measured(
         without = None if baseline is None else sizes[baseline]
         report = _report(workload, policy, table, described, sizes[policy], without)
         advice = advise(workload, sizes[policy], products, described.devices)
-        reports.append(replace(report, memory_limit=limit, advice=advice))
+        effect = None if is_off(policy) else _drops_little(report, without_policy)
+        reports.append(replace(report, memory_limit=limit, advice=advice, effect_warning=effect))
     if not described.attached:
         return reports
     peaks = [measured_peak(programs[keys[policy]], timeout, sizes[policy].compiler_options) for policy in policies]
@@ -183,8 +226,7 @@ def _measured(
 
 def _baseline(workload: Workload, policy: Any) -> Any:
     """A policy that saves the residuals that `policy` or a `replan` in the loss offloads; None if neither offloads any."""
-    saving = tuple((block, _saving(of_block)) for block, of_block in policy) if isinstance(policy, tuple) else _saving(policy)
-    if saving != policy:
+    if (saving := _saving_all(policy)) != policy:
         return saving
     replanned = not isinstance(policy, tuple) and _without_replanned_offload(workload) is not None
     return _NothingOffloaded(policy) if replanned else None
@@ -252,6 +294,11 @@ def _saving(policy: Any) -> Any:
         elif saved := tuple(selector for selector in rule.selectors if selector != "@inputs"):
             rules.append(PolicyRule(Action.SAVE, saved))
     return Policy(tuple(rules))
+
+
+def _saving_all(policy: Any) -> Any:
+    """`_saving` of a policy, or of each block's policy."""
+    return tuple((block, _saving(of_block)) for block, of_block in policy) if isinstance(policy, tuple) else _saving(policy)
 
 
 def _text(policy: Any) -> str:

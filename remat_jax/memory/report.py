@@ -65,7 +65,7 @@ class MemoryReport:
       host_warning: a warning if the hosts have too little memory; None if their memory suffices or is unknown.
       policy_warning: a warning if the model's own checkpoints overrule the policy; else None.
       effect_warning: a warning if the policy frees nothing, or almost nothing, compared with `off`, where `off` has been
-        measured for the same target; None if the policy offloads.
+        measured for the same target, or if it drops few residuals for the size of the step; None if the policy offloads.
       compiler_warning: a warning if a compilation on a GPU would differ, with the effect on the figures; else None.
       replaced_checkpoints: how many of the model's own checkpoints around blocks the policy replaced. A checkpoint in a scan
         counts once.

@@ -166,9 +166,13 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     optimizer can be loaded into the other. Under `jit` the updates are bit-equal to those of `tx`; without `jit` they agree
     within rounding, because optax compiles parts of an update.
 
-    A step with host memory commits its results to their device. If its first parameters were not committed, JAX compiles it a
-    second time for the committed ones, as it does for any committed argument: `jax.device_put(params, jax.devices()[0])` before
-    the first step avoids this.
+    Put the parameters with `jax.device_put(params, jax.devices()[0])` before the first step: then JAX compiles the step once.
+    Otherwise it compiles it twice (and the plain optimizer's step once), because a program with host memory commits its results
+    to their device, and the second step gets committed parameters where the first got uncommitted ones. This is so in any
+    program with host memory, also without this function.
+
+    A state that is still in device memory, as after loading one of `tx`, goes to the host in the first step. It may be donated,
+    but no result reuses its buffers in that step.
 
     Some arrays are on the device together, because one equation reads them: all layers of a `scan` (stacked, they are one
     leaf); everything under `optax.MultiSteps`, which updates in one `cond` (use `accumulate_gradients` instead); and all

@@ -134,6 +134,10 @@ class Stream:
         while self.effects:
             self._compute(*self.effects[0].invars)
             self._run_effects_at_hand()
+        if self.traced:
+            on_host = [index for index, leaves in enumerate(self.to_host) if leaves]
+            same_memory = compat.reusing_the_same_memory([self.results[index] for index in on_host])
+            self.results.update(zip(on_host, same_memory, strict=True))
         return [self.results[index] for index in range(len(self.outvars))]
 
     def _compute(self, *atoms: Any) -> None:
