@@ -185,7 +185,9 @@ class BlockProgram:
         # Inputs that other blocks or iterations also read stay on the device under every policy.
         shared = {array for array, shared in zip(self.flat.inputs, self.call.shared, strict=True) if shared}
         away = {array for array in self.arrays if offloaded.intersection(array.names)} - shared
-        here = {array for array in self.arrays if saved.intersection(array.names)} | self._given
+        named = {array for array in self.arrays if saved.intersection(array.names)}.union(self.flat.inputs)
+        # A checkpoint recomputes a loop-invariant array that it does not save, although XLA may hoist it out of the loop.
+        here = named | self._given
         again = region(self.flat.eqns, self.needed, here | away)
         read = {*self.needed, *(array for eqn in again for array in eqn.inputs)}
         # Outside scans, each block copies an offloaded constant. JAX hoists constants out of scans: that copy is neglected.
@@ -197,7 +199,7 @@ class BlockProgram:
             sum(map(self.seconds.__getitem__, again)),
             # Sum in program order: the order of a set differs between runs, and with it the last digit of the sum.
             sum(self.kept_seconds(array) for array in self.arrays if array in paid),
-            sum(_flops(eqn.eqn) for eqn in again),
+            sum(_flops(eqn.eqn) for eqn in region(self.flat.eqns, self.needed, named | away)),
             sum(array.bytes for array in kept),
             host,
             frozenset(array.names[0] for array in kept if array.names),
