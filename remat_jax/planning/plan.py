@@ -70,7 +70,7 @@ class Plan(PlanData):
     def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
         """`fn`, a loss or another function that runs the model, with the plan's policies on the model's blocks.
 
-        Pass `compiler_options` to the outermost `jax.jit`:
+        `train_step` is the whole step. In a step of your own, pass `compiler_options` to the outermost `jax.jit`:
 
             loss = plan.apply(loss)
             step = jax.jit(step, compiler_options=plan.compiler_options)

@@ -43,7 +43,12 @@ def train_step(plan: PlanData, planned: Function, optimizer: Any, *, trainable: 
 
 
 class JittedStep:
-    """A jitted training step, as `Plan.train_step` returns. Like the result of `jax.jit` it has `lower` and `trace`."""
+    """A jitted training step, made by `Plan.train_step`.
+
+    With an optax optimizer, `step(params, state, *batch)` returns `(params, state, loss)`. With an `nnx.Optimizer`,
+    `step(model, optimizer, *batch)` writes to both and returns the loss. Like the result of `jax.jit`, a step has `lower` and
+    `trace`; what they return takes an Equinox model as its arrays alone, as `eqx.filter(model, eqx.is_array)`.
+    """
 
     def __init__(self, loss: Function, has_aux: bool, offloads: bool, jit: dict[str, Any]) -> None:
         self.__name__ = f"step_of_{getattr(loss, '__name__', 'loss')}"
@@ -58,12 +63,12 @@ class JittedStep:
         return whole(jitted(*arguments))
 
     def lower(self, *args: Any) -> Any:
-        """`jax.jit(…).lower`; the `compile` of its result knows the plan's compiler options."""
+        """The step lowered for arguments like these, arrays or shapes. Its `compile` uses the plan's compiler options."""
         jitted, arguments, _ = self._prepared(args)
         return jitted.lower(*arguments)
 
     def trace(self, *args: Any) -> Any:
-        """`jax.jit(…).trace`."""
+        """The step traced for arguments like these, arrays or shapes."""
         jitted, arguments, _ = self._prepared(args)
         return jitted.trace(*arguments)
 
@@ -149,7 +154,7 @@ class ModuleStep(JittedStep):
             )
         model, optimizer, *batch = args
         if offloads := isinstance(optimizer.tx, OffloadedOptimizer):
-            nnx.update(optimizer.opt_state, optimizer.tx.place(nnx.as_pure(optimizer.opt_state)))
+            nnx.update(optimizer.opt_state, nnx.state(optimizer.tx.place(nnx.as_pure(optimizer.opt_state))))
         state = nnx.state((model, optimizer))
         placed, shardings = self._placed(state, batch, offloads)
         if placed is not state:
