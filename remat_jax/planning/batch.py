@@ -134,7 +134,7 @@ def workload_maker(make_workload: Any) -> Callable[[int], Workload]:
 
 def is_batch(size: Any) -> bool:
     """Whether `size` is a batch size: a whole number from 1 to `MOST`."""
-    return isinstance(size, Integral) and not isinstance(size, bool) and 1 <= size <= MOST
+    return isinstance(size, Integral) and not isinstance(size, bool) and 1 <= int(size) <= MOST
 
 
 def _largest(start: int, fits: Callable[[int], bool], tried: list[tuple[int, int | None]], budget: int) -> int:
