@@ -137,8 +137,8 @@ class Plan(PlanData):
         For an NNX model give an `nnx.Optimizer`, or its class: `step(model, optimizer, *batch)` writes to the model
         (parameters, dropout counts, batch statistics) and to the optimizer, and returns the loss.
 
-        The result has `lower` and `trace`, like that of `jax.jit`. If the plan has compiler options, it must be the outermost
-        `jit`.
+        The result has `lower` and `trace`, like that of `jax.jit`. Inside another `jit` the plan's compiler options have no
+        effect: a `RematWarning` says so, and the outermost `jit` must have them.
 
         Args:
           loss: the loss, as it is: `loss(params, *batch)`, or `loss(model, *batch)` of an NNX or Equinox model.

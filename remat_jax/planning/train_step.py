@@ -19,6 +19,7 @@ from remat_jax.train import OffloadedOptimizer
 from remat_jax.train.parameters import check_trained, parted, result_structs
 from remat_jax.train.parts import value_and_grad_of_parts
 from remat_jax.train.updates import check_optimizer, updated
+from remat_jax.warning import warn
 
 Function = Callable[..., Any]
 Shardings = tuple[Any, ...]
@@ -83,9 +84,19 @@ class JittedStep:
     def _placed(self, tree: Any, batch: Sequence[Any], offloads: bool) -> tuple[Any, Shardings]:
         return _placed(tree, batch, donated=self._donates, committed=offloads or self._offloads)
 
-    def _at(self, key: Any, jit: Callable[[], Any]) -> Any:
+    def _at(self, key: Any, tree: Any, jit: Callable[..., Any]) -> Any:
+        """The result of `jit` (which takes the options of `jax.jit`) for this key; `tree` has the parameters and the state."""
+        options = self._jit
+        if options["compiler_options"] and any(map(compat.is_traced, jax.tree.leaves(tree))):
+            warn(
+                f"step: it is called inside another jit, and JAX takes compiler options only at the outermost one: give "
+                f"jax.jit(…, compiler_options={options['compiler_options']!r}) there, or the step may need other memory than "
+                "planned"
+            )
+            options = {**options, "compiler_options": None}
         try:
-            return self._jitted[key] if key in self._jitted else self._jitted.setdefault(key, jit())
+            key = key, options is self._jit
+            return self._jitted[key] if key in self._jitted else self._jitted.setdefault(key, jit(**options))
         except TypeError as error:
             raise ArgumentError(f"params: a leaf of the model that is no array cannot be hashed ({error})") from None
 
@@ -124,7 +135,9 @@ class ArrayStep(JittedStep):
         state = self._optimizer.place(state) if offloads else state
         (arrays, state), shardings = self._placed((params if model is None else model.arrays, state), batch, offloads)
         whole, others = (_same, ()) if model is None else (model.whole, model.others)
-        jitted = self._at((shardings, others), lambda: jax.jit(self._step(whole, shardings), **self._jit))
+        jitted = self._at(
+            (shardings, others), (arrays, state), lambda **options: jax.jit(self._step(whole, shardings), **options)
+        )
         return jitted, (arrays, state, *batch), lambda results: (whole(results[0]), *results[1:])
 
     def _step(self, whole: Function, shardings: Shardings) -> Function:
@@ -159,7 +172,8 @@ class ModuleStep(JittedStep):
         placed, shardings = self._placed(state, batch, offloads)
         if placed is not state:
             nnx.update((model, optimizer), placed)
-        return self._at(shardings, lambda: compat.nnx_jit(self._step(shardings), **self._jit)), args, _same
+        jitted = self._at(shardings, placed, lambda **options: compat.nnx_jit(self._step(shardings), **options))
+        return jitted, args, _same
 
     def _step(self, shardings: Shardings) -> Function:
         def step(model: Any, optimizer: Any, *batch: Any) -> Any:
