@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from remat_jax.memory.residuals import residuals
     from remat_jax.overview import save_report
     from remat_jax.planning.batch import largest_batch
+    from remat_jax.planning.batches import batches
     from remat_jax.planning.make_plan import plan
     from remat_jax.planning.plan import Plan
     from remat_jax.policy import LayerPolicies, Policy
@@ -45,6 +46,7 @@ __all__ = [
     "RematWarning",
     "Workload",
     "accumulate_gradients",
+    "batches",
     "block",
     "checkpoint_blocks",
     "checkpoint_sequential",
@@ -82,6 +84,7 @@ _HOMES = {
     "memory.residuals": ("residuals",),
     "overview": ("save_report",),
     "planning.batch": ("largest_batch",),
+    "planning.batches": ("batches",),
     "planning.make_plan": ("plan",),
     "planning.plan": ("Plan",),
     "policy": ("LayerPolicies", "Policy"),

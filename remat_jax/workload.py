@@ -31,9 +31,10 @@ from remat_jax.mesh import (
     usual_shardings,
 )
 from remat_jax.policy import as_block_policy, is_off
-from remat_jax.train import OffloadedOptimizer, plain
+from remat_jax.train import plain
 from remat_jax.train.parameters import check_trained, path_text, result_structs, split, structs
 from remat_jax.train.parts import value_and_grad_of_parts
+from remat_jax.train.updates import check_optimizer, updated
 
 Blocks = tuple[Block, ...]
 
@@ -127,8 +128,8 @@ class Workload:
         if not callable(loss):
             raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *batch)")
         _check_batch(batch)
-        if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-            raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
+        if optimizer is not None:
+            check_optimizer(optimizer)
         self.own = OwnCheckpoints(own_checkpoints)
         self.batch, self.optimizer = structs(batch, "batch"), optimizer
         self._model = ModelArrays(params)
@@ -315,10 +316,7 @@ class Workload:
 
         def update(trained: Any, state: Any, frozen: Any, *batch: Any) -> Any:
             value, gradients = gradient(trained, frozen, *batch)
-            if isinstance(self.optimizer, OffloadedOptimizer):
-                return *self.optimizer.apply(gradients, state, trained), value
-            updates, state = self.optimizer.update(gradients, state, trained)
-            return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), trained, updates), state, value
+            return *updated(self.optimizer, gradients, state, trained), value
 
         names = ("parameters", "optimizer state", "frozen parameters", *batch_names)
         donated = (0, 1) if self.donate else ()

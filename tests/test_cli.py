@@ -88,6 +88,7 @@ def test_help_lists_the_commands_that_work_and_no_other():
     result = run("--help")
     assert result.exit_code == 0
     assert [info.callback.__name__ for info in app.registered_commands] == [
+        "batch",
         "calibrate",
         "demo",
         "doctor",

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, InfeasibleBudget
 from remat_jax.planning.beyond import with_changes
+from remat_jax.planning.model import Model
 from tests.plan_by_hand import plan as plan_by_hand
 
 WIDTH, WORDS = 16, 4096
@@ -73,6 +75,19 @@ def test_it_computes_the_same_function(chunked, x64):
 
 def test_it_is_saved_and_read(chunked, tmp_path):
     assert rj.Plan.load(chunked.save(tmp_path / "plan.json"), job()) == chunked
+
+
+def test_its_step_keeps_the_optimizers_state_in_host_memory():
+    work = job(optimizer=optax.adam(1e-3))
+    plan = replace(plan_by_hand(policies={Layer: rj.Policy.parse("full")}, compiler_options={}), changes=("optimizer_on_host",))
+    plan = replace(plan, model=Model.of(work))
+    params = Net().init(jax.random.key(0), jnp.zeros((32, 64), jnp.int32))
+    step = plan.train_step(loss, optax.adam(1e-3))
+    state = step.init(params)
+    assert jax.typeof(state[0].mu["params"]["Dense_0"]["kernel"]).memory_space == jax.memory.Space.Host
+    with pytest.raises(ArgumentError, match="keeps the optimizer's state in host memory"):
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        plan.train_step(loss, nnx.Optimizer)(model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
 
 
 def test_a_change_that_the_workload_cannot_have_says_why():

@@ -10,7 +10,7 @@ import remat_jax as rj
 from remat_jax.diagnosis import Diagnosis
 from remat_jax.hardware import Target, target
 from remat_jax.memory import ResidualTable
-from remat_jax.planning import LargestBatch
+from remat_jax.planning import BatchTable, JittedStep, LargestBatch
 
 
 def loss(params: dict[str, int], x: float) -> float:
@@ -51,8 +51,14 @@ def asked(job: rj.Workload, path: Path) -> None:
     assert_type(plan, rj.Plan)
     assert_type((plan.device_bytes, plan.seconds), tuple[int, float])
     assert_type(plan.apply(loss)({"w": 1}, 2.0), float)
+    step = plan.train_step(loss, object(), has_aux=True)
+    assert_type(step, JittedStep)
+    _, _, _ = step({"w": 1}, step.init({"w": 1}), 2.0)
     assert_type(rj.Plan.load(path), rj.Plan)
     assert_type(rj.largest_batch(lambda size: job, "40GiB", "h200"), LargestBatch)
+    table = rj.batches(lambda size: job, "40GiB", "h200", batches=range(1, 9))
+    assert_type(table, BatchTable)
+    assert_type((table.best.batch, table.best.plan, table.why), tuple[int, rj.Plan | None, str])
     assert_type(rj.save_report(path, job, plan=plan), Path)
 
 

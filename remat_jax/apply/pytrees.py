@@ -119,6 +119,11 @@ class ModelArrays:
         mixed = not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in kept if leaf is not None) if is_model else False
         self.trainable = (lambda path, leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)) if mixed else None
 
+    @property
+    def others(self) -> Any:
+        """What of the model is no array, to compare by value: equal if `whole` makes equal models of equal arrays."""
+        return (self._treedef, *((nth, type(leaf), leaf) for nth, leaf in self._others.items())) if self._others else ()
+
     def whole(self, arrays: Any) -> Any:
         """The model with these arrays."""
         if not self._others:

@@ -81,13 +81,47 @@ def load_workload(name: str) -> Workload:
     return workload
 
 
+def load_function(name: str) -> Callable[[int], Workload]:
+    """The function that `name` refers to, which returns a workload for a batch size. Its errors are ArgumentErrors."""
+    subject = f"workload={name!r}"
+    function = _attribute(name, subject, (Workload,))
+    if not callable(function):
+        kind = type(function).__name__
+        raise ArgumentError(f"{subject} is a {kind}: expected a function from a batch size to a remat_jax.Workload")
+    try:
+        inspect.signature(function).bind(1)
+    except TypeError as error:
+        raise ArgumentError(
+            f"{subject} cannot be called with a batch size alone ({error}): expected a function from a batch size to a "
+            "remat_jax.Workload"
+        ) from None
+
+    def of_batch(batch: int) -> Workload:
+        made = _guarded(f"{subject} with batch {batch}", lambda: function(batch))
+        if not isinstance(made, Workload):
+            raise ArgumentError(f"{subject} gave a {type(made).__name__} for batch {batch}: expected a remat_jax.Workload")
+        return made
+
+    return of_batch
+
+
 def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str) -> Any:
     """The instance of `kinds` that `name` refers to; if `name` refers to a function, the instance that it returns.
 
     Error messages call this argument `argument` and ask for `expected`.
     """
-    where, colon, attribute = name.rpartition(":")
     subject = f"{argument}={name!r}"
+    loaded = _attribute(name, subject, kinds)
+    if not isinstance(loaded, kinds):
+        loaded = _called(subject, loaded, expected)
+    if not isinstance(loaded, kinds):
+        raise ArgumentError(f"{subject} gave a {type(loaded).__name__}: expected {expected}")
+    return loaded
+
+
+def _attribute(name: str, subject: str, kinds: tuple[type, ...]) -> Any:
+    """What `name` refers to. An error suggests the module's functions and its instances of `kinds`."""
+    where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute.isidentifier():
         raise ArgumentError(f"{subject}: {_EXPECTED}, such as train.py:job")
     module = _guarded(subject, lambda: _module(where, subject))
@@ -102,12 +136,7 @@ def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str)
             f"{subject}: {where} has no {attribute!r}.{nearest(attribute, choices)} "
             f"It has {', '.join(choices[:8]) or 'no function of its own'}."
         )
-    loaded = getattr(module, attribute)
-    if not isinstance(loaded, kinds):
-        loaded = _called(subject, loaded, expected)
-    if not isinstance(loaded, kinds):
-        raise ArgumentError(f"{subject} gave a {type(loaded).__name__}: expected {expected}")
-    return loaded
+    return getattr(module, attribute)
 
 
 def _called(subject: str, function: Any, expected: str) -> Any:

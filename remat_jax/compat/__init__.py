@@ -81,6 +81,7 @@ from remat_jax.compat.tracing import linen_method as linen_method
 from remat_jax.compat.tracing import loops_around as loops_around
 from remat_jax.compat.tracing import made_by as made_by
 from remat_jax.compat.tracing import method_inside_decorators as method_inside_decorators
+from remat_jax.compat.tracing import nnx_jit as nnx_jit
 from remat_jax.compat.tracing import not_captured as not_captured
 from remat_jax.compat.tracing import on_device as on_device
 from remat_jax.compat.tracing import program_of as program_of

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from flax import nnx
 from flax.linen import module as _linen_module
 from jax._src import config as _config
 from jax._src import core as _core
@@ -302,3 +303,12 @@ def not_captured(module: Any, method: str) -> Iterator[None]:
         yield
     finally:
         stack.pop()
+
+
+def nnx_jit(function: Callable[..., Any], *, donate_argnums: Any, compiler_options: Any) -> Any:
+    """`nnx.jit` with compiler options, which Flax's own does not take."""
+    jitted = nnx.jit(function, donate_argnums=donate_argnums)
+    if compiler_options:
+        of_arrays = jitted.jitted_fn.__wrapped__
+        jitted.jitted_fn = jax.jit(of_arrays, donate_argnums=donate_argnums, compiler_options=compiler_options)
+    return jitted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from remat_jax.errors import ArgumentError
@@ -96,19 +97,12 @@ def largest_batch(
     >>> found.plan.device_bytes <= 10**6, found.batch > 300
     (True, True)
     """
-    if not callable(make_workload):
-        raise ArgumentError(f"make_workload={make_workload!r}: expected a function from a batch size to a workload")
-    if isinstance(start, bool) or not isinstance(start, int) or not 1 <= start <= MOST:
+    workload = workload_maker(make_workload)
+    if not is_batch(start):
         raise ArgumentError(f"start={start!r}: expected a batch size, a whole number from 1 to {MOST}")
     described = target if isinstance(target, Target) else target_named(target)
     device, host = budget_bytes(budget, described), host_budget_bytes(host_budget)
     tried: list[tuple[int, int | None]] = []
-
-    def workload(batch: int) -> Workload:
-        made = make_workload(batch)
-        if not isinstance(made, Workload):
-            raise ArgumentError(f"make_workload({batch}) returned {made!r}: expected a remat_jax.Workload")
-        return made
 
     def fits(batch: int) -> bool:
         if progress is not None:
@@ -122,6 +116,25 @@ def largest_batch(
     batch = _largest(start, fits, tried, device)
     made = plan(workload(batch), device, described, host, timeout=timeout, progress=progress)
     return LargestBatch(batch, made, tuple(tried))
+
+
+def workload_maker(make_workload: Any) -> Callable[[int], Workload]:
+    """`make_workload`, checked; the function that is returned raises ArgumentError if it gets no workload."""
+    if not callable(make_workload):
+        raise ArgumentError(f"make_workload={make_workload!r}: expected a function from a batch size to a workload")
+
+    def workload(batch: int) -> Workload:
+        made = make_workload(batch)
+        if not isinstance(made, Workload):
+            raise ArgumentError(f"make_workload({batch}) returned {made!r}: expected a remat_jax.Workload")
+        return made
+
+    return workload
+
+
+def is_batch(size: Any) -> bool:
+    """Whether `size` is a batch size: a whole number from 1 to `MOST`."""
+    return isinstance(size, Integral) and not isinstance(size, bool) and 1 <= int(size) <= MOST
 
 
 def _largest(start: int, fits: Callable[[int], bool], tried: list[tuple[int, int | None]], budget: int) -> int:

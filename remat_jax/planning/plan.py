@@ -19,6 +19,7 @@ from remat_jax.planning import files
 from remat_jax.planning.explain import beyond_table, explanation, plan_table
 from remat_jax.planning.page import page
 from remat_jax.planning.plan_data import PlanData
+from remat_jax.planning.train_step import JittedStep, train_step
 from remat_jax.report.tables import render
 from remat_jax.train.chunked_head import chunk_head
 from remat_jax.workload import Workload
@@ -81,7 +82,7 @@ class Plan(PlanData):
     def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
         """`fn`, a loss or another function that runs the model, with the plan's policies on the model's blocks.
 
-        Pass `compiler_options` to the outermost `jax.jit`:
+        `train_step` is the whole step. In a step of your own, pass `compiler_options` to the outermost `jax.jit`:
 
             loss = plan.apply(loss)
             step = jax.jit(step, compiler_options=plan.compiler_options)
@@ -129,6 +130,58 @@ class Plan(PlanData):
             return outputs
 
         return with_plan
+
+    def train_step(
+        self,
+        loss: Callable[..., Any],
+        optimizer: Any,
+        *,
+        trainable: Any = None,
+        has_aux: bool = False,
+        donate: bool = True,
+        strict: bool = True,
+    ) -> JittedStep:
+        """The whole jitted training step, with the plan's policies, compiler options and donated parameters and state.
+
+        With an optax optimizer, `step(params, state, *batch)` returns `(params, state, loss)`; `step.init(params)` makes the
+        first state. The state of an optimizer from `offload_optimizer` is put into host memory, wherever it is. On a mesh,
+        parameters and state keep their shardings.
+
+        For an NNX model give an `nnx.Optimizer`, or its class: `step(model, optimizer, *batch)` writes to the model
+        (parameters, dropout counts, batch statistics) and to the optimizer, and returns the loss.
+
+        The result has `lower` and `trace`, like that of `jax.jit`. Inside another `jit` the plan's compiler options have no
+        effect: a `RematWarning` says so, and the outermost `jit` must have them.
+
+        Args:
+          loss: the loss, as it is: `loss(params, *batch)`, or `loss(model, *batch)` of an NNX or Equinox model.
+          optimizer: an optax optimizer, or an `nnx.Optimizer` (the step takes the instance in each call).
+          trainable: which parameters are trained, as for `Workload`.
+          has_aux: `loss` returns `(scalar, aux)`, and the step returns this pair in place of the loss.
+          donate: the step reuses the buffers of parameters and state: the arrays passed to it are deleted.
+          strict: as for `apply`.
+
+        Raises:
+          ArgumentError: `loss` is not a function, `optimizer` is no optimizer, or, when called, an argument is of a wrong kind.
+          PlanningError, BlockError, NoEffectError: when called, as in `apply`.
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import remat_jax as rj
+        >>> from flax import linen
+        >>> model, x = linen.Dense(8), jnp.ones((4, 8))
+        >>> loss, tx = lambda params, x: jnp.sum(model.apply(params, x) ** 2), optax.adam(0.1)
+        >>> params = model.init(jax.random.key(0), x)
+        >>> plan = rj.plan(rj.Workload(loss, params, (x,), linen.Dense, optimizer=tx), budget="1MiB", target="cpu")
+        >>> step = plan.train_step(loss, tx)
+        >>> state, losses = step.init(params), []
+        >>> for _ in range(3):
+        ...     params, state, value = step(params, state, x)
+        ...     losses.append(float(value))
+        >>> losses[0] > losses[1] > losses[2]
+        True
+        """
+        planned = self.apply(loss, strict=strict)
+        return train_step(self, planned, optimizer, trainable=trainable, has_aux=has_aux, donate=donate)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names, and `version`."""

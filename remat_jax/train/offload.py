@@ -144,6 +144,18 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
 
         return _streamed(applied, self._fraction, gradients, state, params, extra)
 
+    def place(self, state: Any) -> Any:
+        """`state` with every array (or shape) in the memory in which it lives between steps.
+
+        A state from `init` or from a step is there already; a state that was loaded may not be.
+        """
+        leaves, treedef = jax.tree.flatten(state)
+        arrays = [(index,) for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
+        moved = _moved(arrays, [leaves[index] for (index,) in arrays], self._fraction) if self._fraction else ()
+        return jax.tree.unflatten(
+            treedef, [_in_host_memory(leaf) if (index,) in moved else leaf for index, leaf in enumerate(leaves)]
+        )
+
     def placement(self, params: Any) -> StatePlacement:
         """Where the state for `params` (arrays or shapes) lives between steps; raises NoEffectError if no array would move."""
         traced, moved = _traced_init(self._inner, self._fraction, params)
@@ -247,6 +259,17 @@ def _committed(leaf: Any, params: Sequence[Any]) -> Any:
     devices = [param.devices() for param in params if not compat.is_traced(param) and getattr(param, "committed", False)]
     (device,) = devices[0] if devices else leaf.devices()
     return jax.device_put(leaf, SingleDeviceSharding(device, memory_kind=leaf.sharding.memory_kind))
+
+
+def _in_host_memory(leaf: Any) -> Any:
+    """`leaf`, an array or a shape, in host memory. A tracer stays where it is: only the caller of the trace can move it."""
+    if compat.is_traced(leaf):
+        return leaf
+    sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    on_host = (sharding or SingleDeviceSharding(jax.devices()[0])).with_memory_kind("pinned_host")
+    if not isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
+    return leaf if compat.is_on_host(leaf) else jax.device_put(leaf, on_host)
 
 
 def _streamed(function: Callable[..., Any], fraction: float, *args: Any) -> Any:

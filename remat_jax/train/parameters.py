@@ -70,6 +70,24 @@ def split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], A
     return trained, frozen, join
 
 
+def parted(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
+    """`split` with trees like `params` in place of the dicts; each tree has None in place of the leaves of the other.
+
+    >>> parted({"up": 1.0, "lora": 2.0}, "*lora*")[:2]
+    ({'lora': 2.0, 'up': None}, {'lora': None, 'up': 1.0})
+    """
+    if trainable is None:
+        return params, None, lambda trained, _: trained
+    by_path, _, _ = split(params, trainable)
+    trained = jax.tree.map_with_path(lambda path, leaf: leaf if path_text(path) in by_path else None, params)
+    frozen = jax.tree.map_with_path(lambda path, leaf: None if path_text(path) in by_path else leaf, params)
+
+    def join(trained: Any, frozen: Any) -> Any:
+        return jax.tree.map(lambda one, other: other if one is None else one, trained, frozen, is_leaf=lambda x: x is None)
+
+    return trained, frozen, join
+
+
 def path_text(keys: Any) -> str:
     """A path in a pytree as text, such as `params/up/kernel`."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
