@@ -227,7 +227,7 @@ def main(path: str) -> None:
             keep(f"{case}/{name}", jax.jit(jax.grad(rj.checkpoint_blocks(divided, {of_blocks: POLICIES[name]})))(params, x))
     keep("linen/inside", jax.jit(inside("linen", mesh))(CASES["linen"]()[0], x))
     params, of_blocks, _, divided = losses("linen", mesh)
-    arrays["eager/inside"] = refused(rj.checkpoint_blocks(divided, {of_blocks: "offload_inputs"}), params, x)
+    keep("linen/eager", jax.grad(rj.checkpoint_blocks(divided, {of_blocks: "offload_inputs"}))(params, x))
     for within in (True, False):
         loss, params = constrained(mesh, within)
         arrays[f"eager/constraint {within}"] = refused(loss, params)

@@ -117,6 +117,30 @@ def test_a_linear_solver_costs_what_its_solution_costs() -> None:
     assert matmuls(jax.grad(loss), WEIGHTS, X[0]) == 3 + 3 + 1
 
 
+@pytest.mark.versions
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "put", [rj.remat, lambda block, policy: rj.replan(jax.checkpoint(block), policy)], ids=["remat", "replan"]
+)
+def test_a_block_offloads_in_a_shard_map_without_jit(put: Any) -> None:
+    # JAX, not the block, runs the linear function of a solver.
+    def block(params: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.sin(x) @ params["w"])
+
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), "d"), jax.sharding.PartitionSpec()
+
+    def gradient(block: Any) -> Any:
+        def inside(params: Any, x: Any) -> Any:
+            def solve(matvec: Any, b: Any) -> Any:
+                return b / matvec(jnp.ones_like(b))
+
+            return jnp.sum(jax.lax.custom_linear_solve(lambda v: v * (2 + block(params, x)), x, solve, symmetric=True))
+
+        return jax.grad(jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(WEIGHTS, X)
+
+    assert_same(gradient(put(block, "offload: *tanh*")), gradient(block))
+
+
 @pytest.mark.usefixtures("x64")
 def test_calls_of_a_solver_itself_are_no_layers() -> None:
     # Under `jit`, the solver's loop and the transposed function contain the traced block.

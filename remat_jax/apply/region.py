@@ -17,7 +17,7 @@ from remat_jax.apply.own_checkpoints import RunBlock, in_place
 from remat_jax.core import BlockUnderPolicy, StackRow, block_under_policy
 from remat_jax.core.marks import Mark, Marked, bind_mark
 from remat_jax.core.nested_offload import names_in_scans, refusal
-from remat_jax.core.shared import Offer, readings, staying
+from remat_jax.core.shared import Offer, Reading, readings, staying
 from remat_jax.core.tied_chain import run_tied, unlinked
 from remat_jax.core.walk import of_arrays
 from remat_jax.errors import UnsupportedError
@@ -239,19 +239,33 @@ def bind_block(
     if block.offloaded and looped:
         compat.refuse_miscompiled_offload()
         _refuse_nested_offload(block, max(scans, compat.loops_around()))
-    read = readings(values, block.named.inputs)
-    offers = [Offer(place, name, read[place]) for place, name in block.offloaded_inputs.items() if place in read]
-    for offer in offers:
-        offer.reading.name = offer.reading.name or offer.name
+    if not looped and block.offloaded and compat.in_eager_shard_map():
+        return list(jax.jit(lambda *values: _bind_tied(block, values, prevent_cse=not apart))(*values))
     if not looped:
-        kept = tuple(offer.place for offer in offers)
-        run = block.checkpointed(prevent_cse=not apart, staying=lambda: kept)
-        with compat.eager_offload_explained() if block.offloaded else contextlib.nullcontext():
-            return run_tied(run, block, values, offers)
+        return _bind_tied(block, values, prevent_cse=not apart)
+    read = _offered(block, values)[0]
     rows = rows if rows and isinstance(block.policy, Policy) else {}
     run = block.checkpointed(prevent_cse=not apart, rows=tuple(rows), once=bool(block.offloaded), staying=lambda: staying(read))
     stacks, index = [row.stack for row in rows.values()], [row.index for row in rows.values()][:1]
     return list(run(*values, *stacks, *index))
+
+
+def _bind_tied(block: BlockUnderPolicy, values: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
+    """Evaluate a block outside every loop, tied to its place in the schedule if it offloads or takes a link."""
+    _, offers = _offered(block, values)
+    kept = tuple(offer.place for offer in offers)
+    run = block.checkpointed(prevent_cse=prevent_cse, staying=lambda: kept)
+    with compat.eager_offload_explained() if block.offloaded else contextlib.nullcontext():
+        return run_tied(run, block, values, offers)
+
+
+def _offered(block: BlockUnderPolicy, values: Sequence[Any]) -> tuple[dict[int, Reading], list[Offer]]:
+    """The readings of the block's inputs by index, and the inputs that it offers to park in host memory."""
+    read = readings(values, block.named.inputs)
+    offers = [Offer(place, name, read[place]) for place, name in block.offloaded_inputs.items() if place in read]
+    for offer in offers:
+        offer.reading.name = offer.reading.name or offer.name
+    return read, offers
 
 
 def _refuse_nested_offload(block: BlockUnderPolicy, loops: int) -> None:

@@ -66,6 +66,7 @@ from remat_jax.compat.tracing import axes_of_vmaps as axes_of_vmaps
 from remat_jax.compat.tracing import block_settings as block_settings
 from remat_jax.compat.tracing import bound_axes as bound_axes
 from remat_jax.compat.tracing import established_forms as established_forms
+from remat_jax.compat.tracing import in_eager_shard_map as in_eager_shard_map
 from remat_jax.compat.tracing import in_loop as in_loop
 from remat_jax.compat.tracing import in_solver as in_solver
 from remat_jax.compat.tracing import is_array as is_array

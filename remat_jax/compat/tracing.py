@@ -79,6 +79,11 @@ def in_solver() -> bool:
 _SOLVERS = frozenset({"custom_linear_solve solve", "custom_linear_solve transpose_solve"})
 
 
+def in_eager_shard_map() -> bool:
+    """Whether JAX runs a `shard_map` around the current trace op by op, where it copies to the host only inside a `jit`."""
+    return any(type(trace).__name__ == "ShardMapTrace" for trace in traces())
+
+
 def loops_around() -> int:
     """How many loops are around the current trace. A loop around the differentiation does not count."""
     return sum(map(_is_loop, _traces_inside_differentiation()))

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as seeded
 
+import conftest
 from tests.fault import ops
 from tests.fault.files import check_files
 from tests.fault.kinds import check, every_case
@@ -37,7 +38,9 @@ ATTACKS = {
 """Former faults, and the tests that would find them again."""
 
 SLICE = 25
-"""Programs drawn with one seed; a wrong program ends only its slice."""
+"""Programs drawn with one seed."""
+MOST_LOWERED = 6000
+"""Random programs share most of their operations, so JAX's caches are kept longer than in the tests."""
 
 
 def main() -> int:
@@ -62,8 +65,8 @@ def main() -> int:
         ops.DEVICES = asked.devices
     for flag in filter(None, asked.flags.split(",")):
         jax.config.update(f"jax_{flag}", True)
-    # LLVM's passes take longer than running the code they optimise.
-    jax.config.update("jax_disable_most_optimizations", True)
+    # As the tests do: with few optimizations, and each program compiled once. Compiling takes most of the time.
+    conftest.pytest_configure()
     wrong = check_texts(asked.texts, asked.seed, say)
     with tempfile.TemporaryDirectory() as folder:
         wrong += check_files(asked.files, asked.seed, Path(folder), say)
@@ -79,29 +82,26 @@ def say(line: str) -> None:
 
 
 def check_programs(asked: argparse.Namespace) -> int:
-    """The number of slices with a wrong program, plus one if most programs were refused instead of compared."""
-    tally, wrong, start, drawn = Tally.empty(), 0, time.monotonic(), 0
+    """The number of wrong programs, plus one if most programs were refused instead of compared."""
+    tally, start = Tally.empty(), time.monotonic()
     for number, size in enumerate(_slices(asked.programs)):
         if time.monotonic() - start > asked.seconds:
             break
-        drawn += size
-        try:
-            _slice(size, 10_000 * asked.seed + number, asked.shrink, tally)
-        except Exception as error:
-            wrong += 1
-            say(f"WRONG in slice {number}, the program above: {type(error).__name__}: {error}")
-        say(f"{drawn} programs drawn, {tally.checked} compared, {tally.bit_equal} of these bit for bit, {wrong} slices wrong")
-    if drawn and asked.note:
-        asked.note.write_text(note(asked, tally, drawn, wrong, time.monotonic() - start), encoding="utf-8")
-    if drawn:
+        _slice(size, 10_000 * asked.seed + number, asked.shrink, tally)
+        conftest.forget_programs(MOST_LOWERED)
+        compared = f"{tally.checked} compared, {tally.bit_equal} of these bit for bit"
+        say(f"{tally.drawn} programs drawn, {compared}, {tally.wrong} wrong")
+    if tally.drawn and asked.note:
+        asked.note.write_text(note(asked, tally, time.monotonic() - start), encoding="utf-8")
+    if tally.drawn:
         say(f"refused: {dict(tally.refused)}\nof these kinds: {dict(sorted(tally.kinds.items()))}")
-    if drawn >= SLICE and 3 * tally.checked < drawn:
-        say(f"TOO FEW: {tally.checked} of {drawn} programs were compared")
-        return wrong + 1
-    return wrong
+    if tally.drawn >= SLICE and 3 * tally.checked < tally.drawn:
+        say(f"TOO FEW: {tally.checked} of {tally.drawn} programs were compared")
+        return tally.wrong + 1
+    return tally.wrong
 
 
-def note(asked: argparse.Namespace, tally: Tally, drawn: int, wrong: int, seconds: float) -> str:
+def note(asked: argparse.Namespace, tally: Tally, seconds: float) -> str:
     """The results of a run of programs, as a page."""
     kinds = "\n".join(f"| {name} | {count} |" for name, count in sorted(tally.kinds.items()))
     refused = "\n".join(f"| {name} | {count} |" for name, count in tally.refused.most_common())
@@ -116,10 +116,10 @@ three tables with JAX {jax.__version__}.
 | programs | |
 | --- | --- |
 | requested | {asked.programs} |
-| drawn in {seconds / 60:.0f} minutes | {drawn} |
+| drawn in {seconds / 60:.0f} minutes | {tally.drawn} |
 | compared | {tally.checked} |
 | equal bit for bit | {tally.bit_equal} |
-| slices of {SLICE} programs that ended with a wrong program | {wrong} |
+| wrong | {tally.wrong} |
 
 Some programs are refused and not compared: JAX does not support them (`docs/limits.md`), or a random policy has no effect on a
 random program.
@@ -156,11 +156,14 @@ def _slice(size: int, seed: int, shrink: bool, tally: Tally) -> None:
     )
     @given(every_case)
     def every(case: Any) -> None:
+        tally.drawn += 1
         try:
             check(case, tally)
-        except Exception:  # print the program before the error ends the run
-            say(f"{case}")
-            raise
+        except Exception as error:
+            say(f"WRONG: {case}\n{type(error).__name__}: {error}")
+            if shrink:
+                raise
+            tally.wrong += 1
 
     every()
 

@@ -38,6 +38,11 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return list(map(read, jaxpr.jaxpr.outvars))
 
 
+def _in_one_program(eqn: Any, operands: list[Any]) -> list[Any]:
+    """A `shard_map` outside `jit` cannot copy to the host."""
+    return jax.jit(lambda *operands: compat.bind(eqn, operands))(*operands)
+
+
 def _called(eqn: Any, operands: list[Any]) -> list[Any]:
     return evaluate(bodies(eqn)[0], operands)
 
@@ -81,6 +86,7 @@ def _empty(eqn: Any, operands: list[Any]) -> list[Any]:
 
 _RUNS: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
     **dict.fromkeys(("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"), _called),
+    "shard_map": _in_one_program,
     "cond": _cond,
     "while": _while,
     "scan": _scan,

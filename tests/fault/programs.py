@@ -177,6 +177,36 @@ def _shard_map(n: int, functions: Functions, x: Any, y: Any) -> Any:
     return (jax.jit(function) if n % 2 else function)(x, y, functions[0].given)
 
 
+def _linear_solve(layer: Callable[..., Any], x: Any) -> Any:
+    """Divides `x` by numbers between 1 and 3 that the layer computes."""
+    return lax.custom_linear_solve(
+        lambda v: v * (2 + jnp.tanh(layer(x))), x, lambda matvec, b: b / matvec(jnp.ones_like(b)), symmetric=True
+    )
+
+
+def _root(layer: Callable[..., Any], x: Any) -> Any:
+    """Four steps toward v = x - tanh(layer(v)) / 9, taken as its root."""
+
+    def function(v: Any) -> Any:
+        return v + jnp.tanh(layer(v)) / 9 - x
+
+    def solve(function: Callable[..., Any], v: Any) -> Any:
+        return lax.fori_loop(0, 4, lambda _, v: v - function(v), v)
+
+    return lax.custom_root(function, x, solve, lambda g, y: y / (0.5 + jnp.abs(g(jnp.ones_like(y)))))
+
+
+SOLVERS = {"linear solve": _linear_solve, "root": _root}
+
+
+def _solved(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    return _linear_solve(lambda v: functions[0](v, y), x)
+
+
+def _rooted(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    return _root(lambda v: functions[0](v, y if n % 2 else v), x)
+
+
 @dataclass(frozen=True)
 class Nesting:
     """An operation with inner programs: as `Op`, with their number."""
@@ -202,6 +232,8 @@ NESTINGS: dict[str, Nesting] = {
     "custom_vjp": Nesting("ffik", 1, _custom_vjp),
     "custom_jvp": Nesting("ff", 1, _custom_jvp),
     "shard_map": Nesting("ff", 1, _shard_map),
+    "solved": Nesting("ff", 1, _solved),
+    "rooted": Nesting("ff", 1, _rooted),
 }
 _OF_SECOND_ORDER = ("custom_vjp", "custom_jvp", "half_mapped")
 NOT_UNDER = {

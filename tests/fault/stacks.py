@@ -15,7 +15,7 @@ from jax import lax
 
 import remat_jax as rj
 from tests.fault.ops import WIDTH
-from tests.fault.programs import Program, run
+from tests.fault.programs import SOLVERS, Program, run
 
 Loss = Callable[..., Any]
 
@@ -120,28 +120,6 @@ class Stack:
         if self.loop == "nested":
             return lax.scan(lambda x, row: lax.scan(apply_layer, x, row), x, jax.tree.map(lambda leaf: leaf[None], rows))
         return lax.scan(apply_layer, x, rows, reverse=self.loop == "reverse", unroll=2 if self.loop == "unroll" else 1)
-
-
-def _linear_solve(layer: Callable[..., Any], x: Any) -> Any:
-    """Divides `x` by numbers between 1 and 3 that the layer computes."""
-    return lax.custom_linear_solve(
-        lambda v: v * (2 + jnp.tanh(layer(x))), x, lambda matvec, b: b / matvec(jnp.ones_like(b)), symmetric=True
-    )
-
-
-def _root(layer: Callable[..., Any], x: Any) -> Any:
-    """Four steps toward v = x - tanh(layer(v)) / 9, taken as its root."""
-
-    def function(v: Any) -> Any:
-        return v + jnp.tanh(layer(v)) / 9 - x
-
-    def solve(function: Callable[..., Any], v: Any) -> Any:
-        return lax.fori_loop(0, 4, lambda _, v: v - function(v), v)
-
-    return lax.custom_root(function, x, solve, lambda g, y: y / (0.5 + jnp.abs(g(jnp.ones_like(y)))))
-
-
-SOLVERS = {"linear solve": _linear_solve, "root": _root}
 
 
 def _forward(layer: Callable[..., Any], offload: bool) -> Callable[..., Any]:

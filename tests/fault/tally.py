@@ -20,6 +20,8 @@ class Tally:
 
     kinds: Counter[str]
     refused: Counter[str]
+    drawn: int = 0
+    wrong: int = 0
     bit_equal: int = 0
     checked: int = 0
 

@@ -23,6 +23,9 @@ from tests.fault.tally import Tally
         Decorated(("remat", "jit"), True, None, "full", "checkpoint_blocks", True, False),
         Decorated(("vmap",), True, None, "dots", "checkpoint_blocks", True, False),
         Decorated((), True, 4, "full", "checkpoint_blocks", True, False),
+        Decorated(
+            ("remat",), True, None, "offload_inputs", "checkpoint_blocks", True, False, (("jit",), "offload: *sin*"), True
+        ),
         ModuleState(("swap", "alias"), "full", "checkpoint_blocks", "nnx.jit", 1, False),
         ModuleState(("dropout", "new data"), "everything", "enable", "jax.jit", 2, False),
     ],
