@@ -1,16 +1,14 @@
-"""Finds what a loss computes from its logits for each token, up to the sums over the tokens, and evaluates it for some tokens.
+"""Finds what a loss computes from its logits for each token, up to the sums over the tokens, and evaluates it for a chunk.
 
-The search follows one axis of the logits, the token axis, forward through the operations. Operations that treat all tokens alike
-are in the region. A sum over the tokens ends it, and so does an operation that combines tokens and reads only small arrays, such
-as one loss per token. An operation that combines tokens and reads an array as large as the logits makes the region impossible.
-Arrays that the region reads are cut along the token axis too. Large arrays among them, such as one-hot labels, are computed in
-the region, if their operands are smaller.
+The search follows one axis of the logits, the token axis, forward through the operations. Operations that treat all tokens
+alike are in the region. A sum over the tokens ends it, and so does an operation that combines tokens and reads only small
+arrays, such as one loss per token. An operation that combines tokens and reads an array as large as the logits makes the region
+impossible. Arrays that the region reads are cut along the token axis too. Large arrays among them, such as one-hot labels, are
+computed in the region.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +19,8 @@ import numpy as np
 
 from remat_jax import compat
 from remat_jax.core.axes import Cut, Passage, passage, resized
-from remat_jax.core.walk import bodies, filled
 from remat_jax.errors import PlanningError
-from remat_jax.train.head_program import VIEWS, Node, Program, Value, program_of, read, run_nodes
+from remat_jax.train.head_program import VIEWS, Node, Program, Value, read, run_nodes
 
 Key = tuple[Value, Cut | None]
 """An array in a chunk: the value, and where its token axis is; None for the whole value, and for a sum over the tokens."""
@@ -56,12 +53,12 @@ class Step:
         if self.call is not None:
             return list(self.call(positions, valid)(*inputs))
         if self.through.is_summed and valid is not None:
-            place, cut = next((place, cut) for place, cut in enumerate(self.through.operands) if cut is not None)
-            inputs[place] = _masked(inputs[place], cut, valid)
+            place, summed = next((place, cut) for place, cut in enumerate(self.through.operands) if cut is not None)
+            inputs[place] = _masked(inputs[place], summed, valid)
         if self.column is not None:
-            cut = self.through.operands[1]
-            assert cut is not None
-            own = jax.lax.broadcasted_iota(inputs[1].dtype, inputs[1].shape, cut.dim)
+            of_indices = self.through.operands[1]
+            assert of_indices is not None
+            own = jax.lax.broadcasted_iota(inputs[1].dtype, inputs[1].shape, of_indices.dim)
             is_column = jax.lax.broadcasted_iota(np.dtype("int32"), inputs[1].shape, inputs[1].ndim - 1) == self.column
             inputs[1] = jnp.where(is_column, own, inputs[1])
         return self.node.run(inputs, **resized(self.node.eqn, self.through, positions))
@@ -84,6 +81,7 @@ class Region:
         everything is computed inside.
       taken: nodes that belong to other regions.
       in_rule: whether the program is a derivative rule. Rules of calls inside it are then traced only if they are applied.
+      calls: gives the step of a call with a custom derivative; None: such calls are in no region.
     """
 
     def __init__(
@@ -95,8 +93,9 @@ class Region:
         large: int | None = None,
         taken: Collection[Node] = (),
         in_rule: bool = False,
+        calls: Callable[[Region, Node], Step | None] | None = None,
     ) -> None:
-        self.program, self.large, self.taken, self.in_rule = program, large, taken, in_rule
+        self.program, self.large, self.taken, self.in_rule, self.calls = program, large, taken, in_rule, calls
         self.lengths, self.window = [positions], (0, positions, 1)
         self.cuts: dict[Value, Cut] = dict(given)
         self.sums: dict[Value, Node] = {}
@@ -111,25 +110,24 @@ class Region:
 
     # --- the search -----------------------------------------------------------------------------------------------
 
-    def find(self, first: Step | None = None) -> None:
-        """Find the region; `first` is the step that makes the given values, if they are no inputs.
+    def find(self, first: Sequence[Step] = ()) -> None:
+        """Find the region; `first` are the steps that make the given values, if these are no inputs.
 
         Raises:
           NotPerToken: an operation on large arrays combines tokens.
         """
-        nodes = self.program.nodes
-        if first is not None:
-            self._add(first)
-            nodes = nodes[self._order[first.node] + 1 :]
-        for node in nodes:
-            if node not in self.taken:
+        heads = {step.node for step in first}
+        for step in first:
+            self._add(step)
+        for node in self.program.nodes:
+            if node not in self.taken and node not in heads:
                 self._follow(node)
         for value in self.program.outputs:
-            if isinstance(value, Value) and value in self.cuts and first is not None:
-                self.emit(value, f"the loss returns {_text(value)}, an array as large as the logits")
+            if isinstance(value, Value) and value in self.cuts and first:
+                self.emit(value, f"the loss returns {text(value)}, an array as large as the logits")
         early = [value for value in (*self.emitted, *self.sums) if self._stage(value) == 0]
         if len(self.lengths) > 1 and early:
-            raise NotPerToken(f"the loss uses all tokens of {_text(early[0])}, but slices the tokens of the logits elsewhere")
+            raise NotPerToken(f"the loss uses all tokens of {text(early[0])}, but slices the tokens of the logits elsewhere")
         for step in [*self.steps.values()]:
             self._demand(step)
 
@@ -147,9 +145,9 @@ class Region:
             self._add(step)
             return
         for _, value in cut:
-            why = f"{node} combines tokens of {_text(value)}"
+            why = f"{node} combines tokens of {text(value)}"
             if combined is not None:
-                why = f"{combined} combines the tokens, and {node} reads its result with {_text(value)}"
+                why = f"{combined} combines the tokens, and {node} reads its result with {text(value)}"
             self.emit(value, why)
         if cut or combined is not None:
             self.after.update(dict.fromkeys(node.results, combined or node))
@@ -175,7 +173,7 @@ class Region:
         if node.eqn.effects or node.region is not None:
             return None
         if compat.has_own_derivative(node.eqn):
-            return self._call(node)
+            return None if self.calls is None else self.calls(self, node)
         place, value = cut[0]
         step = (
             self._window(node, value) or self._through(node, place, self.cuts[value]) or self._own_position(node, place, value)
@@ -293,50 +291,20 @@ class Region:
         through = passage(node.eqn, place, cut, self.lengths[cut.stage], of_result=True)
         return None if through is None or compat.has_own_derivative(node.eqn) else Step(node, through)
 
-    # --- functions with a custom derivative ----------------------------------------------------------------------------
-
-    def _call(self, node: Node) -> Step | None:
-        """The step of a call with a custom derivative, whose function and rule both treat all tokens alike."""
-        flags = [isinstance(operand, Value) and operand in self.cuts for operand in node.operands]
-        if not compat.kind(node.eqn).startswith("custom_") or len(self.lengths) > 1:
-            return None
-        program = program_of(bodies(node.eqn)[0], varying=flags)
-        given = {value: self.cuts[each] for value, each, flag in zip(program.inputs, node.operands, flags, strict=True) if flag}
-        inner = Region(program, given, self.lengths[0], in_rule=self.in_rule)
-        try:
-            inner.find()
-            cuts = [inner.place_of(value) for value in program.inputs]
-            results = [inner.cuts.get(value) for value in program.outputs]
-            if any(value not in inner.cuts and value not in inner.sums for value in program.outputs):
-                return None
-            keys = list(zip(program.inputs, cuts, strict=True))
-            inner.check_reads(keys)
-            rule = functools.cache(functools.partial(_Rule, node.eqn, tuple(cuts), tuple(results), self.lengths[0]))
-            if not self.in_rule:
-                rule()
-        except NotPerToken:
-            return None
-
-        def call(positions: int, valid: Any) -> Callable[..., Any]:
-            function = functools.partial(inner.evaluate, keys, positions, valid)
-            return _with_rule(node.eqn, function, lambda: rule().bound(positions, valid))
-
-        return Step(node, Passage(tuple(cuts), tuple(results), is_summed=any(cut is None for cut in results)), call=call)
-
     def place_of(self, value: Value) -> Cut | None:
         """Where the token axis of an input is in the region."""
         if value in self.cuts:
             return self.cuts[value]
         places = [cut for each, cut in self.frontier if each is value]
         if len(set(places)) > 1:
-            raise NotPerToken(f"{_text(value)} is read both whole and by token")
+            raise NotPerToken(f"{text(value)} is read both whole and by token")
         return places[0] if places else None
 
     def check_reads(self, keys: Collection[Key]) -> None:
         """Raise NotPerToken if the region reads more than `keys` and constants."""
         for value, cut in self.frontier:
             if (value, cut) not in keys and (value not in self.program.constants or cut is not None):
-                raise NotPerToken(f"{_text(value)} is not computed for each token")
+                raise NotPerToken(f"{text(value)} is not computed for each token")
 
     # --- evaluation ------------------------------------------------------------------------------------------------------
 
@@ -363,99 +331,6 @@ class Region:
         return [env[value, self.cuts.get(value)] if isinstance(value, Value) else value.val for value in self.program.outputs]
 
 
-class _Rule:
-    """The derivative rule of a call, for chunks. It is traced as JAX applies it, and cut like the call itself.
-
-    For a `custom_jvp` it maps operands and tangents to tangents, for a `custom_vjp` operands and cotangents to cotangents; both
-    only of floating-point arrays.
-    """
-
-    def __init__(self, eqn: Any, cuts: Sequence[Cut | None], results: Sequence[Cut | None], positions: int) -> None:
-        is_jvp = _is_jvp(eqn)
-        types = [
-            [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms] for atoms in (eqn.invars, eqn.outvars)
-        ]
-        smooth = [[_is_smooth(aval) for aval in each] for each in types]
-        varied = [place for place, flag in enumerate(smooth[0]) if flag]
-
-        def rule(args: list[Any], directions: list[Any]) -> Any:
-            def of_smooth(*values: Any) -> list[Any]:
-                return list(itertools.compress(compat.bind(eqn, filled(args, varied, values)), smooth[1]))
-
-            values = [args[place] for place in varied]
-            if is_jvp:
-                return jax.jvp(of_smooth, values, directions)[1]
-            return list(jax.vjp(of_smooth, *values)[1](directions))
-
-        with compat.established_forms():
-            directions = list(itertools.compress(types[1 - is_jvp], smooth[1 - is_jvp]))
-            jaxpr = compat.dce(jax.make_jaxpr(rule)(types[0], directions))
-        of_args, of_results = (list(itertools.compress(*pair)) for pair in zip((cuts, results), smooth, strict=True))
-        given, wanted = (of_args, of_results) if is_jvp else (of_results, of_args)
-        places = [*cuts, *given]
-        program = program_of(jaxpr, varying=[cut is not None for cut in places])
-        at = {value: cut for value, cut in zip(program.inputs, places, strict=True) if cut is not None}
-        self.region, self.keys = Region(program, at, positions, in_rule=True), list(zip(program.inputs, places, strict=True))
-        self.region.find()
-        self.outputs = [self._output(value, cut) for value, cut in zip(program.outputs, wanted, strict=True)]
-        self.region.check_reads(self.keys)
-
-    def _output(self, value: Any, cut: Cut | None) -> Any:
-        """The key of an output of the rule, which must be cut at `cut` or summed; a literal as it is."""
-        region = self.region
-        if isinstance(value, Value) and (value in region.cuts or value in region.sums):
-            if region.cuts.get(value) != cut:
-                raise NotPerToken("the derivative rule moves tokens or sums over them")
-            return value, cut
-        known = region.known(value)
-        if known is None or np.any(known != 0):
-            raise NotPerToken("a result of the derivative rule does not depend on the tokens")
-        if isinstance(value, Value):
-            region.want(value, cut)
-            return value, cut
-        return value
-
-    def bound(self, positions: int, valid: Any) -> Callable[..., list[Any]]:
-        """The rule for a chunk, as a function of the operands and the (co)tangents."""
-
-        def rule(args: Sequence[Any], directions: Sequence[Any]) -> list[Any]:
-            env = dict(zip(self.keys, [*args, *directions], strict=True))
-            self.region.run(env, positions, valid)
-            return [env[key] if isinstance(key, tuple) else jnp.asarray(key.val, key.aval.dtype) for key in self.outputs]
-
-        return rule
-
-
-def _with_rule(eqn: Any, function: Callable[..., Any], rule: Callable[[], Callable[..., list[Any]]]) -> Callable[..., Any]:
-    """`function`, which evaluates the call `eqn` for a chunk, with the derivative rule of the call."""
-    if _is_jvp(eqn):
-        with_jvp = jax.custom_jvp(lambda *args: function(*args))
-
-        @with_jvp.defjvp
-        def jvp(primals: Any, tangents: Any) -> Any:
-            smooth = [_is_smooth(jax.typeof(primal)) for primal in primals]
-            outputs, made = function(*primals), iter(rule()(primals, list(itertools.compress(tangents, smooth))))
-            zero = jax.dtypes.float0
-            return outputs, [next(made) if _is_smooth(jax.typeof(out)) else np.zeros(out.shape, zero) for out in outputs]
-
-        return with_jvp
-    with_vjp = jax.custom_vjp(lambda *args: function(*args))
-
-    def backward(args: Any, cotangents: Any) -> tuple[Any, ...]:
-        made = iter(rule()(args, [each for each in cotangents if each.dtype != jax.dtypes.float0]))
-        return tuple(next(made) if _is_smooth(jax.typeof(arg)) else None for arg in args)
-
-    with_vjp.defvjp(lambda *args: (function(*args), args), backward)
-    return with_vjp
-
-
-def _is_jvp(eqn: Any) -> bool:
-    return compat.kind(eqn).startswith("custom_jvp")
-
-
-def _is_smooth(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """The dtype and shape of a value."""
     return f"{value.aval.dtype}{list(value.aval.shape)}"
