@@ -191,11 +191,6 @@ def of_axlearn() -> Iterator[Case]:
 
 
 def of_levanter() -> Iterator[Case]:
-    from jax._src import tree_util
-    from jax._src.numpy import einsum, lax_numpy
-
-    vars(tree_util).setdefault("BuiltInKeyEntry", tree_util.KeyEntry)  # JAX 0.10 has another name; haliax uses it in a type
-    vars(lax_numpy).setdefault("_einsum", vars(einsum).get("_einsum"))
     import haliax as hax
 
     sys.modules.setdefault("levanter", _package("levanter"))
@@ -206,7 +201,7 @@ def of_levanter() -> Iterator[Case]:
     def next_token(params: Any, tokens: Any, mask: Any, **options: Any) -> Any:
         hidden = hax.named(jnp.tanh(params["embedding"][tokens]), (rows, position, embed))
         kernel = hax.named(params["embedding"], (vocab, embed))
-        ids, mask = hax.named(tokens, (rows, position)), hax.named(mask, (rows, position))
+        ids, mask = hax.named(tokens, (rows, position)), hax.named(mask > 0, (rows, position))
         args = (position, embed, vocab, hidden, kernel, ids, mask)
         return losses.maybe_fused_next_token_loss(*args, logsumexp_weight=1e-3, **options).scalar()
 

@@ -53,8 +53,8 @@ def _wide_dtype(dtype: Any) -> Any:
 
 
 def _wide(value: Any) -> Any:
-    if not hasattr(value, "dtype"):  # a literal may be a Python number
-        value = np.asarray(value, np.float32 if isinstance(value, float) else None)
+    if isinstance(value, bool | int | float):  # a literal has more digits than its dtype
+        value = np.asarray(value, getattr(value, "dtype", np.float32 if isinstance(value, float) else None))
     return jnp.asarray(value, _wide_dtype(value.dtype)) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
 

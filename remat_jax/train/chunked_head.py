@@ -22,7 +22,7 @@ from remat_jax.core.softmax_products import TracedProduct, traced_products
 from remat_jax.core.walk import of_arrays
 from remat_jax.errors import ArgumentError, PlanningError
 from remat_jax.train.head_chunks import ChunkedHead, Chunks
-from remat_jax.train.head_program import Node, Value, program_of, read
+from remat_jax.train.head_program import Operation, Value, program_of, read
 from remat_jax.train.head_region import NotPerToken
 from remat_jax.train.parts import check_count
 
@@ -51,7 +51,7 @@ def chunk_head(loss: Callable[P, R], *example_args: Any, chunks: int = CHUNKS) -
       PlanningError: the loss has no output head outside loops, or an operation that combines tokens reads the logits; the
         message names it.
 
-    >>> import optax
+    >>> import jax.numpy as jnp, optax
     >>> def loss(w, x, labels):
     ...     return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()
     >>> w, x, labels = jnp.ones((4, 50)), jnp.ones((2, 16, 4)), jnp.zeros((2, 16), int)
@@ -105,7 +105,7 @@ class _Plan:
                 if value in other.values:
                     region.region.emit(value, f"another head reads logits of {region.heads[0]}")
 
-    def _dependents(self, head: Node) -> set[Value]:
+    def _dependents(self, head: Operation) -> set[Value]:
         """The values that depend on the logits of `head`."""
         values = set(head.results)
         for node in self.program.nodes:
@@ -113,7 +113,7 @@ class _Plan:
                 values.update(node.results)
         return values
 
-    def _region(self, head: Node, chunks: int) -> Chunks:
+    def _region(self, head: Operation, chunks: int) -> Chunks:
         """The region of a head, along the last axis of the logits that has enough tokens."""
         taken = {node for region in self.regions for node in region.forward}
         found, refused = [], []
@@ -128,7 +128,7 @@ class _Plan:
             raise PlanningError(f"the head {head} cannot run in chunks: {refused[0]}")
         return max(found, key=lambda region: min(region.length, chunks))
 
-    def _joined(self, head: Node, dim: int, chunks: int, taken: set[Node]) -> Chunks:
+    def _joined(self, head: Operation, dim: int, chunks: int, taken: set[Operation]) -> Chunks:
         """The region of a head, and of the heads whose logits it reads, such as those of a teacher."""
         heads, length = [head], head.results[0].aval.shape[dim]
         region = Chunks(self.program, heads, dim, chunks, taken)
@@ -166,7 +166,7 @@ class _Plan:
             order[region] = max(place[node] for node in region.forward)
         units += self.regions
         maker = {value: unit for unit in units for value in unit.results}
-        needed, waiting = set(), [unit for unit in units if isinstance(unit, Node) and unit.eqn.effects]
+        needed, waiting = set(), [unit for unit in units if isinstance(unit, Operation) and unit.eqn.effects]
         waiting += [maker[value] for value in self.program.outputs if isinstance(value, Value) and value in maker]
         while waiting:
             unit = waiting.pop()
@@ -202,7 +202,7 @@ def _may_be_head(product: TracedProduct) -> bool:
     return bool(product.classes) and not product.in_loop and not product.mixed
 
 
-def _token_axes(head: Node) -> list[int]:
+def _token_axes(head: Operation) -> list[int]:
     """The axes of the logits that come from the operand with more of them, the last first; then the others."""
     contracted, batch = head.eqn.params["dimension_numbers"]
     ranks = [operand.aval.ndim - len(contracted[side]) - len(batch[side]) for side, operand in enumerate(head.operands)]

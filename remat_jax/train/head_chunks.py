@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from remat_jax import compat
-from remat_jax.core.axes import Cut, passage
+from remat_jax.core.axes import AxisPlace, passage
 from remat_jax.cost.cost import Cost, jaxpr_cost
 from remat_jax.train import sums
-from remat_jax.train.head_program import Node, Program, Value
-from remat_jax.train.head_region import Key, Region, Step
+from remat_jax.train.head_program import Operation, Program, Value
+from remat_jax.train.head_region import Key, RegionStep, TokenRegion
 from remat_jax.train.head_rules import step_of_call
 from remat_jax.train.parts import cut_axis
 
@@ -51,22 +51,24 @@ class ChunkedHead:
 class Chunks:
     """Heads and what the loss computes from their logits per token, in chunks along the dimension `dim` of the logits."""
 
-    def __init__(self, program: Program, heads: list[Node], dim: int, chunks: int, taken: set[Node]) -> None:
+    def __init__(self, program: Program, heads: list[Operation], dim: int, chunks: int, taken: set[Operation]) -> None:
         logits = heads[0].results[0].aval
         classes = max([1, *(size for each, size in enumerate(logits.shape) if each != dim)])
         self.heads, self.dim = heads, dim
         large = max(logits.size // classes, logits.size // 8)
-        given = {head.results[0]: Cut(dim) for head in heads}
-        self.region = Region(program, given, logits.shape[dim], large=large, taken=taken, calls=step_of_call)
-        passages = [passage(head.eqn, 0, Cut(dim), logits.shape[dim], of_result=True) for head in heads]
-        self.region.find([Step(head, through) for head, through in zip(heads, passages, strict=True) if through is not None])
+        given = {head.results[0]: AxisPlace(dim) for head in heads}
+        self.region = TokenRegion(program, given, logits.shape[dim], large=large, taken=taken, calls=step_of_call)
+        passages = [passage(head.eqn, 0, AxisPlace(dim), logits.shape[dim], of_result=True) for head in heads]
+        self.region.find(
+            [RegionStep(head, through) for head, through in zip(heads, passages, strict=True) if through is not None]
+        )
         self.forward = {step.node for step in self.region.steps.values() if self._is_own(step.node)}
         self.length = self.region.lengths[-1]
         self.size = math.ceil(self.length / min(chunks, self.length))
         """The number of tokens (along the axis) in a chunk."""
         self.chunks = math.ceil(self.length / self.size)
 
-    def _is_own(self, node: Node) -> bool:
+    def _is_own(self, node: Operation) -> bool:
         return any(value in self.region.cuts or value in self.region.sums for value in node.results)
 
     @property
@@ -98,7 +100,7 @@ class Chunks:
         return ChunkedHead(logits.shape, str(logits.dtype), source, self.dim, self.chunks, size, one.times(self.chunks))
 
     @property
-    def _cut(self) -> list[tuple[Value, Cut]]:
+    def _cut(self) -> list[tuple[Value, AxisPlace]]:
         return [(value, cut) for value, cut in self.region.frontier if cut is not None]
 
     @property
@@ -107,7 +109,7 @@ class Chunks:
 
     def _one_chunk(self, cut: Sequence[Any], whole: Sequence[Any], valid: Any) -> tuple[list[Any], list[Any]]:
         """The sums over the tokens of one chunk, and its small arrays per token."""
-        env = {**dict(zip(self._cut, cut, strict=True)), **dict(zip(self._whole, whole, strict=True))}
+        env: dict[Key, Any] = dict(zip([*self._cut, *self._whole], [*cut, *whole], strict=True))
         self.region.run(env, self.size, valid)
         totals = [env[value, None] for value in self.region.sums]
         return [total.astype(sums.wide(total.dtype)) for total in totals], [env[key] for key in self.region.emitted.items()]
@@ -134,7 +136,7 @@ class Chunks:
             results[value] = self._whole_again(row, cut)
         return results
 
-    def _parts(self, array: Any, cut: Cut) -> Any:
+    def _parts(self, array: Any, cut: AxisPlace) -> Any:
         """`array` in chunks: a new leading axis of chunks. Chunk i has the positions i, i + n, … of the token axis."""
         shape, dim = jnp.shape(array), cut.dim
         if cut.outer * cut.inner > 1:
@@ -149,7 +151,7 @@ class Chunks:
             array = jax.lax.concatenate([array, *[last] * padding], dim)
         return jnp.moveaxis(cut_axis(array, self.chunks, dim), dim + 1, 0)
 
-    def _whole_again(self, rows: Any, cut: Cut) -> Any:
+    def _whole_again(self, rows: Any, cut: AxisPlace) -> Any:
         """The array of which `rows` are the chunks, with a leading axis of chunks."""
         shape, dim = rows.shape[1:], cut.dim
         rows = rows.reshape(self.chunks, *shape[:dim], cut.outer, self.size, cut.inner, *shape[dim + 1 :])
@@ -159,13 +161,13 @@ class Chunks:
         return array.reshape(*shape[:dim], cut.size(self.length), *shape[dim + 1 :])
 
 
-def _merged(part: Any, cut: Cut) -> Any:
+def _merged(part: Any, cut: AxisPlace) -> Any:
     if cut.outer * cut.inner == 1:
         return part
     return part.reshape(*part.shape[: cut.dim], -1, *part.shape[cut.dim + 3 :])
 
 
-def _struct(value: Value, cut: Cut | None, chunks: Chunks) -> Any:
+def _struct(value: Value, cut: AxisPlace | None, chunks: Chunks) -> Any:
     shape = list(value.aval.shape)
     if cut is not None:
         shape[cut.dim] = cut.size(chunks.size)

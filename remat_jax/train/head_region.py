@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat_jax import compat
-from remat_jax.core.axes import Cut, Passage, passage, resized
+from remat_jax.core.axes import AxisPlace, Passage, passage, resized
 from remat_jax.errors import PlanningError
-from remat_jax.train.head_program import VIEWS, Node, Program, Value, read, run_nodes
+from remat_jax.train.head_program import VIEWS, Operation, Program, Value, read, run_nodes
 
-Key = tuple[Value, Cut | None]
+Key = tuple[Value, AxisPlace | None]
 """An array in a chunk: the value, and where its token axis is; None for the whole value, and for a sum over the tokens."""
 
 
@@ -31,7 +31,7 @@ class NotPerToken(PlanningError):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class RegionStep:
     """An operation of the region, and the token axis in its operands and results.
 
     Attributes:
@@ -40,7 +40,7 @@ class Step:
       call: for a function with a custom derivative: this function for a chunk.
     """
 
-    node: Node
+    node: Operation
     through: Passage
     shifts: bool = False
     column: int | None = None
@@ -64,13 +64,13 @@ class Step:
         return self.node.run(inputs, **resized(self.node.eqn, self.through, positions))
 
 
-def _masked(array: Any, cut: Cut, valid: Any) -> Any:
+def _masked(array: Any, cut: AxisPlace, valid: Any) -> Any:
     """`array` with zeros at positions that do not exist."""
     kept = jnp.broadcast_to(valid[None, :, None], (cut.outer, valid.size, cut.inner)).reshape(-1)
     return jnp.where(jnp.expand_dims(kept, [dim for dim in range(array.ndim) if dim != cut.dim]), array, jnp.zeros_like(array))
 
 
-class Region:
+class TokenRegion:
     """The operations that depend on `given`, the values with a token axis.
 
     Args:
@@ -87,22 +87,22 @@ class Region:
     def __init__(
         self,
         program: Program,
-        given: Mapping[Value, Cut],
+        given: Mapping[Value, AxisPlace],
         positions: int,
         *,
         large: int | None = None,
-        taken: Collection[Node] = (),
+        taken: Collection[Operation] = (),
         in_rule: bool = False,
-        calls: Callable[[Region, Node], Step | None] | None = None,
+        calls: Callable[[TokenRegion, Operation], RegionStep | None] | None = None,
     ) -> None:
         self.program, self.large, self.taken, self.in_rule, self.calls = program, large, taken, in_rule, calls
         self.lengths, self.window = [positions], (0, positions, 1)
-        self.cuts: dict[Value, Cut] = dict(given)
-        self.sums: dict[Value, Node] = {}
-        self.after: dict[Value, Node] = {}
+        self.cuts: dict[Value, AxisPlace] = dict(given)
+        self.sums: dict[Value, Operation] = {}
+        self.after: dict[Value, Operation] = {}
         """Values that depend on the tokens of all chunks: for each, the operation that combined them."""
-        self.emitted: dict[Value, Cut] = {}
-        self.steps: dict[tuple[Node, tuple[Cut | None, ...]], Step] = {}
+        self.emitted: dict[Value, AxisPlace] = {}
+        self.steps: dict[tuple[Operation, tuple[AxisPlace | None, ...]], RegionStep] = {}
         self.frontier: dict[Key, None] = {}
         self._makers = program.makers()
         self._order = {node: place for place, node in enumerate(program.nodes)}
@@ -110,7 +110,7 @@ class Region:
 
     # --- the search -----------------------------------------------------------------------------------------------
 
-    def find(self, first: Sequence[Step] = ()) -> None:
+    def find(self, first: Sequence[RegionStep] = ()) -> None:
         """Find the region; `first` are the steps that make the given values, if these are no inputs.
 
         Raises:
@@ -137,7 +137,7 @@ class Region:
         node = self.sums[value]
         return max(self.cuts[operand].stage for operand in node.values if operand in self.cuts)
 
-    def _follow(self, node: Node) -> None:
+    def _follow(self, node: Operation) -> None:
         cut = [(place, each) for place, each in enumerate(node.operands) if isinstance(each, Value) and each in self.cuts]
         combined = next((self.after[each] for each in node.values if each in self.after), None)
         step = self._step(node, cut) if cut and combined is None else None
@@ -152,7 +152,7 @@ class Region:
         if cut or combined is not None:
             self.after.update(dict.fromkeys(node.results, combined or node))
 
-    def _add(self, step: Step) -> None:
+    def _add(self, step: RegionStep) -> None:
         self.steps[step.node, step.through.results] = step
         for value, cut in zip(step.node.results, step.through.results, strict=True):
             if cut is not None:
@@ -168,7 +168,7 @@ class Region:
             raise NotPerToken(why)
         self.emitted[value] = self.cuts[value]
 
-    def _step(self, node: Node, cut: Sequence[tuple[int, Value]]) -> Step | None:
+    def _step(self, node: Operation, cut: Sequence[tuple[int, Value]]) -> RegionStep | None:
         """The step of a node whose operands at these places are cut; None if it does not treat all tokens alike."""
         if node.eqn.effects or node.region is not None:
             return None
@@ -183,11 +183,11 @@ class Region:
         is_partial = any(cut is None for cut in step.through.results) and not step.through.is_summed
         return None if is_partial else step
 
-    def _through(self, node: Node, place: int, cut: Cut) -> Step | None:
+    def _through(self, node: Operation, place: int, cut: AxisPlace) -> RegionStep | None:
         through = passage(node.eqn, place, cut, self.lengths[cut.stage])
-        return None if through is None else Step(node, through)
+        return None if through is None else RegionStep(node, through)
 
-    def _window(self, node: Node, value: Value) -> Step | None:
+    def _window(self, node: Operation, value: Value) -> RegionStep | None:
         """The step of a slice of the token axis. All slices of the region's token axis must be equal."""
         cut = self.cuts[value]
         if node.name != "slice" or cut.stage or cut.outer * cut.inner != 1 or self.large is None:
@@ -202,9 +202,9 @@ class Region:
         if len(self.lengths) > 1 and window != self.window:
             return None
         self.lengths, self.window = [self.lengths[0], node.results[0].aval.shape[dim]], window
-        return Step(node, Passage((cut,), (replace(cut, stage=1),)), shifts=True)
+        return RegionStep(node, Passage((cut,), (replace(cut, stage=1),)), shifts=True)
 
-    def _own_position(self, node: Node, place: int, value: Value) -> Step | None:
+    def _own_position(self, node: Operation, place: int, value: Value) -> RegionStep | None:
         """The step of a gather that reads, for each token, the token's own position of the logits: `logits[arange(n), y]`."""
         cut = self.cuts[value]
         if node.name != "gather" or place != 0:
@@ -220,7 +220,7 @@ class Region:
         for dim, result in enumerate(dim for dim in range(node.results[0].aval.ndim) if dim not in numbers.offset_dims):
             shape = [own.size if each == dim else 1 for each in range(known.ndim)]
             if known.shape[dim] == own.size and np.array_equal(known, np.broadcast_to(own.reshape(shape), known.shape)):
-                return Step(node, Passage((cut, cut.at(dim)), (cut.at(result),)), column=column)
+                return RegionStep(node, Passage((cut, cut.at(dim)), (cut.at(result),)), column=column)
         return None
 
     def _known_column(self, indices: Any, column: int) -> Any:
@@ -237,7 +237,7 @@ class Region:
 
     def known(self, value: Any) -> Any:
         """A value that does not depend on inputs of the program; None if it does."""
-        needed: list[Node] = []
+        needed: list[Operation] = []
         waiting, seen = [value], set()
         while waiting:
             each = waiting.pop()
@@ -258,12 +258,12 @@ class Region:
 
     # --- what the region reads ---------------------------------------------------------------------------------------
 
-    def _demand(self, step: Step) -> None:
+    def _demand(self, step: RegionStep) -> None:
         for operand, cut in zip(step.node.operands, step.through.operands, strict=True):
             if isinstance(operand, Value) and operand not in self.cuts:
                 self.want(operand, cut)
 
-    def want(self, value: Value, cut: Cut | None) -> None:
+    def want(self, value: Value, cut: AxisPlace | None) -> None:
         """Make the value, which depends on no given value, available in a chunk: computed in it, or read."""
         if (value, cut) in self._resolved:
             return
@@ -275,7 +275,7 @@ class Region:
             self.steps[step.node, step.through.results] = step
             self._demand(step)
 
-    def _pulled(self, value: Value, cut: Cut | None) -> Step | None:
+    def _pulled(self, value: Value, cut: AxisPlace | None) -> RegionStep | None:
         """The step that computes a value in a chunk; None if the chunk reads it."""
         if value not in self._makers:
             return None
@@ -284,14 +284,14 @@ class Region:
             return None
         if cut is None:
             if self.large is None or node.name in VIEWS:
-                return Step(node, Passage((None,) * len(node.operands), (None,) * len(node.results)))
+                return RegionStep(node, Passage((None,) * len(node.operands), (None,) * len(node.results)))
             return None
         if self.large is not None and value.aval.size <= self.large:
             return None
         through = passage(node.eqn, place, cut, self.lengths[cut.stage], of_result=True)
-        return None if through is None or compat.has_own_derivative(node.eqn) else Step(node, through)
+        return None if through is None or compat.has_own_derivative(node.eqn) else RegionStep(node, through)
 
-    def place_of(self, value: Value) -> Cut | None:
+    def place_of(self, value: Value) -> AxisPlace | None:
         """Where the token axis of an input is in the region."""
         if value in self.cuts:
             return self.cuts[value]
@@ -308,7 +308,7 @@ class Region:
 
     # --- evaluation ------------------------------------------------------------------------------------------------------
 
-    def ordered(self) -> list[Step]:
+    def ordered(self) -> list[RegionStep]:
         """The steps in the order of evaluation."""
         return sorted(self.steps.values(), key=lambda step: self._order[step.node])
 

@@ -12,20 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat_jax import compat
-from remat_jax.core.axes import Cut, Passage
+from remat_jax.core.axes import AxisPlace, Passage
 from remat_jax.core.walk import bodies, filled
-from remat_jax.train.head_program import Node, Value, program_of
-from remat_jax.train.head_region import NotPerToken, Region, Step
+from remat_jax.train.head_program import Operation, Value, program_of
+from remat_jax.train.head_region import NotPerToken, RegionStep, TokenRegion
 
 
-def step_of_call(region: Region, node: Node) -> Step | None:
+def step_of_call(region: TokenRegion, node: Operation) -> RegionStep | None:
     """The step of a call with a custom derivative; None unless its function and its rule treat all tokens alike."""
     flags = [isinstance(operand, Value) and operand in region.cuts for operand in node.operands]
     if not compat.kind(node.eqn).startswith("custom_") or len(region.lengths) > 1:
         return None
     program = program_of(bodies(node.eqn)[0], varying=flags)
     given = {value: region.cuts[each] for value, each, flag in zip(program.inputs, node.operands, flags, strict=True) if flag}
-    inner = Region(program, given, region.lengths[0], in_rule=region.in_rule, calls=step_of_call)
+    inner = TokenRegion(program, given, region.lengths[0], in_rule=region.in_rule, calls=step_of_call)
     try:
         inner.find()
         cuts = [inner.place_of(value) for value in program.inputs]
@@ -44,7 +44,7 @@ def step_of_call(region: Region, node: Node) -> Step | None:
         function = functools.partial(inner.evaluate, keys, positions, valid)
         return _with_rule(node.eqn, function, lambda: rule().bound(positions, valid))
 
-    return Step(node, Passage(tuple(cuts), tuple(results), is_summed=any(cut is None for cut in results)), call=call)
+    return RegionStep(node, Passage(tuple(cuts), tuple(results), is_summed=any(cut is None for cut in results)), call=call)
 
 
 class _Rule:
@@ -54,7 +54,7 @@ class _Rule:
     only of floating-point arrays.
     """
 
-    def __init__(self, eqn: Any, cuts: Sequence[Cut | None], results: Sequence[Cut | None], positions: int) -> None:
+    def __init__(self, eqn: Any, cuts: Sequence[AxisPlace | None], results: Sequence[AxisPlace | None], positions: int) -> None:
         is_jvp = _is_jvp(eqn)
         types = [
             [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms] for atoms in (eqn.invars, eqn.outvars)
@@ -80,14 +80,14 @@ class _Rule:
         program = program_of(jaxpr, varying=[cut is not None for cut in places])
         at = {value: cut for value, cut in zip(program.inputs, places, strict=True) if cut is not None}
         self.region, self.keys = (
-            Region(program, at, positions, in_rule=True, calls=step_of_call),
+            TokenRegion(program, at, positions, in_rule=True, calls=step_of_call),
             list(zip(program.inputs, places, strict=True)),
         )
         self.region.find()
         self.outputs = [self._output(value, cut) for value, cut in zip(program.outputs, wanted, strict=True)]
         self.region.check_reads(self.keys)
 
-    def _output(self, value: Any, cut: Cut | None) -> Any:
+    def _output(self, value: Any, cut: AxisPlace | None) -> Any:
         """The key of an output of the rule, which must be cut at `cut` or summed; a literal as it is."""
         region = self.region
         if isinstance(value, Value) and (value in region.cuts or value in region.sums):
