@@ -255,7 +255,8 @@ def test_a_sharded_vocabulary_keeps_its_constraint_in_each_chunk() -> None:
         return integer(logits, y).mean()
 
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((8, 64), "f4"), ((4, 16, 8), "f4"), ((4, 16), "i4"))]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), ("data", "model"))):
+    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(jax.grad(chunk_head(loss, chunks=4)))(*args)
     shapes = [eqn.outvars[0].aval.shape for eqn in equations(jaxpr) if eqn.primitive.name == "sharding_constraint"]
     assert shapes and set(shapes) == {(4, 4, 64)}
