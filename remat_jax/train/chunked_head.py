@@ -199,18 +199,16 @@ class _Plan:
 
 
 def _may_be_head(product: TracedProduct) -> bool:
-    return bool(product.classes) and not product.in_loop and not product.mixed
+    return bool(product.classes) and not (product.in_loop or product.mixed or product.is_batched)
 
 
 def _token_axes(head: Operation) -> list[int]:
     """The axes of the logits that come from the operand with more of them, the last first; then the others."""
-    contracted, batch = head.eqn.params["dimension_numbers"]
-    ranks = [operand.aval.ndim - len(contracted[side]) - len(batch[side]) for side, operand in enumerate(head.operands)]
-    batched = list(range(len(batch[0])))
-    left = [len(batched) + each for each in range(ranks[0])]
-    right = [len(batched) + ranks[0] + each for each in range(ranks[1])]
+    contracted, _ = head.eqn.params["dimension_numbers"]
+    ranks = [operand.aval.ndim - len(contracted[side]) for side, operand in enumerate(head.operands)]
+    left, right = range(ranks[0]), range(ranks[0], sum(ranks))
     first, second = (left, right) if len(left) >= len(right) else (right, left)
-    return [*first[::-1], *second[::-1], *batched[::-1]]
+    return [*first[::-1], *second[::-1]]
 
 
 _NO_HEAD = "loss: it has no output head outside loops (a matmul whose results a softmax reads), so nothing can run in chunks"
