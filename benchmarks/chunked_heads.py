@@ -59,12 +59,16 @@ def drawn(shapes: Any) -> Any:
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda leaf: isinstance(leaf, tuple) and isinstance(leaf[0], int))
     keys = jax.random.split(jax.random.key(0), len(leaves))
     sizes = [(leaf, jnp.float32) if isinstance(leaf, tuple) else (leaf.shape, leaf.dtype) for leaf in leaves]
-    floats = [jnp.issubdtype(dtype, jnp.floating) for _, dtype in sizes]
-    arrays = [
-        (jax.random.normal(key, shape) * 0.2).astype(dtype) if flag else jax.random.randint(key, shape, 0, WORDS, dtype)
-        for key, (shape, dtype), flag in zip(keys, sizes, floats, strict=True)
-    ]
+    arrays = [_drawn(key, *size) for key, size in zip(keys, sizes, strict=True)]
     return jax.tree.unflatten(treedef, arrays)
+
+
+def _drawn(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(key, shape)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return (jax.random.normal(key, shape) * 0.2).astype(dtype)
+    return jax.random.randint(key, shape, 0, WORDS, jnp.int32).astype(dtype)
 
 
 # --- the losses of each library -----------------------------------------------------------------------------------------
