@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.core.softmax_products import softmax_products
 from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import target as target_named
@@ -30,7 +31,6 @@ from remat_jax.memory.advice import (
     micro_batches_divide,
     undonated_arguments,
 )
-from remat_jax.memory.softmax_products import softmax_products
 
 pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 

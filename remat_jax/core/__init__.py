@@ -5,6 +5,9 @@ The modules, in reading order:
 - `walk`: evaluates a jaxpr with some equations replaced, and finds the jaxprs inside equations.
 - `flow`: propagates a boolean property of values through a jaxpr.
 - `products`: the floating-point operations and batch dimensions of matmuls and convolutions.
+- `axes`: follows one axis of an array through equations, and makes equations that compute a part of it.
+- `module_paths`: module paths in the names of operators.
+- `softmax_products`: finds the matmuls of output heads and attentions.
 - `naming`: names every array of a block and of its linearisation.
 - `alike`: compares two separately traced programs.
 - `repeated`: names and linearises identical layers once.

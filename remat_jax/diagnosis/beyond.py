@@ -29,6 +29,7 @@ from remat_jax.apply import scope
 from remat_jax.apply.effect import with_blocks
 from remat_jax.apply.per_layer import layered
 from remat_jax.core.marks import mark_of
+from remat_jax.core.softmax_products import traced_products
 from remat_jax.core.walk import bodies, equations, evaluate_equations, map_inner, retrace, value_of, values_of_inputs, variables
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import Target
@@ -48,7 +49,6 @@ from remat_jax.memory.advice import (
     undonated_arguments,
 )
 from remat_jax.memory.compile.compiler import compile_programs, export_step
-from remat_jax.memory.softmax_products import traced_products
 from remat_jax.mesh import under
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import in_chunks, offload_optimizer

@@ -66,7 +66,7 @@ def accumulate_gradients(
     """
     if not callable(loss):
         raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *micro_batch)")
-    _check_count(n, "micro-batches")
+    check_count(n, "micro-batches")
     sums.check_dtype(dtype)
 
     def summed(params: Any, *micro_batch: Any) -> tuple[Any, Any]:
@@ -77,7 +77,7 @@ def accumulate_gradients(
         params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
         _check_parameters(params)
         _check_batch(batch, n)
-        parts = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else _cut(leaf, n, 0), batch)
+        parts = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else cut_axis(leaf, n, 0), batch)
         precision = sums.available(dtype)
 
         def micro_batch(index: Any) -> Any:
@@ -240,7 +240,7 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
         raise ArgumentError(
             f"fn={fn!r}: expected a function whose results are sums along the axis, such as a head and its loss"
         )
-    _check_count(n, "chunks")
+    check_count(n, "chunks")
     axes = [entry for entry in axis if entry is not None] if isinstance(axis, tuple) else [axis]
     if not axes or not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in axes):
         raise ArgumentError(
@@ -257,7 +257,7 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
         _check_lengths(arrays, n, differ, f"axis {arrays[0][2]}", "a chunk", "positions")
         if n == 1:
             return fn(*args, **kwargs)
-        chunks = [jnp.moveaxis(_cut(leaf, n, at), at + 1, 0) for _, leaf, at in arrays]
+        chunks = [jnp.moveaxis(cut_axis(leaf, n, at), at + 1, 0) for _, leaf, at in arrays]
         body = compat.chunk_checkpoint(sums.with_wide_gradients(one_chunk, [chunk[0] for chunk in chunks]))
         _, results = jax.lax.scan(lambda _, chunk: (None, body(chunk)), None, chunks)
         _check_sums(jax.eval_shape(one_chunk, [leaf for _, leaf, _ in arrays]), results, n)
@@ -313,12 +313,13 @@ def _check_sums(whole: Any, stacked: Any, n: int) -> None:
             )
 
 
-def _check_count(n: Any, parts: str) -> None:
+def check_count(n: Any, parts: str) -> None:
+    """Raise ArgumentError unless `n` is a positive int, a number of `parts`."""
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ArgumentError(f"n={n!r}: expected the number of {parts}, a positive int")
 
 
-def _cut(leaf: Any, n: int, axis: int) -> Any:
+def cut_axis(leaf: Any, n: int, axis: int) -> Any:
     """`leaf` with `axis` shortened to one part, and a new axis of `n` parts after it. Part i has the positions i, i + n, …"""
     # A new axis before `axis` would inherit the sharding of `axis`, and all devices would compute every part.
     leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

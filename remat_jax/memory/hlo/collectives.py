@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from remat_jax.core.module_paths import module_path
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Links
-from remat_jax.memory.hlo.live import module_path
 from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, parse
 
 _WITH_OPERANDS = ("all-gather-start", "collective-permute-start")

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from remat_jax.memory.hlo.text import HloModule, Instruction, elements, parse, split_outside_brackets
+from remat_jax.core.module_paths import module_path
+from remat_jax.memory.hlo.text import HloModule, Instruction, elements, parse
 
 DEVICE_SPACE = 0
 _LARGE = 0.0002
@@ -28,12 +29,7 @@ _VALUE = re.compile(
     r"^ value: <\d+ (?P<name>[^\s{]+)(?:\{(?P<index>[\d,]*)\})?(?: \(phi\))? @(?P<space>\d+)> "
     r"\(size=(?P<bytes>\d+),offset=(?P<offset>\d+)\)"
 )
-_WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|pmap|checkpoint|custom_jvp|custom_vjp|shard_map)\((?P<inside>.*)\)$")
 _SLICES = ("fusion", "dynamic-slice", "dynamic-update-slice")
-_STRUCTURE = re.compile(
-    r"while|closed_call|checkpoint|rematted_computation|call_exported|custom_jvp_call|custom_vjp_call|eval_jaxpr|pjit|branch_\d+_fun"
-    r"|layers\[\d+:\d+\]"
-)
 
 
 @dataclass(frozen=True)
@@ -298,37 +294,6 @@ def _device_places(assignment: str) -> dict[_Value, BufferPlace]:
         elif (value := _VALUE.match(line)) is not None and int(value["space"]) == DEVICE_SPACE:
             places[value["name"], value["index"] or ""] = BufferPlace(allocation, int(value["offset"]), int(value["bytes"]))
     return places
-
-
-def module_path(op_name: str) -> tuple[str, str, str]:
-    """The module path, the primitive and the phase in an operator's name.
-
-    >>> module_path("jit(step)/transpose(jvp(Model.loss))/Model/while/body/layers.body/layers/ffn/up/dot_general")
-    ('Model/layers/ffn/up', 'dot_general', 'backward')
-
-    The layer ranges of a per-layer policy (`layers[0:8]`) are not part of the path. Flax may reopen a scope inside itself, so
-    repeated names are merged. This also merges a module with a parent of the same name.
-    """
-    phases = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
-    phase = next((phase for mark, phase in phases.items() if mark in op_name), "other")
-    parts: list[str] = []
-    for part in split_outside_brackets(op_name.partition(";")[0], "/"):  # newer compilers join merged operators' names by ";"
-        while (wrapped := _WRAPPER.match(part)) is not None:
-            part = wrapped["inside"]
-        inside = split_outside_brackets(part, "/")
-        parts += [inner for inner in inside if inner and not inner.startswith(("jit(", "remat("))]
-    # A loop's body is not a module, but a module may be called `body`.
-    parts = [part for before, part in pairwise(["", *parts]) if not (before == "while" and part in ("body", "cond"))]
-    parts = [part for part in parts if _STRUCTURE.fullmatch(part) is None]
-    primitive = parts.pop() if parts else ""
-    path: list[str] = []
-    for part in parts:
-        name = part.partition(".")[0]
-        if path and name == path[0]:
-            path = []  # a reopened scope starts from the model
-        if name and (not path or path[-1] != name):
-            path.append(name)
-    return "/".join(path), primitive, phase
 
 
 def _element(shape: str, places: _Places) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from remat_jax.core.module_paths import split_outside_brackets
 from remat_jax.errors import UnsupportedError
 
 _ITEM_BITS = {"pred": 8, "s4": 4, "u4": 4, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
@@ -18,7 +19,7 @@ _NAMED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
-_PARENTHESIS, _BRACKET_OR_SEPARATOR = re.compile(r"[()]"), re.compile(r"[(\[{)\]},/]")
+_PARENTHESIS = re.compile(r"[()]")
 FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "optimization-barrier"}
 )
@@ -183,17 +184,6 @@ def elements(shape: str) -> list[str]:
     if not shape.startswith("("):
         return [shape]
     return [_COMMENT.sub("", part).strip() for part in split_outside_brackets(shape[1:-1], ",")]
-
-
-def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Split `text` at each `separator` (`,` or `/`) that is outside brackets."""
-    parts, depth, start = [], 0, 0
-    for mark in _BRACKET_OR_SEPARATOR.finditer(text):
-        depth += (mark[0] in "([{") - (mark[0] in ")]}")
-        if mark[0] == separator and depth == 0:
-            parts.append(text[start : mark.start()])
-            start = mark.end()
-    return [*parts, text[start:]]
 
 
 def parse(text: str | HloModule) -> HloModule:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat_jax import compat
+from remat_jax.core.module_paths import module_path
 from remat_jax.core.walk import bodies
-from remat_jax.memory.hlo.live import module_path
 
 # What a value is with respect to a matmul: its result, the exponential of it, the sum of this exponential.
 _RESULT, _EXPONENTIAL, _SUM = "result", "exponential", "sum"
