@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies, interpret, map_inner
@@ -52,6 +53,8 @@ def _wide_dtype(dtype: Any) -> Any:
 
 
 def _wide(value: Any) -> Any:
+    if isinstance(value, bool | int | float):  # a literal has more digits than its dtype
+        value = np.asarray(value, getattr(value, "dtype", np.float32 if isinstance(value, float) else None))
     return jnp.asarray(value, _wide_dtype(value.dtype)) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Cut:
+class AxisPlace:
     """Where an array has the positions of an axis: dimension `dim` of the array has `outer` × positions × `inner` elements.
 
     Reshapes merge the axis with its neighbours, so `outer` and `inner` may be above 1. `stage` is 1 after a slice of the axis.
@@ -28,7 +28,7 @@ class Cut:
         """The size of the dimension for this number of positions."""
         return self.outer * positions * self.inner
 
-    def at(self, dim: int) -> Cut:
+    def at(self, dim: int) -> AxisPlace:
         """The same axis in another dimension."""
         return replace(self, dim=dim)
 
@@ -40,12 +40,12 @@ class Passage:
     If `is_summed`, the results are sums over the axis.
     """
 
-    operands: tuple[Cut | None, ...]
-    results: tuple[Cut | None, ...]
+    operands: tuple[AxisPlace | None, ...]
+    results: tuple[AxisPlace | None, ...]
     is_summed: bool = False
 
 
-def passage(eqn: Any, place: int, cut: Cut, positions: int, *, of_result: bool = False) -> Passage | None:
+def passage(eqn: Any, place: int, cut: AxisPlace, positions: int, *, of_result: bool = False) -> Passage | None:
     """How the axis `cut` of operand `place` (of result `place` if `of_result`) passes through `eqn`; None if it does not."""
     if eqn.primitive.name == "reshape":
         shapes = [eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape]
@@ -87,7 +87,7 @@ _SIZES: dict[str, tuple[str, bool]] = {
 }
 
 
-def _reshaped(cut: Cut, positions: int, before: Sequence[int], after: Sequence[int]) -> Cut | None:
+def _reshaped(cut: AxisPlace, positions: int, before: Sequence[int], after: Sequence[int]) -> AxisPlace | None:
     """The place of an axis in an array reshaped from `before` to `after`; None if the reshape divides the axis."""
     left, right = math.prod(before[: cut.dim]) * cut.outer, math.prod(before[cut.dim + 1 :]) * cut.inner
     for dim, size in enumerate(after):

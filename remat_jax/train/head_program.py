@@ -24,7 +24,7 @@ class Value:
 
 
 @dataclass(eq=False)
-class Node:
+class Operation:
     """An operation of the program.
 
     Attributes:
@@ -77,10 +77,10 @@ class Program:
 
     inputs: list[Value]
     outputs: list[Any] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[Operation] = field(default_factory=list)
     constants: dict[Value, Any] = field(default_factory=dict)
 
-    def makers(self) -> dict[Value, tuple[Node, int]]:
+    def makers(self) -> dict[Value, tuple[Operation, int]]:
         """For each computed value the node that computes it, and its place among the node's results."""
         return {value: (node, place) for node in self.nodes for place, value in enumerate(node.results)}
 
@@ -112,11 +112,11 @@ class _Inlining:
             results = self._inlined(eqn, operands, within)
             if results is None:
                 results = [Value(var.aval) for var in eqn.outvars]
-                self._append(Node(eqn, operands, results, within))
+                self._append(Operation(eqn, operands, results, within))
             env.update(zip(eqn.outvars, results, strict=True))
         return [_operand(atom, env) for atom in jaxpr.jaxpr.outvars]
 
-    def _append(self, node: Node) -> None:
+    def _append(self, node: Operation) -> None:
         self.program.nodes.append(node)
         if id(node.eqn) in self.heads or not self.varying.isdisjoint(node.values):
             self.varying.update(node.results)
@@ -154,12 +154,12 @@ class _Inlining:
             run_nodes(before, env)
             return [env[value] for value in results]
 
-        region = Node(eqn, inputs, results, within, evaluate)
+        region = Operation(eqn, inputs, results, within, evaluate)
         self.program.nodes[start:] = [region, *rest]
         return outputs
 
 
-def run_nodes(nodes: Iterator[Node] | Sequence[Node], env: dict[Any, Any]) -> None:
+def run_nodes(nodes: Iterator[Operation] | Sequence[Operation], env: dict[Any, Any]) -> None:
     """Evaluate `nodes` in order; `env` maps values to arrays, and gets the results."""
     for node in nodes:
         env.update(zip(node.results, node.run([read(operand, env) for operand in node.operands]), strict=True))

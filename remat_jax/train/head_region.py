@@ -1,16 +1,14 @@
-"""Finds what a loss computes from its logits for each token, up to the sums over the tokens, and evaluates it for some tokens.
+"""Finds what a loss computes from its logits for each token, up to the sums over the tokens, and evaluates it for a chunk.
 
-The search follows one axis of the logits, the token axis, forward through the operations. Operations that treat all tokens alike
-are in the region. A sum over the tokens ends it, and so does an operation that combines tokens and reads only small arrays, such
-as one loss per token. An operation that combines tokens and reads an array as large as the logits makes the region impossible.
-Arrays that the region reads are cut along the token axis too. Large arrays among them, such as one-hot labels, are computed in
-the region, if their operands are smaller.
+The search follows one axis of the logits, the token axis, forward through the operations. Operations that treat all tokens
+alike are in the region. A sum over the tokens ends it, and so does an operation that combines tokens and reads only small
+arrays, such as one loss per token. An operation that combines tokens and reads an array as large as the logits makes the region
+impossible. Arrays that the region reads are cut along the token axis too. Large arrays among them, such as one-hot labels, are
+computed in the region.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat_jax import compat
-from remat_jax.core.axes import Cut, Passage, passage, resized
-from remat_jax.core.walk import bodies, filled
+from remat_jax.core.axes import AxisPlace, Passage, passage, resized
 from remat_jax.errors import PlanningError
-from remat_jax.train.head_program import VIEWS, Node, Program, Value, program_of, read, run_nodes
+from remat_jax.train.head_program import VIEWS, Operation, Program, Value, read, run_nodes
 
-Key = tuple[Value, Cut | None]
+Key = tuple[Value, AxisPlace | None]
 """An array in a chunk: the value, and where its token axis is; None for the whole value, and for a sum over the tokens."""
 
 
@@ -34,7 +31,7 @@ class NotPerToken(PlanningError):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class RegionStep:
     """An operation of the region, and the token axis in its operands and results.
 
     Attributes:
@@ -43,7 +40,7 @@ class Step:
       call: for a function with a custom derivative: this function for a chunk.
     """
 
-    node: Node
+    node: Operation
     through: Passage
     shifts: bool = False
     column: int | None = None
@@ -56,24 +53,24 @@ class Step:
         if self.call is not None:
             return list(self.call(positions, valid)(*inputs))
         if self.through.is_summed and valid is not None:
-            place, cut = next((place, cut) for place, cut in enumerate(self.through.operands) if cut is not None)
-            inputs[place] = _masked(inputs[place], cut, valid)
+            place, summed = next((place, cut) for place, cut in enumerate(self.through.operands) if cut is not None)
+            inputs[place] = _masked(inputs[place], summed, valid)
         if self.column is not None:
-            cut = self.through.operands[1]
-            assert cut is not None
-            own = jax.lax.broadcasted_iota(inputs[1].dtype, inputs[1].shape, cut.dim)
+            of_indices = self.through.operands[1]
+            assert of_indices is not None
+            own = jax.lax.broadcasted_iota(inputs[1].dtype, inputs[1].shape, of_indices.dim)
             is_column = jax.lax.broadcasted_iota(np.dtype("int32"), inputs[1].shape, inputs[1].ndim - 1) == self.column
             inputs[1] = jnp.where(is_column, own, inputs[1])
         return self.node.run(inputs, **resized(self.node.eqn, self.through, positions))
 
 
-def _masked(array: Any, cut: Cut, valid: Any) -> Any:
+def _masked(array: Any, cut: AxisPlace, valid: Any) -> Any:
     """`array` with zeros at positions that do not exist."""
     kept = jnp.broadcast_to(valid[None, :, None], (cut.outer, valid.size, cut.inner)).reshape(-1)
     return jnp.where(jnp.expand_dims(kept, [dim for dim in range(array.ndim) if dim != cut.dim]), array, jnp.zeros_like(array))
 
 
-class Region:
+class TokenRegion:
     """The operations that depend on `given`, the values with a token axis.
 
     Args:
@@ -84,26 +81,28 @@ class Region:
         everything is computed inside.
       taken: nodes that belong to other regions.
       in_rule: whether the program is a derivative rule. Rules of calls inside it are then traced only if they are applied.
+      calls: gives the step of a call with a custom derivative; None: such calls are in no region.
     """
 
     def __init__(
         self,
         program: Program,
-        given: Mapping[Value, Cut],
+        given: Mapping[Value, AxisPlace],
         positions: int,
         *,
         large: int | None = None,
-        taken: Collection[Node] = (),
+        taken: Collection[Operation] = (),
         in_rule: bool = False,
+        calls: Callable[[TokenRegion, Operation], RegionStep | None] | None = None,
     ) -> None:
-        self.program, self.large, self.taken, self.in_rule = program, large, taken, in_rule
+        self.program, self.large, self.taken, self.in_rule, self.calls = program, large, taken, in_rule, calls
         self.lengths, self.window = [positions], (0, positions, 1)
-        self.cuts: dict[Value, Cut] = dict(given)
-        self.sums: dict[Value, Node] = {}
-        self.after: dict[Value, Node] = {}
+        self.cuts: dict[Value, AxisPlace] = dict(given)
+        self.sums: dict[Value, Operation] = {}
+        self.after: dict[Value, Operation] = {}
         """Values that depend on the tokens of all chunks: for each, the operation that combined them."""
-        self.emitted: dict[Value, Cut] = {}
-        self.steps: dict[tuple[Node, tuple[Cut | None, ...]], Step] = {}
+        self.emitted: dict[Value, AxisPlace] = {}
+        self.steps: dict[tuple[Operation, tuple[AxisPlace | None, ...]], RegionStep] = {}
         self.frontier: dict[Key, None] = {}
         self._makers = program.makers()
         self._order = {node: place for place, node in enumerate(program.nodes)}
@@ -111,25 +110,24 @@ class Region:
 
     # --- the search -----------------------------------------------------------------------------------------------
 
-    def find(self, first: Step | None = None) -> None:
-        """Find the region; `first` is the step that makes the given values, if they are no inputs.
+    def find(self, first: Sequence[RegionStep] = ()) -> None:
+        """Find the region; `first` are the steps that make the given values, if these are no inputs.
 
         Raises:
           NotPerToken: an operation on large arrays combines tokens.
         """
-        nodes = self.program.nodes
-        if first is not None:
-            self._add(first)
-            nodes = nodes[self._order[first.node] + 1 :]
-        for node in nodes:
-            if node not in self.taken:
+        heads = {step.node for step in first}
+        for step in first:
+            self._add(step)
+        for node in self.program.nodes:
+            if node not in self.taken and node not in heads:
                 self._follow(node)
         for value in self.program.outputs:
-            if isinstance(value, Value) and value in self.cuts and first is not None:
-                self.emit(value, f"the loss returns {_text(value)}, an array as large as the logits")
+            if isinstance(value, Value) and value in self.cuts and first:
+                self.emit(value, f"the loss returns {text(value)}, an array as large as the logits")
         early = [value for value in (*self.emitted, *self.sums) if self._stage(value) == 0]
         if len(self.lengths) > 1 and early:
-            raise NotPerToken(f"the loss uses all tokens of {_text(early[0])}, but slices the tokens of the logits elsewhere")
+            raise NotPerToken(f"the loss uses all tokens of {text(early[0])}, but slices the tokens of the logits elsewhere")
         for step in [*self.steps.values()]:
             self._demand(step)
 
@@ -139,7 +137,7 @@ class Region:
         node = self.sums[value]
         return max(self.cuts[operand].stage for operand in node.values if operand in self.cuts)
 
-    def _follow(self, node: Node) -> None:
+    def _follow(self, node: Operation) -> None:
         cut = [(place, each) for place, each in enumerate(node.operands) if isinstance(each, Value) and each in self.cuts]
         combined = next((self.after[each] for each in node.values if each in self.after), None)
         step = self._step(node, cut) if cut and combined is None else None
@@ -147,14 +145,14 @@ class Region:
             self._add(step)
             return
         for _, value in cut:
-            why = f"{node} combines tokens of {_text(value)}"
+            why = f"{node} combines tokens of {text(value)}"
             if combined is not None:
-                why = f"{combined} combines the tokens, and {node} reads its result with {_text(value)}"
+                why = f"{combined} combines the tokens, and {node} reads its result with {text(value)}"
             self.emit(value, why)
         if cut or combined is not None:
             self.after.update(dict.fromkeys(node.results, combined or node))
 
-    def _add(self, step: Step) -> None:
+    def _add(self, step: RegionStep) -> None:
         self.steps[step.node, step.through.results] = step
         for value, cut in zip(step.node.results, step.through.results, strict=True):
             if cut is not None:
@@ -170,12 +168,12 @@ class Region:
             raise NotPerToken(why)
         self.emitted[value] = self.cuts[value]
 
-    def _step(self, node: Node, cut: Sequence[tuple[int, Value]]) -> Step | None:
+    def _step(self, node: Operation, cut: Sequence[tuple[int, Value]]) -> RegionStep | None:
         """The step of a node whose operands at these places are cut; None if it does not treat all tokens alike."""
         if node.eqn.effects or node.region is not None:
             return None
         if compat.has_own_derivative(node.eqn):
-            return self._call(node)
+            return None if self.calls is None else self.calls(self, node)
         place, value = cut[0]
         step = (
             self._window(node, value) or self._through(node, place, self.cuts[value]) or self._own_position(node, place, value)
@@ -185,11 +183,11 @@ class Region:
         is_partial = any(cut is None for cut in step.through.results) and not step.through.is_summed
         return None if is_partial else step
 
-    def _through(self, node: Node, place: int, cut: Cut) -> Step | None:
+    def _through(self, node: Operation, place: int, cut: AxisPlace) -> RegionStep | None:
         through = passage(node.eqn, place, cut, self.lengths[cut.stage])
-        return None if through is None else Step(node, through)
+        return None if through is None else RegionStep(node, through)
 
-    def _window(self, node: Node, value: Value) -> Step | None:
+    def _window(self, node: Operation, value: Value) -> RegionStep | None:
         """The step of a slice of the token axis. All slices of the region's token axis must be equal."""
         cut = self.cuts[value]
         if node.name != "slice" or cut.stage or cut.outer * cut.inner != 1 or self.large is None:
@@ -204,9 +202,9 @@ class Region:
         if len(self.lengths) > 1 and window != self.window:
             return None
         self.lengths, self.window = [self.lengths[0], node.results[0].aval.shape[dim]], window
-        return Step(node, Passage((cut,), (replace(cut, stage=1),)), shifts=True)
+        return RegionStep(node, Passage((cut,), (replace(cut, stage=1),)), shifts=True)
 
-    def _own_position(self, node: Node, place: int, value: Value) -> Step | None:
+    def _own_position(self, node: Operation, place: int, value: Value) -> RegionStep | None:
         """The step of a gather that reads, for each token, the token's own position of the logits: `logits[arange(n), y]`."""
         cut = self.cuts[value]
         if node.name != "gather" or place != 0:
@@ -222,7 +220,7 @@ class Region:
         for dim, result in enumerate(dim for dim in range(node.results[0].aval.ndim) if dim not in numbers.offset_dims):
             shape = [own.size if each == dim else 1 for each in range(known.ndim)]
             if known.shape[dim] == own.size and np.array_equal(known, np.broadcast_to(own.reshape(shape), known.shape)):
-                return Step(node, Passage((cut, cut.at(dim)), (cut.at(result),)), column=column)
+                return RegionStep(node, Passage((cut, cut.at(dim)), (cut.at(result),)), column=column)
         return None
 
     def _known_column(self, indices: Any, column: int) -> Any:
@@ -239,7 +237,7 @@ class Region:
 
     def known(self, value: Any) -> Any:
         """A value that does not depend on inputs of the program; None if it does."""
-        needed: list[Node] = []
+        needed: list[Operation] = []
         waiting, seen = [value], set()
         while waiting:
             each = waiting.pop()
@@ -260,12 +258,12 @@ class Region:
 
     # --- what the region reads ---------------------------------------------------------------------------------------
 
-    def _demand(self, step: Step) -> None:
+    def _demand(self, step: RegionStep) -> None:
         for operand, cut in zip(step.node.operands, step.through.operands, strict=True):
             if isinstance(operand, Value) and operand not in self.cuts:
                 self.want(operand, cut)
 
-    def want(self, value: Value, cut: Cut | None) -> None:
+    def want(self, value: Value, cut: AxisPlace | None) -> None:
         """Make the value, which depends on no given value, available in a chunk: computed in it, or read."""
         if (value, cut) in self._resolved:
             return
@@ -277,7 +275,7 @@ class Region:
             self.steps[step.node, step.through.results] = step
             self._demand(step)
 
-    def _pulled(self, value: Value, cut: Cut | None) -> Step | None:
+    def _pulled(self, value: Value, cut: AxisPlace | None) -> RegionStep | None:
         """The step that computes a value in a chunk; None if the chunk reads it."""
         if value not in self._makers:
             return None
@@ -286,61 +284,31 @@ class Region:
             return None
         if cut is None:
             if self.large is None or node.name in VIEWS:
-                return Step(node, Passage((None,) * len(node.operands), (None,) * len(node.results)))
+                return RegionStep(node, Passage((None,) * len(node.operands), (None,) * len(node.results)))
             return None
         if self.large is not None and value.aval.size <= self.large:
             return None
         through = passage(node.eqn, place, cut, self.lengths[cut.stage], of_result=True)
-        return None if through is None or compat.has_own_derivative(node.eqn) else Step(node, through)
+        return None if through is None or compat.has_own_derivative(node.eqn) else RegionStep(node, through)
 
-    # --- functions with a custom derivative ----------------------------------------------------------------------------
-
-    def _call(self, node: Node) -> Step | None:
-        """The step of a call with a custom derivative, whose function and rule both treat all tokens alike."""
-        flags = [isinstance(operand, Value) and operand in self.cuts for operand in node.operands]
-        if not compat.kind(node.eqn).startswith("custom_") or len(self.lengths) > 1:
-            return None
-        program = program_of(bodies(node.eqn)[0], varying=flags)
-        given = {value: self.cuts[each] for value, each, flag in zip(program.inputs, node.operands, flags, strict=True) if flag}
-        inner = Region(program, given, self.lengths[0], in_rule=self.in_rule)
-        try:
-            inner.find()
-            cuts = [inner.place_of(value) for value in program.inputs]
-            results = [inner.cuts.get(value) for value in program.outputs]
-            if any(value not in inner.cuts and value not in inner.sums for value in program.outputs):
-                return None
-            keys = list(zip(program.inputs, cuts, strict=True))
-            inner.check_reads(keys)
-            rule = functools.cache(functools.partial(_Rule, node.eqn, tuple(cuts), tuple(results), self.lengths[0]))
-            if not self.in_rule:
-                rule()
-        except NotPerToken:
-            return None
-
-        def call(positions: int, valid: Any) -> Callable[..., Any]:
-            function = functools.partial(inner.evaluate, keys, positions, valid)
-            return _with_rule(node.eqn, function, lambda: rule().bound(positions, valid))
-
-        return Step(node, Passage(tuple(cuts), tuple(results), is_summed=any(cut is None for cut in results)), call=call)
-
-    def place_of(self, value: Value) -> Cut | None:
+    def place_of(self, value: Value) -> AxisPlace | None:
         """Where the token axis of an input is in the region."""
         if value in self.cuts:
             return self.cuts[value]
         places = [cut for each, cut in self.frontier if each is value]
         if len(set(places)) > 1:
-            raise NotPerToken(f"{_text(value)} is read both whole and by token")
+            raise NotPerToken(f"{text(value)} is read both whole and by token")
         return places[0] if places else None
 
     def check_reads(self, keys: Collection[Key]) -> None:
         """Raise NotPerToken if the region reads more than `keys` and constants."""
         for value, cut in self.frontier:
             if (value, cut) not in keys and (value not in self.program.constants or cut is not None):
-                raise NotPerToken(f"{_text(value)} is not computed for each token")
+                raise NotPerToken(f"{text(value)} is not computed for each token")
 
     # --- evaluation ------------------------------------------------------------------------------------------------------
 
-    def ordered(self) -> list[Step]:
+    def ordered(self) -> list[RegionStep]:
         """The steps in the order of evaluation."""
         return sorted(self.steps.values(), key=lambda step: self._order[step.node])
 
@@ -363,99 +331,6 @@ class Region:
         return [env[value, self.cuts.get(value)] if isinstance(value, Value) else value.val for value in self.program.outputs]
 
 
-class _Rule:
-    """The derivative rule of a call, for chunks. It is traced as JAX applies it, and cut like the call itself.
-
-    For a `custom_jvp` it maps operands and tangents to tangents, for a `custom_vjp` operands and cotangents to cotangents; both
-    only of floating-point arrays.
-    """
-
-    def __init__(self, eqn: Any, cuts: Sequence[Cut | None], results: Sequence[Cut | None], positions: int) -> None:
-        is_jvp = _is_jvp(eqn)
-        types = [
-            [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms] for atoms in (eqn.invars, eqn.outvars)
-        ]
-        smooth = [[_is_smooth(aval) for aval in each] for each in types]
-        varied = [place for place, flag in enumerate(smooth[0]) if flag]
-
-        def rule(args: list[Any], directions: list[Any]) -> Any:
-            def of_smooth(*values: Any) -> list[Any]:
-                return list(itertools.compress(compat.bind(eqn, filled(args, varied, values)), smooth[1]))
-
-            values = [args[place] for place in varied]
-            if is_jvp:
-                return jax.jvp(of_smooth, values, directions)[1]
-            return list(jax.vjp(of_smooth, *values)[1](directions))
-
-        with compat.established_forms():
-            directions = list(itertools.compress(types[1 - is_jvp], smooth[1 - is_jvp]))
-            jaxpr = compat.dce(jax.make_jaxpr(rule)(types[0], directions))
-        of_args, of_results = (list(itertools.compress(*pair)) for pair in zip((cuts, results), smooth, strict=True))
-        given, wanted = (of_args, of_results) if is_jvp else (of_results, of_args)
-        places = [*cuts, *given]
-        program = program_of(jaxpr, varying=[cut is not None for cut in places])
-        at = {value: cut for value, cut in zip(program.inputs, places, strict=True) if cut is not None}
-        self.region, self.keys = Region(program, at, positions, in_rule=True), list(zip(program.inputs, places, strict=True))
-        self.region.find()
-        self.outputs = [self._output(value, cut) for value, cut in zip(program.outputs, wanted, strict=True)]
-        self.region.check_reads(self.keys)
-
-    def _output(self, value: Any, cut: Cut | None) -> Any:
-        """The key of an output of the rule, which must be cut at `cut` or summed; a literal as it is."""
-        region = self.region
-        if isinstance(value, Value) and (value in region.cuts or value in region.sums):
-            if region.cuts.get(value) != cut:
-                raise NotPerToken("the derivative rule moves tokens or sums over them")
-            return value, cut
-        known = region.known(value)
-        if known is None or np.any(known != 0):
-            raise NotPerToken("a result of the derivative rule does not depend on the tokens")
-        if isinstance(value, Value):
-            region.want(value, cut)
-            return value, cut
-        return value
-
-    def bound(self, positions: int, valid: Any) -> Callable[..., list[Any]]:
-        """The rule for a chunk, as a function of the operands and the (co)tangents."""
-
-        def rule(args: Sequence[Any], directions: Sequence[Any]) -> list[Any]:
-            env = dict(zip(self.keys, [*args, *directions], strict=True))
-            self.region.run(env, positions, valid)
-            return [env[key] if isinstance(key, tuple) else jnp.asarray(key.val, key.aval.dtype) for key in self.outputs]
-
-        return rule
-
-
-def _with_rule(eqn: Any, function: Callable[..., Any], rule: Callable[[], Callable[..., list[Any]]]) -> Callable[..., Any]:
-    """`function`, which evaluates the call `eqn` for a chunk, with the derivative rule of the call."""
-    if _is_jvp(eqn):
-        with_jvp = jax.custom_jvp(lambda *args: function(*args))
-
-        @with_jvp.defjvp
-        def jvp(primals: Any, tangents: Any) -> Any:
-            smooth = [_is_smooth(jax.typeof(primal)) for primal in primals]
-            outputs, made = function(*primals), iter(rule()(primals, list(itertools.compress(tangents, smooth))))
-            zero = jax.dtypes.float0
-            return outputs, [next(made) if _is_smooth(jax.typeof(out)) else np.zeros(out.shape, zero) for out in outputs]
-
-        return with_jvp
-    with_vjp = jax.custom_vjp(lambda *args: function(*args))
-
-    def backward(args: Any, cotangents: Any) -> tuple[Any, ...]:
-        made = iter(rule()(args, [each for each in cotangents if each.dtype != jax.dtypes.float0]))
-        return tuple(next(made) if _is_smooth(jax.typeof(arg)) else None for arg in args)
-
-    with_vjp.defvjp(lambda *args: (function(*args), args), backward)
-    return with_vjp
-
-
-def _is_jvp(eqn: Any) -> bool:
-    return compat.kind(eqn).startswith("custom_jvp")
-
-
-def _is_smooth(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """The dtype and shape of a value."""
     return f"{value.aval.dtype}{list(value.aval.shape)}"

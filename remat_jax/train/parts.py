@@ -314,6 +314,7 @@ def _check_sums(whole: Any, stacked: Any, n: int) -> None:
 
 
 def check_count(n: Any, parts: str) -> None:
+    """Raise ArgumentError unless `n` is a positive int, a number of `parts`."""
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ArgumentError(f"n={n!r}: expected the number of {parts}, a positive int")
 

@@ -1,0 +1,279 @@
+"""`chunk_head`: the same loss and gradients with the logits of one chunk at a time, for losses that are not edited."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import remat_jax as rj
+from remat_jax.core.walk import equations
+from remat_jax.cost.count import matmuls
+from remat_jax.errors import ArgumentError, PlanningError
+from remat_jax.train.chunked_head import chunk_head, chunked_heads
+
+ROWS, LENGTH, WIDTH, WORDS = 3, 12, 5, 23
+CHUNKS = 4
+integer = optax.softmax_cross_entropy_with_integer_labels
+
+
+def example(dtype: Any = jnp.float64) -> tuple[Any, Any, Any]:
+    kernel, hidden, targets = jax.random.split(jax.random.key(0), 3)
+    drawn = [jax.random.normal(key, shape, dtype) for key, shape in ((kernel, (WIDTH, WORDS)), (hidden, (ROWS, LENGTH, WIDTH)))]
+    return *drawn, jax.random.randint(targets, (ROWS, LENGTH), 0, WORDS)
+
+
+def errors(chunked: Any, loss: Any, *args: Any) -> float:
+    """The largest difference of values, aux and gradients."""
+
+    def of(function: Any) -> Any:
+        with_aux = lambda *args: out if isinstance(out := function(*args), tuple) else (out, 0)  # noqa: E731
+        return jax.jit(jax.value_and_grad(with_aux, argnums=(0, 1), has_aux=True))(*args)
+
+    pairs = zip(jax.tree.leaves(of(chunked)), jax.tree.leaves(of(loss)), strict=True)
+    return max(float(jnp.abs(jnp.subtract(a, b)).max()) for a, b in pairs)
+
+
+@jax.custom_vjp
+def stable(logits: Any, one_hot: Any, scale: Any) -> tuple[Any, Any]:
+    """As in T5X: a cross entropy whose derivative is written by hand and is not that of the function (scale has none)."""
+    log_z = jax.nn.logsumexp(logits, -1)
+    return log_z - (logits * one_hot).sum(-1) + scale * log_z**2, scale * log_z**2
+
+
+def _stable_bwd(saved: Any, cotangents: Any) -> Any:
+    logits, one_hot, scale, log_z = saved
+    given = cotangents[0][..., None] * (jnp.exp(logits - log_z[..., None]) * (1 + 2 * scale * log_z[..., None]) - one_hot)
+    return given, jnp.zeros_like(one_hot), jnp.zeros_like(scale)
+
+
+stable.defvjp(lambda *args: (stable(*args), (*args, jax.nn.logsumexp(args[0], -1))), _stable_bwd)
+
+
+def z_loss(kernel: Any, hidden: Any, y: Any) -> Any:
+    """Soft caps, a mask, a z-loss; accuracy, a count and a loss per token beside it."""
+    logits = 30 * jnp.tanh(hidden @ kernel / 30)
+    log_z, mask = jax.nn.logsumexp(logits, -1), y > 2
+    losses = log_z - jnp.take_along_axis(logits, y[..., None], -1)[..., 0] + 1e-2 * log_z**2
+    right = (logits.argmax(-1) == y) & mask
+    return (losses * mask).sum() / mask.sum(), (right.sum(), mask.sum(), losses)
+
+
+def flat(kernel: Any, hidden: Any, y: Any) -> Any:
+    logits = jax.nn.log_softmax((hidden @ kernel).reshape(-1, WORDS))
+    return -logits[jnp.arange(y.size), y.reshape(-1)].mean()
+
+
+def tied(kernel: Any, hidden: Any, y: Any) -> Any:
+    states = kernel.T[y] + hidden
+    return integer(states @ kernel, y).mean()
+
+
+def distilled(kernel: Any, hidden: Any, y: Any) -> Any:
+    teacher = jax.lax.stop_gradient(jnp.sin(hidden) @ kernel)
+    return optax.kl_divergence(jax.nn.log_softmax(hidden @ kernel), jax.nn.softmax(teacher)).mean()
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "mean": lambda w, x, y: integer(x @ w, y).mean(),
+    "jit": lambda w, x, y: jax.jit(lambda x: integer(jax.jit(jnp.dot)(x, w), y).mean())(x),
+    "shifted": lambda w, x, y: integer((x @ w)[:, :-1], y[:, 1:]).mean(),
+    "flat": flat,
+    "one axis": lambda w, x, y: integer(x[0] @ w, y[0]).sum(),
+    "classes first": lambda w, x, y: integer(jnp.einsum("dv,bld->vbl", w, x), y, axis=0).mean(),
+    "one-hot": lambda w, x, y: -(jax.nn.log_softmax(x @ w) * jax.nn.one_hot(y, WORDS)).sum(),
+    "smooth": lambda w, x, y: optax.softmax_cross_entropy(x @ w, optax.smooth_labels(jax.nn.one_hot(y, WORDS), 0.1)).mean(),
+    "z-loss": z_loss,
+    "tied": tied,
+    "by row": lambda w, x, y: jnp.exp(integer(x @ w, y).mean(-1)).sum(),
+    "vmap": lambda w, x, y: jax.vmap(jax.vmap(lambda x, y: -jax.nn.log_softmax(x @ w)[y]))(x, y).mean(),
+    "custom vjp": lambda w, x, y: [(a.mean(), b) for a, b in [stable(x @ w, jax.nn.one_hot(y, WORDS), 1e-2)]][0],
+    "custom jvp": lambda w, x, y: integer(jax.nn.relu(x @ w) + jax.nn.softplus(x @ w), y).mean(),
+    "checkpoint": lambda w, x, y: integer(jax.checkpoint(lambda x: jnp.sin(x) @ w)(x), y).mean(),
+    "checkpoint around all": lambda w, x, y: jax.checkpoint(lambda x: integer(jnp.sin(x) @ w, y).mean())(x),
+    "two heads": lambda w, x, y: integer(x @ w, y).mean() + integer(jnp.sin(x) @ w, y).mean() + ((x @ w[:, :1]) ** 2).mean(),
+    "distilled": distilled,
+    "hardest tokens": lambda w, x, y: jax.lax.top_k(integer(x @ w, y).ravel(), 5)[0].mean(),
+    "weights by a vector": lambda w, x, y: jnp.dot(integer(x @ w, y).ravel(), jnp.arange(y.size)),
+}
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_are_those_of_the_loss_in_float64(name: str) -> None:
+    with jax.enable_x64(True):
+        args = example()
+        for chunks in (CHUNKS, 5):  # 5 chunks do not divide 12 tokens
+            assert errors(chunk_head(LOSSES[name], chunks=chunks), LOSSES[name], *args) < 1e-12
+        assert sum(head.shape[-1] == WORDS for head in chunked_heads(LOSSES[name], *args)) >= (name != "classes first")
+
+
+def test_under_jit_vmap_and_in_forward_mode_and_for_second_derivatives() -> None:
+    with jax.enable_x64(True):
+        w, x, y = example()
+        loss = LOSSES["custom jvp"]
+        chunked = chunk_head(loss, chunks=5)
+        assert errors(jax.jit(chunked), loss, w, x, y) < 1e-12
+        by_row = [jax.vmap(of, (None, 0, 0))(w, x[:, None], y[:, None]) for of in (chunked, loss)]
+        assert jnp.abs(by_row[0] - by_row[1]).max() < 1e-12
+        hessians = [jax.jvp(jax.grad(lambda w, of=of: of(w, x, y)), (w,), (w,))[1] for of in (chunked, loss)]
+        assert jnp.abs(hessians[0] - hessians[1]).max() < 1e-12
+
+
+def clip(w: Any, x: Any, y: Any) -> Any:
+    logits = x.reshape(-1, WIDTH) @ jnp.sin(x.reshape(-1, WIDTH)).T
+    return integer(logits, jnp.arange(y.size)).mean() + integer(logits.T, jnp.arange(y.size)).mean()
+
+
+def normalised(w: Any, x: Any, y: Any) -> Any:
+    logits = x @ w
+    return integer(logits / jnp.abs(logits).sum((0, 1)), y).mean()
+
+
+def inside_a_loop(w: Any, x: Any, y: Any) -> Any:
+    return jax.lax.scan(lambda total, each: (total + integer(each[0] @ w, each[1]).sum(), None), 0.0, (x, y))[0]
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "returned": (lambda w, x, y: (lambda z: (integer(z, y).mean(), z))(x @ w), r"the loss returns float32\[3, 12, 23\], an"),
+    "normalised": (
+        normalised,
+        r"reduce_sum float32\[23\] at .*test_chunked_head.py:\d+ .*, and div float32\[3, 12, 23\] at .* reads",
+    ),
+    "sorted": (
+        lambda w, x, y: integer(jnp.sort((x @ w).reshape(-1, WORDS), 0), y.ravel()).mean(),
+        r"sort float32\[36, 23\] at .* combines tokens of float32\[36, 23\]",
+    ),
+    "contrastive": (clip, r"dot_general float32\[36, 36\] at .*\(clip\) cannot run in chunks: gather float32\[36, 1\] at"),
+    "no softmax": (lambda w, x, y: ((x @ w) ** 2).mean(), "loss: it has no output head outside loops"),
+    "in a loop": (inside_a_loop, "loss: it has no output head outside loops"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loss_in_which_tokens_meet_is_refused_by_the_operation(name: str) -> None:
+    loss, message = REFUSED[name]
+    with pytest.raises(PlanningError, match=message):
+        chunk_head(loss, *example(jnp.float32))
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ArgumentError, match="loss=3: expected a function"):
+        chunk_head(3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="n=0: expected the number of chunks"):
+        chunk_head(z_loss, chunks=0)
+
+
+def test_one_chunk_of_logits_exists_and_each_is_computed_once_more() -> None:
+    args = example(jnp.float32)
+    counts = {}
+    for name in ("mean", "shifted", "one-hot", "distilled"):
+        for loss in (LOSSES[name], chunk_head(LOSSES[name], chunks=CHUNKS)):
+            gradient = jax.value_and_grad(loss, argnums=(0, 1))
+            counts.setdefault(name, []).append(matmuls(gradient, *args))
+            sizes = [var.aval.size for eqn in equations(jax.make_jaxpr(gradient)(*args)) for var in eqn.outvars]
+        assert max(sizes) <= ROWS * LENGTH * WORDS // CHUNKS
+    # One product forward and two backward; in each chunk the forward product once more, and the teacher's.
+    assert counts == {"mean": [3, 16], "shifted": [3, 16], "one-hot": [3, 16], "distilled": [4, 24]}
+
+
+def test_gradients_of_a_narrow_head_are_added_up_in_float32() -> None:
+    w, x, y = example(jnp.bfloat16)
+    w, x, y = w, jnp.tile(x, (1, 64, 1)), jnp.tile(y, (1, 64))
+    exact = jax.grad(LOSSES["mean"])(w.astype(jnp.float32), x.astype(jnp.float32), y)
+
+    def error(loss: Any) -> float:
+        return float(jnp.abs(jax.grad(loss)(w, x, y).astype(jnp.float32) - exact).max())
+
+    summed = lambda w, x, y: integer(x @ w, y).sum()  # noqa: E731
+    by_hand = lambda w, x, y: rj.in_chunks(summed, 256, axis=(None, 1, 1))(w, x, y) / y.size  # noqa: E731
+    chunked = error(chunk_head(LOSSES["mean"], chunks=256))
+    assert chunked < 4 * error(LOSSES["mean"]) and chunked < error(by_hand) / 4  # sums of 256 terms in bfloat16
+
+
+def test_facts_before_it_is_applied() -> None:
+    structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in example(jnp.bfloat16)]
+    (head,) = chunked_heads(lambda w, x, y: integer((x @ w).astype(jnp.float32), y).mean(), *structs, chunks=CHUNKS)
+    assert (head.shape, head.dtype, head.axis, head.chunks) == ((ROWS, LENGTH, WORDS), "bfloat16", 1, CHUNKS)
+    assert head.logits_bytes == ROWS * LENGTH * WORDS * 4 and head.freed_bytes == head.logits_bytes * 3 // 4
+    assert head.recomputed.flops >= 2 * ROWS * LENGTH * WIDTH * WORDS and "test_chunked_head.py" in head.source
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + nn.Dense(64)(nn.gelu(nn.Dense(128)(x)))
+
+
+class Decoder(nn.Module):
+    """Two layers and a head, which `hidden` leaves out."""
+
+    @nn.compact
+    def __call__(self, tokens: Any, hidden: bool = False) -> Any:
+        x = nn.Embed(2048, 64)(tokens)
+        for _ in range(2):
+            x = Layer()(x)
+        head = nn.Dense(2048, use_bias=False, name="head")
+        return x if hidden else head(x)
+
+
+@functools.cache
+def jobs() -> tuple[rj.Workload, rj.Workload]:
+    """A decoder with its head in chunks by `chunk_head`, and the same by hand."""
+    model, tokens = Decoder(), jax.ShapeDtypeStruct((4, 128), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+    def loss(params: Any, tokens: Any, targets: Any) -> Any:
+        return integer(model.apply(params, tokens), targets).mean()
+
+    def by_hand(params: Any, tokens: Any, targets: Any) -> Any:
+        hidden, kernel = model.apply(params, tokens, hidden=True), params["params"]["head"]["kernel"]
+        summed = rj.in_chunks(lambda w, x, y: integer(x @ w, y).sum(), 8, axis=(None, 1, 1))
+        return summed(kernel, hidden, targets) / targets.size
+
+    job = rj.Workload(loss, params, (tokens, tokens), Layer, optimizer=optax.adam(1e-3))
+    return job.with_loss(chunk_head(loss, chunks=8)), job.with_loss(by_hand)
+
+
+@pytest.mark.parametrize("policy", ["full", "1 × full | 1 × dots"])
+def test_bytes_are_those_of_a_head_in_chunks_by_hand(policy: str) -> None:
+    chunked, by_hand = (rj.measure(job, policy, "h200").device_bytes for job in jobs())
+    assert chunked == by_hand
+
+
+def test_a_sharded_vocabulary_keeps_its_constraint_in_each_chunk() -> None:
+    def loss(w: Any, x: Any, y: Any) -> Any:
+        logits = jax.lax.with_sharding_constraint(x @ w, PartitionSpec("data", None, "model"))
+        return integer(logits, y).mean()
+
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((8, 64), "f4"), ((4, 16, 8), "f4"), ((4, 16), "i4"))]
+    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(jax.grad(chunk_head(loss, chunks=4)))(*args)
+    shapes = [eqn.outvars[0].aval.shape for eqn in equations(jaxpr) if eqn.primitive.name == "sharding_constraint"]
+    assert shapes and set(shapes) == {(4, 4, 64)}
+
+
+def test_linen_and_nnx_models_under_policies() -> None:
+    tokens = jnp.arange(32).reshape(2, 16)
+    model = Decoder()
+    params = model.init(jax.random.key(0), tokens)
+    loss = lambda params, tokens: integer(model.apply(params, tokens), tokens).mean()  # noqa: E731
+    expected = jax.jit(jax.grad(loss))(params, tokens)
+    for policy in ("full", "1 × full | 1 × dots"):
+        chunked = rj.checkpoint_blocks(chunk_head(loss), {Layer: policy})
+        pairs = zip(jax.tree.leaves(jax.jit(jax.grad(chunked))(params, tokens)), jax.tree.leaves(expected), strict=True)
+        assert max(float(jnp.abs(a - b).max()) for a, b in pairs) < 1e-5
+    of_nnx = nnx.Linear(WIDTH, WORDS, rngs=nnx.Rngs(0))
+    _, x, y = example(jnp.float32)
+    losses = [lambda model, x, y: integer(model(x), y).mean()]
+    losses.append(chunk_head(losses[0]))
+    assert jnp.abs(jnp.subtract(*(nnx.grad(loss)(of_nnx, x, y)["kernel"][...] for loss in losses))).max() < 1e-6
