@@ -160,15 +160,15 @@ def test_threads_that_switch_checkpointing_on_get_one_class(monkeypatch: pytest.
     def make() -> Any:
         return nnx.List([Layer(2, 2, rngs=nnx.Rngs(0)) for _ in range(2)])
 
-    made, both, remat = [], threading.Event(), switch.remat
+    made, both, subclass = [], threading.Event(), switch.subclass
 
     def slow(*args: Any) -> Any:
         made.append(args)
         # Another thread has the time to come as far as here.
         both.wait(0.2)
-        return remat(*args)
+        return subclass(*args)
 
-    monkeypatch.setattr(switch, "remat", slow)
+    monkeypatch.setattr(switch, "subclass", slow)
     models = together([lambda: rj.enable_gradient_checkpointing(nnx.Sequential(*make()), "full") for _ in range(3)])
     classes = {type(model.layers[0]) for model in models}
     assert len(classes) == 1 and len(made) == 1 and Layer not in classes
