@@ -5,7 +5,7 @@ from __future__ import annotations
 import flax.linen as nn
 
 from remat_jax.memory.compile.options import OPTION
-from remat_jax.planning.findings import Finding
+from remat_jax.planning.findings import PlanFinding
 from remat_jax.planning.model import Model
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.plan_data import LayerRow, Part, Point
@@ -62,7 +62,7 @@ def plan(**changes):
         "host_budget": None,
         "next_gib_seconds": 0.0005,
         "tried": (("full", 80 * MIB), ("a plan", 90 * MIB)),
-        "findings": (Finding("not_shown", "info", "A note."),),
+        "findings": (PlanFinding("not_shown", "info", "A note."),),
         "model": Model(
             (("params/up/kernel", (4, 8), "float32"), ("params/up/bias", (8,), "float32")),
             (("0", (2, 4), "float32"),),

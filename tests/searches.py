@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from remat_jax.planning.candidate import FAILED, Candidate, Choices, Compiled, Cuts, Kept, Load, Tried, block_policies
+from remat_jax.planning.candidate import FAILED, Choices, Compiled, Cuts, KeptArrays, Load, StepCandidate, Tried, block_policies
 from remat_jax.planning.fit_memory import Fit, predicted
 from remat_jax.planning.known import Known
 from remat_jax.planning.loop import Ended, search
@@ -25,7 +25,7 @@ TRUTH = replace(STACK, fixed_bytes=1700.0, blocks=(replace(LAYER, recomputed_sha
 NAMED = {"off": (SAVE, SAVE, SAVE), "everything": (SAVE, SAVE, SAVE), "dots": (SAVE, SAVE, AGAIN), "full": (SAVE, AGAIN, AGAIN)}
 
 
-def made(choices: Choices, stack: Stack = STACK, name: str = "") -> Candidate:
+def made(choices: Choices, stack: Stack = STACK, name: str = "") -> StepCandidate:
     """The candidate of choices, priced by the solver."""
     policies = block_policies(stack, choices)
     kept, loads = [], []
@@ -33,18 +33,20 @@ def made(choices: Choices, stack: Stack = STACK, name: str = "") -> Candidate:
         of = {
             action: [r for r, c in zip(policy.block.residuals, policy.choices, strict=True) if c is action] for action in Choice
         }
-        kept.append(Kept(*(frozenset(r.name for r in of[action]) for action in (SAVE, OFFLOAD)), name != "off"))
+        kept.append(KeptArrays(*(frozenset(r.name for r in of[action]) for action in (SAVE, OFFLOAD)), name != "off"))
         loads.append(Load(*(round(sum(r.bytes for r in of[action])) for action in (SAVE, AGAIN, OFFLOAD))))
     seconds = stack_plan(stack, policies).extra_seconds
-    return Candidate(tuple(kept), name=name, loads=tuple(loads), seconds=seconds, choices=choices if name != "off" else None)
+    return StepCandidate(
+        tuple(kept), name=name, loads=tuple(loads), seconds=seconds, choices=choices if name != "off" else None
+    )
 
 
-def named(stack: Stack = STACK, policies: Any = None) -> list[Candidate]:
+def named(stack: Stack = STACK, policies: Any = None) -> list[StepCandidate]:
     """The named policies, each for all layers of a stack of one kind."""
     return [made((choices,) * stack.blocks[0].repeats, stack, name) for name, choices in (policies or NAMED).items()]
 
 
-def cut(candidate: Candidate, cuts: Cuts) -> Candidate:
+def cut(candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
     """The candidate with cuts between layers that keep the same."""
     return replace(candidate, cuts=tuple(at for at in cuts if at and candidate.kept[at - 1] == candidate.kept[at]))
 
@@ -55,12 +57,12 @@ class Searched:
 
     stack: Stack
     budget: float
-    size: Callable[[Candidate], float]
-    candidates: Sequence[Candidate]
+    size: Callable[[StepCandidate], float]
+    candidates: Sequence[StepCandidate]
     host: float = math.inf
-    pace: Callable[[Candidate], float] | None = None
+    pace: Callable[[StepCandidate], float] | None = None
     arguments: float = 0.0
-    asked: list[list[Candidate]] = field(default_factory=list)
+    asked: list[list[StepCandidate]] = field(default_factory=list)
     known: Known = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,11 +71,11 @@ class Searched:
         times = Times(fit, self.stack.base_seconds)
         self.known = Known(fit, times, solved, tuple(self.candidates), has_times=self.pace is not None)
 
-    def compile_them(self, candidates: Sequence[Candidate], best: Tried | None = None) -> list[Compiled]:
+    def compile_them(self, candidates: Sequence[StepCandidate], best: Tried | None = None) -> list[Compiled]:
         self.asked.append(list(candidates))
         return [self.compiled(candidate) for candidate in candidates]
 
-    def compiled(self, candidate: Candidate) -> Compiled:
+    def compiled(self, candidate: StepCandidate) -> Compiled:
         size, seconds = self.size(candidate), None
         if self.pace is not None:
             seconds = self.pace(candidate) * (self.stack.base_seconds + candidate.seconds)
@@ -82,7 +84,7 @@ class Searched:
             Compiled(round(size), candidate.host_bytes, size < FAILED, sizes) if size < FAILED else Compiled(FAILED, 0, False)
         )
 
-    def learn(self, *candidates: Candidate) -> Searched:
+    def learn(self, *candidates: StepCandidate) -> Searched:
         self.known.fit.learn(candidates, self.compile_them(candidates))
         return self
 
@@ -128,7 +130,7 @@ def drawn(seed: int) -> Searched:
     paces = {family: draw.uniform(0.9, 1.1) for family in ("off", "named", "mix")}
     host = draw.choice([math.inf, 0.0, 500.0])
 
-    def size(candidate: Candidate) -> float:
+    def size(candidate: StepCandidate) -> float:
         wave = math.sin(candidate.saved_bytes / 97.0)
         if fails and wave > 0.8:
             return FAILED

@@ -15,7 +15,7 @@ from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import compile_candidates
 from remat_jax.planning.explain import named_table
-from remat_jax.planning.findings import Finding
+from remat_jax.planning.findings import PlanFinding
 from remat_jax.planning.model import Model as PlannedModel
 from remat_jax.planning.plan_data import Point
 from remat_jax.planning.problem import describe
@@ -203,5 +203,5 @@ def test_blocks_that_exchange_in_a_shard_map_are_planned():
 
 def test_a_printed_plan_shows_its_notes():
     assert "Not shown: whether [dots] would fit" in str(
-        plan(findings=(Finding("not_shown", "info", "Not shown: whether [dots] would fit"),))
+        plan(findings=(PlanFinding("not_shown", "info", "Not shown: whether [dots] would fit"),))
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Kept, Load, Tried, one_residual_more
+from remat_jax.planning.candidate import FAILED, Compiled, KeptArrays, Load, StepCandidate, Tried, one_residual_more
 from remat_jax.planning.choose_fastest import AS_FAST, TIME_ERROR, choose_fastest
 from remat_jax.planning.fit_memory import Fit, fitted, predicted
 from remat_jax.planning.generators import memory_limit, more, without_host
@@ -206,9 +206,9 @@ def test_the_chance_to_fit_falls_with_the_prediction():
 )
 def test_the_simpler_step_is_the_plan_where_it_is_as_fast(simple, other, assumed, allowed):
     def tried(name, seconds):
-        kept, loads = (Kept(frozenset({name})),), (Load(1, 1, 9 if name == "away" else 0),)
+        kept, loads = (KeptArrays(frozenset({name})),), (Load(1, 1, 9 if name == "away" else 0),)
         sizes = SimpleNamespace(seconds=seconds, time=SimpleNamespace(assumed=assumed))
-        return Tried(Candidate(kept, name="full" if name == "full" else "", loads=loads), Compiled(1, 0, sizes=sizes), 1)
+        return Tried(StepCandidate(kept, name="full" if name == "full" else "", loads=loads), Compiled(1, 0, sizes=sizes), 1)
 
     for share, is_simple in ((0.9 * allowed, True), (1.1 * allowed, False)):
         searched = Searched(STACK, 10, lambda step: 1.0, [], pace=lambda step: 1.0)

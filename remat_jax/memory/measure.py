@@ -100,7 +100,7 @@ def measure_many(
     settings = (described.name, repr(described.to_dict()), compat.trace_settings(), compat.xla_flags(), limit)
     checked = [_checked(policy) for policy in policies]
     off = _checked("off")
-    seek_effect = seek_effect and not workload.replaced_checkpoints and any(map(_is_compared, checked))
+    seek_effect = seek_effect and any(map(_is_compared, checked)) and not workload.replaced_checkpoints
     beside = [off] if seek_effect and _is_small(workload) and not described.attached else []
     new = [policy for policy in dict.fromkeys([*checked, *beside]) if (policy, settings) not in cached]
     if new:

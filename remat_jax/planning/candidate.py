@@ -43,7 +43,7 @@ Loads = tuple[Load, ...]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptArrays:
     """What one layer keeps between the passes.
 
     Attributes:
@@ -57,7 +57,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StepCandidate:
     """A training step that may be compiled. Two candidates are equal if and only if they are the same program.
 
     These fields say which program it is:
@@ -80,7 +80,7 @@ class Candidate:
       near: a step that differs little from it, so that its time has the same pace; None for the pace of its family.
     """
 
-    kept: tuple[Kept, ...]
+    kept: tuple[KeptArrays, ...]
     cuts: Cuts = ()
     groups: tuple[tuple[int, int], ...] = ()
     memory_limit: int | None = None
@@ -91,7 +91,7 @@ class Candidate:
     seconds: float = field(default=0.0, compare=False)
     choices: Choices | None = field(default=None, compare=False, repr=False)
     expected_bytes: int | None = field(default=None, compare=False)
-    near: Candidate | None = field(default=None, compare=False, repr=False)
+    near: StepCandidate | None = field(default=None, compare=False, repr=False)
 
     @property
     def host_bytes(self) -> int:
@@ -151,7 +151,7 @@ class Compiled:
 class Tried:
     """A compiled candidate and its predicted memory."""
 
-    candidate: Candidate
+    candidate: StepCandidate
     compiled: Compiled
     predicted_bytes: int
 

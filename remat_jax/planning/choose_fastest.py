@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remat_jax.planning.candidate import Candidate, Tried
-from remat_jax.planning.findings import Finding, info
+from remat_jax.planning.candidate import StepCandidate, Tried
+from remat_jax.planning.findings import PlanFinding, info
 from remat_jax.planning.known import Known
 
 AS_FAST = 0.005
@@ -15,7 +15,7 @@ most a sixth of the published steps may exceed a bound."""
 _LINK_RATES = {"out_bytes_per_s", "in_bytes_per_s"}
 
 
-def choose_fastest(known: Known) -> tuple[Tried, list[Finding]]:
+def choose_fastest(known: Known) -> tuple[Tried, list[PlanFinding]]:
     """The step for the plan, and what was preferred at what cost.
 
     If a step has no compiled time, as on a CPU, the step of the lowest traced estimate is chosen.
@@ -57,5 +57,5 @@ def _seconds(tried: Tried) -> float:
     return tried.compiled.seconds or 0.0
 
 
-def _complexity(candidate: Candidate) -> tuple[bool, bool, bool]:
+def _complexity(candidate: StepCandidate) -> tuple[bool, bool, bool]:
     return candidate.memory_limit is not None, not candidate.name or bool(candidate.groups), candidate.host_bytes > 0

@@ -15,8 +15,8 @@ from remat_jax.memory.compile.compiler import Sizes, compile_programs
 from remat_jax.memory.compile.exporting import ExportedProgram, export_step
 from remat_jax.memory.compile.options import Kernels
 from remat_jax.memory.compile.process import Children
-from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
-from remat_jax.planning.findings import Finding, info
+from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
+from remat_jax.planning.findings import PlanFinding, info
 from remat_jax.planning.loop import MOST_COMPILED, SIDE_BY_SIDE
 from remat_jax.planning.problem import Described
 from remat_jax.planning.translate import policies_of
@@ -47,7 +47,7 @@ class Compiler:
     deadline: float
     kernels: Kernels
     progress: Progress
-    findings: list[Finding]
+    findings: list[PlanFinding]
     count: int = field(default=0, init=False)
     _only_failures: bool = field(default=False, init=False)
     """Whether a call of `compile` was the first, and all its steps failed."""
@@ -71,7 +71,7 @@ class Compiler:
         """Whether too little time is left to trace another step and to count the FLOPs that the plan recomputes."""
         return self._left < 2 * self._tracing
 
-    def compile(self, candidates: Sequence[Candidate], best: Tried | None) -> list[Compiled]:
+    def compile(self, candidates: Sequence[StepCandidate], best: Tried | None) -> list[Compiled]:
         """The compiled memory of each candidate; an empty list if the time is up and a step already fits (`best`).
 
         Once a step fits, a failure of another step is only a finding.
@@ -113,7 +113,11 @@ class Compiler:
         ]
 
     def _submitted(
-        self, pool: ThreadPoolExecutor, sizes_of: Callable[[ExportedProgram, int | None], Sizes], key: str, candidate: Candidate
+        self,
+        pool: ThreadPoolExecutor,
+        sizes_of: Callable[[ExportedProgram, int | None], Sizes],
+        key: str,
+        candidate: StepCandidate,
     ) -> Future[Sizes]:
         """Trace a candidate's step in this thread, and submit it for compilation."""
         begin = time.monotonic()
@@ -145,7 +149,7 @@ class Compiler:
         self.progress(f"compiling {' and '.join(keys)} for {self.target.name}{so_far}", self.count, most)
 
 
-def _compiled(candidate: Candidate, sizes: Sizes) -> Compiled:
+def _compiled(candidate: StepCandidate, sizes: Sizes) -> Compiled:
     is_wrong = candidate.host_bytes > 0 and sizes.is_miscompiled
     return Compiled(sizes.device, sizes.host, sound=not is_wrong, sizes=sizes)
 

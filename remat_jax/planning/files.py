@@ -17,7 +17,7 @@ from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.memory.compile.options import GRAPHS, OPTION
 from remat_jax.memory.compile.options import KINDS as GRAPH_KINDS
 from remat_jax.planning.changes import CHANGES
-from remat_jax.planning.findings import KINDS, SEVERITIES, Finding
+from remat_jax.planning.findings import KINDS, SEVERITIES, PlanFinding
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.plan_data import Beyond, LayerRow, Part, PlanData, Point
 from remat_jax.policy import LayerPolicies, Policy
@@ -322,7 +322,7 @@ _PLAN: dict[str, _Check] = {
     **dict.fromkeys(("assumed_rates", "left_out"), _each(_text)),
     "changes": _each(_one_of(CHANGES)),
     "beyond": _each(_object(Beyond, _BEYOND, "a change")),
-    "findings": _each(_object(Finding, _FINDING, "a finding")),
+    "findings": _each(_object(PlanFinding, _FINDING, "a finding")),
     **dict.fromkeys(("is_maximal", "cut_short", "offload_needed"), _or_none(_flag)),
     **dict.fromkeys(("workload", "target", "jax_version"), _text),
     "host_budget": _or_none(_count),

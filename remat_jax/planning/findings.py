@@ -24,7 +24,7 @@ SEVERITIES = ("info", "warning")
 
 
 @dataclass(frozen=True)
-class Finding:
+class PlanFinding:
     """One thing that a reader of a plan should know.
 
     Attributes:
@@ -38,11 +38,11 @@ class Finding:
     text: str
 
 
-def info(kind: str, text: str) -> Finding:
+def info(kind: str, text: str) -> PlanFinding:
     """A finding about the search."""
-    return Finding(kind, "info", text)
+    return PlanFinding(kind, "info", text)
 
 
-def warning(kind: str, text: str) -> Finding:
+def warning(kind: str, text: str) -> PlanFinding:
     """A finding about the plan's step, which is also issued as a warning."""
-    return Finding(kind, "warning", text)
+    return PlanFinding(kind, "warning", text)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Loads, Tried, singles
+from remat_jax.planning.candidate import FAILED, Compiled, Loads, StepCandidate, Tried, singles
 from remat_jax.solver import Stack
 
 Array = Any
@@ -49,7 +49,7 @@ class Fit:
         self.tried: list[Tried] = []
         self._fitted: dict[tuple[int, float, bool], Stack] = {}
 
-    def learn(self, candidates: Sequence[Candidate], compiled: Sequence[Compiled]) -> None:
+    def learn(self, candidates: Sequence[StepCandidate], compiled: Sequence[Compiled]) -> None:
         """Add compiled candidates, with the memory that was predicted for them."""
         expected = [self.expected(candidate) for candidate in candidates]
         self.tried += map(Tried, candidates, compiled, expected)
@@ -76,7 +76,7 @@ class Fit:
         compiled = tried.compiled
         return compiled.sound and compiled.device_bytes <= self.budget and compiled.host_bytes <= self.host_budget
 
-    def known(self, candidate: Candidate) -> Tried | None:
+    def known(self, candidate: StepCandidate) -> Tried | None:
         """The compiled step of a candidate; None if it was not compiled."""
         return next((step for step in self.tried if step.candidate == candidate), None)
 
@@ -88,7 +88,7 @@ class Fit:
 
     @property
     def stack(self) -> Stack:
-        """The stack fitted to the compiled steps that are plain (`Candidate.is_plain`)."""
+        """The stack fitted to the compiled steps that are plain (`StepCandidate.is_plain`)."""
         return self.around(self.budget)
 
     def around(self, size: float, *, uncut: bool = False) -> Stack:
@@ -103,12 +103,12 @@ class Fit:
             self._fitted[key] = fitted(self.guess, steps, size)
         return self._fitted[key]
 
-    def is_cut(self, candidate: Candidate) -> bool:
+    def is_cut(self, candidate: StepCandidate) -> bool:
         """Whether layers of one kind keep different arrays, or a scan is cut between them."""
         kept = iter(candidate.kept)
         return bool(candidate.cuts) or any(len(set(islice(kept, block.repeats))) > 1 for block in self.guess.blocks)
 
-    def expected(self, candidate: Candidate) -> int:
+    def expected(self, candidate: StepCandidate) -> int:
         """The device bytes of a candidate: compiled if known, otherwise predicted.
 
         Without checkpoints, XLA may rematerialise by itself: only a share of the saved bytes counts.
@@ -120,13 +120,13 @@ class Fit:
         spared = 0.0 if candidate.checkpoints else (1 - _OFF_SHARE) * candidate.saved_bytes
         return round(predicted(self.stack, candidate.loads) - spared)
 
-    def shown(self, candidate: Candidate) -> int:
+    def shown(self, candidate: StepCandidate) -> int:
         """The device bytes: compiled if known, otherwise predicted by a stack that is exact near the prediction (`around`)."""
         if (tried := self.known(candidate)) is not None:
             return tried.compiled.device_bytes
         return round(predicted(self.around(predicted(self.stack, candidate.loads)), candidate.loads))
 
-    def error(self, candidate: Candidate) -> float:
+    def error(self, candidate: StepCandidate) -> float:
         """By how many bytes the prediction for a candidate may miss.
 
         For a mix, the error of the last fitted prediction for a mix of its sort (cut or not), and at least a share of the
@@ -146,11 +146,11 @@ class Fit:
         missed = abs(alike[-1].predicted_bytes - alike[-1].compiled.device_bytes)
         return max(_LEAST_ERROR * self.budget, missed)
 
-    def may_fit(self, candidate: Candidate) -> bool:
+    def may_fit(self, candidate: StepCandidate) -> bool:
         """Whether the prediction is over the budget by at most twice its error."""
         return self.expected(candidate) <= self.budget + 2 * self.error(candidate)
 
-    def cannot_fit(self, candidate: Candidate) -> bool:
+    def cannot_fit(self, candidate: StepCandidate) -> bool:
         """Whether arguments and saved bytes alone exceed the budget; without checkpoints, only half the saved bytes count."""
         share = 1 if candidate.checkpoints else _OFF_SHARE
         return self.arguments + candidate.saved_bytes * share > self.budget

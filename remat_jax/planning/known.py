@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from remat_jax.planning.candidate import Candidate, Cuts, Tried
+from remat_jax.planning.candidate import Cuts, StepCandidate, Tried
 from remat_jax.planning.fit_memory import Fit
 from remat_jax.planning.problem import KEEP_ALL, Kind
 from remat_jax.planning.solved import Solved
@@ -47,12 +47,12 @@ class Known:
     fit: Fit
     times: Times
     solved: Solved
-    named: Sequence[Candidate]
-    recut: Callable[[Candidate, Cuts], Candidate] = lambda candidate, cuts: candidate
+    named: Sequence[StepCandidate]
+    recut: Callable[[StepCandidate, Cuts], StepCandidate] = lambda candidate, cuts: candidate
     scanned: bool = False
     devices: int = 1
     has_times: bool = True
-    as_written: Candidate | None = None
+    as_written: StepCandidate | None = None
     kinds: Sequence[Kind] = ()
     parameter_bytes: int = 0
 
@@ -75,15 +75,15 @@ class Known:
 
         return min(self.fit.fitting, key=rank, default=None)
 
-    def named_policy(self, name: str) -> Candidate | None:
+    def named_policy(self, name: str) -> StepCandidate | None:
         """The candidate of a named policy; None if the policy is not applicable."""
         return next((candidate for candidate in self.named if candidate.name == name), None)
 
-    def seconds(self, candidate: Candidate) -> float:
+    def seconds(self, candidate: StepCandidate) -> float:
         """The time of a whole step, compiled or estimated."""
         return self.times.of(candidate)[0]
 
-    def chance(self, candidate: Candidate) -> float:
+    def chance(self, candidate: StepCandidate) -> float:
         """The chance that a candidate fits; 0 if it surely does not.
 
         While nothing fits, everything has a chance, and `full` a fair one. A named policy that is predicted not to fit has one
@@ -93,7 +93,7 @@ class Known:
             return max(_FULL_CHANCE, self._chance(candidate))
         return self._chance(candidate)
 
-    def _chance(self, candidate: Candidate) -> float:
+    def _chance(self, candidate: StepCandidate) -> float:
         if candidate.host_bytes > self.fit.host_left or self.fit.cannot_fit(candidate):
             return 0.0
         room = self.fit.budget - self.fit.expected(candidate)
@@ -102,7 +102,7 @@ class Known:
             return max(_LEAST_CHANCE, chance)
         return 0.0
 
-    def gain(self, candidate: Candidate, best: Candidate | None) -> float:
+    def gain(self, candidate: StepCandidate, best: StepCandidate | None) -> float:
         """The expected seconds by which a candidate, if it fits, is faster than `best`; None counts as twice the step's time.
 
         It is above 0 for a candidate estimated to be slower, if the estimate may be off by that much.
@@ -114,7 +114,7 @@ class Known:
             return max(0.0, gain)
         return gain * _UNIT.cdf(gain / doubt) + doubt * _UNIT.pdf(gain / doubt)
 
-    def _doubt(self, candidate: Candidate, best: Candidate) -> float:
+    def _doubt(self, candidate: StepCandidate, best: StepCandidate) -> float:
         # Nothing is compiled against a step that keeps everything on the word of doubts.
         if not self.has_times or best.name in KEEP_ALL:
             return 0.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from remat_jax.planning.candidate import Candidate, Compiled, Tried
+from remat_jax.planning.candidate import Compiled, StepCandidate, Tried
 from remat_jax.planning.generators import GENERATORS, Generator
 from remat_jax.planning.known import Known
 
-Compile = Callable[[Sequence[Candidate], Tried | None], list[Compiled]]
+Compile = Callable[[Sequence[StepCandidate], Tried | None], list[Compiled]]
 """Compiles candidates in parallel, given the best step so far; an empty result means that the time is up."""
 
 MOST_COMPILED = 8
@@ -28,7 +28,7 @@ class Ended:
     """
 
     by: str
-    left: tuple[Candidate, ...] = ()
+    left: tuple[StepCandidate, ...] = ()
 
 
 def search(known: Known, compile_them: Compile, generators: Iterable[Generator] = tuple(GENERATORS.values())) -> Ended:
@@ -49,22 +49,22 @@ def search(known: Known, compile_them: Compile, generators: Iterable[Generator] 
     return Ended("gain")
 
 
-def proposals(known: Known, generators: Iterable[Generator]) -> list[Candidate]:
+def proposals(known: Known, generators: Iterable[Generator]) -> list[StepCandidate]:
     """What all generators propose and is not compiled, each program once."""
     proposed = dict.fromkeys(candidate for propose in generators for candidate in propose(known))
     return [candidate for candidate in proposed if known.fit.known(candidate) is None]
 
 
-def left(known: Known, generators: Iterable[Generator]) -> tuple[Candidate, ...]:
+def left(known: Known, generators: Iterable[Generator]) -> tuple[StepCandidate, ...]:
     """The proposals that are worth a compilation, the most promising first."""
     best = None if known.best is None else known.best.candidate
     scored = [(known.chance(step) * known.gain(step, best), step) for step in proposals(known, generators)]
     return tuple(step for score, step in sorted(scored, key=lambda pair: -pair[0]) if score and _is_worth(known, step, best))
 
 
-def most_promising(known: Known, candidates: Iterable[Candidate]) -> list[Candidate]:
+def most_promising(known: Known, candidates: Iterable[StepCandidate]) -> list[StepCandidate]:
     """At most two candidates that are worth a compilation: the one of the highest score, and the one that adds most to it."""
-    best, chosen = None if known.best is None else known.best.candidate, list[Candidate]()
+    best, chosen = None if known.best is None else known.best.candidate, list[StepCandidate]()
     worth = [(known.chance(step), step) for step in candidates if _is_worth(known, step, best)]
     scores = [(chance * known.gain(step, best), chance, step) for chance, step in worth if chance]
     if not scores:
@@ -85,5 +85,5 @@ _LEAST_SCORE = 0.1
 """Beside the most promising candidate, another is compiled if its score is at least this share of `Known.worth`."""
 
 
-def _is_worth(known: Known, candidate: Candidate, best: Candidate | None) -> bool:
+def _is_worth(known: Known, candidate: StepCandidate, best: StepCandidate | None) -> bool:
     return best is None or known.gain(candidate, best) >= known.worth

@@ -17,7 +17,7 @@ from remat_jax.memory.advice import SHOWN, Advice, advise, largest, traced_produ
 from remat_jax.memory.compile.devices import check_devices, host_shortage
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, GRAPHS, Kernels, check_timeout
 from remat_jax.planning.beyond import Predicted, estimated, with_changes
-from remat_jax.planning.candidate import Candidate, Tried
+from remat_jax.planning.candidate import StepCandidate, Tried
 from remat_jax.planning.changes import CHANGES, checked
 from remat_jax.planning.check_budget import budget_bytes, check_arguments_fit, host_budget_bytes, infeasible
 from remat_jax.planning.choose_fastest import choose_fastest
@@ -287,7 +287,7 @@ class _Planner:
         seconds = self.known.times.pace_of(fastest) * other.times.traced(fastest)
         return Predicted(round(predicted(stack, fastest.loads)), seconds + copies)
 
-    def _recompute_flops(self, candidate: Candidate, policies: Mapping[Any, Any]) -> int:
+    def _recompute_flops(self, candidate: StepCandidate, policies: Mapping[Any, Any]) -> int:
         """The FLOPs that the blocks recompute. With groups of layers, the FLOPs that the traced step recomputes.
 
         If these cannot be counted, or if time is up, the FLOPs under `full`.

@@ -9,7 +9,7 @@ from typing import Any
 
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Rates
-from remat_jax.planning.candidate import FAILED, Candidate, Tried, runs, singles
+from remat_jax.planning.candidate import FAILED, StepCandidate, Tried, runs, singles
 from remat_jax.planning.generators import more, without_host
 from remat_jax.planning.generators.groups import INSIDE
 from remat_jax.planning.known import Known
@@ -33,7 +33,7 @@ def outcome(
     fit, times = known.fit, known.times
     stack = fit.stack
 
-    def point(candidate: Candidate) -> Point:
+    def point(candidate: StepCandidate) -> Point:
         tried, (seconds, timed) = fit.known(candidate), times.of(candidate)
         failed = tried is not None and tried.compiled.device_bytes == FAILED
         unsound = tried is not None and not tried.compiled.sound
@@ -77,7 +77,7 @@ def outcome(
     }
 
 
-def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[Part, ...]:
+def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tuple[Part, ...]:
     """The layers' actions, with one `Part` per run of equal layers."""
     kinds = {block.name: kind for block, kind in zip(stack.blocks, described.kinds, strict=True)}
     blocks = singles(stack)
@@ -114,7 +114,7 @@ def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[
     return tuple(parts)
 
 
-def _policy_at(kind: Kind, block: Block, candidate: Candidate, at: int) -> tuple[Policy, str, Sequence[Choice]]:
+def _policy_at(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> tuple[Policy, str, Sequence[Choice]]:
     """The policy of the block at index `at` of the stack, its text, and its choices."""
     if candidate.name:
         policy = Policy.parse(INSIDE if candidate.groups else candidate.name if candidate.checkpoints else "off")

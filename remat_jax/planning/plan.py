@@ -47,7 +47,7 @@ class Plan(PlanData):
         makes it faster, or if `timeout` ended the search.
       next_bytes: 1 GiB; for a budget below 16 GiB, between 1/32 and 1/16 of the budget.
       tried: (name, device bytes) of each compiled step, in order.
-      findings: what else is to be known of the plan and the search, each with a kind, a severity and a sentence (`Finding`);
+      findings: what else is to be known of plan and search: `PlanFinding`s, each with a kind, a severity and a sentence;
         `notes` are the sentences.
       is_maximal: whether the search showed that no further residual fits beside those that the plan's step saves. A variant of
         the step saves one more residual in all layers of one run, and is at least 0.3 % faster by the estimate. At most two

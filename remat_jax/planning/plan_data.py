@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat_jax.core.marks import Block
-from remat_jax.planning.findings import Finding
+from remat_jax.planning.findings import PlanFinding
 from remat_jax.planning.model import Model, block_name
 from remat_jax.policy import Policy
 
@@ -134,7 +134,7 @@ class PlanData:
     host_budget: int | None
     next_gib_seconds: float | None
     tried: tuple[tuple[str, int], ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[PlanFinding, ...]
     model: Model = field(repr=False)
     jax_version: str = ""
     compiler_options: Mapping[str, int | str] = field(default_factory=dict)

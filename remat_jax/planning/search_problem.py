@@ -13,10 +13,10 @@ from remat_jax import compat
 from remat_jax.errors import PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
-from remat_jax.planning.candidate import Candidate
+from remat_jax.planning.candidate import StepCandidate
 from remat_jax.planning.check_budget import argument_bytes
 from remat_jax.planning.compile_candidates import first_sentence
-from remat_jax.planning.findings import Finding, warning
+from remat_jax.planning.findings import PlanFinding, warning
 from remat_jax.planning.fit_memory import Fit
 from remat_jax.planning.generators.as_written import as_written
 from remat_jax.planning.known import Known
@@ -47,7 +47,7 @@ class Problem:
     described: Described
     known: Known
     remarks: tuple[Point, ...]
-    findings: list[Finding]
+    findings: list[PlanFinding]
 
 
 def problem(
@@ -58,7 +58,7 @@ def problem(
     Raises:
       TargetError, UnsupportedError, BlockError: as in `describe`.
     """
-    described, findings = describe(workload, target, timeout=timeout), list[Finding]()
+    described, findings = describe(workload, target, timeout=timeout), list[PlanFinding]()
     if no_offload := _no_link(described, target, host_budget):
         described = replace(described, stack=replace(described.stack, link=None))
     else:
@@ -77,7 +77,7 @@ def _no_link(described: Described, target: Target, host_budget: int | None) -> s
     return "" if described.stack.link is not None else f"the target {target.name} has no link to host memory"
 
 
-def _without_refused_offload(described: Described, findings: list[Finding]) -> tuple[Described, str]:
+def _without_refused_offload(described: Described, findings: list[PlanFinding]) -> tuple[Described, str]:
     """`described` without offload in scans that XLA cannot compile or miscompiles; why named policies may not offload."""
     stack, no_offload, remedy = described.stack, "XLA cannot compile offload in a scan inside another scan", ""
     refused = [kind.program.call.nested for kind in described.kinds]
@@ -93,7 +93,7 @@ def _without_refused_offload(described: Described, findings: list[Finding]) -> t
     return replace(described, stack=replace(stack, blocks=blocks, link=link)), no_offload
 
 
-def _named(workload: Workload, described: Described, no_offload: str) -> tuple[list[Candidate], tuple[Point, ...]]:
+def _named(workload: Workload, described: Described, no_offload: str) -> tuple[list[StepCandidate], tuple[Point, ...]]:
     """The applicable named policies as candidates, and the inapplicable named policies as points with a remark."""
     candidates, remarks = [], dict[str, str]()
     for name, policy in NAMED.items():
@@ -110,7 +110,12 @@ def _named(workload: Workload, described: Described, no_offload: str) -> tuple[l
 
 
 def _known(
-    workload: Workload, described: Described, named: Sequence[Candidate], budget: int, target: Target, host_budget: int | None
+    workload: Workload,
+    described: Described,
+    named: Sequence[StepCandidate],
+    budget: int,
+    target: Target,
+    host_budget: int | None,
 ) -> Known:
     kinds = described.kinds
     nested = any(kind.program.call.nested for kind in kinds)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planning.candidate import Candidate, Choices, block_policies, choices_together, singles
+from remat_jax.planning.candidate import Choices, StepCandidate, block_policies, choices_together, singles
 from remat_jax.planning.fit_memory import Fit, predicted
 from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.solver import Choice, Prices, Solver, Stack, cheapest_policy
@@ -25,13 +25,17 @@ class Solved:
     """
 
     def __init__(
-        self, fit: Fit, named: Sequence[Candidate], make: Callable[[Choices], Candidate], most_policies: int = MOST_POLICIES
+        self,
+        fit: Fit,
+        named: Sequence[StepCandidate],
+        make: Callable[[Choices], StepCandidate],
+        most_policies: int = MOST_POLICIES,
     ) -> None:
         self.fit, self.named, self.make = fit, named, make
         self.most_policies = min(most_policies, MOST_POLICIES)
         self._solvers: dict[tuple[Stack, int], Solver] = {}
 
-    def plan(self, stack: Stack, budget: float, most_policies: int | None = None) -> Candidate | None:
+    def plan(self, stack: Stack, budget: float, most_policies: int | None = None) -> StepCandidate | None:
         """The solver's fastest plan within `budget`, with at most `most_policies` policies per kind; None if nothing fits."""
         plan = self._within(stack, budget, self.fit.host_left, most_policies)
         if plan is None or not plan.host_bytes:
@@ -40,11 +44,11 @@ class Solved:
         uncopied = self.without_copies(stack, budget, most_policies)
         return plan if uncopied is None or plan.seconds <= uncopied.seconds else uncopied
 
-    def without_copies(self, stack: Stack, budget: float, most_policies: int | None = None) -> Candidate | None:
+    def without_copies(self, stack: Stack, budget: float, most_policies: int | None = None) -> StepCandidate | None:
         """The solver's fastest plan within `budget` that offloads nothing; None if nothing fits."""
         return self._within(stack, budget, 0.0, most_policies)
 
-    def _within(self, stack: Stack, budget: float, host_budget: float, most_policies: int | None) -> Candidate | None:
+    def _within(self, stack: Stack, budget: float, host_budget: float, most_policies: int | None) -> StepCandidate | None:
         if budget <= 0:
             return None
         try:
@@ -68,7 +72,7 @@ class Solved:
         """A lower bound, by the fitted stack, on `StackPlan.extra_seconds` of any plan within both budgets."""
         return self._solver(self.fit.stack, self.most_policies).bound(self.fit.budget, self.fit.host_left)
 
-    def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[Candidate]:
+    def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[StepCandidate]:
         """The plan of least memory, and the solver's plans at `points` larger budgets; stops when `is_over` returns True."""
         if is_over():
             return []
@@ -78,7 +82,7 @@ class Solved:
         budgets = [low + (high - low) * count / points for count in range(1, points + 1)]
         return [least, *filter(None, (self.plan(stack, budget) for budget in budgets if not is_over()))]
 
-    def least(self, stack: Stack) -> Candidate:
+    def least(self, stack: Stack) -> StepCandidate:
         """The plan with the least predicted memory among a few heuristic plans."""
         count = len(singles(stack))
         # A saved byte occupies memory in every later block. The weight of saved bytes that gives the least memory depends on
@@ -89,7 +93,7 @@ class Solved:
         within = [plan for plan in plans if plan.host_bytes <= self.fit.host_left]
         return min(within or plans, key=lambda plan: (predicted(stack, plan.loads), plan.seconds))
 
-    def _lean(self, stack: Stack, weight: float, *, offload: bool) -> Candidate:
+    def _lean(self, stack: Stack, weight: float, *, offload: bool) -> StepCandidate:
         choices: list[tuple[Choice, ...]] = []
         prices = Prices(saved=weight, transient=1.0)
         for block in stack.blocks:

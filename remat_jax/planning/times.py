@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from remat_jax.planning.candidate import Candidate, Tried
+from remat_jax.planning.candidate import StepCandidate, Tried
 from remat_jax.planning.fit_memory import Fit
 from remat_jax.planning.problem import KEEP_ALL
 
@@ -33,8 +33,8 @@ class Times:
         """The median ratio of compiled to traced time over the compiled steps; 1 if traced times are used."""
         return self._median(self.fit.compiled)
 
-    def pace_of(self, candidate: Candidate) -> float:
-        """The pace of the step that is near (`Candidate.near`), else of the family, or `pace` if none is compiled."""
+    def pace_of(self, candidate: StepCandidate) -> float:
+        """The pace of the step that is near (`StepCandidate.near`), else of the family, or `pace` if none is compiled."""
         near = [step for step in self.fit.compiled if step.candidate == candidate.near]
         family = [step for step in self.fit.compiled if step.candidate.family == candidate.family]
         return self._median(near or family or self.fit.compiled)
@@ -45,11 +45,11 @@ class Times:
         ratios = [(step.compiled.seconds or 0.0) / self.traced(step.candidate) for step in steps]
         return statistics.median(ratios or [1.0])
 
-    def traced(self, candidate: Candidate) -> float:
+    def traced(self, candidate: StepCandidate) -> float:
         """The traced estimate of a step's seconds."""
         return self.traced_base + candidate.seconds
 
-    def of(self, candidate: Candidate) -> tuple[float, bool]:
+    def of(self, candidate: StepCandidate) -> tuple[float, bool]:
         """The seconds of a step, and whether they come from its compiled schedule."""
         tried = self.fit.known(candidate)
         if tried is not None and self.compiled and tried.compiled.seconds:

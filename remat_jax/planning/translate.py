@@ -16,16 +16,16 @@ from typing import Any
 from remat_jax.apply.audit import Audit
 from remat_jax.core import marks as marking
 from remat_jax.errors import PlanningError
-from remat_jax.planning.candidate import Candidate, Choices, Cuts, Kept, Load, block_policies
+from remat_jax.planning.candidate import Choices, Cuts, KeptArrays, Load, StepCandidate, block_policies
 from remat_jax.planning.model import block_name
 from remat_jax.planning.problem import Described, Kind, block_seconds, extra_seconds
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy
 from remat_jax.solver import Block, BlockPolicy, Choice
 
 
-def own_candidate(described: Described, choices: Choices) -> Candidate:
+def own_candidate(described: Described, choices: Choices) -> StepCandidate:
     """A candidate from the solver's choices, priced like any policy. Equal layers of a kind are priced once."""
-    stack, loads, kept, seconds, first = described.stack, list[Load](), list[Kept](), 0.0, 0
+    stack, loads, kept, seconds, first = described.stack, list[Load](), list[KeptArrays](), 0.0, 0
     for kind, block in zip(described.kinds, stack.blocks, strict=True):
         chosen = choices[first : first + block.repeats]
         first += block.repeats
@@ -33,13 +33,13 @@ def own_candidate(described: Described, choices: Choices) -> Candidate:
         for layer, count in Counter(chosen).items():
             policy = BlockPolicy(block, layer)
             price = kind.program.price(policy_of(kind, policy), kind.paths[0])
-            known[layer] = _load(policy), Kept(price.saved, price.offloaded)
+            known[layer] = _load(policy), KeptArrays(price.saved, price.offloaded)
             each, last = (block_seconds(stack.link, block, price, last=last) for last in (False, True))
             seconds += count * each
             seconds += last - each if first == len(choices) and layer == chosen[-1] else 0.0
         loads += [known[layer][0] for layer in chosen]
         kept += [known[layer][1] for layer in chosen]
-    return Candidate(tuple(kept), loads=tuple(loads), seconds=seconds, choices=choices)
+    return StepCandidate(tuple(kept), loads=tuple(loads), seconds=seconds, choices=choices)
 
 
 def _load(policy: BlockPolicy) -> Load:
@@ -48,7 +48,7 @@ def _load(policy: BlockPolicy) -> Load:
     return Load(round(policy.saved_bytes - policy.block.input_bytes), round(again), round(policy.host_bytes))
 
 
-def recut(described: Described, candidate: Candidate, cuts: Cuts) -> Candidate:
+def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
     """The candidate with its scans cut at `cuts`; cuts outside a scan, or between layers that differ, are dropped."""
     kept, first = [], 0
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
@@ -60,7 +60,7 @@ def recut(described: Described, candidate: Candidate, cuts: Cuts) -> Candidate:
     return replace(candidate, cuts=tuple(kept))
 
 
-def named_candidate(described: Described, name: str) -> Candidate:
+def named_candidate(described: Described, name: str) -> StepCandidate:
     """The candidate of a named policy or `off`; raises `PolicyError` if the policy has no effect on the workload."""
     meant = Policy.parse(name)
     if meant.checkpoint:
@@ -69,20 +69,20 @@ def named_candidate(described: Described, name: str) -> Candidate:
             # One block per kind is enough: all layers of a kind have the same block.
             audit.saw(kind.paths[0], replace(kind.program.call.block, policy=meant))
         audit.check()
-    loads, kept = list[Load](), list[Kept]()
+    loads, kept = list[Load](), list[KeptArrays]()
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         price = kind.program.price(meant)
         needed = sum(residual.bytes for residual in block.residuals if residual.needed)
         again = max(0, round(needed) - price.saved_bytes - price.host_bytes)
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
-        kept += [Kept(price.saved, price.offloaded, meant.checkpoint)] * block.repeats
-    named = Candidate(tuple(kept), source="named", name=name, loads=tuple(loads), seconds=extra_seconds(described, meant))
+        kept += [KeptArrays(price.saved, price.offloaded, meant.checkpoint)] * block.repeats
+    named = StepCandidate(tuple(kept), source="named", name=name, loads=tuple(loads), seconds=extra_seconds(described, meant))
     alike = _alike(described, named, meant) if meant.checkpoint else None
     # The loads above do not count recomputed intermediates. The loads of the equivalent choices do.
     return named if alike is None else replace(named, choices=alike.choices, loads=alike.loads)
 
 
-def _alike(described: Described, named: Candidate, policy: Policy) -> Candidate | None:
+def _alike(described: Described, named: StepCandidate, policy: Policy) -> StepCandidate | None:
     """The same program as a named policy, from choices of the solver; None if no choices express it."""
     chosen: list[tuple[Choice, ...]] = []
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
@@ -115,7 +115,7 @@ def choices_of(kind: Kind, block: Block, policy: Policy) -> list[Choice]:
     return choices
 
 
-def policies_of(described: Described, candidate: Candidate) -> dict[marking.Block, Any]:
+def policies_of(described: Described, candidate: StepCandidate) -> dict[marking.Block, Any]:
     """A dict from block to its policy, or to `LayerPolicies` if its layers differ or a scan is cut."""
     if candidate.name or candidate.choices is None:
         everywhere = as_block_policy(candidate.name if candidate.checkpoints else "off")

@@ -15,7 +15,7 @@ from remat_jax.memory.compile.options import OPTION, WITHOUT_TRITON, Kernels
 from remat_jax.planning.candidate import Tried
 from remat_jax.planning.check_budget import check_arguments_fit
 from remat_jax.planning.compile_candidates import Progress, first_sentence
-from remat_jax.planning.findings import Finding, info, warning
+from remat_jax.planning.findings import PlanFinding, info, warning
 from remat_jax.planning.plan import Plan
 from remat_jax.report.tables import format_bytes
 from remat_jax.workload import Workload
@@ -69,7 +69,7 @@ def fitting_without_triton(
         )
         return sizes[program.key].device
 
-    def with_finding(made: Plan, finding: Finding, *others: Finding) -> Plan:
+    def with_finding(made: Plan, finding: PlanFinding, *others: PlanFinding) -> Plan:
         return replace(made, findings=(*made.findings, *others, finding))
 
     first, tried = plan_for(budget, timeout, [])

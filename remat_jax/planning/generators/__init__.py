@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from remat_jax.planning.candidate import Candidate
+from remat_jax.planning.candidate import StepCandidate
 from remat_jax.planning.generators import as_written, groups, memory_limit, mix, more, named, without_host
 from remat_jax.planning.known import Known
 
-Generator = Callable[[Known], Iterable[Candidate]]
+Generator = Callable[[Known], Iterable[StepCandidate]]
 """Proposes candidates; those that are compiled already are passed over."""
 
 # Of equal proposals the first is taken: a variant of a compiled step knows that step's pace.

@@ -8,17 +8,17 @@ from dataclasses import replace
 from remat_jax.apply.blocks import AS_WRITTEN
 from remat_jax.cost.count import flops
 from remat_jax.errors import UnsupportedError
-from remat_jax.planning.candidate import Candidate, Load
+from remat_jax.planning.candidate import Load, StepCandidate
 from remat_jax.planning.known import Known
 from remat_jax.workload import Workload
 
 
-def propose(known: Known) -> Iterable[Candidate]:
+def propose(known: Known) -> Iterable[StepCandidate]:
     """The step as written, if policies replace checkpoints of the model's own."""
     return [] if known.as_written is None else [known.as_written]
 
 
-def as_written(workload: Workload, everything: Candidate, full: Candidate) -> Candidate:
+def as_written(workload: Workload, everything: StepCandidate, full: StepCandidate) -> StepCandidate:
     """The candidate, estimated between a step that keeps everything and one under `full`, by the FLOPs that each recomputes."""
     share = 1.0
     written, of_full = (counted_flops(workload, policy) for policy in ("off", dict.fromkeys(workload.blocks, "full")))
@@ -33,7 +33,7 @@ def as_written(workload: Workload, everything: Candidate, full: Candidate) -> Ca
         Load(round(between(first.saved, second.saved)), round(between(first.recomputed, second.recomputed)), 0)
         for first, second in pairs
     ]
-    return Candidate(
+    return StepCandidate(
         tuple(replace(kept, checkpointed=False) for kept in everything.kept),
         source="as_written",
         name=AS_WRITTEN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from remat_jax.planning.candidate import FAILED, Candidate
+from remat_jax.planning.candidate import FAILED, StepCandidate
 from remat_jax.planning.known import Known
 from remat_jax.policy import LayerPolicies, Policy
 from remat_jax.solver.groups import GroupedLayer, Grouping, groupings
@@ -14,7 +14,7 @@ INSIDE = "full"
 """The policy of each layer of a group during the group's backward pass."""
 
 
-def propose(known: Known) -> Iterable[Candidate]:
+def propose(known: Known) -> Iterable[StepCandidate]:
     """The fastest grouping that is predicted to fit, and the one of least memory, if nothing fits or the best step offloads.
 
     The memory is predicted from the step under `full`: except for the layers' inputs, groups need the same. There are none if
@@ -39,11 +39,11 @@ def propose(known: Known) -> Iterable[Candidate]:
     return [_grouped(full, grouping) for grouping in dict.fromkeys(chosen)]
 
 
-def _grouped(full: Candidate, grouping: Grouping) -> Candidate:
+def _grouped(full: StepCandidate, grouping: Grouping) -> StepCandidate:
     # A group saves one input. Its bytes are divided equally among the layers of the group.
     kept = round(full.loads[0].saved * len(grouping.groups) / grouping.grouped)
     loads = tuple(replace(load, saved=kept) for load in full.loads[: grouping.grouped]) + full.loads[grouping.grouped :]
-    return Candidate(
+    return StepCandidate(
         full.kept,
         groups=grouping.groups,
         source="groups",

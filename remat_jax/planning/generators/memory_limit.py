@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from remat_jax.planning.candidate import Candidate
+from remat_jax.planning.candidate import StepCandidate
 from remat_jax.planning.known import Known
 
 _NEAR = 1.1
 """A step that needs at most this multiple of the budget may be compiled again with the budget as XLA's memory limit."""
 
 
-def propose(known: Known) -> Iterable[Candidate]:
+def propose(known: Known) -> Iterable[StepCandidate]:
     """`off` and the fastest compiled step slightly over the budget, with the limit.
 
     XLA hardly rematerialises inside a scan, so scanned layers are compiled with a limit only if nothing else fits. Nothing is

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from remat_jax.planning.candidate import FAILED, Candidate
+from remat_jax.planning.candidate import FAILED, StepCandidate
 from remat_jax.planning.known import Known
 from remat_jax.solver import Stack
 
@@ -16,12 +16,12 @@ _AFTER_FAILURE = 0.05
 _TRIES = 4
 
 
-def propose(known: Known) -> Iterable[Candidate]:
+def propose(known: Known) -> Iterable[StepCandidate]:
     """Mixes of the fitted stack; all of them predicted to fit, if any mix is."""
     return [replace(candidate, source="mix") for candidate in _proposals(known)]
 
 
-def _proposals(known: Known) -> Iterator[Candidate]:
+def _proposals(known: Known) -> Iterator[StepCandidate]:
     fit, stack = known.fit, known.fit.stack
     first = _uncompiled(known, stack, fit.budget)
     if first is not None:
@@ -39,7 +39,7 @@ def _proposals(known: Known) -> Iterator[Candidate]:
         yield from (known.solved.least(stack), known.solved.least(fit.guess))
 
 
-def _uncompiled(known: Known, stack: Stack, budget: float, most_policies: int | None = None) -> Candidate | None:
+def _uncompiled(known: Known, stack: Stack, budget: float, most_policies: int | None = None) -> StepCandidate | None:
     """The fastest mix within `budget` that is not compiled; None if the fastest is compiled and fits, or if there is none."""
     for _ in range(_TRIES):
         plan = known.solved.plan(stack, budget, most_policies)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from remat_jax.planning.candidate import FAILED, Candidate, one_residual_more, runs
+from remat_jax.planning.candidate import FAILED, StepCandidate, one_residual_more, runs
 from remat_jax.planning.fit_memory import predicted
 from remat_jax.planning.known import Known
 from remat_jax.planning.problem import KEEP_ALL
 
 
-def propose(known: Known) -> Iterable[Candidate]:
+def propose(known: Known) -> Iterable[StepCandidate]:
     """The best step with all further residuals that are predicted to fit, and with one more residual."""
     best = known.best
     if best is None or best.candidate.choices is None:
@@ -20,7 +20,7 @@ def propose(known: Known) -> Iterable[Candidate]:
     return [replace(candidate, source="more", near=best.candidate) for candidate in candidates]
 
 
-def _filled(known: Known, best: Candidate) -> Iterator[Candidate]:
+def _filled(known: Known, best: StepCandidate) -> Iterator[StepCandidate]:
     """`best` with further residuals saved one by one: each time the fastest variant that is predicted to fit."""
     stack, candidate = known.fit.around(known.fit.expected(best)), best
     while within := [more for more in one_more(known, candidate) if predicted(stack, more.loads) <= known.fit.budget]:
@@ -29,7 +29,7 @@ def _filled(known: Known, best: Candidate) -> Iterator[Candidate]:
         yield candidate
 
 
-def least_more(known: Known) -> list[Candidate]:
+def least_more(known: Known) -> list[StepCandidate]:
     """At most two variants of the best step that save one more residual: of fewest saved bytes, and of least predicted memory.
 
     Only variants that gain enough for a compilation count. A variant that is surely over the budget is left out.
@@ -60,7 +60,7 @@ def is_maximal(known: Known) -> bool:
     return all(step is not None and step.compiled.device_bytes < FAILED for step in tried)
 
 
-def one_more(known: Known, candidate: Candidate) -> list[Candidate]:
+def one_more(known: Known, candidate: StepCandidate) -> list[StepCandidate]:
     """The variants that save one more residual in one run and are faster than `candidate`; the scans stay the same."""
     assert candidate.choices is not None, "one residual more needs the choices"
     stack = known.fit.guess

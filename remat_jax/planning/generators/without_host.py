@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from remat_jax.planning.candidate import Candidate, singles
+from remat_jax.planning.candidate import StepCandidate, singles
 from remat_jax.planning.known import Known
 from remat_jax.solver import Choice
 
 
-def propose(known: Known) -> Iterable[Candidate]:
+def propose(known: Known) -> Iterable[StepCandidate]:
     """If a step that fits offloads: the best step with its offloads saved, and the fastest mix that offloads nothing."""
     best = known.best
     if best is None or not any(step.candidate.host_bytes for step in known.fit.fitting):
@@ -19,7 +19,7 @@ def propose(known: Known) -> Iterable[Candidate]:
     return [replace(candidate, source="without_host") for candidate in candidates if candidate is not None]
 
 
-def left_on_device(known: Known, candidate: Candidate) -> Candidate | None:
+def left_on_device(known: Known, candidate: StepCandidate) -> StepCandidate | None:
     """The candidate with its offloaded residuals saved.
 
     None if it offloads nothing, if no choices express it, or if an offloaded residual may not be saved.
@@ -35,7 +35,7 @@ def left_on_device(known: Known, candidate: Candidate) -> Candidate | None:
     return replace(known.recut(known.solved.make(saved), candidate.cuts), near=candidate)
 
 
-def offload_needed(known: Known, candidate: Candidate) -> bool | None:
+def offload_needed(known: Known, candidate: StepCandidate) -> bool | None:
     """Whether a step that offloads does not fit with the same residuals on the device; None if that was not shown."""
     here = left_on_device(known, candidate)
     if here is None:
