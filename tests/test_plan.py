@@ -207,7 +207,7 @@ def test_too_little_says_the_least_and_what_takes_it():
 
 
 def test_less_than_the_parameters_is_said_without_compiling(monkeypatch):
-    monkeypatch.setattr(make_plan, "describe", None)
+    monkeypatch.setattr(make_plan, "problem", None)
     with pytest.raises(
         InfeasibleBudget, match="is less than the arguments of a step of 'perceptrons'.*parameters 192.0 KiB"
     ) as caught:
