@@ -69,7 +69,7 @@ def test_the_page_on_offload() -> None:
 
 def test_the_page_on_planning() -> None:
     text = text_of("docs/planning.md", ("rj.largest_batch(", "only_bind(rj.largest_batch)("), ("(256, 512)", "(512,)"))
-    assert run(text, "planning.md", {"__name__": "page", "only_bind": only_bind}) == 7
+    assert run(text, "planning.md", {"__name__": "page", "only_bind": only_bind}) == 8
 
 
 def test_five_minutes_at_a_small_size() -> None:
