@@ -55,6 +55,11 @@ def silenced() -> Iterator[None]:
         _silenced.reset(token)
 
 
+def is_silenced() -> bool:
+    """Whether `warn` issues nothing here."""
+    return _silenced.get()
+
+
 def _caller() -> tuple[str, int, int]:
     """The file and line of the nearest frame outside this package, and the `stacklevel` with which `warn` points to it."""
     depth, frame = 1, sys._getframe(1)

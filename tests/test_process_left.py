@@ -158,7 +158,7 @@ def fresh(code: str, path: pathlib.Path) -> str:
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="Linux tells the threads of a process")
 def test_a_process_that_was_forked_after_jax_had_started_is_told_at_once() -> None:
     assert "RematWarning: this process was forked after JAX had started" in fresh(FORKED, ROOT)
-    assert "RematWarning" not in fresh(FORKED.replace("jnp.ones(3).sum()", "").replace("os.fork()", "0"), ROOT)
+    assert "was forked" not in fresh(FORKED.replace("jnp.ones(3).sum()", "").replace("os.fork()", "0"), ROOT)
 
 
 def test_a_block_that_is_traced_in_a_forked_process_is_told_once_in_each() -> None:

@@ -15,7 +15,7 @@ from jax._src import xla_bridge as _bridge
 from remat_jax.compat.rematerialisation import remat3
 from remat_jax.compat.xla import disabled_passes, require_gpu_compiler
 from remat_jax.errors import UnsupportedError
-from remat_jax.warning import warn
+from remat_jax.warning import is_silenced, warn
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -203,7 +203,7 @@ if hasattr(os, "register_at_fork"):
 def warn_of_lost_threads() -> None:
     """Warn, once per process, if this process was forked after JAX had started."""
     global _lost_threads
-    if _lost_threads:
+    if _lost_threads and not is_silenced():
         _lost_threads = False
         warn(
             "this process was forked after JAX had started, and a fork does not copy JAX's threads: JAX may hang. Start "
