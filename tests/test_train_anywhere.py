@@ -345,7 +345,7 @@ def test_a_plan_is_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def plan_of(job: rj.Workload, policy: rj.Policy, target: str = "8xh100") -> rj.Plan:
     sizes = {"device_bytes": 10_000_000, "predicted_bytes": 10_000_000, "host_bytes": 4_000_000, "budget": 2**24}
-    empty = dict.fromkeys(("frontier", "named", "parts", "tried", "notes"), ())
+    empty = dict.fromkeys(("frontier", "named", "parts", "tried", "findings"), ())
     rest = {"recompute_flops": 1, "seconds": 1.0, "base_seconds": 1.0, "next_gib_seconds": None, "host_budget": None}
     fields = {"workload": job.name, "target": target, "model": Model.of(job), "compiler_options": {OPTION: 40}}
     return rj.Plan(policies=dict.fromkeys(job.blocks, policy), **sizes, **empty, **rest, **fields)

@@ -123,7 +123,12 @@ def _runs_what_it_reads(call: ast.Call) -> bool:
 
 def test_hostile_names_stay_text_in_a_page(tmp_path: Path) -> None:
     data = json.loads(json.dumps(plan().to_dict()))
-    data |= {"workload": HOSTILE, "target": HOSTILE, "notes": [HOSTILE], "jax_version": HOSTILE}
+    data |= {
+        "workload": HOSTILE,
+        "target": HOSTILE,
+        "findings": [{"kind": "note", "severity": "info", "text": HOSTILE}],
+        "jax_version": HOSTILE,
+    }
     for part in data["parts"]:
         part |= {"block": HOSTILE, "policy": HOSTILE}
         for row in part["rows"]:
