@@ -23,7 +23,7 @@ from examples.models.pi0 import Pi0
 from examples.models.pi0_config import Pi0Config
 from examples.models.rules.pi0 import rules
 from remat_jax import compat, porting
-from remat_jax.planning import search_plans
+from remat_jax.planning import loop
 from tests.doc_pages import ROOT, run
 
 PORTING = {  # in the order of the menu, with their blocks of Python: each page has the names of those before it
@@ -40,7 +40,7 @@ SIZES = {"d_model": 16, "nhead": 2, "num_layers": 2, "max_len": 8}
 @pytest.fixture(autouse=True)
 def few_compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One compilation suffices, because each takes seconds; other tests cover the search. Files go to the test's folder."""
-    monkeypatch.setitem(search_plans.Search.__init__.__kwdefaults__, "most_compiled", 1)
+    monkeypatch.setattr(loop, "MOST_COMPILED", 1)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
 

@@ -73,3 +73,16 @@ def test_a_method_that_a_subclass_defines_anew_is_no_longer_the_call() -> None:
     # The block `Child` ends in the sine, which reads the second product; the block `forward` does not.
     check(loss, Child, (params, X), {"full": 7})
     check(loss, Child.forward, (params, X), {"full": 6})
+
+
+def test_a_descriptor_of_another_class_that_raises_is_passed_over() -> None:
+    class Raising:
+        def __get__(self, instance: Any, owner: Any) -> Any:
+            raise AttributeError("no forward without an instance")
+
+    class Foreign:
+        forward = Raising()
+
+    layer, loss, arguments = alias_case("linen", lambda f: f)
+    assert Foreign.__name__ == "Foreign"
+    check(loss, layer.forward, arguments, {"full": 13})

@@ -90,9 +90,12 @@ def _name_in_its_class(block: Any) -> Any:
 
 def _has(cls: type, name: str, function: Any) -> bool:
     own = vars(cls).get(name)
-    if own is None:
+    if own is None or own is function or not hasattr(own, "__get__") or isinstance(own, property):
+        return own is not None and own is function
+    try:
+        return getattr(cls, name) is function
+    except Exception:  # whatever the descriptor of a foreign class raises, such as TorchScript's `forward`
         return False
-    return own is function or (hasattr(own, "__get__") and not isinstance(own, property) and getattr(cls, name) is function)
 
 
 def block_path(path: str, method: str) -> str:
