@@ -14,8 +14,10 @@ from flax import nnx
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.core.walk import equations
 from remat_jax.errors import ArgumentError, InfeasibleBudget
-from remat_jax.planning.beyond import with_changes
+from remat_jax.planning.beyond import estimated, with_changes
+from remat_jax.planning.changes import CHANGES
 from remat_jax.planning.model import Model
 from tests.plan_by_hand import plan as plan_by_hand
 
@@ -73,6 +75,15 @@ def test_it_computes_the_same_function(chunked, x64):
         np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-15)
 
 
+def test_no_array_of_the_planned_loss_has_all_logits(chunked):
+    def largest(fn):
+        work = job()
+        traced = jax.make_jaxpr(jax.grad(fn))(work.params, *work.batch)
+        return max(var.aval.size for eqn in equations(traced) for var in eqn.outvars)
+
+    assert largest(chunked.apply(loss)) < 32 * 64 * WORDS <= largest(loss)
+
+
 def test_it_is_saved_and_read(chunked, tmp_path):
     assert rj.Plan.load(chunked.save(tmp_path / "plan.json"), job()) == chunked
 
@@ -106,6 +117,16 @@ def test_a_change_that_the_workload_cannot_have_says_why():
 def test_unknown_words_are_named(word):
     with pytest.raises(ArgumentError, match="is not a change; expected some of head_in_chunks, optimizer_on_host"):
         rj.plan(job(), "1GiB", "cpu", allow=word)
+
+
+def test_no_failure_of_a_change_loses_the_plan(monkeypatch):
+    def broken(workload):
+        raise IndexError("no such axis")
+
+    monkeypatch.setitem(CHANGES, "head_in_chunks", replace(CHANGES["head_in_chunks"], changed=broken))
+    made = with_changes(lambda workload, share: plan_by_hand(), job(), ("head_in_chunks",))
+    assert made.beyond[0].remark == "no such axis" and made.changes == ()
+    assert estimated(lambda workload, freed: None, job(), {"head_in_chunks": 1})[0].remark == "no such axis"
 
 
 def test_a_change_is_kept_only_if_it_makes_the_plan_faster():

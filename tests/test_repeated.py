@@ -78,7 +78,7 @@ def counts(monkeypatch):
 @pytest.mark.parametrize("flag", [None, "jax_remat3", "jax_custom_jvp3"])
 def test_five_layers_are_named_and_linearised_once(counts, with_flags, flag):
     if flag is not None and not hasattr(jax.config, flag):
-        pytest.skip(f"this JAX has no {flag}")
+        pytest.skip(f"this JAX has no {flag}")  # upgrade flags come and go with releases
     with_flags([flag] if flag else [])
     loss, params = loss_of(Stack())
     jax.make_jaxpr(jax.grad(rj.checkpoint_blocks(loss, {Layer: "dots"})))(params, X)

@@ -37,11 +37,11 @@ def with_changes(plan_for: PlanFor, workload: Workload, allow: Sequence[str]) ->
         except InfeasibleBudget:
             rows.append(Beyond(change, remark="nothing fits with it"))
             continue
-        except RematError as error:
-            remark = (
-                "there was no time for it" if isinstance(error, CompileError) and made is not None else first_sentence(error)
-            )
-            rows.append(Beyond(change, remark=remark))
+        except Exception as error:  # a plan in hand is not lost to a change, whatever tracing the changed loss raises
+            if made is None and not isinstance(error, RematError):
+                raise
+            is_late = isinstance(error, CompileError) and made is not None
+            rows.append(Beyond(change, remark="there was no time for it" if is_late else first_sentence(error)))
             continue
         rows.append(Beyond(change, planned.device_bytes, planned.seconds, compiled=True))
         if made is None or planned.seconds < (1 - AS_FAST) * made.seconds:
@@ -69,7 +69,7 @@ def estimated(
     for change, size in freed.items():
         try:
             predicted = predict(CHANGES[change].changed(workload), size)
-        except RematError as error:
+        except Exception as error:  # the plan is made: whatever tracing the changed loss raises does not lose it
             rows.append(Beyond(change, remark=first_sentence(error)))
             continue
         if predicted is None:

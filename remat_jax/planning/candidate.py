@@ -66,7 +66,6 @@ class StepCandidate:
       cuts: where a scan is cut between layers that keep the same.
       groups: for each group of layers, its first layer and the first layer after it.
       memory_limit: XLA's memory limit in bytes; None for the device's memory.
-      changes: what is changed beyond the blocks, such as `head_in_chunks`.
 
     These say what is known of it:
 
@@ -84,7 +83,6 @@ class StepCandidate:
     cuts: Cuts = ()
     groups: tuple[tuple[int, int], ...] = ()
     memory_limit: int | None = None
-    changes: tuple[str, ...] = ()
     source: str = field(default="", compare=False)
     name: str = field(default="", compare=False)
     loads: Loads = field(default=(), compare=False, repr=False)
@@ -110,8 +108,8 @@ class StepCandidate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its memory follows from what its checkpoints keep: no groups, no memory limit, no other changes."""
-        return self.checkpoints and not (self.groups or self.memory_limit or self.changes)
+        """Whether its memory follows from what its checkpoints keep: no groups, no memory limit."""
+        return self.checkpoints and not (self.groups or self.memory_limit)
 
     @property
     def family(self) -> str:

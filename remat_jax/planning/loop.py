@@ -64,11 +64,11 @@ def left(known: Known, generators: Iterable[Generator]) -> tuple[StepCandidate, 
 
 def most_promising(known: Known, candidates: Iterable[StepCandidate]) -> list[StepCandidate]:
     """At most two candidates that are worth a compilation: the one of the highest score, and the one that adds most to it."""
-    best, chosen = None if known.best is None else known.best.candidate, list[StepCandidate]()
+    best = None if known.best is None else known.best.candidate
     worth = [(known.chance(step), step) for step in candidates if _is_worth(known, step, best)]
     scores = [(chance * known.gain(step, best), chance, step) for chance, step in worth if chance]
     if not scores:
-        return chosen
+        return []
     # Of two that promise the same, a step without checkpoints has fewer ways to disappoint.
     _, fits, first = max(scores, key=lambda scored: (round(scored[0] / known.worth, 1), not scored[2].checkpoints))
     others = [
