@@ -16,9 +16,12 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.core.walk import equations
 from remat_jax.errors import ArgumentError, InfeasibleBudget
+from remat_jax.hardware import target
+from remat_jax.planning import make_plan
 from remat_jax.planning.beyond import estimated, with_changes
 from remat_jax.planning.changes import CHANGES
 from remat_jax.planning.model import Model
+from tests import plan_models
 from tests.plan_by_hand import plan as plan_by_hand
 
 WIDTH, WORDS = 16, 4096
@@ -147,6 +150,25 @@ def test_a_change_is_kept_only_if_it_makes_the_plan_faster():
     seconds["head_in_chunks",] = 0.999
     made = with_changes(plan_for, work, ("optimizer_on_host", "head_in_chunks"))
     assert made.changes == () and [row.seconds for row in made.beyond] == [1.2, 0.999]
+
+
+def test_the_estimate_has_the_copies_of_a_state_on_the_host():
+    """Nothing is compiled: the state of Adam, two moments, goes to the host and back, and no compute hides that."""
+    work, h200 = job(optimizer=optax.adam(1e-3)), target("h200")
+    planner = make_plan._Planner(work, 10**9, h200, None, 300.0, lambda *_: None, None)
+    moved = 2 * compat.tree_bytes(work.params)
+    here, away = (planner._predicted(each, 0) for each in (work, CHANGES["optimizer_on_host"].changed(work)))
+    link = planner.described.stack.link
+    assert away.seconds - here.seconds >= 0.99 * moved * (1 / link.out_bytes_per_s + 1 / link.in_bytes_per_s) > 0
+
+
+def test_promises_are_about_the_plans_step_and_not_about_a_faster_one(monkeypatch):
+    def smallest(known):
+        return known.fit.smallest, []
+
+    monkeypatch.setattr(make_plan, "choose_fastest", smallest)
+    made = rj.plan(plan_models.job(scanned=True), 9 * 2**20, "cpu")
+    assert len(made.tried) > 1 and made.device_bytes == min(size for _, size in made.tried) and not made.is_maximal
 
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")

@@ -14,7 +14,9 @@ from remat_jax.planning.candidate import FAILED, Compiled, KeptArrays, Load, Ste
 from remat_jax.planning.choose_fastest import AS_FAST, TIME_ERROR, choose_fastest
 from remat_jax.planning.fit_memory import Fit, fitted, predicted
 from remat_jax.planning.generators import memory_limit, more, without_host
-from remat_jax.planning.loop import MOST_COMPILED, MOST_UNTIL_ONE_FITS
+from remat_jax.planning.loop import MOST_COMPILED, MOST_UNTIL_ONE_FITS, most_promising
+from remat_jax.planning.outcome import gain_of_more_memory
+from remat_jax.planning.plan_data import next_bytes
 from remat_jax.planning.times import Times
 from remat_jax.solver import HostLink
 from tests.searches import AGAIN, LAYER, NAMED, OFFLOAD, SAVE, STACK, TRUTH, Searched, cut, drawn, made, named
@@ -121,6 +123,42 @@ def test_an_optimizers_state_on_the_host_counts_against_its_budget():
     assert searched.known.fit.host_left == 900 and searched.known.best.compiled.host_bytes <= 1400
 
 
+def test_a_step_with_its_offloads_saved_is_proposed():
+    stack = replace(TRUTH, link=HostLink(2000.0, 2000.0))
+    searched = Searched(stack, 6000, lambda step: predicted(stack, step.loads), named(stack))
+    searched.learn(away := made((*[(SAVE, OFFLOAD, AGAIN)] * 5, NAMED["dots"]), stack))
+    assert away.host_bytes and made((NAMED["dots"],) * 6, stack) in without_host.propose(searched.known)
+
+
+def test_a_likely_gain_comes_before_a_larger_one_that_hardly_fits():
+    searched = Searched(STACK, 4000, lambda step: predicted(TRUTH, step.loads), named())
+    _, _, dots, full = searched.candidates
+    searched.learn(full)
+    known, likely = searched.known, made((NAMED["full"],) * 5 + (NAMED["dots"],))
+    assert known.gain(dots, full) > known.gain(likely, full) and known.chance(dots) < 0.05 < 0.9 < known.chance(likely)
+    assert most_promising(known, [dots, likely])[0] is likely
+
+
+def test_a_search_that_the_time_ends_keeps_its_best_step_and_says_what_was_left():
+    searched = Searched(STACK, 4700, lambda step: predicted(TRUTH, step.loads), named())
+    compile_them, calls = searched.compile_them, []
+    searched.compile_them = lambda *call: compile_them(*call) if not calls.append(call) and len(calls) == 1 else []
+    ended = searched.run()
+    assert (ended.by, len(calls)) == ("time", 2) and ended.left and searched.known.best is not None
+
+
+def test_more_memory_gains_what_was_compiled():
+    """`dots` is compiled, over the budget by less than the further memory, and faster than its estimate."""
+    searched = Searched(STACK, 4500, lambda step: predicted(STACK, step.loads), named(), pace=lambda step: 1.0)
+    _, _, dots, full = searched.candidates
+    searched.learn(full)
+    (best,) = searched.known.fit.tried
+    fast = SimpleNamespace(seconds=0.5 * searched.known.seconds(full), time=None)
+    searched.known.fit.tried.append(Tried(dots, Compiled(4500 + next_bytes(4500) // 2, 0, sizes=fast), 4500))
+    gain = gain_of_more_memory(searched.known, best)
+    assert gain == pytest.approx(0.5 * searched.known.seconds(full))
+
+
 def test_variants_keep_the_runs_as_they_are():
     """A run that gets its neighbour's choices stays a scan of its own."""
     searched = Searched(STACK, 1e6, lambda step: 1.0, named())
@@ -144,6 +182,7 @@ def test_a_step_is_compiled_with_a_memory_limit_only_near_the_budget():
     assert (limited.name, limited.memory_limit, limited.title) == ("dots", 4500, "dots with a memory limit")
     assert limited != dots and searched.known.fit.known(limited) is None
     assert memory_limit.propose(replace(searched.known, has_times=False)) == []
+    assert searched.known.best is not None and memory_limit.propose(replace(searched.known, scanned=True)) == []
 
 
 # --- candidates, times, chances ---------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def outcome(
     shown = [*known.named, *([] if known.as_written is None else [known.as_written])]
     named = [point(candidate) for candidate in shown]
     bound = None if is_over() else _lower_bound(known, best)
-    next_gib = None if is_over() else _next_gib(known, best)
+    next_gib = None if is_over() else gain_of_more_memory(known, best)
     predicted = known.solved.frontier(stack, POINTS, is_over)
     seconds, timed = times.of(best.candidate)
     # The promises are about the plan's step, which may be a simpler one than the fastest.
@@ -164,7 +164,7 @@ def _lower_bound(known: Known, best: Tried) -> float | None:
     return seconds * (times.traced_base + min(extra, candidate.seconds)) / times.traced(candidate)
 
 
-def _next_gib(known: Known, best: Tried) -> float | None:
+def gain_of_more_memory(known: Known, best: Tried) -> float | None:
     """The seconds by which a step is faster with `next_bytes` more memory; None if no plan is faster.
 
     A step that was compiled counts with its compiled memory and time, any other with its estimates.
