@@ -2,6 +2,7 @@
 
     python -m benchmarks.chunked_head --batch 8 32                  8 and 32 × 1024 tokens, policy full, one H200
     python -m benchmarks.chunked_head --batch 2 --length 4096       where attention scores set the peak
+    python -m benchmarks.chunked_head --found                       bytes by hand, and with the head found in the loss
 
 Adam, parameters in bfloat16, layers scanned, 128,256 words. Nothing is run. For the first row, standard error has the advice
 about head and attention: as estimated by `measure`, and as compiled by `doctor`. The modelled step time is that of the compiled
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from examples.models import llama
 from examples.models.functions import cross_entropy
 from remat_jax.memory.advice import HEAD, SCORES
 from remat_jax.report import format_bytes
+from remat_jax.train.chunked_head import chunk_head
 
 
 def decoder(batch: int, length: int, chunks: int) -> rj.Workload:
@@ -58,6 +60,13 @@ def column(batch: int, length: int, chunks: list[int], policy: str, target: str)
         yield format_bytes(report.device_bytes), "" if report.seconds is None else f"{report.seconds * 1e3:.0f} ms"
 
 
+def found(batch: int, length: int, policies: Sequence[str], target: str) -> list[tuple[str, ...]]:
+    """For each policy the bytes with a hand-written head in eight chunks, and with the head that `chunk_head` finds."""
+    unchanged = decoder(batch, length, 1)
+    steps = decoder(batch, length, 8), unchanged.with_loss(chunk_head(unchanged.loss, chunks=8))
+    return [(policy, *(f"{rj.measure(step, policy, target).device_bytes:,}" for step in steps)) for policy in policies]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="h200")
@@ -65,7 +74,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[8])
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--found", action="store_true", help="compare with the head that chunk_head finds in the loss")
     options = parser.parse_args()
+    if options.found:
+        rows = found(options.batch[0], options.length, ("full", "dots_with_no_batch_dims"), options.target)
+        print(markdown(["policy", "by hand", "found in the loss"], rows))
+        return
     columns = [list(column(batch, options.length, options.chunks, options.policy, options.target)) for batch in options.batch]
     names = [name for batch in options.batch for name in (f"{batch} × {options.length} tokens", "step")]
     rows = [

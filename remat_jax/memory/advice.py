@@ -126,10 +126,19 @@ class _Adviser:
         yield Advice(change, saved - self._sums_of_heads(products), how, why)
 
     def _sums_of_heads(self, products: list[SoftmaxProduct]) -> int:
-        """The bytes that `in_chunks` adds: it sums the gradient of a narrow head in float32."""
-        classes = {product.classes for product in products if product.is_head}
-        heads = [leaf for leaf in jax.tree.leaves(self.arguments.get("parameters", ())) if classes & set(leaf.shape)]
-        return sum(device_bytes(leaf) * wide(leaf.dtype).itemsize // leaf.dtype.itemsize - device_bytes(leaf) for leaf in heads)
+        """The bytes that `in_chunks` adds: it sums the gradient of a narrow head in float32.
+
+        An embedding has as many rows as the head has classes, so one array is counted for each number of classes.
+        """
+        leaves = jax.tree.leaves(self.arguments.get("parameters", ()))
+        sums = 0
+        for classes in {product.classes for product in products if product.is_head}:
+            heads = [leaf for leaf in leaves if classes in leaf.shape]
+            added = (
+                device_bytes(leaf) * (wide(leaf.dtype).itemsize - leaf.dtype.itemsize) // leaf.dtype.itemsize for leaf in heads
+            )
+            sums += max(added, default=0)
+        return sums
 
     def _is_product(self, buffer: LiveBuffer, products: list[SoftmaxProduct]) -> bool:
         """Whether a buffer is the result of one of the `products`, or is computed elementwise from such a result."""
